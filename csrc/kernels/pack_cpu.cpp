@@ -14,7 +14,12 @@
 #define FS_INDEPENDENT
 #endif
 
-#if defined(__GNUC__) && defined(__x86_64__) && !defined(FASTSYNC_NO_SIMD_DISPATCH)
+// The widest instruction set to compile for: 0 the compiler's target, 1 AVX2, 2 AVX-512. Lower it to test the others.
+#ifndef FASTSYNC_SIMD_LEVEL
+#define FASTSYNC_SIMD_LEVEL 2
+#endif
+
+#if defined(__GNUC__) && defined(__x86_64__) && FASTSYNC_SIMD_LEVEL > 0
 #define FS_X86_DISPATCH 1
 #define FS_AVX2 __attribute__((target("avx2")))
 #define FS_AVX512 \
@@ -49,8 +54,9 @@ void transfer_baseline(Dst* dst, const Src* src, int64_t numel, Compute<Dst> sca
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
 Isa detect_isa() {
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+  if (FASTSYNC_SIMD_LEVEL >= 2 && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
     return Isa::kAvx512;
   }
   return __builtin_cpu_supports("avx2") ? Isa::kAvx2 : Isa::kBaseline;
