@@ -20,7 +20,7 @@ struct Index {
 
 inline Index thread{0};
 inline Index block{0};
-inline int launches = 0;                  // since the test last reset it
+inline int launches = 0;                   // since the test last reset it
 inline cudaError_t failure = cudaSuccess;  // reported by the next cudaGetLastError()
 
 template <class Kernel, class... Args>
