@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -13,7 +14,7 @@ namespace fastsync::testing {
 
 struct Case {
   std::string name;
-  void (*function)();
+  std::function<void()> function;
 };
 
 // Runs the cases whose name contains the first argument (all without one). The exit code is 1 when a case fails.
