@@ -120,18 +120,19 @@ class FastDDP(DistributedDataParallel):
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         self.reducer = cast(Any, FrontReducer(engine))
         self.logger = cast(Any, FrontLogger())
-        self._passing_sync_batchnorm_handle(self.module)
+        cast(Any, self)._passing_sync_batchnorm_handle(self.module)
 
     @property
     def _engine(self) -> Engine:
         return cast(FrontReducer, self.reducer).engine
 
     def _post_forward(self, output: Any) -> Any:
+        front = cast(Any, self)  # its methods carry no annotations
         if self._delay_all_reduce_all_params:
-            self._clear_grad_buffer()
+            front._clear_grad_buffer()
             return output
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
+        if front._check_sync_bufs_post_fwd():
+            front._sync_buffers()
         if torch.is_grad_enabled():
             self.require_forward_param_sync = self.require_backward_grad_sync
             if self.require_backward_grad_sync:
@@ -140,7 +141,7 @@ class FastDDP(DistributedDataParallel):
                 self._engine.core.pause()
         else:
             self.require_forward_param_sync = False
-        self._clear_grad_buffer()
+        front._clear_grad_buffer()
         return output
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
