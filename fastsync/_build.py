@@ -184,26 +184,36 @@ def sanitizer_flags(sanitize: str) -> list[str]:
     return [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"] if sanitize else []
 
 
-def fingerprint(toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> str:
-    """A digest of all that shapes the binary: sources, flags, compilers, torch and Python.
+def sources_digest() -> str:
+    """A digest of this file and of every source of the extension."""
+    files = [*all_files(), Path(__file__)]
+    facts = (f"{p.name}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def binary_identity() -> dict[str, str]:
+    """What a binary has to share with this process to be loaded into it.
 
     A binary built against one minor version of torch must not be loaded into another.
     """
     import torch
 
+    return {
+        "sources": sources_digest(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "abi": str(sysconfig.get_config_var("SOABI") or sys.version),
+    }
+
+
+def fingerprint(toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> str:
+    """A digest of all that shapes the binary: sources, flags, compilers, torch and Python."""
     compiler = subprocess.run([*cxx().split(), "--version"], capture_output=True, text=True)
     facts = [
-        *(f"{p.name}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in all_files()),
-        hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-        *CXX_FLAGS,
-        *NVCC_FLAGS,
+        *binary_identity().values(),
         *sanitizer_flags(sanitize),
         compiler.stdout,
         f"{toolkit.version} {archs}" if toolkit else "no cuda",
-        torch.__version__,
-        str(torch.version.cuda),
-        str(torch.compiled_with_cxx11_abi()),
-        sysconfig.get_config_var("SOABI") or sys.version,
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 

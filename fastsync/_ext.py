@@ -47,19 +47,14 @@ def load() -> ModuleType:
 
 
 def _prebuilt() -> Path | None:
-    """The extension that ``pip install`` compiled, if it was for this version of torch."""
+    """The extension that ``pip install`` compiled, if it was for this torch and these sources."""
     record = _PACKAGE / "_prebuilt.json"
     found = [
         p for s in importlib.machinery.EXTENSION_SUFFIXES if (p := _PACKAGE / f"_C{s}").exists()
     ]
     if not found or not record.exists():
         return None
-    return found[0] if json.loads(record.read_text()) == binary_identity() else None
-
-
-def binary_identity() -> dict[str, str]:
-    """What a prebuilt binary has to share with this process to be loaded."""
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    return found[0] if json.loads(record.read_text()) == _build.binary_identity() else None
 
 
 def _built(env: Env) -> Path:

@@ -1,0 +1,70 @@
+"""Installs fastsync and compiles its extension ahead of time.
+
+``pip install --no-build-isolation .`` compiles against the torch that is installed. Where torch
+cannot be imported during the build (build isolation), the package is installed with its sources,
+and the extension is compiled on first import instead.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).resolve().parent
+
+
+def load_build():
+    """fastsync/_build.py, by its path: the package itself must not be imported here."""
+    spec = importlib.util.spec_from_file_location("_build", HERE / "fastsync" / "_build.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["_build"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def extension_arguments():
+    """Arguments of setup() for the compiled extension; none where there is no torch."""
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError:
+        return {}
+    build = load_build()
+
+    class Build(BuildExtension):
+        """Compiles the CUDA kernels first, then the rest, and records what for."""
+
+        def build_extensions(self):
+            build.check_compilers()
+            work = Path(self.build_temp).resolve()
+            work.mkdir(parents=True, exist_ok=True)
+            recipe = build.recipe(work, build.find_toolkit(), build.DEFAULT_ARCHS)
+            for extension in self.extensions:
+                extension.extra_compile_args = {"cxx": recipe.cxx_flags}
+                extension.extra_link_args = recipe.link_flags
+            super().build_extensions()
+            target = Path(self.get_ext_fullpath("fastsync._C")).parent
+            (target / "_prebuilt.json").write_text(json.dumps(build.binary_identity()))
+
+    sources = [str(Path("csrc") / source) for source in build.CPP_SOURCES]
+    extension = CppExtension("fastsync._C", sources, include_dirs=[str(HERE / "csrc")])
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True)},
+    }
+
+
+def source_packages():
+    """The C++ sources travel inside the package, for the build on first import."""
+    folders = {p.parent.relative_to(HERE) for p in load_build().all_files()}
+    return {".".join(("fastsync", *folder.parts)): str(folder) for folder in folders}
+
+
+packages = {"fastsync": "fastsync", **source_packages()}
+setup(
+    packages=list(packages),
+    package_dir=packages,
+    package_data={"fastsync": ["py.typed"], **{p: ["*.h", "*.cpp", "*.cu"] for p in packages}},
+    **extension_arguments(),
+)
