@@ -68,7 +68,8 @@ struct Vec {
   T item[kCount];
 };
 
-// Through uint4: a struct of small members may be moved by several narrow accesses instead.
+// Through uint4, because a struct of small members may be moved by several narrow accesses. The compiler may split even a
+// uint4 that it stores; __stwb is the default store, which it must leave whole.
 template <int kCount, class T>
 __device__ __forceinline__ Vec<T, kCount> load(const T* from) {
   Vec<T, kCount> vec;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, kCount>& vec) {
     memcpy(raw, &vec, sizeof vec);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof vec / kAccessBytes); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = raw[i];
+      __stwb(reinterpret_cast<uint4*>(to) + i, raw[i]);
     }
   } else {
     *to = vec.item[0];

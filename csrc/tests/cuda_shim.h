@@ -38,6 +38,8 @@ struct [[gnu::may_alias]] alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
+inline void __stwb(uint4* to, const uint4& value) { *to = value; }
+
 inline cudaError_t cudaGetLastError() {
   const cudaError_t error = cuda_shim::failure;
   cuda_shim::failure = cudaSuccess;
