@@ -3,9 +3,10 @@
 //   pack    flat[offset + i]  = cast(tensor[i] * scale)          for every segment, or cast(fill) where it has no tensor
 //   unpack  tensor[i]         = cast(flat[offset + i] * scale)   plus the old tensor[i] when `accumulate`
 //
-// Arithmetic is done in fp32 (fp64 when either side is fp64); a narrowing cast rounds to nearest even, so the result
-// differs from the exact product by that one rounding. NaN and infinities pass through. `tensor` and `flat` may be the
-// same memory at the same element (scaling in place) when both types are equal; otherwise they must not overlap.
+// Arithmetic is done in fp32 (fp64 when both sides are fp64): the product, the sum and the narrowing cast each round to
+// nearest even, never fused, so that hosts and devices agree. NaN (its payload aside) and infinities pass through; what
+// exceeds a narrow type's range becomes infinity. `tensor` and `flat` may be the same memory at the same element (scaling
+// in place) when both types are equal; otherwise they must not overlap.
 // Any alignment and any length, 0 included, is valid: 16-byte accesses are used where both sides allow them.
 //
 // Raw pointers, sizes and a stream: no torch header, no allocation, no ownership. The functions return before a device
@@ -36,7 +37,7 @@ struct Segment {
 struct Transfer {
   DType tensor_dtype;
   DType flat_dtype;
-  double scale;     // exactly 1.0 skips the multiplication
+  double scale;     // 1.0 changes no element
   bool accumulate;  // unpack only
 };
 

@@ -1,6 +1,7 @@
 // pack and unpack on the host: one loop over the element functions, compiled once per instruction set.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "dispatch.h"
 #include "element.h"
@@ -20,10 +21,16 @@
 #endif
 
 #if defined(__GNUC__) && defined(__x86_64__) && FASTSYNC_SIMD_LEVEL > 0
+#include <immintrin.h>
 #define FS_X86_DISPATCH 1
+#define FS_F16C __attribute__((target("avx2,f16c")))
 #define FS_AVX2 __attribute__((target("avx2")))
+#ifdef __clang__
+#define FS_AVX512 __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
+#else
 #define FS_AVX512 \
   __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
 #else
 #define FS_X86_DISPATCH 0
 #endif
@@ -51,6 +58,32 @@ void transfer_baseline(Dst* dst, const Src* src, int64_t numel, Compute<Dst> sca
 }
 
 #if FS_X86_DISPATCH
+// fp16 by the processor's own conversions, eight at a time: in cache four times as fast as the portable ones.
+FS_F16C inline __m256 load8(const float* from) { return _mm256_loadu_ps(from); }
+FS_F16C inline __m256 load8(const Half* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+FS_F16C inline void store8(float* to, __m256 values) { _mm256_storeu_ps(to, values); }
+FS_F16C inline void store8(Half* to, __m256 values) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+}
+
+template <bool kAccumulate, class Dst, class Src>
+FS_F16C void transfer_f16c(Dst* dst, const Src* src, int64_t numel, float scale) {
+  const __m256 scales = _mm256_set1_ps(scale);
+  int64_t i = 0;
+  for (; i + 8 <= numel; i += 8) {
+    const __m256 product = _mm256_mul_ps(load8(src + i), scales);
+    store8(dst + i, kAccumulate ? _mm256_add_ps(load8(dst + i), product) : product);
+  }
+  transfer_loop<kAccumulate>(dst + i, src + i, numel - i, scale);
+}
+
+template <class Dst, class Src>
+constexpr bool kUsesF16c = (std::is_same_v<Dst, Half> && !std::is_same_v<Src, BFloat16>) ||
+                           (std::is_same_v<Src, Half> && !std::is_same_v<Dst, BFloat16>);
+
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
 Isa detect_isa() {
@@ -76,6 +109,10 @@ FS_AVX512 void transfer_avx512(Dst* dst, const Src* src, int64_t numel, Compute<
 template <bool kAccumulate, class Dst, class Src>
 auto select_transfer() {
 #if FS_X86_DISPATCH
+  if constexpr (kUsesF16c<Dst, Src>) {
+    static const bool f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (f16c) return transfer_f16c<kAccumulate, Dst, Src>;
+  }
   static const Isa isa = detect_isa();
   if (isa == Isa::kAvx512) return transfer_avx512<kAccumulate, Dst, Src>;
   if (isa == Isa::kAvx2) return transfer_avx2<kAccumulate, Dst, Src>;

@@ -2,14 +2,13 @@
 //
 // [Note: segment table]
 // The table travels by value in the kernel's parameters (constant memory), so a launch needs no host-to-device copy and
-// the caller's array may be freed at once. Two capacities: parameters up to 4 KB cost the least to launch; sm_70 and
-// CUDA 12.1 on allow 32,764 bytes, which is enough for a model of a thousand small tensors in one launch. The kernel must
-// not modify it: a by-value table that is written to moves to local memory.
+// the caller's array may be freed at once. Two capacities: 4 KB of parameters, the limit before CUDA 12.1, for a bucket
+// of few tensors; and 32,764 bytes, the limit since then from sm_70 on, so that a thousand small tensors need one launch.
+// The kernel must not modify the table: a by-value parameter that is written to moves to local memory.
 //
 // [Note: one routine for every alignment]
 // A chunk is moved by move_chunk<kVec>: kVec elements, 16 bytes of the narrower type, per access where both sides are
 // 16-byte aligned, else kVec = 1. The misaligned case and the tail are therefore the same code with another constant.
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -37,8 +36,8 @@ template <int kSegments>
 struct Table {
   static constexpr int kCapacity = kSegments;
   int count;
-  uint32_t first_block
-      [kSegments];  // ascending; apart from `run`, so that the search touches few cache lines
+  // Ascending. Not in Run, so that the search touches few cache lines.
+  uint32_t first_block[kSegments];
   float fill[kSegments];
   Run run[kSegments];
 };
@@ -68,7 +67,8 @@ struct Vec {
   T item[kCount];
 };
 
-// Through uint4: a struct of small members may be moved by several narrow accesses instead.
+// Through uint4, because a struct of small members may be moved by several narrow accesses. The compiler may split even a
+// uint4 that it stores; __stwb is the default store, which it must leave whole.
 template <int kCount, class T>
 __device__ __forceinline__ Vec<T, kCount> load(const T* from) {
   Vec<T, kCount> vec;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, kCount>& vec) {
     memcpy(raw, &vec, sizeof vec);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof vec / kAccessBytes); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = raw[i];
+      __stwb(reinterpret_cast<uint4*>(to) + i, raw[i]);
     }
   } else {
     *to = vec.item[0];

@@ -21,12 +21,14 @@ struct Index {
 inline Index thread{0};
 inline Index block{0};
 inline int launches = 0;                   // since the test last reset it
+inline unsigned blocks = 0;                // of the latest launch
 inline cudaError_t failure = cudaSuccess;  // reported by the next cudaGetLastError()
 
 template <class Kernel, class... Args>
-void run(Kernel kernel, unsigned blocks, unsigned threads, const Args&... args) {
+void run(Kernel kernel, unsigned grid, unsigned threads, const Args&... args) {
   ++launches;
-  for (block.x = 0; block.x < blocks; ++block.x) {
+  blocks = grid;
+  for (block.x = 0; block.x < grid; ++block.x) {
     for (thread.x = 0; thread.x < threads; ++thread.x) kernel(args...);
   }
 }
@@ -37,6 +39,8 @@ void run(Kernel kernel, unsigned blocks, unsigned threads, const Args&... args) 
 struct [[gnu::may_alias]] alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+
+inline void __stwb(uint4* to, const uint4& value) { *to = value; }
 
 inline cudaError_t cudaGetLastError() {
   const cudaError_t error = cuda_shim::failure;

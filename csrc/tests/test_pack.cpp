@@ -195,6 +195,14 @@ void one_launch_serves_a_table() {
   EXPECT(launches == 2, launches, " launches for 1023 segments");
 }
 
+void grid_fits_the_work() {
+  const std::pair<int64_t, unsigned> blocks_of[] = {{1, 1}, {4096, 1}, {4097, 2}, {3 * 4096, 3}};
+  for (const auto& [numel, blocks] : blocks_of) {
+    Scenario({kF32, kF32}, {{numel, 0, 0}}).check_pack(kCudaOnHost, 1.0);
+    EXPECT(cuda_shim::blocks == blocks, cuda_shim::blocks, " blocks for ", numel, " elements");
+  }
+}
+
 void refuses_unsupported_types(const Backend& backend) {
   for (const Types& types : {Types{kF64, kF32}, {kF32, kF64}, {kF16, kF64}, {DType{9}, kF32}}) {
     const Transfer transfer{types.tensor, types.flat, 1.0, false};
@@ -256,6 +264,7 @@ int main(int argc, char** argv) {
   using namespace fastsync::testing;
   std::vector<Case> cases = {
       {"cuda/one_launch_serves_a_table", one_launch_serves_a_table},
+      {"cuda/grid_fits_the_work", grid_fits_the_work},
       {"cuda/reports_a_refused_launch", reports_a_refused_launch},
   };
   for (const Backend& backend : kBackends) add_cases(backend, cases);

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Checks the machine code of the CUDA kernels; needs nvcc and cuobjdump, but no GPU.
+
+Compiles csrc/kernels/pack_cuda.cu for each architecture with spills, local memory and every
+warning as errors, then asserts of each kernel in the SASS:
+
+  - 16-byte loads and stores (LDG...128, STG...128): as many as a round of the kernel moves, so that
+    not one of them has been split, and all loads before the first store
+  - no local memory: no LDL, no STL, no stack
+  - at most MAX_REGISTERS registers per thread
+
+cuobjdump and nvdisasm come with the CUDA toolkit, or from
+`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm` (found in this interpreter's packages).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "csrc" / "kernels" / "pack_cuda.cu"
+ARCHITECTURES = ("80", "90", "100")
+
+# 65,536 registers per multiprocessor / (64 * 256 threads) = 4 blocks = 1024 threads, which keep at
+# least 32 KiB in flight: enough to saturate memory (see kBytesPerThread in pack_cuda.cu).
+MAX_REGISTERS = 64
+
+# As in pack_cuda.cu, whose loops must not be unrolled beyond it for the counts to hold.
+BYTES_PER_THREAD = 64
+
+
+class CheckError(Exception):
+    """The check could not run, or a kernel failed it; the text says which and why."""
+
+
+SIZES = {"BFloat16": 2, "Half": 2, "float": 4, "double": 8}
+
+
+def expected_accesses(dst: str, src: str, accumulate: bool) -> tuple[int, int]:
+    """16-byte loads and stores of one kernel: kBytesPerThread in the wider type, and the fill.
+
+    The fill store of the kernels that do not accumulate is one more.
+    """
+    wide = max(SIZES[dst], SIZES[src])
+    moved = {t: BYTES_PER_THREAD * SIZES[t] // wide // 16 for t in (dst, src)}
+    return moved[src] + moved[dst] * accumulate, moved[dst] + (not accumulate)
+
+
+@dataclass
+class Kernel:
+    """One kernel of one architecture, as counted in its SASS."""
+
+    arch: str
+    name: str
+    loads: int = 0
+    in_flight: int = 0
+    stores: int = 0
+    local: int = 0
+    registers: int = -1
+    stack: int = -1
+
+    def problems(self) -> list[str]:
+        """What is wrong with the kernel, in words; empty when nothing is."""
+        arguments = re.match(r"transfer_kernel<(\w+), (\w+), (true|false), ", self.name)
+        if arguments is None:
+            return ["a kernel that this script has no expectations of: add them"]
+        loads, stores = expected_accesses(arguments[1], arguments[2], arguments[3] == "true")
+        found = []
+        if self.loads != loads:
+            found.append(f"{self.loads} 16-byte loads (LDG...128), {loads} expected")
+        if self.in_flight != loads:
+            found.append(
+                f"only {self.in_flight} of {loads} loads are issued before the first store"
+            )
+        if self.stores != stores:
+            found.append(f"{self.stores} 16-byte stores (STG...128), {stores} expected")
+        if self.local or self.stack != 0:
+            found.append(f"local memory: {self.local} LDL/STL, stack {self.stack} bytes")
+        if not 0 < self.registers <= MAX_REGISTERS:
+            found.append(f"{self.registers} registers, at most {MAX_REGISTERS} expected")
+        return found
+
+
+def find_tool(name: str) -> str:
+    """A tool of the CUDA toolkit: on PATH, or in the NVIDIA packages of this interpreter."""
+    on_path = shutil.which(name)
+    if on_path:
+        return on_path
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    for candidate in sorted(packages.glob(f"*/bin/{name}")):
+        if os.access(candidate, os.X_OK):
+            return str(candidate)
+    raise CheckError(
+        f"{name} not found on PATH or in {packages}: install the CUDA toolkit"
+        + ("" if name == "nvcc" else f", or `pip install nvidia-cuda-{name}`")
+    )
+
+
+def run(command: list[str], path: str) -> str:
+    """The standard output of a command that must succeed."""
+    env = dict(os.environ, PATH=path)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode != 0:
+        raise CheckError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def compile_source(nvcc: str, source: Path, output: Path, path: str) -> None:
+    """Compiles for every architecture, plus PTX of the newest."""
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    newest = ARCHITECTURES[-1]
+    targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    flags = ["-O3", "-std=c++17", "-fmad=false", "-Werror", "all-warnings"]
+    flags.append("-Xptxas=-v,-Werror,-warn-spills,-warn-lmem-usage")
+    run([nvcc, *flags, *targets, "-c", str(source), "-o", str(output)], path)
+
+
+def short_name(mangled: str) -> str:
+    """The kernel's name with its template arguments, without namespaces."""
+    demangler = shutil.which("cu++filt") or shutil.which("c++filt")
+    if demangler is None:
+        raise CheckError("c++filt not found on PATH: install binutils")
+    text = run([demangler, mangled], os.environ["PATH"]).strip()
+    text = re.sub(r"fastsync::kernels::|\(anonymous namespace\)::|<unnamed>::", "", text)
+    return re.sub(r"^void |\(.*$", "", text)
+
+
+def read_usage(text: str, kernels: dict[str, Kernel]) -> None:
+    """Fills in registers and stack from `cuobjdump -res-usage`."""
+    for name, stack, registers in re.findall(
+        r"Function (\S+):\s+REG:(?=\d+ STACK:(\d+))(\d+)", text
+    ):
+        kernels[name].stack = int(stack)
+        kernels[name].registers = int(registers)
+
+
+def read_sass(text: str, arch: str) -> dict[str, Kernel]:
+    """Counts instructions per kernel from `cuobjdump -sass`."""
+    kernels: dict[str, Kernel] = {}
+    kernel = None
+    streak = 0
+    for line in text.splitlines():
+        header = re.search(r"Function : (\S+)", line)
+        if header:
+            kernel = kernels[header[1]] = Kernel(arch, short_name(header[1]))
+            streak = 0
+        elif kernel is not None and re.search(r"\bLDG\S*\.128\b", line):
+            streak += 1
+            kernel.loads += 1
+            kernel.in_flight = max(kernel.in_flight, streak)
+        elif kernel is not None and re.search(r"\bSTG\b", line):
+            streak = 0
+            kernel.stores += bool(re.search(r"\bSTG\S*\.128\b", line))
+        elif kernel is not None:
+            kernel.local += bool(re.search(r"\b(LDL|STL)\b", line))
+    return kernels
+
+
+def inspect(cuobjdump: str, binary: Path, arch: str, path: str) -> list[Kernel]:
+    """The kernels of one architecture in a compiled object."""
+    base = [cuobjdump, "-arch", f"sm_{arch}"]
+    kernels = read_sass(run([*base, "-sass", str(binary)], path), arch)
+    if not kernels:
+        raise CheckError(f"no kernel for sm_{arch} in {binary}")
+    read_usage(run([*base, "-res-usage", str(binary)], path), kernels)
+    return sorted(kernels.values(), key=lambda kernel: kernel.name)
+
+
+def check(source: Path) -> list[Kernel]:
+    """Compiles and inspects one source; returns every kernel of every architecture."""
+    nvcc, cuobjdump, nvdisasm = (find_tool(t) for t in ("nvcc", "cuobjdump", "nvdisasm"))
+    path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ["PATH"]])
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernels.o"
+        compile_source(nvcc, source, binary, path)
+        return [k for arch in ARCHITECTURES for k in inspect(cuobjdump, binary, arch, path)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", nargs="?", type=Path, default=SOURCE, help="default: %(default)s")
+    source = parser.parse_args().source
+    try:
+        kernels = check(source)
+    except CheckError as error:
+        print(f"check_sass: {error}", file=sys.stderr)
+        return 1
+    print(f"{'arch':6} {'regs':>4} {'stack':>5} {'LDG.128':>7} {'STG.128':>7}  kernel")
+    failures = []
+    for k in kernels:
+        print(f"sm_{k.arch:3} {k.registers:4} {k.stack:5} {k.loads:7} {k.stores:7}  {k.name}")
+        failures += [f"sm_{k.arch} {k.name}: {problem}" for problem in k.problems()]
+    for failure in failures:
+        print(f"FAILED {failure}")
+    print(f"{len(kernels)} kernels checked, {len(failures)} problems")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
