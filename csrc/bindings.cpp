@@ -1,0 +1,135 @@
+// Python bindings, and nothing else. c10d headers stay out: a process group arrives as the name it is registered under.
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "engine/reducer.h"
+#include "ops.h"
+
+namespace py = pybind11;
+using namespace fastsync;  // NOLINT: bindings only
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+struct Items {
+  std::vector<ops::SlotLayout> layouts;
+  std::vector<ops::Item> items;
+};
+
+Items make_items(const std::vector<std::optional<at::Tensor>>& tensors, const Tensors& like,
+                 const std::vector<int64_t>& offsets) {
+  FS_CHECK_VALUE(tensors.size() == like.size() && like.size() == offsets.size(),
+                 "expects as many tensors as layouts and offsets, but got ", tensors.size(), ", ",
+                 like.size(), " and ", offsets.size());
+  Items all;
+  for (size_t i = 0; i < like.size(); ++i) {
+    all.layouts.push_back(ops::SlotLayout::of(like[i], offsets[i]));
+  }
+  for (size_t i = 0; i < like.size(); ++i) {
+    all.items.push_back({tensors[i].value_or(at::Tensor()), &all.layouts[i]});
+  }
+  return all;
+}
+
+void pack(const std::vector<std::optional<at::Tensor>>& tensors, const Tensors& like,
+          const std::vector<int64_t>& offsets, const at::Tensor& flat, double scale) {
+  const Items all = make_items(tensors, like, offsets);
+  ops::pack(all.items, flat, scale);
+}
+
+void unpack(const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& flat,
+            double scale, bool accumulate) {
+  const std::vector<std::optional<at::Tensor>> targets(tensors.begin(), tensors.end());
+  const Items all = make_items(targets, tensors, offsets);
+  ops::unpack(all.items, flat, scale, accumulate);
+}
+
+void bind_ops(py::module_& m) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  m.def("pack", &pack, release, py::arg("tensors"), py::arg("like"), py::arg("offsets"),
+        py::arg("flat"), py::arg("scale"));
+  m.def("unpack", &unpack, release, py::arg("tensors"), py::arg("offsets"), py::arg("flat"),
+        py::arg("scale"), py::arg("accumulate"));
+  m.def("supports", [](const std::string& device) { return ops::supports(at::Device(device)); });
+#ifdef FASTSYNC_WITH_CUDA
+  m.attr("with_cuda") = true;
+#else
+  m.attr("with_cuda") = false;
+#endif
+}
+
+engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
+                             int64_t flags_offset, at::ScalarType wire, bool views, bool sparse) {
+  engine::BucketSpec spec;
+  for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
+  spec.numel = numel;
+  spec.flags_offset = flags_offset;
+  spec.wire = wire;
+  spec.views = views;
+  spec.sparse = sparse;
+  return spec;
+}
+
+std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
+                                              const std::vector<std::string>& names,
+                                              const std::string& group_name, bool static_graph,
+                                              bool fail_on_unused) {
+  engine::ReducerOptions options;
+  options.static_graph = static_graph;
+  options.fail_on_unused = fail_on_unused;
+  return std::make_shared<engine::Reducer>(params, names, group_name, options);
+}
+
+py::dict stats_dict(const engine::Reducer& reducer) {
+  const engine::ReducerStats stats = reducer.stats();
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["plans"] = stats.plans;
+  result["collectives"] = stats.collectives;
+  result["bytes"] = stats.bytes;
+  result["exposed_seconds"] = stats.exposed_seconds;
+  return result;
+}
+
+void bind_engine(py::module_& m) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<engine::BucketSpec>(m, "BucketSpec")
+      .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
+           py::arg("wire"), py::arg("views"), py::arg("sparse"));
+  py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
+      .def_readonly("replan", &engine::ForwardAdvice::replan)
+      .def_readonly("thawed", &engine::ForwardAdvice::thawed)
+      .def_readonly("unused", &engine::ForwardAdvice::unused);
+  using engine::Reducer;
+  py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
+      .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
+           py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"))
+      .def("set_plan", &Reducer::set_plan, release, py::arg("specs"))
+      .def("prepare_forward", &Reducer::prepare_forward, release)
+      .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"))
+      .def("pause", &Reducer::pause, release)
+      .def("set_static_graph", &Reducer::set_static_graph, release)
+      .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"),
+           py::arg("ranks_may_have_joined"))
+      .def("shadow_step", &Reducer::shadow_step, release)
+      .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
+      .def("detach_hooks", &Reducer::detach_hooks, release)
+      .def("ready_order", &Reducer::ready_order, release)
+      .def("trainable", &Reducer::trainable, release)
+      .def("bucket_params", &Reducer::bucket_params, release)
+      .def("backward_running", &Reducer::backward_running)
+      .def("stats", &stats_dict);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "fastsync's C++ core; use the fastsync package instead";
+  bind_ops(m);
+  bind_engine(m);
+}

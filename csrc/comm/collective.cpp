@@ -1,0 +1,58 @@
+#include "collective.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+#include <vector>
+
+#include "../check.h"
+
+namespace fastsync::comm {
+namespace {
+
+class WorkInFlight final : public InFlight {
+ public:
+  WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers)
+      : buffers_(std::move(buffers)), work_(std::move(work)) {}
+
+  void wait() override { work_->wait(); }
+
+ private:
+  std::vector<at::Tensor> buffers_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+class ProcessGroupCollective final : public Collective {
+ public:
+  explicit ProcessGroupCollective(c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : group_(std::move(group)) {}
+
+  int rank() const override { return group_->getRank(); }
+  int size() const override { return group_->getSize(); }
+
+  // NCCL implements AVG as a multiplication by 1/N ahead of the sum; at one rank it does nothing at all.
+  bool can_average(at::Device device) const override {
+    return device.is_cuda() && size() > 1 &&
+           group_->getBackend(c10::DeviceType::CUDA)->getBackendName() == "nccl";
+  }
+
+  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat, Average average) override {
+    std::vector<at::Tensor> buffers{flat};
+    c10d::AllreduceOptions options;
+    if (average == Average::kInCollective) options.reduceOp = c10d::ReduceOp::AVG;
+    auto work = group_->allreduce(buffers, options);
+    FS_CHECK(work, "the process group returned no work handle for an all-reduce");
+    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+}  // namespace
+
+std::unique_ptr<Collective> Collective::resolve(const std::string& group_name) {
+  return std::make_unique<ProcessGroupCollective>(c10d::resolve_process_group(group_name));
+}
+
+}  // namespace fastsync::comm

@@ -1,0 +1,44 @@
+// Transitions of a flat buffer between ranks, over any c10d process group.
+//
+// The only code that touches a process group. Its headers stay in collective.cpp: they cost every file that includes
+// them ten seconds of compilation.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+namespace fastsync::comm {
+
+// A collective that has been started. Keeps its buffers alive; destroying it does not cancel it.
+class InFlight {
+ public:
+  virtual ~InFlight() = default;
+
+  // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current stream wait for it.
+  // Throws what the backend throws.
+  virtual void wait() = 0;
+};
+
+// Who divides by the number of ranks. The order is the same either way: each rank's gradient is scaled first and the
+// products are summed, so a result never overflows where the average itself is finite.
+enum class Average { kDoneByCaller, kInCollective };
+
+class Collective {
+ public:
+  // The process group registered with c10d under `group_name`. Throws when there is none.
+  static std::unique_ptr<Collective> resolve(const std::string& group_name);
+
+  virtual ~Collective() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Whether the backend itself can scale each rank's input before it sums (NCCL's AVG does, Gloo's divides last).
+  virtual bool can_average(at::Device device) const = 0;
+
+  // Sum over ranks, in place. Sparse tensors are summed where the backend can (Gloo).
+  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat, Average average) = 0;
+};
+
+}  // namespace fastsync::comm

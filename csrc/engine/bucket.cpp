@@ -1,0 +1,330 @@
+#include "bucket.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../check.h"
+
+namespace fastsync::engine {
+namespace {
+
+ops::SlotLayout flat_run(int64_t offset, int64_t numel) {
+  return ops::SlotLayout{offset, numel, {numel}, {1}};
+}
+
+}  // namespace
+
+const char* to_string(BucketState state) {
+  switch (state) {
+    case BucketState::kFilling:
+      return "filling";
+    case BucketState::kReady:
+      return "ready";
+    case BucketState::kPacked:
+      return "packed";
+    case BucketState::kInFlight:
+      return "in flight";
+  }
+  return "unknown";
+}
+
+Bucket::Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& params)
+    : spec_(std::move(spec)), pending_(spec_.slots.size()) {
+  FS_CHECK_VALUE(!spec_.slots.empty(), "a bucket needs at least one parameter");
+  FS_CHECK_VALUE(!spec_.sparse || slots_.size() <= 1, "a sparse bucket holds one parameter");
+  for (const SlotSpec& slot_spec : spec_.slots) {
+    Parameter* param = params.at(static_cast<size_t>(slot_spec.param)).get();
+    Slot slot;
+    slot.param = param;
+    slot.layout = ops::SlotLayout::of(param->tensor, slot_spec.offset);
+    slots_.push_back(std::move(slot));
+  }
+  if (spec_.flags_offset >= 0) {
+    const auto count = static_cast<int64_t>(slots_.size());
+    for (int64_t i = 0; i <= count; ++i) {
+      flag_layouts_.push_back(flat_run(spec_.flags_offset + i, 1));
+    }
+    flag_layouts_.push_back(flat_run(spec_.flags_offset, count));
+  }
+  gradients_layout_ = flat_run(0, spec_.flags_offset >= 0 ? spec_.flags_offset : spec_.numel);
+}
+
+int64_t Bucket::wire_bytes() const {
+  return spec_.numel * static_cast<int64_t>(c10::elementSize(spec_.wire));
+}
+
+std::string Bucket::describe() const {
+  const double mib = static_cast<double>(wire_bytes()) / (1 << 20);
+  const double rounded = static_cast<double>(static_cast<int64_t>(mib * 10 + 0.5)) / 10;
+  const std::string& first = slots_.front().param->name;
+  const std::string& last = slots_.back().param->name;
+  if (slots_.size() == 1) return concat("parameter '", first, "', ", rounded, " MiB");
+  return concat(slots_.size(), " parameters, '", first, "' to '", last, "', ", rounded, " MiB");
+}
+
+void Bucket::move_to(BucketState from, BucketState to) {
+  FS_ASSERT(state_ == from, "bucket (", describe(), ") is ", to_string(state_), ", cannot go from ",
+            to_string(from), " to ", to_string(to));
+  state_ = to;
+}
+
+bool Bucket::mark_ready(size_t index, std::optional<c10::Stream> stream) {
+  Slot& slot = slots_.at(index);
+  slot.stream = std::move(stream);
+  ++slot.fires;
+  const bool repeated = slot.fires > slot.param->expected_fires;
+  if (repeated) slot.param->expected_fires = slot.fires;
+  if (repeated || slot.fires < slot.param->expected_fires || --pending_ > 0) return false;
+  move_to(BucketState::kFilling, BucketState::kReady);
+  return true;
+}
+
+void Bucket::close() {
+  if (state_ != BucketState::kFilling) return;
+  for (const Slot& slot : slots_) missed_ = missed_ || !slot.param->used;
+  pending_ = 0;
+  move_to(BucketState::kFilling, BucketState::kReady);
+}
+
+void Bucket::check_gradient(const Slot& slot, const at::Tensor& grad) const {
+  const at::Tensor& param = slot.param->tensor;
+  FS_CHECK(grad.layout() == at::kStrided, "parameter '", slot.param->name,
+           "' received a gradient with layout ", grad.layout(),
+           ", but its module does not announce sparse gradients; only nn.Embedding and "
+           "nn.EmbeddingBag with sparse=True are reduced as sparse tensors");
+  FS_CHECK(grad.scalar_type() == param.scalar_type() && grad.device() == param.device() &&
+               grad.sizes() == param.sizes(),
+           "the gradient of parameter '", slot.param->name, "' is ", grad.scalar_type(), " ",
+           grad.sizes(), " on ", grad.device(), ", but the parameter is ", param.scalar_type(), " ",
+           param.sizes(), " on ", param.device(),
+           "; was the model moved or converted after it was wrapped? Wrap it afterwards");
+  FS_CHECK(!spec_.views || c10::toRealValueType(grad.scalar_type()) == spec_.wire, "parameter '",
+           slot.param->name, "' is ", grad.scalar_type(), " but was ", spec_.wire,
+           " when the model was wrapped; convert the model first, then wrap it");
+}
+
+// Gradients that autograd produced on another stream than the current one must be finished, and their memory must not
+// be handed out again, before the pack kernel has read them.
+void Bucket::wait_for_producers() const {
+  if (device().is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(device().type());
+  const c10::Stream current = guard.getStream(device());
+  std::vector<c10::Stream> seen{current};
+  for (const Slot& slot : slots_) {
+    if (!slot.stream || *slot.stream == current) continue;
+    const at::Tensor& grad = slot.param->tensor.grad();
+    if (grad.defined() && grad.has_storage()) {
+      guard.recordDataPtrOnStream(grad.storage().data_ptr(), current);
+    }
+    if (std::find(seen.begin(), seen.end(), *slot.stream) != seen.end()) continue;
+    seen.push_back(*slot.stream);
+    c10::Event event(device().type());
+    event.record(*slot.stream);
+    event.block(current);
+  }
+}
+
+void Bucket::pack(const PackOptions& options) {
+  move_to(BucketState::kReady, BucketState::kPacked);
+  wait_for_producers();
+  const at::Tensor& first = slots_.front().param->tensor.grad();
+  if (spec_.sparse && (!first.defined() || first.is_sparse())) {
+    pack_sparse(options);
+  } else {
+    pack_dense(options);
+  }
+}
+
+// A rank without a gradient takes part with an empty one.
+void Bucket::pack_sparse(const PackOptions& options) {
+  const at::NoGradGuard no_grad;
+  average_in_collective_ = false;
+  const at::Tensor& param = slots_.front().param->tensor;
+  flat_ = param.grad().defined()
+              ? param.grad().mul(options.scale).coalesce()
+              : at::empty(param.sizes(), param.options().layout(at::kSparse))._coalesced_(true);
+}
+
+void Bucket::pack_dense(const PackOptions& options) {
+  const size_t in_place = spec_.views ? find_in_place() : 0;
+  ensure_flat(in_place);
+  keep_unused();
+  const bool all_in_place =
+      spec_.views && flat_.defined() &&
+      std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place; });
+  average_in_collective_ = all_in_place && options.in_collective;
+  std::vector<ops::Item> items = gradient_items(all_in_place, average_in_collective_);
+  append_flags(items, options.vote);
+  ops::pack(items, flat_, average_in_collective_ ? 1.0 : options.scale);
+  if (spec_.views) install_views();
+}
+
+size_t Bucket::find_in_place() {
+  size_t count = 0;
+  for (Slot& slot : slots_) {
+    slot.in_place = ops::is_view_of(slot.param->tensor.grad(), flat_, slot.layout);
+    count += slot.in_place ? 1 : 0;
+  }
+  return count;
+}
+
+// See [Note: gradients live in the bucket].
+void Bucket::ensure_flat(size_t in_place) {
+  const bool ours = flat_.defined() && flat_.storage().use_count() == 1 + in_place;
+  if (ours || (flat_.defined() && !spec_.views)) return;
+  flat_ = ops::make_flat(spec_.numel, spec_.wire, device());
+  for (Slot& slot : slots_) slot.in_place = false;
+}
+
+// Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last bit. A parameter that
+// no rank used must keep its gradient exactly.
+void Bucket::keep_unused() {
+  if (!missed_) return;
+  const at::NoGradGuard no_grad;
+  for (Slot& slot : slots_) {
+    if (!slot.param->used && slot.in_place) slot.kept = slot.param->tensor.grad().clone();
+  }
+}
+
+std::vector<ops::Item> Bucket::gradient_items(bool all_in_place, bool in_collective) {
+  std::vector<ops::Item> items;
+  items.reserve(slots_.size() * 2 + 2);
+  if (all_in_place) {
+    if (!in_collective) {
+      items.push_back({ops::view_of(flat_, gradients_layout_, spec_.wire), &gradients_layout_});
+    }
+    return items;
+  }
+  for (const Slot& slot : slots_) {
+    const at::Tensor& grad = slot.param->tensor.grad();
+    if (!grad.defined()) {
+      items.push_back({at::Tensor(), &slot.layout, 0.0F});
+      continue;
+    }
+    check_gradient(slot, grad);
+    items.push_back({grad, &slot.layout});
+  }
+  return items;
+}
+
+// See [Note: used flags].
+void Bucket::append_flags(std::vector<ops::Item>& items, bool vote) {
+  if (flag_layouts_.empty()) return;
+  const size_t count = slots_.size();
+  if (!missed_) {
+    items.push_back({at::Tensor(), &flag_layouts_[count + 1], 1.0F});
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      items.push_back({at::Tensor(), &flag_layouts_[i], slots_[i].param->used ? 1.0F : 0.0F});
+    }
+  }
+  items.push_back({at::Tensor(), &flag_layouts_[count], vote ? 1.0F : 0.0F});
+}
+
+void Bucket::install_views() {
+  for (Slot& slot : slots_) {
+    at::Tensor& grad = slot.param->tensor.mutable_grad();
+    if (!slot.param->used || slot.in_place || !grad.defined()) continue;
+    grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
+  }
+}
+
+void Bucket::launch(comm::Collective& collective) {
+  move_to(BucketState::kPacked, BucketState::kInFlight);
+  const auto average =
+      average_in_collective_ ? comm::Average::kInCollective : comm::Average::kDoneByCaller;
+  in_flight_ = collective.all_reduce(flat_, average);
+}
+
+void Bucket::finish() {
+  move_to(BucketState::kInFlight, BucketState::kFilling);
+  if (in_flight_) in_flight_->wait();
+  in_flight_.reset();
+  if (flat_.is_sparse()) {
+    finish_sparse();
+  } else if (spec_.views) {
+    finish_views(globally_used());
+  } else {
+    finish_copies(globally_used());
+  }
+  abandon();
+}
+
+void Bucket::finish_sparse() {
+  const at::Tensor sum = std::exchange(flat_, at::Tensor());
+  const Parameter& param = *slots_.front().param;
+  if (param.used || sum._nnz() > 0) param.tensor.mutable_grad() = sum;
+}
+
+std::vector<bool> Bucket::globally_used() const {
+  std::vector<bool> used(slots_.size(), true);
+  if (!missed_ || flag_layouts_.empty()) return used;
+  const at::Tensor flags = flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()))
+                               .to(at::TensorOptions().device(at::kCPU).dtype(at::kFloat));
+  const float* values = flags.const_data_ptr<float>();
+  for (size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].param->used || values[i] > 0.0F;
+  return used;
+}
+
+void Bucket::finish_views(const std::vector<bool>& used) {
+  if (!missed_) return;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (slot.param->used) continue;
+    at::Tensor& grad = slot.param->tensor.mutable_grad();
+    if (used[i] && !slot.in_place) {
+      grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
+    } else if (!used[i] && slot.kept.defined()) {
+      grad.copy_(slot.kept);
+    }
+  }
+}
+
+void Bucket::finish_copies(const std::vector<bool>& used) {
+  std::vector<ops::Item> items;
+  items.reserve(slots_.size());
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!used[i]) continue;
+    const Slot& slot = slots_[i];
+    at::Tensor& grad = slot.param->tensor.mutable_grad();
+    if (!grad.defined()) {
+      grad = at::empty_strided(slot.layout.sizes, slot.layout.strides,
+                               slot.param->tensor.options().requires_grad(false));
+    }
+    items.push_back({grad, &slot.layout});
+  }
+  ops::unpack(items, flat_, 1.0, false);
+}
+
+void Bucket::abandon() {
+  state_ = BucketState::kFilling;
+  in_flight_.reset();
+  pending_ = slots_.size();
+  missed_ = false;
+  for (Slot& slot : slots_) {
+    slot.fires = 0;
+    slot.in_place = false;
+    slot.kept = at::Tensor();
+    slot.stream.reset();
+  }
+}
+
+Shadow Bucket::shadow(comm::Collective& collective) const {
+  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
+  auto in_flight = collective.all_reduce(flat, comm::Average::kDoneByCaller);
+  return Shadow{std::move(in_flight), vote_in(flat)};
+}
+
+at::Tensor Bucket::vote_in(const at::Tensor& flat) const {
+  if (flag_layouts_.empty() || !flat.defined() || flat.is_sparse()) return at::Tensor();
+  return ops::view_of(flat, flag_layouts_[slots_.size()], spec_.wire);
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,145 @@
+// One bucket: a flat buffer, the parameters whose gradients share it, and the states it passes through in a step.
+//
+//   kFilling ──all gradients ready──▶ kReady ──pack()──▶ kPacked ──launch()──▶ kInFlight ──finish()──▶ kFilling
+//
+// [Note: gradients live in the bucket]
+// Where the wire dtype is the gradient's own (`BucketSpec::views`), `param.grad` becomes a view of the flat buffer when it
+// is packed: the tensor that autograd produced is freed and nothing is copied back. The storage is reused in the next
+// step only while nobody else can see it: every reference to it must be the flat tensor itself or a gradient that still
+// sits in its own slot. A user who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new
+// buffer. Otherwise gradients stay where autograd put them, and finish() writes the averages into them.
+//
+// [Note: used flags]
+// Behind the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
+// synchronisation and 0 where not, and one more element for this rank's vote on a new plan. The sum over ranks tells for
+// free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../comm/collective.h"
+#include "../ops.h"
+
+namespace fastsync::engine {
+
+// A model parameter, as the reducer and its buckets see it. Addresses are stable for the reducer's life.
+struct Parameter {
+  at::Tensor tensor;
+  std::string name;
+  bool used = false;  // a gradient arrived since the last synchronisation
+  int expected_fires =
+      1;  // gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints)
+};
+
+struct SlotSpec {
+  int64_t param = 0;   // index into the reducer's parameters
+  int64_t offset = 0;  // first real element in the flat buffer
+};
+
+// What Python's plan decides about a bucket.
+struct BucketSpec {
+  std::vector<SlotSpec> slots;
+  int64_t numel = 0;          // real elements of the flat buffer, padding and flags included
+  int64_t flags_offset = -1;  // first of slots.size() + 1 flag elements; -1: no flags
+  at::ScalarType wire = at::kFloat;
+  bool views = true;    // gradients live in the flat buffer; needs wire == gradient dtype
+  bool sparse = false;  // one parameter whose gradient may be a sparse tensor
+};
+
+enum class BucketState { kFilling, kReady, kPacked, kInFlight };
+const char* to_string(BucketState state);
+
+struct PackOptions {
+  double scale = 1.0;          // 1 / divisor, applied before the sum
+  bool vote = false;           // this rank asks for a new plan
+  bool in_collective = false;  // the collective scales (only where nothing has to be packed)
+};
+
+// A collective that this rank joins only so that the others do not wait for it.
+struct Shadow {
+  std::unique_ptr<comm::InFlight> in_flight;
+  at::Tensor vote;  // valid after in_flight->wait(); undefined without flags
+};
+
+class Bucket {
+ public:
+  Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& params);
+
+  size_t size() const { return slots_.size(); }
+  const BucketSpec& spec() const { return spec_; }
+  BucketState state() const { return state_; }
+  at::Device device() const { return slots_.front().param->tensor.device(); }
+  int64_t wire_bytes() const;
+  // "12 parameters, 'layer4.weight' to 'fc.bias', 25.0 MiB"
+  std::string describe() const;
+
+  // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More arrivals than expected are
+  // remembered, and waited for from the next step on.
+  bool mark_ready(size_t slot, std::optional<c10::Stream> stream);
+  int fires(size_t slot) const { return slots_[slot].fires; }
+  bool complete() const { return pending_ == 0; }
+  // End of backward: takes what is there for every slot that got nothing.
+  void close();
+
+  // kReady -> kPacked. The flat buffer holds the scaled gradients.
+  void pack(const PackOptions& options);
+  // kPacked -> kInFlight.
+  void launch(comm::Collective& collective);
+  // kInFlight -> kFilling. Waits, then makes every used parameter's gradient the average.
+  void finish();
+  // Any state -> kFilling, dropping what a failed backward left.
+  void abandon();
+
+  // Takes part in a step of other ranks with zeros and no used parameter (uneven inputs).
+  Shadow shadow(comm::Collective& collective) const;
+
+  // The summed vote of the last finished step, still on the device; undefined without flags.
+  at::Tensor vote() const { return vote_in(flat_); }
+
+ private:
+  struct Slot {
+    Parameter* param = nullptr;
+    ops::SlotLayout layout;
+    int fires = 0;
+    bool in_place = false;  // the gradient already lives in this slot
+    at::Tensor kept;        // copy of an unused in-place gradient, put back if no rank used it
+    std::optional<c10::Stream> stream;
+  };
+
+  void move_to(BucketState from, BucketState to);
+  void check_gradient(const Slot& slot, const at::Tensor& grad) const;
+  void wait_for_producers() const;
+  void pack_dense(const PackOptions& options);
+  void pack_sparse(const PackOptions& options);
+  size_t find_in_place();
+  void ensure_flat(size_t in_place);
+  void keep_unused();
+  std::vector<ops::Item> gradient_items(bool all_in_place, bool in_collective);
+  void append_flags(std::vector<ops::Item>& items, bool vote);
+  void install_views();
+  std::vector<bool> globally_used() const;
+  at::Tensor vote_in(const at::Tensor& flat) const;
+  void finish_sparse();
+  void finish_views(const std::vector<bool>& used);
+  void finish_copies(const std::vector<bool>& used);
+
+  BucketSpec spec_;
+  std::vector<Slot> slots_;
+  std::vector<ops::SlotLayout> flag_layouts_;  // one per slot, the vote, all slots at once
+  ops::SlotLayout gradients_layout_;           // everything in front of the flags
+  BucketState state_ = BucketState::kFilling;
+  size_t pending_ = 0;
+  bool missed_ = false;  // this rank had no gradient for some slot
+  bool average_in_collective_ = false;
+  at::Tensor flat_;
+  std::unique_ptr<comm::InFlight> in_flight_;
+};
+
+}  // namespace fastsync::engine

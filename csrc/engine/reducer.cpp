@@ -1,0 +1,429 @@
+#include "reducer.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "../check.h"
+
+namespace fastsync::engine {
+namespace {
+
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+constexpr int64_t kLongestPatience = 4096;
+constexpr size_t kNamesShown = 20;
+
+class OutputHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OutputHook(std::function<void()> fn) : fn_(std::move(fn)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    fn_();
+    return grads;
+  }
+
+ private:
+  std::function<void()> fn_;
+};
+
+std::string join(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  if (names.size() > kNamesShown) text += concat(" and ", names.size() - kNamesShown, " more");
+  return text;
+}
+
+std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
+
+}  // namespace
+
+Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
+                 const std::string& group_name, ReducerOptions options)
+    : options_(options), collective_(comm::Collective::resolve(group_name)) {
+  FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
+  divisor_ = collective_->size();
+  counting_fires_ = options_.static_graph;
+  detach_.resize(params.size());
+  planned_.resize(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
+  }
+}
+
+Reducer::~Reducer() { detach_hooks(); }
+
+void Reducer::attach_hook(size_t param) {
+  const at::Tensor& tensor = params_[param]->tensor;
+  if (detach_[param] || !tensor.requires_grad()) return;
+  auto node = torch::autograd::impl::grad_accumulator(tensor);
+  const std::weak_ptr<Reducer> weak = weak_from_this();
+  auto hook = [weak, param](const variable_list& outputs, const variable_list&) {
+    if (const auto self = weak.lock()) self->on_grad_ready(param);
+    return outputs;
+  };
+  const auto key =
+      node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(hook));
+  // Keeps the accumulator alive: autograd itself holds it only weakly, and a new one would lack the hook.
+  detach_[param] = [node, key] { node->del_post_hook(key); };
+}
+
+// A parameter that was frozen loses its accumulator and gets another when it is thawed.
+void Reducer::sync_hooks() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i]->tensor.requires_grad()) {
+      attach_hook(i);
+    } else if (detach_[i]) {
+      std::exchange(detach_[i], nullptr)();
+    }
+  }
+}
+
+void Reducer::detach_hooks() {
+  for (auto& detach : detach_) {
+    if (detach) std::exchange(detach, nullptr)();
+  }
+}
+
+void Reducer::set_plan(std::vector<BucketSpec> specs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  FS_CHECK(!backward_running_, "cannot change the plan during a backward");
+  std::vector<Bucket> buckets;
+  std::vector<Place> places(params_.size());
+  for (size_t b = 0; b < specs.size(); ++b) {
+    for (size_t s = 0; s < specs[b].slots.size(); ++s) {
+      Place& place = places.at(static_cast<size_t>(specs[b].slots[s].param));
+      FS_CHECK_VALUE(place.bucket < 0, "the plan holds a parameter twice");
+      place = Place{static_cast<int64_t>(b), s};
+    }
+    buckets.emplace_back(std::move(specs[b]), params_);
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FS_CHECK_VALUE(places[i].bucket >= 0 || !params_[i]->tensor.requires_grad(),
+                   "the plan lacks parameter '", params_[i]->name, "'");
+    planned_[i] = places[i].bucket >= 0;
+  }
+  buckets_ = std::move(buckets);
+  places_ = std::move(places);
+  sync_hooks();
+  if (stats_.plans > 0) patience_ = std::min(patience_ * 2, kLongestPatience);
+  learned_ = stats_.steps > 0;
+  ++stats_.plans;
+  steps_since_plan_ = 0;
+  out_of_order_steps_ = 0;
+  vote_next_ = false;
+  votes_ = {};
+}
+
+ForwardAdvice Reducer::prepare_forward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (backward_running_) {
+    const size_t launched = next_;
+    const std::string total = std::to_string(buckets_.size());
+    abandon();
+    FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
+             " of ", total,
+             " buckets had been sent: the ranks no longer agree. Expected to have finished "
+             "reduction in the prior iteration before starting a new one. Find the exception that "
+             "left backward() early, or restart from a checkpoint");
+  }
+  if (!pending_error_.empty()) FS_CHECK(false, std::exchange(pending_error_, std::string()));
+  ForwardAdvice advice;
+  advice.unused = std::exchange(unused_, {});
+  advice.replan = (!learned_ && stats_.steps > 0) || vote_passed();
+  const bool votes = !options_.fail_on_unused && collective_->size() > 1;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const bool trains = params_[i]->tensor.requires_grad();
+    if (trains == planned_[i]) continue;
+    if (trains || !votes) {
+      advice.replan = true;
+      advice.thawed = advice.thawed || trains;
+    } else {
+      vote_next_ = vote_next_ || steps_since_plan_ >= patience_ / 2;
+    }
+  }
+  return advice;
+}
+
+void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  syncing_ = true;
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.grad_fn()) continue;
+    const std::weak_ptr<Reducer> weak = weak_from_this();
+    output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>([weak] {
+      const auto self = weak.lock();
+      if (!self) return;
+      const std::lock_guard<std::mutex> hook_lock(self->mutex_);
+      if (self->syncing_ && !self->backward_running_) self->begin_backward();
+    }));
+  }
+}
+
+void Reducer::pause() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  syncing_ = false;
+}
+
+void Reducer::set_static_graph() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  FS_CHECK(stats_.steps == 0 && !backward_running_,
+           "static_graph must be set before the first backward");
+  options_.static_graph = true;
+  counting_fires_ = true;
+}
+
+void Reducer::set_divisor(double divisor, bool ranks_may_have_joined) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
+  divisor_ = divisor;
+  ranks_may_have_joined_ = ranks_may_have_joined;
+}
+
+void Reducer::use_group(const std::string& group_name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  abandon();
+  collective_ = comm::Collective::resolve(group_name);
+  divisor_ = collective_->size();
+  learned_ = false;
+  votes_ = {};
+}
+
+// Under the lock. Runs inside a backward, whose final callback ends the step.
+void Reducer::begin_backward() {
+  backward_running_ = true;
+  next_ = 0;
+  out_of_order_ = false;
+  order_.clear();
+  const std::weak_ptr<Reducer> weak = weak_from_this();
+  torch::autograd::Engine::get_default_engine().queue_callback([weak, mine = ++generation_] {
+    if (const auto self = weak.lock()) self->finish_backward(mine);
+  });
+}
+
+void Reducer::on_grad_ready(size_t param) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  params_[param]->used = true;
+  if (!syncing_) return;
+  if (!backward_running_) begin_backward();
+  const Place& place = places_[param];
+  FS_CHECK(place.bucket >= 0, "parameter '", params_[param]->name,
+           "' received a gradient but did not require one at the last forward; unfreeze "
+           "parameters before the forward, on every rank");
+  Bucket& bucket = buckets_[static_cast<size_t>(place.bucket)];
+  const int fires = bucket.fires(place.slot);
+  if (fires == 0) order_.push_back(static_cast<int64_t>(param));
+  if (fires >= params_[param]->expected_fires) check_repeated(param, place);
+  if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
+    out_of_order_ = out_of_order_ || place.bucket > static_cast<int64_t>(next_);
+    advance();
+  }
+}
+
+// One more gradient for a parameter than expected is harmless only while its bucket is still here.
+void Reducer::check_repeated(size_t param, const Place& place) const {
+  const bool sent = next_ > static_cast<size_t>(place.bucket) && collective_->size() > 1;
+  FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
+           "' (index ", param, ") on rank ", collective_->rank(),
+           " received another gradient after its bucket had been sent. It is used in several "
+           "backwards of one step (reentrant activation checkpointing, or backward called twice "
+           "inside a backward). Use static_graph=True, or torch.utils.checkpoint with "
+           "use_reentrant=False");
+}
+
+void Reducer::advance() {
+  if (counting_fires_) return;
+  while (next_ < buckets_.size() && buckets_[next_].complete()) {
+    Bucket& bucket = buckets_[next_];
+    if (collective_->size() > 1) with_context(next_, "sending", [&] { launch(bucket); });
+    ++next_;
+  }
+}
+
+void Reducer::launch(Bucket& bucket) {
+  PackOptions pack;
+  pack.scale = 1.0 / divisor_;
+  pack.vote = vote_next_;
+  pack.in_collective = !ranks_may_have_joined_ && divisor_ == collective_->size() &&
+                       collective_->can_average(bucket.device());
+  bucket.pack(pack);
+  bucket.launch(*collective_);
+  ++stats_.collectives;
+  stats_.bytes += bucket.wire_bytes();
+}
+
+template <typename Fn>
+void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
+  try {
+    fn();
+  } catch (const std::exception& error) {
+    throw std::runtime_error(concat("fastsync: rank ", collective_->rank(), ", ", what, " bucket ",
+                                    bucket, " of ", buckets_.size(), " (",
+                                    buckets_[bucket].describe(), "): ", error.what()));
+  }
+}
+
+void Reducer::finish_backward(int64_t generation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!backward_running_ || generation != generation_) return;
+  try {
+    counting_fires_ = false;
+    close_buckets();
+    finish_buckets();
+  } catch (...) {
+    abandon();
+    throw;
+  }
+  end_step();
+}
+
+void Reducer::close_buckets() {
+  note_unused();
+  for (Bucket& bucket : buckets_) bucket.close();
+  advance();
+}
+
+void Reducer::finish_buckets() {
+  if (collective_->size() == 1) {
+    for (Bucket& bucket : buckets_) bucket.abandon();
+    return;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    with_context(i, "receiving", [&] { buckets_[i].finish(); });
+  }
+  stats_.exposed_seconds +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  note_vote(buckets_.back().vote());
+}
+
+void Reducer::note_unused() {
+  std::vector<std::string> names;
+  std::string indices;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!planned_[i] || params_[i]->used || !params_[i]->tensor.requires_grad()) continue;
+    names.push_back(params_[i]->name);
+    indices += concat(" ", i);
+  }
+  if (names.empty()) return;
+  if (options_.fail_on_unused && !options_.static_graph) {
+    pending_error_ = concat(
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "Your module has parameters that were not used in producing loss. Pass "
+        "find_unused_parameters=True, or leave the argument out, to have fastsync handle them; "
+        "otherwise make sure that all outputs of forward take part in the loss. Parameters which "
+        "did not receive grad for rank ",
+        collective_->rank(), ": ", join(names),
+        "\nParameter indices which did not receive grad for rank ", collective_->rank(), ":",
+        indices);
+  } else if (!warned_unused_) {
+    warned_unused_ = true;
+    unused_ = std::move(names);
+  }
+}
+
+// See [Note: new plans]. Rank 0's order is what the next plan is made from.
+void Reducer::note_order() {
+  last_order_ = order_;
+  for (const Bucket& bucket : buckets_) {
+    for (const SlotSpec& slot : bucket.spec().slots) {
+      if (!params_[static_cast<size_t>(slot.param)]->used) last_order_.push_back(slot.param);
+    }
+  }
+  out_of_order_steps_ = out_of_order_ ? out_of_order_steps_ + 1 : 0;
+  vote_next_ = learned_ && out_of_order_steps_ >= 2 && steps_since_plan_ >= patience_;
+}
+
+void Reducer::note_vote(const at::Tensor& vote) {
+  Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
+  entry = Vote{};
+  if (!vote.defined()) return;
+  if (vote.is_cpu()) {
+    entry.host = vote.clone();
+    return;
+  }
+  entry.host = at::empty({1}, vote.options().device(at::kCPU).pinned_memory(true));
+  entry.host.copy_(vote, /*non_blocking=*/true);
+  entry.copied.emplace(vote.device().type());
+  entry.copied->record(*stream_of(vote));
+}
+
+// The vote of the step before the last one: its copy has long arrived.
+bool Reducer::vote_passed() {
+  if (stats_.steps < 2) return false;
+  Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
+  if (!entry.host.defined()) return false;
+  if (entry.copied) entry.copied->synchronize();
+  const bool passed = entry.host.item<float>() > 0.0F;
+  entry = Vote{};
+  return passed;
+}
+
+void Reducer::end_step() {
+  note_order();
+  for (const auto& param : params_) param->used = false;
+  backward_running_ = false;
+  ++steps_since_plan_;
+  ++stats_.steps;
+}
+
+void Reducer::abandon() {
+  for (Bucket& bucket : buckets_) bucket.abandon();
+  for (const auto& param : params_) param->used = false;
+  backward_running_ = false;
+  next_ = 0;
+}
+
+void Reducer::shadow_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Shadow> shadows;
+  for (const Bucket& bucket : buckets_) shadows.push_back(bucket.shadow(*collective_));
+  for (const Shadow& shadow : shadows) shadow.in_flight->wait();
+  if (!shadows.empty()) note_vote(shadows.back().vote);
+  ++steps_since_plan_;
+  ++stats_.steps;
+}
+
+std::vector<int64_t> Reducer::ready_order() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return last_order_;
+}
+
+std::vector<bool> Reducer::trainable() const {
+  std::vector<bool> flags;
+  flags.reserve(params_.size());
+  for (const auto& param : params_) flags.push_back(param->tensor.requires_grad());
+  return flags;
+}
+
+std::vector<std::vector<int64_t>> Reducer::bucket_params() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::vector<int64_t>> all;
+  for (const Bucket& bucket : buckets_) {
+    std::vector<int64_t> indices;
+    for (const SlotSpec& slot : bucket.spec().slots) indices.push_back(slot.param);
+    all.push_back(std::move(indices));
+  }
+  return all;
+}
+
+ReducerStats Reducer::stats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+}  // namespace fastsync::engine

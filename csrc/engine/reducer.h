@@ -1,0 +1,158 @@
+// The reducer: autograd hooks in, averaged gradients out.
+//
+// One gradient's way: autograd accumulates it into `param.grad` and runs our post hook (no GIL); the hook marks its slot;
+// the last slot of a bucket completes it; buckets are packed and launched strictly in plan order, so that every rank
+// issues the same collectives in the same order whatever its own gradients do; the engine's final callback launches what
+// is left, waits, and hands the averages over.
+//
+// [Note: which backwards synchronise]
+// The latest forward decides: after one under no_sync() gradients only accumulate; after any other, every backward
+// synchronises. Two losses from two forwards may thus be differentiated one after the other, and each is averaged.
+//
+// [Note: the outermost backward]
+// Reentrant checkpointing runs backwards inside a backward, each with final callbacks of its own. The step ends with the
+// outermost one, so its callback is queued by a hook on the forward's outputs, which runs before any inner backward can
+// start. Where a loss bypasses the outputs, the first gradient's hook queues it.
+//
+// [Note: new plans]
+// Python computes plans and installs the first. After the first synchronised step the ready order is known and every rank
+// asks Python for a new plan at its next forward. Later a rank that sees buckets complete out of plan order, or parameters
+// frozen, sets a vote that travels in the flags of the last bucket. Its sum is read two steps later, when no device has to
+// be waited for, and is the same on all ranks, so they all meet again at the same forward. Unfreezing cannot wait: it is
+// taken to happen on all ranks at once and asks for a plan at that very forward; Python checks that all ranks come.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../comm/collective.h"
+#include "bucket.h"
+
+namespace fastsync::engine {
+
+struct ReducerOptions {
+  bool static_graph = false;    // learn how often each gradient arrives before overlapping
+  bool fail_on_unused = false;  // find_unused_parameters=False was asked for
+};
+
+// What Python has to do before a forward.
+struct ForwardAdvice {
+  bool replan = false;              // compute and install a new plan, together with all ranks
+  bool thawed = false;              // the plan lacks a parameter that needs a gradient now
+  std::vector<std::string> unused;  // parameters to warn about, once
+};
+
+// Counters of this rank. Durations in seconds, sizes in bytes.
+struct ReducerStats {
+  int64_t steps = 0;           // synchronised backwards
+  int64_t plans = 0;           // plans installed
+  int64_t collectives = 0;     // buckets launched
+  int64_t bytes = 0;           // bytes handed to collectives
+  double exposed_seconds = 0;  // host time at the end of backward spent waiting for collectives
+};
+
+class Reducer : public std::enable_shared_from_this<Reducer> {
+ public:
+  Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
+          const std::string& group_name, ReducerOptions options);
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once.
+  void set_plan(std::vector<BucketSpec> specs);
+
+  // Start of a forward that will be differentiated. Throws what the previous backward left to say.
+  ForwardAdvice prepare_forward();
+  // End of such a forward. See [Note: which backwards synchronise].
+  void prepare_backward(const std::vector<at::Tensor>& outputs);
+  void pause();
+
+  void set_static_graph();
+  // Gradients are divided by this from now on (world size by default; fewer when ranks have joined).
+  void set_divisor(double divisor, bool ranks_may_have_joined);
+  // Takes part in one step of the other ranks without gradients of its own.
+  void shadow_step();
+  void use_group(const std::string& group_name);
+  void detach_hooks();
+
+  // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
+  std::vector<int64_t> ready_order() const;
+  std::vector<bool> trainable() const;
+  std::vector<std::vector<int64_t>> bucket_params() const;
+  ReducerStats stats() const;
+  bool backward_running() const { return backward_running_; }
+
+ private:
+  struct Place {
+    int64_t bucket = -1;
+    size_t slot = 0;
+  };
+  struct Vote {
+    at::Tensor host;
+    std::optional<c10::Event> copied;
+  };
+
+  void attach_hook(size_t param);
+  void sync_hooks();
+  void on_grad_ready(size_t param);
+  void check_repeated(size_t param, const Place& place) const;
+  void begin_backward();
+  void advance();
+  void launch(Bucket& bucket);
+  void finish_backward(int64_t generation);
+  void close_buckets();
+  void finish_buckets();
+  void note_unused();
+  void note_order();
+  void note_vote(const at::Tensor& vote);
+  bool vote_passed();
+  void end_step();
+  void abandon();
+  template <typename Fn>
+  void with_context(size_t bucket, const char* what, const Fn& fn);
+
+  mutable std::mutex mutex_;
+  ReducerOptions options_;
+  std::vector<std::unique_ptr<Parameter>> params_;
+  std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
+  std::unique_ptr<comm::Collective> collective_;
+  double divisor_ = 1.0;
+  bool ranks_may_have_joined_ = false;
+
+  std::vector<Bucket> buckets_;
+  std::vector<Place> places_;
+  std::vector<bool> planned_;  // parameters in the current plan
+
+  bool syncing_ = false;
+  bool backward_running_ = false;
+  bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
+  int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
+  size_t next_ = 0;         // first bucket that has not been launched
+
+  std::vector<int64_t> order_;
+  std::vector<int64_t> last_order_;
+  bool learned_ = false;
+  bool out_of_order_ = false;
+  int out_of_order_steps_ = 0;
+  int64_t steps_since_plan_ = 0;
+  int64_t patience_ = 4;  // steps before the next vote; doubles with each plan
+  bool vote_next_ = false;
+  std::array<Vote, 2> votes_;
+
+  std::vector<std::string> unused_;
+  bool warned_unused_ = false;
+  std::string pending_error_;
+  ReducerStats stats_;
+};
+
+}  // namespace fastsync::engine

@@ -1,0 +1,52 @@
+// Pack and unpack on at::Tensors: checks, dtype and device dispatch, and the stream, in front of `kernels/`.
+//
+// This is the only place where pointers leave tensors, and only for the length of one call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace fastsync::ops {
+
+// Where one tensor's elements lie in a flat buffer. Elements follow the tensor's own memory order when its strides are
+// non-overlapping and dense (channels-last stays channels-last), row-major order otherwise: the layout that autograd
+// gives to gradients. Complex numbers count as two real elements.
+struct SlotLayout {
+  int64_t offset = 0;  // first real element in the flat buffer
+  int64_t numel = 0;   // real elements
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+
+  static SlotLayout of(const at::Tensor& like, int64_t offset);
+};
+
+// One tensor to gather or scatter. An undefined tensor (pack only) writes `fill` instead, unscaled.
+struct Item {
+  at::Tensor tensor;
+  const SlotLayout* layout = nullptr;
+  float fill = 0.0F;
+};
+
+// flat[layout] = cast(tensor * scale) for every item: one kernel per (tensor dtype), one launch as a rule. A tensor whose
+// strides differ from its layout goes through a temporary copy.
+void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale);
+
+// tensor = cast(flat[layout] * scale), plus the old value when `accumulate`. Bumps the tensors' version counters.
+void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale, bool accumulate);
+
+// A tensor of `like`'s sizes and dtype that shares `flat`'s memory at `layout`. Costs no dispatched operation and carries
+// no autograd view metadata, so optimizers may detach or zero it. Needs flat and tensor of equal real dtype.
+at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype);
+
+// Whether `tensor` is that view: same storage, place and strides.
+bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout);
+
+// A zero-filled flat buffer of `numel` elements.
+at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
+
+// Whether this build can run the kernels on `device`.
+bool supports(at::Device device);
+
+}  // namespace fastsync::ops

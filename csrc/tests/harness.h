@@ -1,0 +1,58 @@
+// A list of named cases and a check macro; no framework.
+#pragma once
+
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../check.h"
+
+namespace fastsync::testing {
+
+struct Case {
+  std::string name;
+  std::function<void()> function;
+};
+
+// Runs the cases whose name contains the first argument (all without one). The exit code is 1 when a case fails.
+inline int run_cases(const std::vector<Case>& cases, int argc, char** argv) {
+  const std::string filter = argc > 1 ? argv[1] : "";
+  int passed = 0;
+  int failed = 0;
+  for (const Case& test : cases) {
+    if (test.name.find(filter) == std::string::npos) continue;
+    try {
+      test.function();
+      ++passed;
+    } catch (const std::exception& error) {
+      ++failed;
+      std::printf("FAILED %s: %s\n", test.name.c_str(), error.what());
+    }
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 && passed > 0 ? 0 : 1;
+}
+
+template <class Error, class Function>
+std::string message_of(const Function& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  throw std::runtime_error("expected an exception, got none");
+}
+
+}  // namespace fastsync::testing
+
+// Ends the case unless `cond` holds; the parts after it say what was found.
+#define EXPECT(cond, ...)                                                                  \
+  do {                                                                                     \
+    if (!(cond)) {                                                                         \
+      throw std::runtime_error(::fastsync::concat(__FILE__, ":", __LINE__, ": ",           \
+                                                  #cond " does not hold: ", __VA_ARGS__)); \
+    }                                                                                      \
+  } while (false)

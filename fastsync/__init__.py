@@ -1,0 +1,13 @@
+"""fastsync: gradient synchronisation for PyTorch data-parallel training.
+
+`FastDDP` replaces `torch.nn.parallel.DistributedDataParallel`::
+
+    model = fastsync.FastDDP(model)
+"""
+
+from fastsync._build import BuildError
+from fastsync.consensus import RankMismatchError
+from fastsync.ddp import FastDDP
+
+__all__ = ["BuildError", "FastDDP", "RankMismatchError", "__version__"]
+__version__ = "0.1.0"

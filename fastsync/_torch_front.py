@@ -1,0 +1,89 @@
+"""What DistributedDataParallel's Python front expects behind it, answered by our engine.
+
+The front (argument checks, initial broadcast, forward, no_sync, join) stays torch's. It drives its
+engine through `self.reducer` and `self.logger`; these two classes stand there. Method names are
+torch's, hence private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine import Engine
+
+__all__ = ["FrontLogger", "FrontReducer"]
+
+
+class FrontReducer:
+    """Stands where torch's front expects a `torch.distributed.Reducer`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._initial_world = dist.get_world_size(engine.group)
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to do: `_rebuild_buckets` comes right behind it."""
+
+    def _rebuild_buckets(self) -> bool:
+        return self.engine.before_forward()
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        self.engine.after_forward(list(outputs))
+
+    def _set_static_graph(self) -> None:
+        self.engine.core.set_static_graph()
+
+    def _set_forward_pass_work_handle(self, work: Any, use_initial_world_size: bool) -> None:
+        """`work` counts the ranks that have not run out of inputs."""
+        work.wait()
+        active = int(work.result()[0].item())
+        divisor = self._initial_world if use_initial_world_size else active
+        self.engine.core.set_divisor(float(divisor), ranks_may_have_joined=True)
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Nothing to do: plans are made from rank 0's order."""
+
+    def _check_reducer_finalized(self) -> None:
+        if self.engine.core.backward_running():
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration: the last backward "
+                "stopped half-way"
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        self.engine.core.detach_hooks()
+
+    def _reset_state(self) -> None:
+        """Nothing to do: switching the group resets the reducer."""
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self.engine.use_group(group)
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        """Nothing to do: counters cost nothing and are always on."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"FastDDP's reducer has no {name!r}: that part of DistributedDataParallel is not "
+            "supported"
+        )
+
+
+class FrontLogger:
+    """Stands where torch's front expects a `torch.distributed.Logger`."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing to do: `FastDDP.sync_stats` has the counters."""
+
+    def _set_static_graph(self) -> None:
+        """Nothing to do."""
+
+    def _set_uneven_input_join(self) -> None:
+        """Nothing to do."""
+
+    def set_error_and_log(self, message: str) -> None:
+        """Nothing to do: the error is raised next."""

@@ -1,0 +1,54 @@
+"""Every private name of torch that fastsync leans on, and nothing else.
+
+The supported versions of torch differ here or not at all. CI runs this file against the oldest and
+the newest of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as _front
+
+__all__ = ["default_group", "find_tensors", "front_accepts", "group_store"]
+
+_FRONT_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
+
+
+def front_accepts(name: str) -> bool:
+    """Whether this torch's DistributedDataParallel knows the constructor argument `name`."""
+    return name in _FRONT_ARGUMENTS
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group.
+
+    Raises:
+        RuntimeError: there is none; carries the remedy.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "FastDDP needs a process group: call torch.distributed.init_process_group() first, and "
+            "start the script with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)"
+        )
+    return distributed_c10d._get_default_group()
+
+
+def group_store(group: dist.ProcessGroup) -> distributed_c10d.Store | None:
+    """The rendezvous store that `group` was made with."""
+    entry = distributed_c10d._world.pg_map.get(group)
+    return None if entry is None else entry[1]
+
+
+def find_tensors(output: Any) -> Iterable[torch.Tensor]:
+    """All tensors in a forward's output, whatever its structure."""
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    found: Iterable[torch.Tensor] = _front._find_tensors(output)
+    return found

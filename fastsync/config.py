@@ -1,0 +1,88 @@
+"""Policies: what the user asked for, checked and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["WIRE_DTYPES", "BucketPolicy", "SyncPolicy", "wire_dtype"]
+
+_MIB = 1 << 20
+_FIRST_BUCKET_BYTES = _MIB
+_DEFAULT_CAP_MB = 25
+
+# What `wire=` may name, and the dtype that fp32 gradients travel in.
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class BucketPolicy:
+    """How large buckets may grow, in bytes of gradients.
+
+    Attributes:
+        caps: cap of the first bucket, the second, and so on; the last one holds for the rest. A
+            bucket is closed by the gradient that reaches its cap.
+    """
+
+    caps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.caps or min(self.caps) <= 0:
+            raise ValueError(f"bucket caps must be positive, but got {self.caps} bytes")
+
+    @classmethod
+    def from_mb(cls, cap_mb: float | None, caps_mb: Sequence[float] | None = None) -> BucketPolicy:
+        """From DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
+
+        By default the first bucket is small, so that communication starts early, and the others
+        hold 25 MiB.
+
+        Raises:
+            ValueError: a size is not positive.
+        """
+        for cap in (*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))):
+            if not cap > 0:
+                raise ValueError(
+                    f"bucket_cap_mb must be a positive number of MiB, but got {cap}; "
+                    "leave it out for the default of 25"
+                )
+        if caps_mb:
+            return cls(tuple(max(1, int(cap * _MIB)) for cap in caps_mb))
+        if cap_mb is not None:
+            return cls((max(1, int(cap_mb * _MIB)),))
+        return cls((_FIRST_BUCKET_BYTES, _DEFAULT_CAP_MB * _MIB))
+
+
+@dataclass(frozen=True)
+class SyncPolicy:
+    """How gradients travel and where they live.
+
+    Attributes:
+        wire: a key of `WIRE_DTYPES`.
+        views: gradients live in the flat buffers where wire and gradient dtype are equal.
+        fail_on_unused: a parameter without gradient is an error instead of being handled.
+        static_graph: the graph and the set of used parameters never change.
+        warn_unused: name parameters without gradient in one warning.
+    """
+
+    wire: str = "fp32"
+    views: bool = True
+    fail_on_unused: bool = False
+    static_graph: bool = False
+    warn_unused: bool = True
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRE_DTYPES:
+            known = ", ".join(repr(name) for name in WIRE_DTYPES)
+            raise ValueError(f"unknown wire format {self.wire!r}; choose one of {known}")
+
+
+def wire_dtype(policy: SyncPolicy, gradient: torch.dtype) -> torch.dtype:
+    """The dtype that gradients of real dtype `gradient` travel in.
+
+    Only fp32 gradients are compressed: 16-bit gradients travel as they are, and whoever trains in
+    fp64 wants fp64.
+    """
+    return WIRE_DTYPES[policy.wire] if gradient is torch.float32 else gradient

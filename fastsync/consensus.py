@@ -1,0 +1,116 @@
+"""What all ranks must agree on before training: checked once, and a difference named on every rank.
+
+Each rank contributes a description of its model and settings, or the error that keeps it from
+building one. Only digests travel unless they differ, so agreement costs one tiny collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankMismatchError", "Statement", "agree", "find_difference"]
+
+
+# Name, shape, dtype, requires_grad.
+Param = tuple[str, tuple[int, ...], str, bool]
+
+
+class RankMismatchError(RuntimeError):
+    """The ranks were given different models or settings; the text names rank, thing and remedy."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank says of itself.
+
+    Attributes:
+        settings: name and value of everything that must be equal.
+        params: what identifies each parameter, in order.
+        error: why this rank cannot go on; empty if it can.
+    """
+
+    settings: Mapping[str, str]
+    params: Sequence[Param]
+    error: str = ""
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal exactly where statements are."""
+        text = json.dumps([dict(self.settings), list(self.params), self.error])
+        return hashlib.sha256(text.encode()).digest()
+
+
+def agree(statement: Statement, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Returns once every rank is known to have made the same, error-free statement.
+
+    Collective: every rank of `group` must call it, with its own error if it has one.
+
+    Raises:
+        RankMismatchError: on every rank, where statements differ or another rank has an error.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    mine = torch.tensor(list(statement.digest()), dtype=torch.uint8, device=device)
+    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, mine, group=group)
+    all_equal = bool((torch.stack(digests).cpu() == mine.cpu()).all())
+    if all_equal and not statement.error:
+        return
+    statements: list[Any] = [None] * len(digests)
+    dist.all_gather_object(statements, statement, group=group)
+    raise RankMismatchError(_report(statements))
+
+
+def _report(statements: Sequence[Statement]) -> str:
+    failed = [f"rank {r}: {s.error}" for r, s in enumerate(statements) if s.error]
+    if failed:
+        return "FastDDP cannot be built on every rank; " + "; ".join(failed)
+    for rank, other in enumerate(statements[1:], start=1):
+        difference = find_difference(statements[0], other)
+        if difference:
+            return f"rank {rank} differs from rank 0: {difference}"
+    return "the ranks differ in a way that their statements do not show"
+
+
+def find_difference(first: Statement, other: Statement) -> str:
+    """The first difference, in words that end with the remedy; empty where there is none."""
+    for name in {**first.settings, **other.settings}:
+        ours, theirs = first.settings.get(name), other.settings.get(name)
+        if ours != theirs:
+            return f"{name} is {theirs} there but {ours} on rank 0. Pass the same value everywhere"
+    pairs = zip(first.params, other.params, strict=False)
+    for index, (ours_param, theirs_param) in enumerate(pairs):
+        if ours_param != theirs_param:
+            return _describe_pair(index, ours_param, theirs_param)
+    if len(first.params) != len(other.params):
+        return _describe_count(first, other)
+    return ""
+
+
+_REMEDY = "Build the same model on every rank, parameters in the same order, before wrapping it"
+
+
+def _describe_pair(index: int, ours: Param, theirs: Param) -> str:
+    labels = ("name", "shape", "dtype", "requires_grad")
+    rows = zip(labels, ours, theirs, strict=True)
+    label, here, there = next(row for row in rows if row[1] != row[2])
+    return (
+        f"parameter {index} ({ours[0]!r}) has {label} {there!r} there but {here!r} on rank 0. "
+        f"{_REMEDY}"
+    )
+
+
+def _describe_count(first: Statement, other: Statement) -> str:
+    few, many = sorted((first, other), key=lambda s: len(s.params))
+    extra = many.params[len(few.params)][0]
+    where = "on rank 0" if many is first else "there"
+    return (
+        f"it has {len(other.params)} parameters but rank 0 has {len(first.params)}; "
+        f"{extra!r} exists only {where}. {_REMEDY}"
+    )

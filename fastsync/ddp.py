@@ -1,0 +1,285 @@
+"""FastDDP: a drop-in for torch.nn.parallel.DistributedDataParallel on fastsync's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsync import consensus
+from fastsync._torch_front import FrontLogger, FrontReducer
+from fastsync._torch_private import default_group, find_tensors, front_accepts
+from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.engine import Engine, NamedParam
+
+__all__ = ["FastDDP"]
+
+
+class FastDDP(DistributedDataParallel):
+    """Averages gradients over ranks while backward is still running.
+
+    Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
+    libraries that know DDP need no change. What differs:
+
+    * `gradient_as_bucket_view` defaults to True: gradients live in the communication buffers and
+      exist once. Unlike in DDP they may be kept, detached and zeroed like any tensor.
+    * `find_unused_parameters` may be left out: parameters without gradient are handled, at no cost
+      to the others, and named in one warning. False makes them an error, True silences the warning.
+    * parameters may be frozen and unfrozen after wrapping (on every rank, before the same forward).
+    * every backward that follows a forward outside `no_sync()` synchronises.
+    * a difference between the ranks' models or settings is an error that names it, on every rank.
+
+    Args:
+        module: the module to train; replicated from rank 0 unless `init_sync` is False.
+        bucket_cap_mb: size of a bucket in MiB; 25 by default, with a first bucket of 1.
+        wire: what fp32 gradients travel as: "fp32", "bf16" or "fp16". The average is computed by
+            the backend's all-reduce in that dtype, each rank's part being divided before it is
+            rounded. Gradients of other dtypes travel as they are.
+
+    Raises:
+        RuntimeError: there is no process group, or no parameter to train.
+        ValueError: an argument makes no sense.
+        RankMismatchError: the ranks were given different models or settings.
+        BuildError: the extension has to be compiled and cannot be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = True,
+        forward_sync_buffers: bool | None = None,
+        *,
+        wire: str = "fp32",
+    ) -> None:
+        request = _Request(module, process_group, device_mesh, device_ids)
+        self._buckets, self._policy = request.settle(
+            lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
+            lambda: SyncPolicy(
+                wire=wire,
+                views=gradient_as_bucket_view,
+                fail_on_unused=find_unused_parameters is False and not static_graph,
+                static_graph=static_graph,
+                warn_unused=find_unused_parameters is None and not static_graph,
+            ),
+            {"mixed_precision": mixed_precision},
+        )
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=bool(find_unused_parameters),
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
+            **_buffer_arguments(broadcast_buffers, forward_sync_buffers),
+        )
+        if forward_sync_buffers is not None:
+            # On a torch without that argument this is the name of the same switch.
+            self.broadcast_buffers = forward_sync_buffers
+
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.Tensor],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Where DistributedDataParallel builds its engine, FastDDP builds another."""
+        named = _named_params(self.module, self.parameters_to_ignore)
+        engine = Engine(named, self.process_group, self._buckets, self._policy)
+        self.reducer = cast(Any, FrontReducer(engine))
+        self.logger = cast(Any, FrontLogger())
+        cast(Any, self)._passing_sync_batchnorm_handle(self.module)
+
+    @property
+    def _engine(self) -> Engine:
+        return cast(FrontReducer, self.reducer).engine
+
+    def _post_forward(self, output: Any) -> Any:
+        front = cast(Any, self)  # its methods carry no annotations
+        if self._delay_all_reduce_all_params:
+            front._clear_grad_buffer()
+            return output
+        if front._check_sync_bufs_post_fwd():
+            front._sync_buffers()
+        if torch.is_grad_enabled():
+            self.require_forward_param_sync = self.require_backward_grad_sync
+            if self.require_backward_grad_sync:
+                self._engine.after_forward(find_tensors(output))
+            else:
+                self._engine.core.pause()
+        else:
+            self.require_forward_param_sync = False
+        front._clear_grad_buffer()
+        return output
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """A rank that ran out of inputs takes part in the others' step."""
+        self._engine.shadow_step()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Nothing to do: used flags travel inside the buckets."""
+
+    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
+        """Not supported yet; `wire=` compresses gradients."""
+        raise NotImplementedError(
+            "FastDDP does not run communication hooks; use wire='bf16' or wire='fp16' instead of "
+            "the compression hooks"
+        )
+
+    def sync_stats(self) -> dict[str, Any]:
+        """Counters of this rank since wrapping.
+
+        Returns:
+            `steps` (synchronised backwards), `plans` (bucket plans installed), `collectives`,
+            `bytes` (handed to collectives), `exposed_seconds` (host time at the end of backward
+            spent waiting for collectives), `buckets` (bytes of each bucket of the current plan).
+        """
+        engine = self._engine
+        sizes = [b.layout.numel * b.wire.itemsize for b in engine.plan.buckets]
+        return {**engine.core.stats(), "buckets": sizes}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a constructor was asked to wrap; checked here before torch's front sees it."""
+
+    module: nn.Module
+    process_group: dist.ProcessGroup | None
+    device_mesh: Any
+    device_ids: Sequence[int | torch.device] | None
+
+    def settle(
+        self,
+        buckets: Callable[[], BucketPolicy],
+        policy: Callable[[], SyncPolicy],
+        unsupported: dict[str, Any],
+    ) -> tuple[BucketPolicy, SyncPolicy]:
+        """Checks the arguments and agrees on them with all ranks.
+
+        A rank with an error still takes part, so that the others do not wait for it.
+        """
+        group = self._group()
+        try:
+            self._check_module(unsupported)
+            settled = buckets(), policy()
+        except (ValueError, RuntimeError) as error:
+            self._agree(group, {}, str(error))
+            raise
+        settings = {
+            "torch": torch.__version__,
+            "bucket_cap_mb": str([cap / (1 << 20) for cap in settled[0].caps]),
+            "wire": settled[1].wire,
+            "gradient_as_bucket_view": str(settled[1].views),
+            "find_unused_parameters=False": str(settled[1].fail_on_unused),
+            "static_graph": str(settled[1].static_graph),
+        }
+        self._agree(group, settings, "")
+        return settled
+
+    def _group(self) -> dist.ProcessGroup:
+        if self.process_group is not None and self.device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if self.device_mesh is not None:
+            if self.device_mesh.ndim != 1:
+                raise RuntimeError(f"Only 1D device mesh is supported, but got {self.device_mesh}.")
+            mesh_group: dist.ProcessGroup = self.device_mesh.get_group(mesh_dim=0)
+            return mesh_group
+        return self.process_group or default_group()
+
+    def _params(self) -> list[NamedParam]:
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        return _named_params(self.module, ignored)
+
+    def _check_module(self, unsupported: dict[str, Any]) -> None:
+        for name, value in unsupported.items():
+            if value is not None:
+                raise NotImplementedError(f"FastDDP does not support {name} yet")
+        params = [p.tensor for p in self._params()]
+        lazy = (p for p in params if isinstance(p, nn.parameter.UninitializedParameter))
+        if any(lazy):
+            raise RuntimeError(
+                "FastDDP cannot wrap a module with uninitialized parameters. Run a dummy forward "
+                "pass to correctly initialize the modules"
+            )
+        if not any(p.requires_grad for p in params):
+            raise RuntimeError(
+                "FastDDP is not needed when a module doesn't have any parameter that requires a "
+                "gradient. Unfreeze what you want to train before wrapping, or use the module as "
+                "it is"
+            )
+        kinds = sorted({p.device.type for p in params})
+        if len(kinds) != 1:
+            raise ValueError(
+                "FastDDP's input module must be on the same type of devices, but its parameters "
+                f"are on {', '.join(kinds)}; move it with module.to(device) before wrapping it"
+            )
+        if self.device_ids is not None and len(self.device_ids) > 1:
+            raise ValueError("device_ids can only be None or contain a single element.")
+
+    def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:
+        params = [
+            (p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.requires_grad)
+            for p in self._params()
+            if not isinstance(p.tensor, nn.parameter.UninitializedParameter)
+        ]
+        devices = [p.tensor.device for p in self._params()]
+        device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+        consensus.agree(consensus.Statement(settings, params, error), group, device)
+
+
+def _named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:
+    """Every parameter once, under its first name, frozen ones included."""
+    sparse = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+        for parameter in child.parameters(recurse=False)
+    }
+    return [
+        NamedParam(name, parameter, id(parameter) in sparse)
+        for name, parameter in module.named_parameters()
+        if name not in ignored
+    ]
+
+
+def _buffer_arguments(broadcast: bool | None, forward_sync: bool | None) -> dict[str, Any]:
+    """The arguments about buffers, in the form that this torch's front takes."""
+    if front_accepts("forward_sync_buffers"):
+        return {"broadcast_buffers": broadcast, "forward_sync_buffers": forward_sync}
+    # There, one switch rules both the initial broadcast, which always takes place where
+    # forward_sync_buffers is given, and those at each forward.
+    return {
+        "broadcast_buffers": True if broadcast is None or forward_sync is not None else broadcast
+    }

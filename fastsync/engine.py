@@ -1,0 +1,164 @@
+"""The Python half of the engine: plans for the C++ reducer, agreed by all ranks.
+
+Python decides before training and at the few forwards where a plan changes; in between the reducer
+runs alone. `Engine` owns the reducer; FastDDP owns the engine.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastsync import _ext
+from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.env import Env
+from fastsync.meeting import meet
+from fastsync.plan import BucketPlan, ParamSpec, make_plan
+
+__all__ = ["Engine", "NamedParam"]
+
+_NAMES_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """A parameter, its fully qualified name, and whether its gradient may be sparse."""
+
+    name: str
+    tensor: torch.Tensor
+    sparse: bool = False
+
+
+class Engine:
+    """Buckets, plans and the C++ reducer of one wrapped module.
+
+    Args:
+        params: every parameter that may ever need a gradient, frozen ones included, in the same
+            order on every rank.
+        group: the process group whose ranks average their gradients.
+        buckets: how large buckets may grow.
+        policy: how gradients travel and where they live.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[NamedParam],
+        group: dist.ProcessGroup,
+        buckets: BucketPolicy,
+        policy: SyncPolicy,
+    ) -> None:
+        self._ext = _ext.load()
+        self._params = list(params)
+        self._group = group
+        self._buckets = buckets
+        self._policy = policy
+        self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
+        self._check_devices()
+        self.core = self._ext.Reducer(
+            params=[p.tensor for p in params],
+            names=[p.name for p in params],
+            group_name=group.group_name,
+            static_graph=policy.static_graph,
+            fail_on_unused=policy.fail_on_unused,
+        )
+        self.plan = BucketPlan(())
+        # Autograd reaches the last registered layers first.
+        order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
+        self._install(order)
+
+    def _check_devices(self) -> None:
+        for device in {p.tensor.device for p in self._params if p.tensor.requires_grad}:
+            if not self._ext.supports(str(device)):
+                raise RuntimeError(
+                    f"this build of fastsync has no kernels for {device}: install a CUDA toolkit "
+                    "(nvcc) and delete the cached extension, or keep the model on the CPU"
+                )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group whose ranks average their gradients."""
+        return self._group
+
+    def before_forward(self) -> bool:
+        """Prepares a forward that will be differentiated; returns whether the plan changed.
+
+        Raises:
+            RuntimeError: the previous backward was not finished, or left an error to report.
+        """
+        advice = self.core.prepare_forward()
+        if advice.unused and self._policy.warn_unused:
+            self._warn_unused(advice.unused)
+        if not advice.replan:
+            return False
+        self._replan(advice.thawed)
+        return True
+
+    def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Makes the backward of `outputs` synchronise gradients."""
+        self.core.prepare_backward([t for t in outputs if t.requires_grad])
+
+    def shadow_step(self) -> None:
+        """Takes part in one step of the other ranks, without gradients of its own."""
+        self.core.shadow_step()
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Averages over another process group from now on."""
+        self._group = group
+        self.core.use_group(group.group_name)
+
+    def _install(self, order: Sequence[int]) -> None:
+        specs = [ParamSpec.of(i, self._params[i].tensor, self._params[i].sparse) for i in order]
+        world = dist.get_world_size(self._group)
+        self.plan = make_plan(specs, order, self._buckets, self._policy, world)
+        self.core.set_plan([self._spec(b) for b in self.plan.buckets])
+
+    def _spec(self, bucket: Any) -> Any:
+        layout = bucket.layout
+        return self._ext.BucketSpec(
+            slots=list(zip(bucket.params, layout.offsets, strict=True)),
+            numel=layout.numel,
+            flags_offset=layout.flags_offset,
+            wire=bucket.wire,
+            views=bucket.views,
+            sparse=bucket.sparse,
+        )
+
+    def _replan(self, thawed: bool) -> None:
+        """Collective. Rank 0's ready order decides; a parameter that any rank trains is planned."""
+        if thawed:
+            place = f"plan-{self._identity}-{self.core.stats()['plans']}"
+            count = sum(p.tensor.requires_grad for p in self._params)
+            reason = f"the others to train the same parameters ({count} on this rank)"
+            meet(self._group, place, reason, Env.read().agree_timeout)
+        trained, order = self._agreed()
+        seen = set(order)
+        rest = [i for i in reversed(range(len(self._params))) if i not in seen]
+        self._install([i for i in [*order, *rest] if trained[i]])
+
+    def _agreed(self) -> tuple[list[bool], list[int]]:
+        device = self._params[0].tensor.device
+        trained = torch.tensor(self.core.trainable(), dtype=torch.int32, device=device)
+        ready = self.core.ready_order()
+        padded = [*ready, *[-1] * (len(self._params) - len(ready))]
+        order = torch.tensor(padded, dtype=torch.int64, device=device)
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(trained, op=dist.ReduceOp.MAX, group=self._group)
+            dist.broadcast(order, group_src=0, group=self._group)
+        return [bool(t) for t in trained.tolist()], [i for i in order.tolist() if i >= 0]
+
+    def _warn_unused(self, names: Sequence[str]) -> None:
+        shown = ", ".join(names[:_NAMES_SHOWN])
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        warnings.warn(
+            f"rank {dist.get_rank(self._group)}: {len(names)} parameters got no gradient in the "
+            f"last backward: {shown}{more}. fastsync handles this; gradients that no rank produced "
+            "stay untouched. Pass find_unused_parameters=False to make it an error, or True to "
+            "silence this warning",
+            stacklevel=4,
+        )

@@ -1,0 +1,88 @@
+"""Every environment variable that fastsync reads, as documented fields of one object.
+
+Nothing else in the package looks at the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Env"]
+
+_SWITCH = ("auto", "0", "1")
+
+
+@dataclass(frozen=True)
+class Env:
+    """The settings of this process.
+
+    Attributes:
+        cache_dir: ``FASTSYNC_CACHE_DIR``. Where JIT-built extensions are kept
+            (default: ``$XDG_CACHE_HOME/fastsync`` or ``~/.cache/fastsync``).
+        cuda: ``FASTSYNC_CUDA``. ``auto`` builds the CUDA kernels where ``nvcc`` is found,
+            ``1`` insists on them, ``0`` leaves them out.
+        cuda_archs: ``FASTSYNC_CUDA_ARCHS``. Architectures to compile for, such as ``"80;90"``
+            (default: 80, 90 and 100, and PTX of the last).
+        sanitize: ``FASTSYNC_SANITIZE``. Sanitizers to build the extension with, such as
+            ``address,undefined`` or ``thread`` (default: none).
+        verbose: ``FASTSYNC_VERBOSE=1``. Shows the compiler's output during a JIT build.
+        agree_timeout: ``FASTSYNC_AGREE_TIMEOUT``, in seconds. How long a rank waits for the others
+            where all of them have to change their plan together (default: 60).
+        rank: ``RANK``, as torchrun sets it (default: 0). Only decides who reports progress.
+    """
+
+    cache_dir: Path
+    cuda: str = "auto"
+    cuda_archs: tuple[str, ...] = ("80", "90", "100")
+    sanitize: str = ""
+    verbose: bool = False
+    agree_timeout: float = 60.0
+    rank: int = 0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Env:
+        """Parses the variables.
+
+        Raises:
+            ValueError: a variable has a value that makes no sense; names it.
+        """
+        base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        archs = environ.get("FASTSYNC_CUDA_ARCHS", "")
+        return cls(
+            cache_dir=Path(environ.get("FASTSYNC_CACHE_DIR") or base / "fastsync"),
+            cuda=_choice(environ, "FASTSYNC_CUDA", _SWITCH),
+            cuda_archs=_archs(archs) or cls.cuda_archs,
+            sanitize=environ.get("FASTSYNC_SANITIZE", ""),
+            verbose=environ.get("FASTSYNC_VERBOSE", "0") not in ("", "0"),
+            agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
+            rank=int(environ.get("RANK", "0")),
+        )
+
+
+def _choice(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    value = environ.get(name) or allowed[0]
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+    return value
+
+
+def _archs(text: str) -> tuple[str, ...]:
+    archs = tuple(part.replace(".", "") for part in text.replace(",", ";").split(";") if part)
+    for arch in archs:
+        if not arch.rstrip("af").isdigit():
+            raise ValueError(f"FASTSYNC_CUDA_ARCHS={text!r}: {arch!r} is no CUDA architecture")
+    return archs
+
+
+def _positive(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise ValueError(f"{name}={text!r} is not a positive number of seconds")
+    return value

@@ -1,0 +1,127 @@
+"""From parameters and policy to buckets: which gradient goes where, and in which order.
+
+A plan is a pure function of its arguments, so ranks that agree on those hold the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fastsync.config import BucketPolicy, SyncPolicy, wire_dtype
+from fastsync.layout import FlatLayout, flat_layout
+
+__all__ = ["BucketPlan", "ParamSpec", "PlannedBucket", "make_plan"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What planning needs to know about one parameter.
+
+    Attributes:
+        index: position among the model's parameters.
+        numel: real elements (a complex number counts as two).
+        dtype: real dtype.
+        sparse: its gradient may be a sparse tensor, which travels alone.
+    """
+
+    index: int
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+
+    @classmethod
+    def of(cls, index: int, param: torch.Tensor, sparse: bool = False) -> ParamSpec:
+        real = param.dtype.to_real() if param.is_complex() else param.dtype
+        numel = param.numel() * (2 if param.is_complex() else 1)
+        return cls(index, numel, real, param.device, sparse)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """One bucket: parameter indices in slot order, and where they lie in the flat buffer."""
+
+    params: tuple[int, ...]
+    layout: FlatLayout
+    wire: torch.dtype
+    views: bool
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in the order in which every rank sends them."""
+
+    buckets: tuple[PlannedBucket, ...]
+
+
+def make_plan(
+    specs: Sequence[ParamSpec],
+    order: Sequence[int],
+    buckets: BucketPolicy,
+    policy: SyncPolicy,
+    world_size: int,
+) -> BucketPlan:
+    """Fills buckets with gradients in the order in which they become ready.
+
+    Each bucket holds one dtype on one device. It is closed when it reaches its cap, and buckets
+    are sent in the order in which they close, so that none waits for a gradient that comes after
+    those of its successor.
+
+    Args:
+        specs: the parameters to plan for.
+        order: their indices in expected ready order; it may name others too.
+    """
+    by_index = {spec.index: spec for spec in specs}
+    ordered = [by_index[i] for i in order if i in by_index]
+    if len({spec.index for spec in ordered}) != len(specs) or len(ordered) != len(specs):
+        raise ValueError("the order must name every planned parameter exactly once")
+    groups = _group(ordered, buckets)
+    return BucketPlan(tuple(_planned(group, policy, world_size) for group in groups))
+
+
+@dataclass
+class _OpenGroup:
+    """A bucket being filled; `latest` is the position of its newest gradient in the order."""
+
+    specs: list[ParamSpec] = field(default_factory=list)
+    nbytes: int = 0
+    latest: int = 0
+
+
+def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
+    open_groups: dict[tuple[torch.dtype, torch.device], _OpenGroup] = {}
+    closed: list[list[ParamSpec]] = []
+    for position, spec in enumerate(ordered):
+        if spec.sparse:
+            closed.append([spec])
+            continue
+        key = (spec.dtype, spec.device)
+        group = open_groups.setdefault(key, _OpenGroup())
+        group.specs.append(spec)
+        group.nbytes += spec.nbytes
+        group.latest = position
+        if group.nbytes >= policy.caps[min(len(closed), len(policy.caps) - 1)]:
+            closed.append(open_groups.pop(key).specs)
+    rest = sorted(open_groups.values(), key=lambda group: group.latest)
+    return closed + [group.specs for group in rest]
+
+
+def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:
+    gradient = group[0].dtype
+    sparse = group[0].sparse
+    wire = gradient if sparse else wire_dtype(policy, gradient)
+    return PlannedBucket(
+        params=tuple(spec.index for spec in group),
+        layout=flat_layout([s.numel for s in group], world_size, not policy.fail_on_unused),
+        wire=wire,
+        views=policy.views and wire == gradient,
+        sparse=sparse,
+    )
