@@ -18,9 +18,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from bench import cli
 from bench.launch import Group, launch
@@ -31,6 +33,8 @@ from bench.wrappers import Variant, select
 
 STEPS = 2
 PROBE_BYTES = 32 * 2**20
+SETTLE_TRIES = 50
+SETTLE_SECONDS = 0.02
 
 
 class _MallInfo(ctypes.Structure):
@@ -59,12 +63,25 @@ def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
         info = mallinfo()
         return int(info.uordblks + info.hblkhd)
 
-    before = read()
-    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8)
-    seen = read() - before
-    del probe
     # Another allocator may stand in for glibc's, whose answer would then mean nothing.
+    before = settled(read)
+    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8)
+    seen = settled(read) - before
+    del probe
     return read if seen >= PROBE_BYTES else None
+
+
+def settled(read: Callable[[], int]) -> int:
+    """Reads when the count stands still: threads of the backend release buffers a little later."""
+    gc.collect()
+    last = read()
+    for _ in range(SETTLE_TRIES):
+        time.sleep(SETTLE_SECONDS)
+        now = read()
+        if now == last:
+            break
+        last = now
+    return last
 
 
 def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
@@ -76,23 +93,28 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
     read = live_bytes_reader(group.device)
     if not group.all_agree(read is not None) or read is None:
         return None
+    measured = 0.0
+    for _ in range(2):  # the first pays for what a process loads and caches once
+        measured = _grown_per_gradient_byte(workload, variant, group, read)
+    return float(group.max(torch.tensor([measured], dtype=torch.float64)).item())
+
+
+def _grown_per_gradient_byte(
+    workload: Workload, variant: Variant, group: Group, read: Callable[[], int]
+) -> float:
     module = workload.build().to(group.device)
     batches = make_batches(workload, group, STEPS)
-    for batch in batches:  # what the first steps of a process allocate for good
-        workload.loss(module(batch)).backward()
-    module.zero_grad(set_to_none=True)
-    gc.collect()
-    before = read()
-    model = variant.wrap(module, group.device)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
+    dist.barrier()
+    before = settled(read)
+    model = variant.wrap(module, group.device)
     lane = Lane(workload, module, model, optimizer, batches, update=False)
     for _ in range(STEPS):
         lane.step()
     group.synchronize()
-    gc.collect()
-    grown = read() - before
+    grown = settled(read) - before
     gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return float(group.max(torch.tensor([grown / gradients], dtype=torch.float64)).item())
+    return grown / gradients
 
 
 def main() -> int:
