@@ -87,6 +87,8 @@ class Progress:
             self.last = time.monotonic()
 
     def clear(self) -> None:
+        """Makes room for a line that stays."""
+        self.last = time.monotonic()
         if self.group.is_main and sys.stderr.isatty():
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()

@@ -39,6 +39,8 @@ from examples import data, gpt, plot, train  # noqa: E402
 OURS = "fastsync"
 PARITY_STEPS = 20
 PROMPT = b"def "
+SAMPLE_BYTES = 300
+TEMPERATURE = 0.6
 BUSY = 0.2  # of the median between the quartiles of a step without any synchronisation
 
 
@@ -90,14 +92,14 @@ def train_gpt(corpus: data.Corpus, plan: Plan, group: Group, out: Path) -> dict[
 
 def show_training(module: gpt.GPT, history: train.History, held_out: float, out: Path) -> None:
     print(f"\n{plot.text_curve(history.losses, history.steps[-1])}")
-    print(f"\n  loss {history.losses[0]:.3f} -> {history.losses[-1]:.3f}; held out {held_out:.3f}")
+    points = plot.smooth(history.losses, train.REPORTS)
+    print(f"\n  loss {points[0]:.3f} (first tenth) -> {points[-1]:.3f}; held out {held_out:.3f}")
     if plot.save_picture(history.steps, history.losses, out / "demo_loss.png"):
         print(f"  picture: {out.name}/demo_loss.png")
-    for title, temperature in (("likeliest", 0.0), ("sampled at temperature 0.7", 0.7)):
-        text = PROMPT + module.generate(PROMPT, 160, temperature)
-        print(f"\n  It continues {PROMPT.decode()!r}, {title}:")
-        for line in text.decode("ascii", errors="replace").splitlines():
-            print(f"    | {line if line.isprintable() else ascii(line)}".rstrip()[:100])
+    text = PROMPT + module.generate(PROMPT, SAMPLE_BYTES, TEMPERATURE)
+    print(f"\n  It continues {PROMPT.decode()!r}, sampled at temperature {TEMPERATURE}:")
+    for line in text.decode("ascii", errors="replace").splitlines():
+        print(f"    | {line if line.isprintable() else ascii(line)}".rstrip()[:100])
 
 
 def check_parity(workload: Workload, group: Group) -> dict[str, dict[str, str]]:
