@@ -99,7 +99,7 @@ def show_training(module: gpt.GPT, history: train.History, held_out: float, out:
     text = PROMPT + module.generate(PROMPT, SAMPLE_BYTES, TEMPERATURE)
     print(f"\n  It continues {PROMPT.decode()!r}, sampled at temperature {TEMPERATURE}:")
     for line in text.decode("ascii", errors="replace").splitlines():
-        print(f"    | {line if line.isprintable() else ascii(line)}".rstrip()[:100])
+        print(f"    | {line if line.isprintable() else ascii(line)}"[:100].rstrip())
 
 
 def check_parity(workload: Workload, group: Group) -> dict[str, dict[str, str]]:
