@@ -123,6 +123,8 @@ def judge(variant: Variant, trained: Trained, expected: Trained, group: Group) -
         return "bit-identical"
     exact = not variant.lossy and group.world <= 2
     limit = 0.0 if exact else variant.tolerance if variant.lossy else ROUNDING
+    if exact and not group.max(torch.tensor([distance], dtype=torch.float64)).item():
+        raise CheckFailed(f"{variant.name}: parameters are {BASELINE}'s but buffers are not")
     if not group.all_agree(distance <= limit) or exact:
         raise CheckFailed(
             f"{variant.name}: weights are {distance:.2e} of the way from {BASELINE}'s, "
