@@ -1,0 +1,72 @@
+# fastsync's chores. `make` lists them; all work in .venv, which `make setup` creates.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-torch-$(TORCH)
+COMPILER := $(or $(filter-out default,$(if $(filter-out default,$(origin CXX)),$(CXX))),c++)
+IN_CHECKOUT := PYTHONPATH=. $(BIN)/python
+PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
+CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup install demo test bench lint format clean check-python check-compiler
+
+help: ## list the targets
+	@echo "make <target>, with ARGS='...' for the program it runs:"
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10 | sed 's/^/  /'
+	@echo
+	@echo "PYTHON=$(PYTHON) (3.10 or newer)  TORCH=$(TORCH)  VENV=$(VENV)"
+
+setup: $(STAMP) ## create .venv with pinned dependencies (TORCH=, PYTHON=, PIP_ARGS=)
+
+$(STAMP): requirements-dev.txt | check-python check-compiler
+	$(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) "torch==$(TORCH)" -r $(VENV)/requirements.txt
+	@rm -f $(VENV)/.setup-torch-*
+	@touch $@
+	@echo "$(VENV) is ready"
+
+check-python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: no '$(PYTHON)' here; install Python 3.10 or newer, or name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: fastsync needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) lacks the venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+
+check-compiler:
+	@command -v $(firstword $(COMPILER)) >/dev/null || { \
+	  echo "error: no C++ compiler '$(firstword $(COMPILER))'; install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX"; exit 1; }
+
+install: $(STAMP) ## build the package and install it into .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
+
+demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick)
+	@$(IN_CHECKOUT) examples/demo.py $(ARGS)
+
+test: $(STAMP) ## run the tests
+	$(IN_CHECKOUT) -m pytest $(ARGS)
+
+bench: $(STAMP) ## step times of all variants, into out/step.json
+	$(IN_CHECKOUT) -m bench.step --json out/step.json $(ARGS)
+
+lint: $(STAMP) ## check style, types and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(filter-out tests setup.py,$(PYTHON_CODE))
+	$(BIN)/clang-format --dry-run -Werror $(CPP_CODE)
+
+format: $(STAMP) ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_CODE)
+
+clean: ## remove what was built and measured; keeps .venv
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Benchmarks of gradient synchronisation: fastsync beside every variant of torch's DDP."""

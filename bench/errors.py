@@ -1,0 +1,9 @@
+"""Errors that a benchmark expects and reports in one line."""
+
+
+class UsageError(ValueError):
+    """The command line asks for something that does not exist or cannot run here."""
+
+
+class CheckFailed(RuntimeError):
+    """A variant trained other weights than default DDP."""

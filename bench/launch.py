@@ -1,0 +1,147 @@
+"""Starts the ranks of a benchmark or demo and gives each one its process group.
+
+A script calls `launch(main, ranks)` once. Under torchrun (the variable RANK is set) that runs
+`main` in this process; otherwise the script starts itself `ranks` times on this machine and waits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bench.errors import UsageError
+
+INTERRUPTED = 130
+GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's place in the job."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def transport(self) -> str:
+        return "NCCL" if self.device.type == "cuda" else "Gloo"
+
+    def max(self, seconds: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over ranks, on the CPU."""
+        seconds = seconds.to(self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return seconds.cpu()
+
+    def all_agree(self, verdict: bool) -> bool:
+        """Whether `verdict` is true on every rank."""
+        return not self.max(torch.tensor([0.0 if verdict else 1.0])).item()
+
+    def synchronize(self) -> None:
+        """Waits for this rank's device; does nothing on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def launch(main: Callable[[Group], int], ranks: int, threads: int = 1) -> int:
+    """Runs `main` on every rank and returns the exit code of the job.
+
+    Args:
+        main: called with this rank's `Group`; returns an exit code.
+        ranks: how many to start on this machine; ignored under torchrun.
+        threads: CPU threads of torch in each rank.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler reports its starts otherwise
+    if "RANK" in os.environ:
+        return _run_rank(main, threads)
+    return _start_ranks(ranks)
+
+
+def _run_rank(main: Callable[[Group], int], threads: int) -> int:
+    # The default action ends a rank at once, also while it waits inside a collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(threads)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    device = _choose_device(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        return main(Group(rank, world, device))
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_device(local_rank: int, local_world: int) -> torch.device:
+    """One GPU per rank where there are enough of them, else the CPU."""
+    if torch.cuda.device_count() >= local_world:
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _start_ranks(ranks: int) -> int:
+    if ranks < 1:
+        raise UsageError(f"expects at least one rank but got --ranks {ranks}")
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        # Asked for by cuBLAS for repeatable results; the correctness checks compare bits.
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    }
+    command = [sys.executable, *sys.orig_argv[1:]]
+    processes = [
+        subprocess.Popen(command, env=environment | {"RANK": str(i), "LOCAL_RANK": str(i)})
+        for i in range(ranks)
+    ]
+    try:
+        return _wait(processes)
+    except KeyboardInterrupt:
+        print("\ninterrupted: stopping the ranks", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        _stop(processes)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Returns 0 when all ranks ended well, or the code of the first that did not."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            return failed if failed > 0 else 128 - failed
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.1)
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Lets ranks that are still running finish for a moment, then ends them."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

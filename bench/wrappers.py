@@ -1,0 +1,167 @@
+"""The ways to synchronise gradients that benchmarks compare, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.errors import UsageError
+
+BASELINE = "ddp"
+FLOOR = "no_sync"
+
+
+def _always() -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to wrap a model.
+
+    Attributes:
+        name: as given on the command line.
+        summary: one line for tables and `--list`.
+        wrap: (module on its device, that device) -> the module to train.
+        lossy: whether gradients are rounded to fewer bits on their way.
+        tolerance: for lossy variants, the accepted distance of the weights from those of
+            default DDP, relative to the distance that training moved them.
+        unavailable: the reason why this variant cannot run here, or None.
+    """
+
+    name: str
+    summary: str
+    wrap: Callable[[nn.Module, torch.device], nn.Module]
+    lossy: bool = False
+    tolerance: float = 0.0
+    unavailable: Callable[[], str | None] = field(default=_always)
+
+
+def _device_ids(device: torch.device) -> list[int] | None:
+    return None if device.type == "cpu" else [torch.cuda.current_device()]
+
+
+def _bare(module: nn.Module, device: torch.device) -> nn.Module:
+    return module
+
+
+def _ddp(**options: Any) -> Callable[[nn.Module, torch.device], nn.Module]:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        return DistributedDataParallel(module, device_ids=_device_ids(device), **options)
+
+    return wrap
+
+
+def _ddp_fp16(module: nn.Module, device: torch.device) -> nn.Module:
+    wrapped = DistributedDataParallel(module, device_ids=_device_ids(device))
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def _fastsync(wire: str) -> Callable[[nn.Module, torch.device], nn.Module]:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        from fastsync import FastDDP  # here, so that torch's variants run without an extension
+
+        wrapped: nn.Module = FastDDP(module, device_ids=_device_ids(device), wire=wire)
+        return wrapped
+
+    return wrap
+
+
+def _lacks_batched() -> str | None:
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
+        return None
+    return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
+
+
+def _lacks_fastsync() -> str | None:
+    """Only an absent package counts: one that fails to build or load must be seen to fail."""
+    try:
+        from fastsync import FastDDP  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "fastsync":
+            raise
+        return "package fastsync is not importable (run from the checkout, or `make install`)"
+    return None
+
+
+_VARIANTS = (
+    Variant(FLOOR, "the bare module: the floor", _bare),
+    Variant(BASELINE, "torch DDP, defaults", _ddp()),
+    Variant("ddp_view", "gradient_as_bucket_view", _ddp(gradient_as_bucket_view=True)),
+    Variant(
+        "ddp_batched",
+        "batched_grad_copy",
+        _ddp(batched_grad_copy=True),
+        unavailable=_lacks_batched,
+    ),
+    Variant(
+        "ddp_batched_view",
+        "batched_grad_copy + gradient_as_bucket_view",
+        _ddp(batched_grad_copy=True, gradient_as_bucket_view=True),
+        unavailable=_lacks_batched,
+    ),
+    Variant(
+        "ddp_static_view",
+        "static_graph + gradient_as_bucket_view",
+        _ddp(static_graph=True, gradient_as_bucket_view=True),
+    ),
+    Variant("ddp_fp16", "torch's fp16_compress_hook", _ddp_fp16, lossy=True, tolerance=0.01),
+    Variant("fastsync", "FastDDP", _fastsync("fp32"), unavailable=_lacks_fastsync),
+    Variant(
+        "fastsync_bf16",
+        "FastDDP, wire='bf16'",
+        _fastsync("bf16"),
+        lossy=True,
+        tolerance=0.03,
+        unavailable=_lacks_fastsync,
+    ),
+    Variant(
+        "fastsync_fp16",
+        "FastDDP, wire='fp16'",
+        _fastsync("fp16"),
+        lossy=True,
+        tolerance=0.01,
+        unavailable=_lacks_fastsync,
+    ),
+)
+
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The variants to run, and why others of those asked for cannot."""
+
+    variants: tuple[Variant, ...]
+    skipped: dict[str, str]
+
+
+def select(names: str, required: Iterable[str] = ()) -> Selection:
+    """Parses a comma-separated list of variants, or "all".
+
+    Args:
+        names: "all" takes every variant that can run here and skips the others.
+        required: variants to add where they were not named.
+
+    Raises:
+        UsageError: a name is unknown, or a variant asked for by name cannot run here.
+    """
+    everything = names == "all"
+    wanted = set(VARIANTS) if everything else {name.strip() for name in names.split(",")}
+    unknown = wanted - set(VARIANTS)
+    if unknown:
+        raise UsageError(f"unknown wrapper {sorted(unknown)}; expects one of {', '.join(VARIANTS)}")
+    ordered = [variant for name, variant in VARIANTS.items() if name in wanted | set(required)]
+    reasons = {variant.name: variant.unavailable() for variant in ordered}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    if skipped and not everything:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
+    return Selection(tuple(v for v in ordered if v.name not in skipped), skipped)
