@@ -234,6 +234,23 @@ at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
   return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
+double first_element(const at::Tensor& tensor) {
+  float value = 0.0F;
+  switch (kernel_dtype(tensor.scalar_type())) {
+    case DType::kFloat64:
+      return *static_cast<const double*>(tensor.const_data_ptr());
+    case DType::kFloat32:
+      return *static_cast<const float*>(tensor.const_data_ptr());
+    case DType::kFloat16:
+      value = *static_cast<const at::Half*>(tensor.const_data_ptr());
+      break;
+    case DType::kBFloat16:
+      value = *static_cast<const at::BFloat16*>(tensor.const_data_ptr());
+      break;
+  }
+  return value;
+}
+
 bool supports(at::Device device) {
 #ifdef FASTSYNC_WITH_CUDA
   return device.is_cpu() || device.is_cuda();

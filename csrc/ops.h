@@ -46,6 +46,9 @@ bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayo
 // A zero-filled flat buffer of `numel` elements.
 at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 
+// The first element of a CPU tensor of a packable dtype. Costs no dispatched operation.
+double first_element(const at::Tensor& tensor);
+
 // Whether this build can run the kernels on `device`.
 bool supports(at::Device device);
 

@@ -1,5 +1,7 @@
 #include "collective.h"
 
+#include <ATen/ThreadLocalPythonObjects.h>
+
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -9,6 +11,23 @@
 
 namespace fastsync::comm {
 namespace {
+
+// [Note: no Python object in a work handle]
+// torch stashes the caller's Python context in thread-local state for each backward, and Gloo's work handle copies that
+// state. Its thread drops the handle while it holds the queue's lock, and would first have to take the GIL from a Python
+// program that is busy, or exiting: the latter aborts the process. Nothing in a collective needs the context.
+class WithoutPythonObjects {
+ public:
+  WithoutPythonObjects() : saved_(at::impl::ThreadLocalPythonObjects::get_state()) {
+    at::impl::ThreadLocalPythonObjects::set_state({});
+  }
+  ~WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(saved_)); }
+  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
+  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+
+ private:
+  at::impl::ThreadLocalPythonObjects saved_;
+};
 
 class WorkInFlight final : public InFlight {
  public:
@@ -40,6 +59,7 @@ class ProcessGroupCollective final : public Collective {
     std::vector<at::Tensor> buffers{flat};
     c10d::AllreduceOptions options;
     if (average == Average::kInCollective) options.reduceOp = c10d::ReduceOp::AVG;
+    const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
     auto work = group_->allreduce(buffers, options);
     FS_CHECK(work, "the process group returned no work handle for an all-reduce");
     return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));

@@ -244,7 +244,7 @@ void Bucket::launch(comm::Collective& collective) {
 
 void Bucket::finish() {
   move_to(BucketState::kInFlight, BucketState::kFilling);
-  if (in_flight_) in_flight_->wait();
+  in_flight_->wait();
   in_flight_.reset();
   if (flat_.is_sparse()) {
     finish_sparse();

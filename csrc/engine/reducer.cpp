@@ -353,7 +353,7 @@ void Reducer::note_vote(const at::Tensor& vote) {
   entry = Vote{};
   if (!vote.defined()) return;
   if (vote.is_cpu()) {
-    entry.host = vote.clone();
+    entry.passed = ops::first_element(vote) > 0;
     return;
   }
   entry.host = at::empty({1}, vote.options().device(at::kCPU).pinned_memory(true));
@@ -366,11 +366,11 @@ void Reducer::note_vote(const at::Tensor& vote) {
 bool Reducer::vote_passed() {
   if (stats_.steps < 2) return false;
   Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
-  if (!entry.host.defined()) return false;
-  if (entry.copied) entry.copied->synchronize();
-  const bool passed = entry.host.item<float>() > 0.0F;
-  entry = Vote{};
-  return passed;
+  if (entry.copied) {
+    entry.copied->synchronize();
+    entry.passed = ops::first_element(entry.host) > 0;
+  }
+  return std::exchange(entry, Vote{}).passed;
 }
 
 void Reducer::end_step() {

@@ -98,8 +98,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     size_t slot = 0;
   };
   struct Vote {
-    at::Tensor host;
-    std::optional<c10::Event> copied;
+    bool passed = false;               // known at once on the CPU
+    at::Tensor host;                   // elsewhere, the copy under way
+    std::optional<c10::Event> copied;  // and the event behind it
   };
 
   void attach_hook(size_t param);
