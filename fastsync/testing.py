@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from fastsync._torch_private import PrefixStore, Store, TCPStore
+
 __all__ = ["RankError", "count_dispatched_ops", "run_ranks"]
 
 T = TypeVar("T")
@@ -116,7 +118,7 @@ class _Team:
     def start(self, job: bytes) -> None:
         # This process serves the rendezvous store: its port cannot be taken by anyone else, and
         # the store outlives every rank.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             stacks = self.folder / f"rank{rank}.stacks"
             mine, theirs = _context().Pipe(duplex=False)
@@ -222,11 +224,11 @@ def _run_rank(rank: int, world: int, port: int, job: bytes, pipe: Connection, lo
 
 
 @contextlib.contextmanager
-def _group(rank: int, world: int, port: int) -> Iterator[dist.Store]:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _group(rank: int, world: int, port: int) -> Iterator[Store]:
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("ranks", store),
+        store=PrefixStore("ranks", store),
         rank=rank,
         world_size=world,
         timeout=timedelta(minutes=30),
@@ -237,7 +239,7 @@ def _group(rank: int, world: int, port: int) -> Iterator[dist.Store]:
         dist.destroy_process_group()
 
 
-def _meet(store: dist.Store, world: int) -> None:
+def _meet(store: Store, world: int) -> None:
     """Ranks leave together: one that closes its connections early can fail another's collective.
 
     Not a barrier of the group, which would meet whatever collective a test has left behind.
