@@ -33,9 +33,18 @@ CPP_SOURCES = (
 )
 CUDA_SOURCES = ("kernels/pack_cuda.cu",)
 # torch's own load() adds no -O flag, which costs the pack kernels a factor of ten.
-CXX_FLAGS = ("-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
+CXX_FLAGS = (
+    "-O3",
+    "-ffp-contract=off",  # machines with and without fused multiply-add must agree
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unused-parameter",
+)
 NVCC_FLAGS = (
     "-O3",
+    "-fmad=false",
     "-std=c++17",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Werror=all-warnings",
