@@ -86,7 +86,11 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
 }
 
 py::dict stats_dict(const engine::Reducer& reducer) {
-  const engine::ReducerStats stats = reducer.stats();
+  // A hook that holds the reducer's lock may wait for the GIL to free a gradient.
+  const engine::ReducerStats stats = [&] {
+    const py::gil_scoped_release release;
+    return reducer.stats();
+  }();
   py::dict result;
   result["steps"] = stats.steps;
   result["plans"] = stats.plans;
@@ -103,7 +107,7 @@ void bind_engine(py::module_& m) {
            py::arg("wire"), py::arg("views"), py::arg("sparse"));
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("replan", &engine::ForwardAdvice::replan)
-      .def_readonly("thawed", &engine::ForwardAdvice::thawed)
+      .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
       .def_readonly("unused", &engine::ForwardAdvice::unused);
   using engine::Reducer;
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")

@@ -45,8 +45,16 @@ DType kernel_dtype(at::ScalarType dtype) {
       "; supported are float32, float16, bfloat16, float64 and complex numbers made of those"));
 }
 
+// Whether the tensor's memory holds its elements, as they read, in the slot's order. The stride of a dimension of size 1
+// means nothing, and autograd may hand over gradients that are only marked as conjugated or negated.
 bool in_slot_order(const at::Tensor& tensor, const SlotLayout& layout) {
-  return tensor.strides() == at::IntArrayRef(layout.strides) || tensor.numel() <= 1;
+  if (tensor.is_conj() || tensor.is_neg()) return false;
+  if (tensor.numel() <= 1) return true;
+  for (size_t d = 0; d < layout.sizes.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    if (layout.sizes[d] != 1 && tensor.stride(dim) != layout.strides[d]) return false;
+  }
+  return true;
 }
 
 void check_item(const Item& item, const at::Tensor& flat) {

@@ -12,11 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as _front
 
-__all__ = ["default_group", "find_tensors", "front_accepts", "group_store"]
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "default_group",
+    "find_tensors",
+    "front_accepts",
+    "group_store",
+]
 
 _FRONT_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
 
@@ -40,7 +49,7 @@ def default_group() -> dist.ProcessGroup:
     return distributed_c10d._get_default_group()
 
 
-def group_store(group: dist.ProcessGroup) -> distributed_c10d.Store | None:
+def group_store(group: dist.ProcessGroup) -> Store | None:
     """The rendezvous store that `group` was made with."""
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]

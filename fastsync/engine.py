@@ -96,7 +96,7 @@ class Engine:
             self._warn_unused(advice.unused)
         if not advice.replan:
             return False
-        self._replan(advice.thawed)
+        self._replan(advice.regrouped)
         return True
 
     def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -129,9 +129,9 @@ class Engine:
             sparse=bucket.sparse,
         )
 
-    def _replan(self, thawed: bool) -> None:
+    def _replan(self, regrouped: bool) -> None:
         """Collective. Rank 0's ready order decides; a parameter that any rank trains is planned."""
-        if thawed:
+        if regrouped:
             place = f"plan-{self._identity}-{self.core.stats()['plans']}"
             count = sum(p.tensor.requires_grad for p in self._params)
             reason = f"the others to train the same parameters ({count} on this rank)"

@@ -37,7 +37,7 @@ const char* to_string(BucketState state) {
 Bucket::Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& params)
     : spec_(std::move(spec)), pending_(spec_.slots.size()) {
   FS_CHECK_VALUE(!spec_.slots.empty(), "a bucket needs at least one parameter");
-  FS_CHECK_VALUE(!spec_.sparse || slots_.size() <= 1, "a sparse bucket holds one parameter");
+  FS_CHECK_VALUE(!spec_.sparse || spec_.slots.size() == 1, "a sparse bucket holds one parameter");
   for (const SlotSpec& slot_spec : spec_.slots) {
     Parameter* param = params.at(static_cast<size_t>(slot_spec.param)).get();
     Slot slot;
@@ -305,7 +305,8 @@ void Bucket::finish_copies(const std::vector<bool>& used) {
 
 void Bucket::abandon() {
   state_ = BucketState::kFilling;
-  in_flight_.reset();
+  // A collective that nobody waits for still writes: it keeps that buffer for itself.
+  if (std::exchange(in_flight_, nullptr)) flat_ = at::Tensor();
   pending_ = slots_.size();
   missed_ = false;
   for (Slot& slot : slots_) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -132,7 +133,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
 ForwardAdvice Reducer::prepare_forward() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (backward_running_) {
-    const size_t launched = next_;
+    const size_t launched = collective_->size() > 1 ? next_ : 0;
     const std::string total = std::to_string(buckets_.size());
     abandon();
     FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
@@ -148,10 +149,12 @@ ForwardAdvice Reducer::prepare_forward() {
   const bool votes = !options_.fail_on_unused && collective_->size() > 1;
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
+    // Where only this rank had frozen it, the plan kept it but its hook went.
+    if (trains && planned_[i]) attach_hook(i);
     if (trains == planned_[i]) continue;
     if (trains || !votes) {
       advice.replan = true;
-      advice.thawed = advice.thawed || trains;
+      advice.regrouped = true;
     } else {
       vote_next_ = vote_next_ || steps_since_plan_ >= patience_ / 2;
     }
@@ -169,9 +172,23 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
       const auto self = weak.lock();
       if (!self) return;
       const std::lock_guard<std::mutex> hook_lock(self->mutex_);
-      if (self->syncing_ && !self->backward_running_) self->begin_backward();
+      if (self->syncing_ && !self->backward_running_ && self->accumulates()) self->begin_backward();
     }));
   }
+}
+
+// Whether the running backward may accumulate into a planned parameter. autograd.grad() does not, so it is none of our
+// business, and neither is anything while the whole model is frozen.
+bool Reducer::accumulates() const {
+  if (buckets_.empty()) return false;
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return true;
+  return std::any_of(params_.begin(), params_.end(), [&](const auto& param) {
+    if (!param->tensor.requires_grad()) return false;
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(param->tensor);
+    const auto found = node ? wanted->find(node.get()) : wanted->end();
+    return found != wanted->end() && found->second.needed_;
+  });
 }
 
 void Reducer::pause() {

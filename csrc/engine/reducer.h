@@ -47,7 +47,7 @@ struct ReducerOptions {
 // What Python has to do before a forward.
 struct ForwardAdvice {
   bool replan = false;              // compute and install a new plan, together with all ranks
-  bool thawed = false;              // the plan lacks a parameter that needs a gradient now
+  bool regrouped = false;           // because of frozen or thawed parameters: cannot be put off
   std::vector<std::string> unused;  // parameters to warn about, once
 };
 
@@ -107,6 +107,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void sync_hooks();
   void on_grad_ready(size_t param);
   void check_repeated(size_t param, const Place& place) const;
+  bool accumulates() const;
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);

@@ -1,0 +1,41 @@
+"""What a step costs in operations that pass torch's dispatcher."""
+
+import torch
+
+from fastsync import FastDDP
+from fastsync.testing import count_dispatched_ops, run_ranks
+from tests.models import many
+
+ALLOWED = 60
+
+
+def count(rank, world, options):
+    torch.manual_seed(0)
+    bare = many()
+    x = torch.randn(4, 64)
+
+    def step(model):
+        model.zero_grad()
+        model(x).sum().backward()
+
+    step(bare)
+    alone = count_dispatched_ops(lambda: step(bare))
+    model = FastDDP(bare, **options)
+    for _ in range(3):  # the plan settles
+        step(model)
+    return alone, count_dispatched_ops(lambda: step(model))
+
+
+def check(options, allowed=ALLOWED):
+    for alone, wrapped in run_ranks(count, 2, options):
+        assert alone > 5000, "the profiler saw the model"
+        assert wrapped - alone <= allowed, f"{wrapped} operations against {alone} without sync"
+
+
+def test_a_step_adds_few_operations():
+    check({})
+
+
+def test_nor_does_it_without_views_or_on_a_narrow_wire():
+    check({"gradient_as_bucket_view": False})
+    check({"wire": "bf16"})
