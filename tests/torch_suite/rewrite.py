@@ -19,6 +19,7 @@ Without a GPU per rank:
     * `torch.device(...)` becomes `torch.device("cpu")`;
     * `torch.cuda.manual_seed` becomes `torch.manual_seed`, `torch.cuda.current_device()` becomes
       "cpu", `torch.cuda.set_device` and `torch.cuda.synchronize` become nothing;
+    * the index of a device, `x.device.index`, becomes `x.device.type` and is expected to be "cpu";
     * the device type of a mesh becomes "cpu"; `init_multigpu_helper` gives each rank itself.
 """
 
@@ -179,6 +180,8 @@ class _DeviceRules(ast.NodeTransformer):
             return _expression("{rank: [rank] for rank in range(dist.get_world_size())}")
         if name == "init_device_mesh":
             node.args[0] = ast.Constant("cpu")
+        if name == "self.assertEqual" and _dotted(node.args[1]) == "self.rank":
+            self._expect_on_cpu(node)
         if isinstance(node.func, ast.Attribute):
             self._move(node, node.func)
         return self.generic_visit(node)
@@ -191,6 +194,12 @@ class _DeviceRules(ast.NodeTransformer):
         if name in _CUDA_RENAMED:
             node.func = _expression(f"torch.{_CUDA_RENAMED[name]}")
         return self.generic_visit(node)
+
+    @staticmethod
+    def _expect_on_cpu(node: ast.Call) -> None:
+        found = node.args[0]
+        if isinstance(found, ast.Attribute) and found.attr == "index":
+            found.attr, node.args[1] = "type", ast.Constant("cpu")
 
     @staticmethod
     def _move(node: ast.Call, method: ast.Attribute) -> None:
