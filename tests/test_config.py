@@ -37,7 +37,7 @@ def test_wrong_policies():
     for caps in ((), (0,), (1, -1)):
         with pytest.raises(ValueError, match="must be positive"):
             BucketPolicy(caps)
-    with pytest.raises(ValueError, match="'fp4'.*'fp32'.*'bf16'.*'fp16'"):
+    with pytest.raises(ValueError, match=r"'fp4'.*'fp32'.*'bf16'.*'fp16'"):
         SyncPolicy(wire="fp4")
 
 

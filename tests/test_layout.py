@@ -54,5 +54,5 @@ def test_invariants(seed):
     ],
 )
 def test_broken_layouts_are_refused(offsets, numels, flags, numel):
-    with pytest.raises(ValueError, match="slot|flags|hold"):
+    with pytest.raises(ValueError, match=r"slot|flags|hold"):
         FlatLayout(offsets, numels, flags, numel)
