@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync import consensus
+from fastsync import _ext, consensus
 from fastsync._torch_front import FrontLogger, FrontReducer
-from fastsync._torch_private import default_group, find_tensors, front_accepts
+from fastsync._torch_private import (
+    builtin_comm_hook,
+    default_group,
+    find_tensors,
+    front_accepts,
+)
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.engine import Engine, NamedParam
 
@@ -151,12 +156,28 @@ class FastDDP(DistributedDataParallel):
     def _match_unused_params_allreduce(self) -> None:
         """Nothing to do: used flags travel inside the buckets."""
 
-    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Not supported yet; `wire=` compresses gradients."""
-        raise NotImplementedError(
-            "FastDDP does not run communication hooks; use wire='bf16' or wire='fp16' instead of "
-            "the compression hooks"
-        )
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduces each bucket with `hook(state, bucket)` instead of averaging it.
+
+        As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
+        has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
+        hook may be replaced by another between two steps.
+
+        Raises:
+            ValueError: `wire` compresses gradients already.
+        """
+        cast(Any, self)._check_comm_hook(hook)
+        if self._policy.wire != "fp32":
+            raise ValueError(
+                f"wire={self._policy.wire!r} and a communication hook would both compress "
+                "gradients; leave wire out to use the hook"
+            )
+        self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        self._comm_hooks = [(hook, state)]
+        self._engine.core.set_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
 
     def sync_stats(self) -> dict[str, Any]:
         """Counters of this rank since wrapping.
@@ -188,14 +209,19 @@ class _Request:
     ) -> tuple[BucketPolicy, SyncPolicy]:
         """Checks the arguments and agrees on them with all ranks.
 
-        A rank with an error still takes part, so that the others do not wait for it.
+        A rank with an error still takes part, so that the others do not wait for it; it raises
+        that error itself, from the report that they raise.
         """
         group = self._group()
         try:
             self._check_module(unsupported)
             settled = buckets(), policy()
-        except (ValueError, RuntimeError) as error:
-            self._agree(group, {}, str(error))
+            _ext.load()
+        except Exception as error:
+            try:
+                self._agree(group, {}, str(error))
+            except consensus.RankMismatchError as report:
+                raise error from report
             raise
         settings = {
             "torch": torch.__version__,
@@ -227,8 +253,7 @@ class _Request:
             if value is not None:
                 raise NotImplementedError(f"FastDDP does not support {name} yet")
         params = [p.tensor for p in self._params()]
-        lazy = (p for p in params if isinstance(p, nn.parameter.UninitializedParameter))
-        if any(lazy):
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
             raise RuntimeError(
                 "FastDDP cannot wrap a module with uninitialized parameters. Run a dummy forward "
                 "pass to correctly initialize the modules"
@@ -247,6 +272,11 @@ class _Request:
             )
         if self.device_ids is not None and len(self.device_ids) > 1:
             raise ValueError("device_ids can only be None or contain a single element.")
+        if self.device_ids and kinds == ["cpu"]:
+            raise ValueError(
+                f"device_ids is {list(self.device_ids)}, but the module is on the CPU; leave "
+                "device_ids out, or move the module there before wrapping it"
+            )
 
     def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:
         params = [

@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/Event.h>
@@ -18,6 +19,16 @@ ops::SlotLayout flat_run(int64_t offset, int64_t numel) {
   return ops::SlotLayout{offset, numel, {numel}, {1}};
 }
 
+// No rows of a sparse gradient: indices along the first dimension, dense behind it, as embeddings have them. Backends
+// exchange indices and values as they are, so all ranks must have them in one form.
+at::Tensor empty_rows(const at::Tensor& param) {
+  std::vector<int64_t> row = param.sizes().vec();
+  row.front() = 0;
+  const auto indices = at::empty({1, 0}, param.options().dtype(at::kLong).requires_grad(false));
+  const auto values = at::empty(row, param.options().requires_grad(false));
+  return at::_sparse_coo_tensor_unsafe(indices, values, param.sizes())._coalesced_(true);
+}
+
 }  // namespace
 
 const char* to_string(BucketState state) {
@@ -30,6 +41,8 @@ const char* to_string(BucketState state) {
       return "packed";
     case BucketState::kInFlight:
       return "in flight";
+    case BucketState::kReceived:
+      return "received";
   }
   return "unknown";
 }
@@ -53,6 +66,8 @@ Bucket::Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& p
     flag_layouts_.push_back(flat_run(spec_.flags_offset, count));
   }
   gradients_layout_ = flat_run(0, spec_.flags_offset >= 0 ? spec_.flags_offset : spec_.numel);
+  hook_layout_ = gradients_layout_;
+  if (slots_.front().param->tensor.is_complex()) hook_layout_.sizes = {hook_layout_.numel / 2};
 }
 
 int64_t Bucket::wire_bytes() const {
@@ -148,7 +163,7 @@ void Bucket::pack_sparse(const PackOptions& options) {
   const at::Tensor& param = slots_.front().param->tensor;
   flat_ = param.grad().defined()
               ? param.grad().mul(options.scale).coalesce()
-              : at::empty(param.sizes(), param.options().layout(at::kSparse))._coalesced_(true);
+              : empty_rows(param);
 }
 
 void Bucket::pack_dense(const PackOptions& options) {
@@ -242,16 +257,41 @@ void Bucket::launch(comm::Collective& collective) {
   in_flight_ = collective.all_reduce(flat_, average);
 }
 
-void Bucket::finish() {
-  move_to(BucketState::kInFlight, BucketState::kFilling);
-  in_flight_->wait();
+void Bucket::launch(comm::Hook& hook, size_t index, size_t count) {
+  move_to(BucketState::kPacked, BucketState::kInFlight);
+  FS_CHECK(!flat_.is_sparse(), "communication hooks cannot reduce sparse gradients");
+  in_flight_ = hook.run(hook_view(flat_, index, count));
+}
+
+comm::HookBucket Bucket::hook_view(const at::Tensor& flat, size_t index, size_t count) const {
+  const at::Tensor& first = slots_.front().param->tensor;
+  const int64_t per_element = first.is_complex() ? 2 : 1;
+  comm::HookBucket bucket{index, count, ops::view_of(flat, hook_layout_, first.scalar_type()), {}};
+  for (const Slot& slot : slots_) {
+    bucket.slots.push_back({static_cast<size_t>(slot.layout.offset / per_element),
+                            static_cast<size_t>(slot.layout.numel / per_element), slot.layout.sizes,
+                            slot.param->tensor});
+  }
+  return bucket;
+}
+
+void Bucket::receive() {
+  move_to(BucketState::kInFlight, BucketState::kReceived);
+  const at::Tensor result = in_flight_->wait();
   in_flight_.reset();
+  if (result.defined() && result.const_data_ptr() != flat_.const_data_ptr()) {
+    ops::pack({{result, &hook_layout_}}, flat_, 1.0);
+  }
+}
+
+void Bucket::finish(const std::vector<bool>& used_anywhere) {
+  move_to(BucketState::kReceived, BucketState::kFilling);
   if (flat_.is_sparse()) {
     finish_sparse();
   } else if (spec_.views) {
-    finish_views(globally_used());
+    finish_views(globally_used(used_anywhere));
   } else {
-    finish_copies(globally_used());
+    finish_copies(globally_used(used_anywhere));
   }
   abandon();
 }
@@ -262,8 +302,14 @@ void Bucket::finish_sparse() {
   if (param.used || sum._nnz() > 0) param.tensor.mutable_grad() = sum;
 }
 
-std::vector<bool> Bucket::globally_used() const {
+std::vector<bool> Bucket::globally_used(const std::vector<bool>& used_anywhere) const {
   std::vector<bool> used(slots_.size(), true);
+  if (!used_anywhere.empty()) {
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      used[i] = used_anywhere.at(static_cast<size_t>(spec_.slots[i].param));
+    }
+    return used;
+  }
   if (!missed_ || flag_layouts_.empty()) return used;
   const at::Tensor flags = flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()))
                                .to(at::TensorOptions().device(at::kCPU).dtype(at::kFloat));
@@ -318,9 +364,16 @@ void Bucket::abandon() {
 }
 
 Shadow Bucket::shadow(comm::Collective& collective) const {
-  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = spec_.sparse ? empty_rows(slots_.front().param->tensor)
+                                       : ops::make_flat(spec_.numel, spec_.wire, device());
   auto in_flight = collective.all_reduce(flat, comm::Average::kDoneByCaller);
   return Shadow{std::move(in_flight), vote_in(flat)};
+}
+
+Shadow Bucket::shadow(comm::Hook& hook, size_t index, size_t count) const {
+  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
+  return Shadow{hook.run(hook_view(flat, index, count)), at::Tensor()};
 }
 
 at::Tensor Bucket::vote_in(const at::Tensor& flat) const {
