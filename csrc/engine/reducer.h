@@ -40,6 +40,8 @@
 namespace fastsync::engine {
 
 struct ReducerOptions {
+  bool skip_unused =
+      false;  // buckets without any gradient are not sent: the same ones on every rank
   bool static_graph = false;    // learn how often each gradient arrives before overlapping
   bool fail_on_unused = false;  // find_unused_parameters=False was asked for
 };
@@ -58,6 +60,26 @@ struct ReducerStats {
   int64_t collectives = 0;     // buckets launched
   int64_t bytes = 0;           // bytes handed to collectives
   double exposed_seconds = 0;  // host time at the end of backward spent waiting for collectives
+};
+
+// When the host reached the milestones of the last synchronised step, in nanoseconds since the epoch; 0: it did not.
+struct StepTimes {
+  int64_t forward_start = 0;
+  int64_t forward_end = 0;
+  int64_t backward_start = 0;
+  int64_t first_send = 0;
+  int64_t backward_end = 0;  // of the gradients' computation
+  int64_t received = 0;      // all averages are there
+};
+
+// The last synchronised step of this rank.
+struct StepReport {
+  StepTimes times;
+  int64_t buckets = 0;  // sent
+  std::vector<bool>
+      used;  // parameters that received a gradient, by index; empty before the first step
+  bool same_so_far = true;  // no step used other parameters than the one before
+  std::string error;        // of the last call or backward that failed
 };
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -95,6 +117,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> trainable() const;
   std::vector<std::vector<int64_t>> bucket_params() const;
   ReducerStats stats() const;
+  StepReport last_step() const;
+  // How many ranks used each parameter in the last synchronised step. Where used flags do not travel
+  // (find_unused_parameters=False) this rank alone counts.
+  std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
 
  private:
@@ -110,16 +136,25 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void attach_hook(size_t param);
   void sync_hooks();
-  void on_grad_ready(size_t param);
+  void on_grad_ready(size_t param, bool defined);
+  void place_gradient(size_t param);
+  ForwardAdvice advise();
   void check_repeated(size_t param, const Place& place) const;
   bool accumulates() const;
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
   void finish_backward(int64_t generation);
+  void complete_step();
   void close_buckets();
   void finish_buckets();
+  bool unused_now(size_t param) const;
+  bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
   void note_unused();
+  void note_used();
+  std::string find_change() const;
+  void refuse_forwards();
+  std::string unused_indices() const;
   void note_order();
   void note_vote(const at::Tensor& vote);
   bool vote_passed();
@@ -128,6 +163,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
   bool votes() const { return !options_.fail_on_unused && collective_->size() > 1; }
   std::vector<bool> exchange_flags();
+  template <typename Fn>
+  auto noting_errors(const Fn& fn);
   template <typename Fn>
   void with_context(size_t bucket, const char* what, const Fn& fn);
 
@@ -165,6 +202,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::string> unused_;
   bool warned_unused_ = false;
   std::string pending_error_;
+  std::string change_;  // static graph: what a step did differently; no forward follows
+  StepTimes times_;     // of the running step, on the steady clock
+  int64_t sent_ = 0;    // buckets of the running step
+  StepReport last_;
+  std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;
 };
 
