@@ -89,7 +89,6 @@ class Bucket {
   bool mark_ready(size_t slot, std::optional<c10::Stream> stream);
   int fires(size_t slot) const { return slots_[slot].fires; }
   bool complete() const { return pending_ == 0; }
-  BucketState state() const { return state_; }
   // End of backward: takes what is there for every slot that got nothing.
   void close();
 

@@ -1,15 +1,8 @@
 #include "reducer.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
@@ -21,24 +14,8 @@ namespace fastsync::engine {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
-constexpr int64_t kLongestPatience = 4096;
 constexpr size_t kNamesShown = 20;
-
-class OutputHook final : public torch::autograd::FunctionPreHook {
- public:
-  explicit OutputHook(std::function<void()> fn) : fn_(std::move(fn)) {}
-
-  variable_list operator()(const variable_list& grads) override {
-    fn_();
-    return grads;
-  }
-
- private:
-  std::function<void()> fn_;
-};
 
 std::string join(const std::vector<std::string>& names) {
   std::string text;
@@ -47,16 +24,6 @@ std::string join(const std::vector<std::string>& names) {
   }
   if (names.size() > kNamesShown) text += concat(" and ", names.size() - kNamesShown, " more");
   return text;
-}
-
-int64_t steady_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
-
-int64_t wall_ns() {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
@@ -72,46 +39,28 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisor_ = collective_->size();
   counting_fires_ = options_.static_graph;
-  detach_.resize(params.size());
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
   }
 }
 
-Reducer::~Reducer() { detach_hooks(); }
-
-void Reducer::attach_hook(size_t param) {
-  const at::Tensor& tensor = params_[param]->tensor;
-  if (detach_[param] || !tensor.requires_grad()) return;
-  auto node = torch::autograd::impl::grad_accumulator(tensor);
-  const std::weak_ptr<Reducer> weak = weak_from_this();
-  auto hook = [weak, param](const variable_list& outputs, const variable_list& inputs) {
-    const bool defined = !inputs.empty() && inputs.front().defined();
-    if (const auto self = weak.lock()) self->on_grad_ready(param, defined);
-    return outputs;
-  };
-  const auto key =
-      node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(hook));
-  // Keeps the accumulator alive: autograd itself holds it only weakly, and a new one would lack the hook.
-  detach_[param] = [node, key] { node->del_post_hook(key); };
-}
-
-// A parameter that was frozen loses its accumulator and gets another when it is thawed.
-void Reducer::sync_hooks() {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->tensor.requires_grad()) {
-      attach_hook(i);
-    } else if (detach_[i]) {
-      std::exchange(detach_[i], nullptr)();
-    }
+GradientHooks& Reducer::hooks() {
+  if (!hooks_) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& param : params_) tensors.push_back(param->tensor);
+    const std::weak_ptr<Reducer> weak = weak_from_this();
+    hooks_ =
+        std::make_unique<GradientHooks>(std::move(tensors), [weak](size_t param, bool defined) {
+          if (const auto self = weak.lock()) self->on_grad_ready(param, defined);
+        });
   }
+  return *hooks_;
 }
 
 void Reducer::detach_hooks() {
-  for (auto& detach : detach_) {
-    if (detach) std::exchange(detach, nullptr)();
-  }
+  const Lock lock(mutex_);
+  hooks().detach();
 }
 
 void Reducer::set_plan(std::vector<BucketSpec> specs) {
@@ -128,21 +77,16 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
     buckets.emplace_back(std::move(specs[b]), params_);
   }
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (planned_[i] != (places[i].bucket >= 0)) last_.used.clear();
+    if (planned_[i] != (places[i].bucket >= 0)) log_.forget_used();
     FS_CHECK_VALUE(places[i].bucket >= 0 || !params_[i]->tensor.requires_grad(),
                    "the plan lacks parameter '", params_[i]->name, "'");
     planned_[i] = places[i].bucket >= 0;
   }
   buckets_ = std::move(buckets);
   places_ = std::move(places);
-  sync_hooks();
-  if (stats_.plans > 0) patience_ = std::min(patience_ * 2, kLongestPatience);
-  learned_ = stats_.steps > 0;
+  hooks().update();
+  watch_.plan_installed();
   ++stats_.plans;
-  steps_since_plan_ = 0;
-  out_of_order_steps_ = 0;
-  vote_next_ = false;
-  votes_ = {};
 }
 
 // The text of an error is part of the logging data.
@@ -151,15 +95,14 @@ auto Reducer::noting_errors(const Fn& fn) {
   try {
     return fn();
   } catch (const std::exception& error) {
-    last_.error = error.what();
+    log_.note_error(error.what());
     throw;
   }
 }
 
 ForwardAdvice Reducer::prepare_forward() {
   const Lock lock(mutex_);
-  times_ = StepTimes{};
-  times_.forward_start = steady_ns();
+  log_.begin_forward();
   return noting_errors([&] { return advise(); });
 }
 
@@ -174,21 +117,21 @@ ForwardAdvice Reducer::advise() {
              "reduction in the prior iteration before starting a new one. Find the exception that "
              "left backward() early, or restart from a checkpoint");
   }
-  FS_CHECK(change_.empty(), change_);
+  FS_CHECK(refusal_.empty(), refusal_);
   if (!pending_error_.empty()) FS_CHECK(false, std::exchange(pending_error_, std::string()));
   ForwardAdvice advice;
   advice.unused = std::exchange(unused_, {});
-  advice.replan = (!learned_ && stats_.steps > 0) || vote_passed();
+  advice.replan = watch_.replan_due();
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
     // Where only this rank had frozen it, the plan kept it but its hook went.
-    if (trains && planned_[i]) attach_hook(i);
+    if (trains && planned_[i]) hooks().attach(i);
     if (trains == planned_[i]) continue;
     if (trains || !votes()) {
       advice.replan = true;
       advice.regrouped = true;
     } else {
-      vote_next_ = vote_next_ || steps_since_plan_ >= patience_ / 2;
+      watch_.wish();
     }
   }
   return advice;
@@ -197,31 +140,19 @@ ForwardAdvice Reducer::advise() {
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
   const Lock lock(mutex_);
   syncing_ = true;
-  times_.forward_end = steady_ns();
+  log_.end_forward();
+  const std::weak_ptr<Reducer> weak = weak_from_this();
   for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.grad_fn()) continue;
-    const std::weak_ptr<Reducer> weak = weak_from_this();
-    output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>([weak] {
-      const auto self = weak.lock();
-      if (!self) return;
-      const Lock hook_lock(self->mutex_);
-      if (self->syncing_ && !self->backward_running_ && self->accumulates()) self->begin_backward();
-    }));
+    on_backward(output, [weak] {
+      if (const auto self = weak.lock()) self->on_outputs_reached();
+    });
   }
 }
 
-// Whether the running backward may accumulate into a planned parameter. autograd.grad() does not, so it is none of our
-// business, and neither is anything while the whole model is frozen.
-bool Reducer::accumulates() const {
-  if (buckets_.empty()) return false;
-  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr || wanted->empty()) return true;
-  return std::any_of(params_.begin(), params_.end(), [&](const auto& param) {
-    if (!param->tensor.requires_grad()) return false;
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(param->tensor);
-    const auto found = node ? wanted->find(node.get()) : wanted->end();
-    return found != wanted->end() && found->second.needed_;
-  });
+void Reducer::on_outputs_reached() {
+  const Lock lock(mutex_);
+  if (!syncing_ || backward_running_ || buckets_.empty()) return;
+  if (hooks().accumulating()) begin_backward();
 }
 
 void Reducer::pause() {
@@ -264,27 +195,22 @@ void Reducer::use_group(const std::string& group_name) {
   abandon();
   collective_ = comm::Collective::resolve(group_name);
   divisor_ = collective_->size();
-  learned_ = false;
-  votes_ = {};
+  watch_.group_changed();
 }
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
   backward_running_ = true;
-  times_.backward_start = steady_ns();
-  times_.first_send = 0;
-  sent_ = 0;
+  log_.begin_backward();
   next_ = 0;
-  out_of_order_ = false;
-  order_.clear();
+  watch_.begin_step();
   const std::weak_ptr<Reducer> weak = weak_from_this();
-  torch::autograd::Engine::get_default_engine().queue_callback([weak, mine = ++generation_] {
+  at_end_of_backward([weak, mine = ++generation_] {
     if (const auto self = weak.lock()) self->finish_backward(mine);
   });
 }
 
-// Autograd reaches a parameter without a gradient where a function's backward returned none. Such a parameter counts as
-// unused only where that is no mistake.
+// A parameter that autograd reached without a gradient counts as unused, but only where that is no mistake.
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
@@ -300,10 +226,10 @@ void Reducer::place_gradient(size_t param) {
            "parameters before the forward, on every rank");
   Bucket& bucket = buckets_[static_cast<size_t>(place.bucket)];
   const int fires = bucket.fires(place.slot);
-  if (fires == 0) order_.push_back(static_cast<int64_t>(param));
+  if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
   if (fires >= params_[param]->expected_fires) check_repeated(param, place);
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
-    out_of_order_ = out_of_order_ || place.bucket > static_cast<int64_t>(next_);
+    if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
   }
 }
@@ -332,17 +258,16 @@ void Reducer::advance() {
 void Reducer::launch(Bucket& bucket) {
   PackOptions pack;
   pack.scale = hook_ ? 1.0 : 1.0 / divisor_;
-  pack.vote = vote_next_;
+  pack.vote = watch_.vote();
   pack.in_collective = !hook_ && !ranks_may_have_joined_ && divisor_ == collective_->size() &&
                        collective_->can_average(bucket.device());
-  if (times_.first_send == 0) times_.first_send = steady_ns();
+  log_.sending();
   bucket.pack(pack);
   if (hook_) {
     bucket.launch(*hook_, next_, buckets_.size());
   } else {
     bucket.launch(*collective_);
   }
-  ++sent_;
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
 }
@@ -362,7 +287,7 @@ void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
 void Reducer::finish_backward(int64_t generation) {
   const Lock lock(mutex_);
   if (!backward_running_ || generation != generation_) return;
-  times_.backward_end = steady_ns();
+  log_.end_backward();
   try {
     noting_errors([&] { complete_step(); });
   } catch (...) {
@@ -416,7 +341,7 @@ void Reducer::finish_buckets() {
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!hook_) note_vote(vote);
+  if (!hook_) watch_.note_votes(vote);
 }
 
 // What rides in the buckets where no hook owns them, in a collective of its own. Empty: nobody asks.
@@ -426,12 +351,12 @@ std::vector<bool> Reducer::exchange_flags() {
   at::Tensor flags = at::zeros({count + 1}, at::TensorOptions().dtype(at::kFloat));
   auto* values = flags.mutable_data_ptr<float>();
   for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
-  values[count] = vote_next_ ? 1.0F : 0.0F;
+  values[count] = watch_.vote() ? 1.0F : 0.0F;
   const at::Tensor sum = flags.to(buckets_.front().device());
   collective_->all_reduce(sum, comm::Average::kDoneByCaller)->wait();
   flags = sum.to(at::kCPU);
   values = flags.mutable_data_ptr<float>();
-  note_vote(flags.narrow(0, count, 1));
+  watch_.note_votes(flags.narrow(0, count, 1));
   hook_counts_.assign(values, values + count);
   return std::vector<bool>(values, values + count);
 }
@@ -440,7 +365,7 @@ bool Reducer::unused_now(size_t param) const {
   return planned_[param] && !params_[param]->used && params_[param]->tensor.requires_grad();
 }
 
-// skip_all_reduce_unused_params: the bucket of parameters that no rank uses, as the user promised.
+// skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.
 bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const {
   if (!options_.skip_unused) return false;
   const auto& slots = bucket.spec().slots;
@@ -484,13 +409,15 @@ std::string Reducer::unused_indices() const {
 // static_graph promises that every step uses the parameters of the first one. The averages are right all the same, so all
 // ranks finish the step before one of them complains.
 std::string Reducer::find_change() const {
-  if (!options_.static_graph || last_.used.empty()) return "";
+  const std::vector<bool>& before = log_.used();
+  if (!options_.static_graph || before.empty()) return "";
   std::vector<std::string> changed;
   for (size_t i = 0; i < params_.size(); ++i) {
-    const bool gained = params_[i]->used && !last_.used[i];
-    const bool lost = unused_now(i) && last_.used[i];
-    if (gained) changed.push_back(concat(params_[i]->name, " (unused before)"));
-    if (lost) changed.push_back(concat(params_[i]->name, " (used before)"));
+    if (params_[i]->used && !before[i]) {
+      changed.push_back(concat(params_[i]->name, " (unused before)"));
+    } else if (unused_now(i) && before[i]) {
+      changed.push_back(concat(params_[i]->name, " (used before)"));
+    }
   }
   if (changed.empty()) return "";
   return concat("Your training graph has changed in this iteration, on rank ", collective_->rank(),
@@ -498,7 +425,7 @@ std::string Reducer::find_change() const {
 }
 
 void Reducer::refuse_forwards() {
-  change_ = concat(
+  refusal_ = concat(
       "Expected to have finished reduction in the prior iteration before starting a new one. This "
       "error indicates that your training graph has changed in this iteration, e.g., one parameter "
       "is used in first iteration, but then got unused in the second iteration. this is not "
@@ -507,60 +434,20 @@ void Reducer::refuse_forwards() {
       collective_->rank(), ":", unused_indices());
 }
 
-void Reducer::note_used() {
+void Reducer::end_step() {
   std::vector<bool> used;
   used.reserve(params_.size());
   for (const auto& param : params_) used.push_back(param->used);
-  if (!last_.used.empty() && used != last_.used) last_.same_so_far = false;
-  last_.used = std::move(used);
-}
-
-// See [Note: new plans]. Rank 0's order is what the next plan is made from.
-void Reducer::note_order() {
-  last_order_ = order_;
+  log_.end_step(std::move(used));
+  std::vector<int64_t> missing;
   for (const Bucket& bucket : buckets_) {
     for (const SlotSpec& slot : bucket.spec().slots) {
-      if (!params_[static_cast<size_t>(slot.param)]->used) last_order_.push_back(slot.param);
+      if (!params_[static_cast<size_t>(slot.param)]->used) missing.push_back(slot.param);
     }
   }
-  out_of_order_steps_ = out_of_order_ ? out_of_order_steps_ + 1 : 0;
-  vote_next_ = learned_ && out_of_order_steps_ >= 2 && steps_since_plan_ >= patience_;
-}
-
-void Reducer::note_vote(const at::Tensor& vote) {
-  Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
-  entry = Vote{};
-  if (!vote.defined()) return;
-  if (vote.is_cpu()) {
-    entry.passed = ops::first_element(vote) > 0;
-    return;
-  }
-  entry.host = at::empty({1}, vote.options().device(at::kCPU).pinned_memory(true));
-  entry.host.copy_(vote, /*non_blocking=*/true);
-  entry.copied.emplace(vote.device().type());
-  entry.copied->record(*stream_of(vote));
-}
-
-// The vote of the step before the last one: its copy has long arrived.
-bool Reducer::vote_passed() {
-  if (stats_.steps < 2) return false;
-  Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
-  if (entry.copied) {
-    entry.copied->synchronize();
-    entry.passed = ops::first_element(entry.host) > 0;
-  }
-  return std::exchange(entry, Vote{}).passed;
-}
-
-void Reducer::end_step() {
-  note_order();
-  note_used();
-  times_.received = steady_ns();
-  last_.times = times_;
-  last_.buckets = sent_;
+  watch_.end_step(missing);
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
-  ++steps_since_plan_;
   ++stats_.steps;
 }
 
@@ -574,9 +461,9 @@ void Reducer::abandon() {
 void Reducer::shadow_step() {
   const Lock lock(mutex_);
   std::vector<Shadow> shadows;
+  const std::vector<bool>& used = log_.used();
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    const auto used = [&](size_t p) { return last_.used.empty() || last_.used[p]; };
-    if (idle(buckets_[i], used)) continue;
+    if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
     shadows.push_back(hook_ ? buckets_[i].shadow(*hook_, i, buckets_.size())
                             : buckets_[i].shadow(*collective_));
   }
@@ -584,15 +471,15 @@ void Reducer::shadow_step() {
   if (hook_) {
     exchange_flags();
   } else if (!shadows.empty()) {
-    note_vote(shadows.back().vote);
+    watch_.note_votes(shadows.back().vote);
   }
-  ++steps_since_plan_;
+  watch_.end_shadow_step();
   ++stats_.steps;
 }
 
 std::vector<int64_t> Reducer::ready_order() const {
   const Lock lock(mutex_);
-  return last_order_;
+  return watch_.ready_order();
 }
 
 std::vector<bool> Reducer::trainable() const {
@@ -613,23 +500,15 @@ std::vector<std::vector<int64_t>> Reducer::bucket_params() const {
   return all;
 }
 
-// Milestones are taken on the steady clock and shown on the wall clock.
 StepReport Reducer::last_step() const {
   const Lock lock(mutex_);
-  StepReport report = last_;
-  const int64_t offset = wall_ns() - steady_ns();
-  StepTimes& times = report.times;
-  for (int64_t* time : {&times.forward_start, &times.forward_end, &times.backward_start,
-                        &times.first_send, &times.backward_end, &times.received}) {
-    if (*time != 0) *time += offset;
-  }
-  return report;
+  return log_.report();
 }
 
 std::vector<int64_t> Reducer::used_counts() const {
   const Lock lock(mutex_);
   if (hook_ && !hook_counts_.empty()) return hook_counts_;
-  std::vector<int64_t> counts(last_.used.begin(), last_.used.end());
+  std::vector<int64_t> counts(log_.used().begin(), log_.used().end());
   if (hook_ || !communicates() || !votes() || counts.empty()) return counts;
   for (const Bucket& bucket : buckets_) bucket.count_uses(counts);
   return counts;

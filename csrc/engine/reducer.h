@@ -14,34 +14,30 @@
 // outermost one, so its callback is queued by a hook on the forward's outputs, which runs before any inner backward can
 // start. Where a loss bypasses the outputs, the first gradient's hook queues it.
 //
-// [Note: new plans]
-// Python computes plans and installs the first. After the first synchronised step the ready order is known and every rank
-// asks Python for a new plan at its next forward. Later a rank that sees buckets complete out of plan order, or parameters
-// frozen, sets a vote that travels in the flags of the last bucket. Its sum is read two steps later, when no device has to
-// be waited for, and is the same on all ranks, so they all meet again at the same forward. Unfreezing cannot wait: it is
-// taken to happen on all ranks at once and asks for a plan at that very forward; Python checks that all ranks come.
+// [Note: unfreezing]
+// A parameter that is trained but not planned cannot wait for the votes of `PlanWatch`: its gradient must be averaged in
+// this very step. Unfreezing is taken to happen on all ranks before the same forward; Python checks that all ranks come.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "../comm/collective.h"
+#include "autograd_hooks.h"
 #include "bucket.h"
+#include "plan_watch.h"
+#include "step_log.h"
 
 namespace fastsync::engine {
 
 struct ReducerOptions {
-  bool skip_unused =
-      false;  // buckets without any gradient are not sent: the same ones on every rank
+  bool skip_unused = false;     // buckets without a gradient are not sent: the same on every rank
   bool static_graph = false;    // learn how often each gradient arrives before overlapping
   bool fail_on_unused = false;  // find_unused_parameters=False was asked for
 };
@@ -62,31 +58,10 @@ struct ReducerStats {
   double exposed_seconds = 0;  // host time at the end of backward spent waiting for collectives
 };
 
-// When the host reached the milestones of the last synchronised step, in nanoseconds since the epoch; 0: it did not.
-struct StepTimes {
-  int64_t forward_start = 0;
-  int64_t forward_end = 0;
-  int64_t backward_start = 0;
-  int64_t first_send = 0;
-  int64_t backward_end = 0;  // of the gradients' computation
-  int64_t received = 0;      // all averages are there
-};
-
-// The last synchronised step of this rank.
-struct StepReport {
-  StepTimes times;
-  int64_t buckets = 0;  // sent
-  std::vector<bool>
-      used;  // parameters that received a gradient, by index; empty before the first step
-  bool same_so_far = true;  // no step used other parameters than the one before
-  std::string error;        // of the last call or backward that failed
-};
-
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
           const std::string& group_name, ReducerOptions options);
-  ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
@@ -118,7 +93,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::vector<int64_t>> bucket_params() const;
   ReducerStats stats() const;
   StepReport last_step() const;
-  // How many ranks used each parameter in the last synchronised step. Where used flags do not travel
+  // How many ranks used each parameter in the last synchronised step. Where no flags travel
   // (find_unused_parameters=False) this rank alone counts.
   std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
@@ -128,19 +103,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t bucket = -1;
     size_t slot = 0;
   };
-  struct Vote {
-    bool passed = false;               // known at once on the CPU
-    at::Tensor host;                   // elsewhere, the copy under way
-    std::optional<c10::Event> copied;  // and the event behind it
-  };
 
-  void attach_hook(size_t param);
-  void sync_hooks();
+  GradientHooks& hooks();
+  void on_outputs_reached();
   void on_grad_ready(size_t param, bool defined);
   void place_gradient(size_t param);
   ForwardAdvice advise();
   void check_repeated(size_t param, const Place& place) const;
-  bool accumulates() const;
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
@@ -151,13 +120,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool unused_now(size_t param) const;
   bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
   void note_unused();
-  void note_used();
+  std::string unused_indices() const;
   std::string find_change() const;
   void refuse_forwards();
-  std::string unused_indices() const;
-  void note_order();
-  void note_vote(const at::Tensor& vote);
-  bool vote_passed();
   void end_step();
   void abandon();
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
@@ -172,7 +137,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   mutable std::recursive_mutex mutex_;
   ReducerOptions options_;
   std::vector<std::unique_ptr<Parameter>> params_;
-  std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
+  std::unique_ptr<GradientHooks> hooks_;
   std::unique_ptr<comm::Collective> collective_;
   std::unique_ptr<comm::Hook> hook_;
   std::vector<std::function<void()>> at_end_;
@@ -189,23 +154,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched
 
-  std::vector<int64_t> order_;
-  std::vector<int64_t> last_order_;
-  bool learned_ = false;
-  bool out_of_order_ = false;
-  int out_of_order_steps_ = 0;
-  int64_t steps_since_plan_ = 0;
-  int64_t patience_ = 4;  // steps before the next vote; doubles with each plan
-  bool vote_next_ = false;
-  std::array<Vote, 2> votes_;
-
+  PlanWatch watch_;
   std::vector<std::string> unused_;
   bool warned_unused_ = false;
   std::string pending_error_;
-  std::string change_;  // static graph: what a step did differently; no forward follows
-  StepTimes times_;     // of the running step, on the steady clock
-  int64_t sent_ = 0;    // buckets of the running step
-  StepReport last_;
+  std::string refusal_;  // static graph: why no forward may follow
+  StepLog log_;
   std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;
 };
