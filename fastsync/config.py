@@ -66,6 +66,7 @@ class SyncPolicy:
         fail_on_unused: a parameter without gradient is an error instead of being handled.
         static_graph: the graph and the set of used parameters never change.
         warn_unused: name parameters without gradient in one warning.
+        hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
     """
 
     wire: str = "fp32"
@@ -73,6 +74,7 @@ class SyncPolicy:
     fail_on_unused: bool = False
     static_graph: bool = False
     warn_unused: bool = True
+    hooked: bool = False
 
     def __post_init__(self) -> None:
         if self.wire not in WIRE_DTYPES:

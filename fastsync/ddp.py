@@ -174,7 +174,7 @@ class FastDDP(DistributedDataParallel):
             )
         self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
         self._comm_hooks = [(hook, state)]
-        self._engine.core.set_hook(state, hook)
+        self._engine.set_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
