@@ -1,4 +1,5 @@
 // Python bindings, and nothing else. c10d headers stay out: a process group arrives as the name it is registered under.
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "comm/python_hook.h"
 #include "engine/reducer.h"
 #include "ops.h"
 
@@ -85,6 +87,17 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
   return std::make_shared<engine::Reducer>(params, names, group_name, options);
 }
 
+void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook) {
+  auto wrapped = hook.is_none() ? nullptr : comm::make_python_hook(std::move(state), hook);
+  const py::gil_scoped_release release;
+  reducer.set_hook(std::move(wrapped));
+}
+
+void at_end(engine::Reducer& reducer, std::function<void()> action) {
+  const py::gil_scoped_release release;
+  reducer.at_end(std::move(action));
+}
+
 py::dict stats_dict(const engine::Reducer& reducer) {
   // A hook that holds the reducer's lock may wait for the GIL to free a gradient.
   const engine::ReducerStats stats = [&] {
@@ -120,6 +133,8 @@ void bind_engine(py::module_& m) {
       .def("set_static_graph", &Reducer::set_static_graph, release)
       .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"),
            py::arg("ranks_may_have_joined"))
+      .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"))
+      .def("at_end", &at_end, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("detach_hooks", &Reducer::detach_hooks, release)

@@ -27,6 +27,7 @@ CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
     "ops.cpp",
     "comm/collective.cpp",
+    "comm/python_hook.cpp",
     "engine/bucket.cpp",
     "engine/reducer.cpp",
     "bindings.cpp",

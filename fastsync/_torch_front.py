@@ -7,12 +7,13 @@ torch's, hence private.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from fastsync._torch_private import GradBucket
 from fastsync.engine import Engine
 
 __all__ = ["FrontLogger", "FrontReducer"]
@@ -54,6 +55,20 @@ class FrontReducer:
                 "stopped half-way"
             )
 
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sums the bucket; hooks that divide on their own call this."""
+        group = self.engine.group
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+        return summed
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Nothing to do: its hook drops the gradients itself."""
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Waited for at the end of the next synchronised backward."""
+        self.engine.core.at_end(lambda: torch.futures.wait_all(list(futures)))
+
     def _remove_autograd_hooks(self) -> None:
         self.engine.core.detach_hooks()
 
@@ -80,6 +95,9 @@ class FrontLogger:
         """Nothing to do: `FastDDP.sync_stats` has the counters."""
 
     def _set_static_graph(self) -> None:
+        """Nothing to do."""
+
+    def _set_comm_hook_name(self, name: str) -> None:
         """Nothing to do."""
 
     def _set_uneven_input_join(self) -> None:

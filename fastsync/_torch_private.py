@@ -7,17 +7,20 @@ the newest of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as _front
 
 __all__ = [
+    "GradBucket",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -27,6 +30,7 @@ __all__ = [
     "group_store",
 ]
 
+GradBucket = _c10d.GradBucket
 _FRONT_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
 
 
@@ -61,3 +65,12 @@ def find_tensors(output: Any) -> Iterable[torch.Tensor]:
         return (output,)
     found: Iterable[torch.Tensor] = _front._find_tensors(output)
     return found
+
+
+def builtin_comm_hook(kind: Any) -> Callable[..., Any]:
+    """The Python twin of a hook that torch has built into its own reducer."""
+    hooks = {
+        _c10d.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+        _c10d.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    }
+    return hooks[kind]

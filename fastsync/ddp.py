@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import consensus
 from fastsync._torch_front import FrontLogger, FrontReducer
-from fastsync._torch_private import default_group, find_tensors, front_accepts
+from fastsync._torch_private import (
+    builtin_comm_hook,
+    default_group,
+    find_tensors,
+    front_accepts,
+)
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.engine import Engine, NamedParam
 
@@ -151,12 +156,28 @@ class FastDDP(DistributedDataParallel):
     def _match_unused_params_allreduce(self) -> None:
         """Nothing to do: used flags travel inside the buckets."""
 
-    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Not supported yet; `wire=` compresses gradients."""
-        raise NotImplementedError(
-            "FastDDP does not run communication hooks; use wire='bf16' or wire='fp16' instead of "
-            "the compression hooks"
-        )
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduces each bucket with `hook(state, bucket)` instead of averaging it.
+
+        As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
+        has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
+        hook may be replaced by another between two steps.
+
+        Raises:
+            ValueError: `wire` compresses gradients already.
+        """
+        cast(Any, self)._check_comm_hook(hook)
+        if self._policy.wire != "fp32":
+            raise ValueError(
+                f"wire={self._policy.wire!r} and a communication hook would both compress "
+                "gradients; leave wire out to use the hook"
+            )
+        self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        self._comm_hooks = [(hook, state)]
+        self._engine.core.set_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
 
     def sync_stats(self) -> dict[str, Any]:
         """Counters of this rank since wrapping.

@@ -34,7 +34,10 @@ class WorkInFlight final : public InFlight {
   WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers)
       : buffers_(std::move(buffers)), work_(std::move(work)) {}
 
-  void wait() override { work_->wait(); }
+  at::Tensor wait() override {
+    work_->wait();
+    return {};
+  }
 
  private:
   std::vector<at::Tensor> buffers_;

@@ -17,8 +17,8 @@ class InFlight {
   virtual ~InFlight() = default;
 
   // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current stream wait for it.
-  // Throws what the backend throws.
-  virtual void wait() = 0;
+  // Returns the tensor with the result, undefined where that is the buffer itself. Throws what the backend throws.
+  virtual at::Tensor wait() = 0;
 };
 
 // Who divides by the number of ranks. The order is the same either way: each rank's gradient is scaled first and the

@@ -30,6 +30,8 @@ const char* to_string(BucketState state) {
       return "packed";
     case BucketState::kInFlight:
       return "in flight";
+    case BucketState::kReceived:
+      return "received";
   }
   return "unknown";
 }
@@ -53,6 +55,8 @@ Bucket::Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& p
     flag_layouts_.push_back(flat_run(spec_.flags_offset, count));
   }
   gradients_layout_ = flat_run(0, spec_.flags_offset >= 0 ? spec_.flags_offset : spec_.numel);
+  hook_layout_ = gradients_layout_;
+  if (slots_.front().param->tensor.is_complex()) hook_layout_.sizes = {hook_layout_.numel / 2};
 }
 
 int64_t Bucket::wire_bytes() const {
@@ -242,16 +246,41 @@ void Bucket::launch(comm::Collective& collective) {
   in_flight_ = collective.all_reduce(flat_, average);
 }
 
-void Bucket::finish() {
-  move_to(BucketState::kInFlight, BucketState::kFilling);
-  in_flight_->wait();
+void Bucket::launch(comm::Hook& hook, size_t index, size_t count) {
+  move_to(BucketState::kPacked, BucketState::kInFlight);
+  FS_CHECK(!flat_.is_sparse(), "communication hooks cannot reduce sparse gradients");
+  in_flight_ = hook.run(hook_view(flat_, index, count));
+}
+
+comm::HookBucket Bucket::hook_view(const at::Tensor& flat, size_t index, size_t count) const {
+  const at::Tensor& first = slots_.front().param->tensor;
+  const int64_t per_element = first.is_complex() ? 2 : 1;
+  comm::HookBucket bucket{index, count, ops::view_of(flat, hook_layout_, first.scalar_type()), {}};
+  for (const Slot& slot : slots_) {
+    bucket.slots.push_back({static_cast<size_t>(slot.layout.offset / per_element),
+                            static_cast<size_t>(slot.layout.numel / per_element), slot.layout.sizes,
+                            slot.param->tensor});
+  }
+  return bucket;
+}
+
+void Bucket::receive() {
+  move_to(BucketState::kInFlight, BucketState::kReceived);
+  const at::Tensor result = in_flight_->wait();
   in_flight_.reset();
+  if (result.defined() && result.const_data_ptr() != flat_.const_data_ptr()) {
+    ops::pack({{result, &hook_layout_}}, flat_, 1.0);
+  }
+}
+
+void Bucket::finish(const std::vector<bool>& used_anywhere) {
+  move_to(BucketState::kReceived, BucketState::kFilling);
   if (flat_.is_sparse()) {
     finish_sparse();
   } else if (spec_.views) {
-    finish_views(globally_used());
+    finish_views(globally_used(used_anywhere));
   } else {
-    finish_copies(globally_used());
+    finish_copies(globally_used(used_anywhere));
   }
   abandon();
 }
@@ -262,8 +291,14 @@ void Bucket::finish_sparse() {
   if (param.used || sum._nnz() > 0) param.tensor.mutable_grad() = sum;
 }
 
-std::vector<bool> Bucket::globally_used() const {
+std::vector<bool> Bucket::globally_used(const std::vector<bool>& used_anywhere) const {
   std::vector<bool> used(slots_.size(), true);
+  if (!used_anywhere.empty()) {
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      used[i] = used_anywhere.at(static_cast<size_t>(spec_.slots[i].param));
+    }
+    return used;
+  }
   if (!missed_ || flag_layouts_.empty()) return used;
   const at::Tensor flags = flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()))
                                .to(at::TensorOptions().device(at::kCPU).dtype(at::kFloat));
@@ -321,6 +356,11 @@ Shadow Bucket::shadow(comm::Collective& collective) const {
   const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
   auto in_flight = collective.all_reduce(flat, comm::Average::kDoneByCaller);
   return Shadow{std::move(in_flight), vote_in(flat)};
+}
+
+Shadow Bucket::shadow(comm::Hook& hook, size_t index, size_t count) const {
+  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
+  return Shadow{hook.run(hook_view(flat, index, count)), at::Tensor()};
 }
 
 at::Tensor Bucket::vote_in(const at::Tensor& flat) const {

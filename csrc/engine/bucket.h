@@ -1,6 +1,8 @@
 // One bucket: a flat buffer, the parameters whose gradients share it, and the states it passes through in a step.
 //
-//   kFilling ──all gradients ready──▶ kReady ──pack()──▶ kPacked ──launch()──▶ kInFlight ──finish()──▶ kFilling
+//   kFilling ──all gradients ready──▶ kReady ──pack()──▶ kPacked ──launch()──▶ kInFlight
+//       ▲                                                                          │ receive()
+//       └───────────────────────────────finish()───────────────────────────── kReceived
 //
 // [Note: gradients live in the bucket]
 // Where the wire dtype is the gradient's own (`BucketSpec::views`), `param.grad` becomes a view of the flat buffer when it
@@ -12,7 +14,8 @@
 // [Note: used flags]
 // Behind the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
 // synchronisation and 0 where not, and one more element for this rank's vote on a new plan. The sum over ranks tells for
-// free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back.
+// free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back. A communication
+// hook sees the gradients alone; the reducer then exchanges the flags itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,6 +28,7 @@
 #include <vector>
 
 #include "../comm/collective.h"
+#include "../comm/hook.h"
 #include "../ops.h"
 
 namespace fastsync::engine {
@@ -53,7 +57,7 @@ struct BucketSpec {
   bool sparse = false;  // one parameter whose gradient may be a sparse tensor
 };
 
-enum class BucketState { kFilling, kReady, kPacked, kInFlight };
+enum class BucketState { kFilling, kReady, kPacked, kInFlight, kReceived };
 const char* to_string(BucketState state);
 
 struct PackOptions {
@@ -90,15 +94,20 @@ class Bucket {
 
   // kReady -> kPacked. The flat buffer holds the scaled gradients.
   void pack(const PackOptions& options);
-  // kPacked -> kInFlight.
+  // kPacked -> kInFlight. The hook's form has the bucket's place among `count` buckets.
   void launch(comm::Collective& collective);
-  // kInFlight -> kFilling. Waits, then makes every used parameter's gradient the average.
-  void finish();
+  void launch(comm::Hook& hook, size_t index, size_t count);
+  // kInFlight -> kReceived. Waits for the result.
+  void receive();
+  // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands
+  // in for the flags; empty: the flags of the buffer tell.
+  void finish(const std::vector<bool>& used_anywhere);
   // Any state -> kFilling, dropping what a failed backward left.
   void abandon();
 
   // Takes part in a step of other ranks with zeros and no used parameter (uneven inputs).
   Shadow shadow(comm::Collective& collective) const;
+  Shadow shadow(comm::Hook& hook, size_t index, size_t count) const;
 
   // The summed vote of the last finished step, still on the device; undefined without flags.
   at::Tensor vote() const { return vote_in(flat_); }
@@ -124,7 +133,8 @@ class Bucket {
   std::vector<ops::Item> gradient_items(bool all_in_place, bool in_collective);
   void append_flags(std::vector<ops::Item>& items, bool vote);
   void install_views();
-  std::vector<bool> globally_used() const;
+  std::vector<bool> globally_used(const std::vector<bool>& used_anywhere) const;
+  comm::HookBucket hook_view(const at::Tensor& flat, size_t index, size_t count) const;
   at::Tensor vote_in(const at::Tensor& flat) const;
   void finish_sparse();
   void finish_views(const std::vector<bool>& used);
@@ -134,6 +144,8 @@ class Bucket {
   std::vector<Slot> slots_;
   std::vector<ops::SlotLayout> flag_layouts_;  // one per slot, the vote, all slots at once
   ops::SlotLayout gradients_layout_;           // everything in front of the flags
+  ops::SlotLayout
+      hook_layout_;  // the same in elements of the parameters' dtype, which may be complex
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
   bool missed_ = false;  // this rank had no gradient for some slot

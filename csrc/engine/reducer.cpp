@@ -1,6 +1,7 @@
 #include "reducer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -18,6 +19,7 @@
 namespace fastsync::engine {
 namespace {
 
+using Lock = std::lock_guard<std::recursive_mutex>;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
@@ -101,7 +103,7 @@ void Reducer::detach_hooks() {
 }
 
 void Reducer::set_plan(std::vector<BucketSpec> specs) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   FS_CHECK(!backward_running_, "cannot change the plan during a backward");
   std::vector<Bucket> buckets;
   std::vector<Place> places(params_.size());
@@ -131,9 +133,9 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
 }
 
 ForwardAdvice Reducer::prepare_forward() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   if (backward_running_) {
-    const size_t launched = collective_->size() > 1 ? next_ : 0;
+    const size_t launched = communicates() ? next_ : 0;
     const std::string total = std::to_string(buckets_.size());
     abandon();
     FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
@@ -146,13 +148,12 @@ ForwardAdvice Reducer::prepare_forward() {
   ForwardAdvice advice;
   advice.unused = std::exchange(unused_, {});
   advice.replan = (!learned_ && stats_.steps > 0) || vote_passed();
-  const bool votes = !options_.fail_on_unused && collective_->size() > 1;
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
     // Where only this rank had frozen it, the plan kept it but its hook went.
     if (trains && planned_[i]) attach_hook(i);
     if (trains == planned_[i]) continue;
-    if (trains || !votes) {
+    if (trains || !votes()) {
       advice.replan = true;
       advice.regrouped = true;
     } else {
@@ -163,7 +164,7 @@ ForwardAdvice Reducer::prepare_forward() {
 }
 
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   syncing_ = true;
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.grad_fn()) continue;
@@ -171,7 +172,7 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
     output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>([weak] {
       const auto self = weak.lock();
       if (!self) return;
-      const std::lock_guard<std::mutex> hook_lock(self->mutex_);
+      const Lock hook_lock(self->mutex_);
       if (self->syncing_ && !self->backward_running_ && self->accumulates()) self->begin_backward();
     }));
   }
@@ -192,12 +193,12 @@ bool Reducer::accumulates() const {
 }
 
 void Reducer::pause() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   syncing_ = false;
 }
 
 void Reducer::set_static_graph() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   FS_CHECK(stats_.steps == 0 && !backward_running_,
            "static_graph must be set before the first backward");
   options_.static_graph = true;
@@ -205,14 +206,25 @@ void Reducer::set_static_graph() {
 }
 
 void Reducer::set_divisor(double divisor, bool ranks_may_have_joined) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
   divisor_ = divisor;
   ranks_may_have_joined_ = ranks_may_have_joined;
 }
 
+void Reducer::set_hook(std::unique_ptr<comm::Hook> hook) {
+  const Lock lock(mutex_);
+  FS_CHECK(!backward_running_, "cannot change the communication hook during a backward");
+  hook_ = std::move(hook);
+}
+
+void Reducer::at_end(std::function<void()> action) {
+  const Lock lock(mutex_);
+  at_end_.push_back(std::move(action));
+}
+
 void Reducer::use_group(const std::string& group_name) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   abandon();
   collective_ = comm::Collective::resolve(group_name);
   divisor_ = collective_->size();
@@ -233,7 +245,7 @@ void Reducer::begin_backward() {
 }
 
 void Reducer::on_grad_ready(size_t param) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   params_[param]->used = true;
   if (!syncing_) return;
   if (!backward_running_) begin_backward();
@@ -253,7 +265,7 @@ void Reducer::on_grad_ready(size_t param) {
 
 // One more gradient for a parameter than expected is harmless only while its bucket is still here.
 void Reducer::check_repeated(size_t param, const Place& place) const {
-  const bool sent = next_ > static_cast<size_t>(place.bucket) && collective_->size() > 1;
+  const bool sent = next_ > static_cast<size_t>(place.bucket) && communicates();
   FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
            "' (index ", param, ") on rank ", collective_->rank(),
            " received another gradient after its bucket had been sent. It is used in several "
@@ -266,25 +278,30 @@ void Reducer::advance() {
   if (counting_fires_) return;
   while (next_ < buckets_.size() && buckets_[next_].complete()) {
     Bucket& bucket = buckets_[next_];
-    if (collective_->size() > 1) with_context(next_, "sending", [&] { launch(bucket); });
+    if (communicates()) with_context(next_, "sending", [&] { launch(bucket); });
     ++next_;
   }
 }
 
 void Reducer::launch(Bucket& bucket) {
   PackOptions pack;
-  pack.scale = 1.0 / divisor_;
+  pack.scale = hook_ ? 1.0 : 1.0 / divisor_;
   pack.vote = vote_next_;
-  pack.in_collective = !ranks_may_have_joined_ && divisor_ == collective_->size() &&
+  pack.in_collective = !hook_ && !ranks_may_have_joined_ && divisor_ == collective_->size() &&
                        collective_->can_average(bucket.device());
   bucket.pack(pack);
-  bucket.launch(*collective_);
+  if (hook_) {
+    bucket.launch(*hook_, next_, buckets_.size());
+  } else {
+    bucket.launch(*collective_);
+  }
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
 }
 
 template <typename Fn>
 void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
+  if (hook_) return fn();  // its errors are the user's own
   try {
     fn();
   } catch (const std::exception& error) {
@@ -295,12 +312,13 @@ void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
 }
 
 void Reducer::finish_backward(int64_t generation) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   if (!backward_running_ || generation != generation_) return;
   try {
     counting_fires_ = false;
     close_buckets();
     finish_buckets();
+    for (const auto& action : std::exchange(at_end_, {})) action();
   } catch (...) {
     abandon();
     throw;
@@ -315,17 +333,42 @@ void Reducer::close_buckets() {
 }
 
 void Reducer::finish_buckets() {
-  if (collective_->size() == 1) {
+  if (!communicates()) {
     for (Bucket& bucket : buckets_) bucket.abandon();
     return;
   }
   const auto start = std::chrono::steady_clock::now();
+  std::vector<bool> used;
+  if (hook_) {
+    // A hook may start further collectives when its first one is done, so flags must wait for all hooks.
+    for (Bucket& bucket : buckets_) bucket.receive();
+    used = exchange_flags();
+  }
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    with_context(i, "receiving", [&] { buckets_[i].finish(); });
+    with_context(i, "receiving", [&] {
+      if (!hook_) buckets_[i].receive();
+      buckets_[i].finish(used);
+    });
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  note_vote(buckets_.back().vote());
+  if (!hook_) note_vote(buckets_.back().vote());
+}
+
+// What rides in the buckets where no hook owns them, in a collective of its own. Empty: nobody asks.
+std::vector<bool> Reducer::exchange_flags() {
+  if (!votes() || options_.static_graph) return {};
+  const auto count = static_cast<int64_t>(params_.size());
+  at::Tensor flags = at::zeros({count + 1}, at::TensorOptions().dtype(at::kFloat));
+  auto* values = flags.mutable_data_ptr<float>();
+  for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
+  values[count] = vote_next_ ? 1.0F : 0.0F;
+  const at::Tensor sum = flags.to(buckets_.front().device());
+  collective_->all_reduce(sum, comm::Average::kDoneByCaller)->wait();
+  flags = sum.to(at::kCPU);
+  values = flags.mutable_data_ptr<float>();
+  note_vote(flags.narrow(0, count, 1));
+  return std::vector<bool>(values, values + count);
 }
 
 void Reducer::note_unused() {
@@ -406,17 +449,24 @@ void Reducer::abandon() {
 }
 
 void Reducer::shadow_step() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<Shadow> shadows;
-  for (const Bucket& bucket : buckets_) shadows.push_back(bucket.shadow(*collective_));
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    shadows.push_back(hook_ ? buckets_[i].shadow(*hook_, i, buckets_.size())
+                            : buckets_[i].shadow(*collective_));
+  }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();
-  if (!shadows.empty()) note_vote(shadows.back().vote);
+  if (hook_) {
+    exchange_flags();
+  } else if (!shadows.empty()) {
+    note_vote(shadows.back().vote);
+  }
   ++steps_since_plan_;
   ++stats_.steps;
 }
 
 std::vector<int64_t> Reducer::ready_order() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return last_order_;
 }
 
@@ -428,7 +478,7 @@ std::vector<bool> Reducer::trainable() const {
 }
 
 std::vector<std::vector<int64_t>> Reducer::bucket_params() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<std::vector<int64_t>> all;
   for (const Bucket& bucket : buckets_) {
     std::vector<int64_t> indices;
@@ -439,7 +489,7 @@ std::vector<std::vector<int64_t>> Reducer::bucket_params() const {
 }
 
 ReducerStats Reducer::stats() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return stats_;
 }
 

@@ -82,6 +82,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(double divisor, bool ranks_may_have_joined);
   // Takes part in one step of the other ranks without gradients of its own.
   void shadow_step();
+  // Reduces buckets with `hook` instead of averaging them; nullptr goes back. Needs a plan whose wire dtypes are the
+  // gradients' own.
+  void set_hook(std::unique_ptr<comm::Hook> hook);
+  // Called once, at the end of the next synchronised backward.
+  void at_end(std::function<void()> action);
   void use_group(const std::string& group_name);
   void detach_hooks();
 
@@ -120,14 +125,20 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool vote_passed();
   void end_step();
   void abandon();
+  bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
+  bool votes() const { return !options_.fail_on_unused && collective_->size() > 1; }
+  std::vector<bool> exchange_flags();
   template <typename Fn>
   void with_context(size_t bucket, const char* what, const Fn& fn);
 
-  mutable std::mutex mutex_;
+  // Recursive: a communication hook runs under it and may ask the reducer something.
+  mutable std::recursive_mutex mutex_;
   ReducerOptions options_;
   std::vector<std::unique_ptr<Parameter>> params_;
   std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
   std::unique_ptr<comm::Collective> collective_;
+  std::unique_ptr<comm::Hook> hook_;
+  std::vector<std::function<void()>> at_end_;
   double divisor_ = 1.0;
   bool ranks_may_have_joined_ = false;
 

@@ -1,0 +1,68 @@
+#include "python_hook.h"
+
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+
+#include <optional>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+
+#include "../check.h"
+
+namespace fastsync::comm {
+namespace {
+
+class HookInFlight final : public InFlight {
+ public:
+  HookInFlight(std::shared_ptr<c10d::CommHookInterface> hook, c10d::GradBucket bucket)
+      : hook_(std::move(hook)), bucket_(std::move(bucket)), future_(hook_->runHook(bucket_)) {
+    FS_CHECK(future_, "the communication hook returned no future");
+  }
+
+  at::Tensor wait() override {
+    future_->wait();
+    FS_CHECK(!future_->hasError(),
+             "the communication hook failed: ", future_->tryRetrieveErrorMessage());
+    return hook_->parseHookResult(future_->value());
+  }
+
+ private:
+  std::shared_ptr<c10d::CommHookInterface> hook_;
+  c10d::GradBucket bucket_;  // hooks may set another buffer, and refer to it until they are done
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+c10d::GradBucket grad_bucket(const HookBucket& bucket) {
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> parameters;
+  for (const HookSlot& slot : bucket.slots) {
+    offsets.push_back(slot.offset);
+    lengths.push_back(slot.numel);
+    sizes.push_back(slot.sizes);
+    parameters.push_back(slot.parameter);
+  }
+  return c10d::GradBucket(bucket.index, bucket.count, bucket.buffer, offsets, lengths, sizes,
+                          parameters, std::nullopt);
+}
+
+class PythonHook final : public Hook {
+ public:
+  PythonHook(pybind11::object state, pybind11::object hook)
+      : hook_(std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook))) {}
+
+  std::unique_ptr<InFlight> run(const HookBucket& bucket) override {
+    return std::make_unique<HookInFlight>(hook_, grad_bucket(bucket));
+  }
+
+ private:
+  std::shared_ptr<c10d::CommHookInterface> hook_;
+};
+
+}  // namespace
+
+std::unique_ptr<Hook> make_python_hook(pybind11::object state, pybind11::object hook) {
+  return std::make_unique<PythonHook>(std::move(state), std::move(hook));
+}
+
+}  // namespace fastsync::comm
