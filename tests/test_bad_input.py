@@ -33,7 +33,7 @@ def lazy():
     return nn.LazyLinear(3)
 
 
-# For each mistake: what rank 0 builds, what rank 1 builds, options of each, and what the error says.
+# For each mistake: what rank 0 and rank 1 build, options of each, and what the error says.
 GOOD = {}
 CASES = {
     "shape": (linear, lambda: linear((5, 3)), GOOD, GOOD, ("rank 1", "shape", "weight", "(3, 5)")),
