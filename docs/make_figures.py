@@ -7,6 +7,7 @@ draws.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from html import escape
@@ -30,12 +31,18 @@ def text(x: float, y: float, words: str, size: int = 13, fill: str = INK, **more
     return f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}"{style}>{escape(words)}</text>'
 
 
-def arrow(*points: tuple[float, float], dashed: bool = False) -> str:
-    path = " ".join(f"{x},{y}" for x, y in points)
+def arrow(start: tuple[float, float], end: tuple[float, float], dashed: bool = False) -> str:
+    """A line with a tip at its end, which is drawn: not every renderer knows markers."""
+    (x0, y0), (x1, y1) = start, end
+    length = math.hypot(x1 - x0, y1 - y0)
+    dx, dy = (x1 - x0) / length, (y1 - y0) / length
+    base_x, base_y = x1 - 9 * dx, y1 - 9 * dy
+    corners = ((x1, y1), (base_x - 4 * dy, base_y + 4 * dx), (base_x + 4 * dy, base_y - 4 * dx))
+    tip = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
     dash = ' stroke-dasharray="5 4"' if dashed else ""
     return (
-        f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.4"'
-        f'{dash} marker-end="url(#tip)"/>'
+        f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{base_x:.1f}" y2="{base_y:.1f}" stroke="{INK}" '
+        f'stroke-width="1.4"{dash}/><polygon points="{tip}" fill="{INK}"/>'
     )
 
 
@@ -163,17 +170,12 @@ def gradient_way() -> str:
 
 
 def document(parts: list[str]) -> str:
-    tip = (
-        '<defs><marker id="tip" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="7" '
-        'markerHeight="7" orient="auto-start-reverse"><path d="M0,0 L10,5 L0,10 z" '
-        f'fill="{INK}"/></marker></defs>'
-    )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif">'
     )
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{PAPER}"/>'
-    return "\n".join([head, tip, paper, *parts, "</svg>"]) + "\n"
+    return "\n".join([head, paper, *parts, "</svg>"]) + "\n"
 
 
 FIGURES: dict[str, Callable[[], str]] = {"gradient-way.svg": gradient_way}
