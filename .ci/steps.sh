@@ -34,17 +34,27 @@ cmake_sanitized() {
 
 # Python itself is not instrumented, so the runtimes are preloaded, into Python but not into the compiler. Leaks are
 # not looked for: the interpreter keeps memory until it exits.
-extension_sanitized() {
+sanitized_python() {
   local runtimes="" name
   for name in libasan.so libubsan.so libstdc++.so; do
     runtimes+="$(c++ -print-file-name=$name) "
   done
-  mkdir "$WORK/cxx"
-  printf '#!/bin/sh\nunset LD_PRELOAD\nexec c++ "$@"\n' >"$WORK/cxx/c++"
-  chmod +x "$WORK/cxx/c++"
-  CXX=$WORK/cxx/c++ FASTSYNC_CUDA=0 FASTSYNC_SANITIZE=address,undefined LD_PRELOAD=$runtimes \
-    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    timeout 400 .venv/bin/python .ci/smoke.py
+  CXX=$WORK/cxx FASTSYNC_CUDA=0 FASTSYNC_SANITIZE=address,undefined LD_PRELOAD=$runtimes \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 timeout 400 .venv/bin/python "$@"
+}
+
+extension_sanitized() {
+  printf '#!/bin/sh\nunset LD_PRELOAD\nexec c++ "$@"\n' >"$WORK/cxx"
+  chmod +x "$WORK/cxx"
+  sanitized_python .ci/smoke.py
+  if sanitized_python .ci/overflow.py >"$WORK/overflow.log" 2>&1; then
+    echo "error: a planted overflow went unnoticed: the sanitizers are blind"
+    return 1
+  fi
+  grep -m 1 'heap-buffer-overflow' "$WORK/overflow.log" || {
+    cat "$WORK/overflow.log"
+    return 1
+  }
 }
 
 # `===` takes the build that the version number alone names, which is one for CUDA; `==` would also take a CPU build.
