@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class BucketPolicy:
             ValueError: a size is not positive.
         """
         for cap in (*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))):
-            if not cap > 0:
+            if not 0 < cap < math.inf:
                 raise ValueError(
                     f"bucket_cap_mb must be a positive number of MiB, but got {cap}; "
                     "leave it out for the default of 25"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync import consensus
+from fastsync import _ext, consensus
 from fastsync._torch_front import FrontLogger, FrontReducer
 from fastsync._torch_private import (
     builtin_comm_hook,
@@ -209,14 +209,19 @@ class _Request:
     ) -> tuple[BucketPolicy, SyncPolicy]:
         """Checks the arguments and agrees on them with all ranks.
 
-        A rank with an error still takes part, so that the others do not wait for it.
+        A rank with an error still takes part, so that the others do not wait for it; it raises
+        that error itself, from the report that they raise.
         """
         group = self._group()
         try:
             self._check_module(unsupported)
             settled = buckets(), policy()
-        except (ValueError, RuntimeError) as error:
-            self._agree(group, {}, str(error))
+            _ext.load()
+        except Exception as error:
+            try:
+                self._agree(group, {}, str(error))
+            except consensus.RankMismatchError as report:
+                raise error from report
             raise
         settings = {
             "torch": torch.__version__,
@@ -248,8 +253,7 @@ class _Request:
             if value is not None:
                 raise NotImplementedError(f"FastDDP does not support {name} yet")
         params = [p.tensor for p in self._params()]
-        lazy = (p for p in params if isinstance(p, nn.parameter.UninitializedParameter))
-        if any(lazy):
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
             raise RuntimeError(
                 "FastDDP cannot wrap a module with uninitialized parameters. Run a dummy forward "
                 "pass to correctly initialize the modules"
@@ -268,6 +272,11 @@ class _Request:
             )
         if self.device_ids is not None and len(self.device_ids) > 1:
             raise ValueError("device_ids can only be None or contain a single element.")
+        if self.device_ids and kinds == ["cpu"]:
+            raise ValueError(
+                f"device_ids is {list(self.device_ids)}, but the module is on the CPU; leave "
+                "device_ids out, or move the module there before wrapping it"
+            )
 
     def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:
         params = [

@@ -58,7 +58,7 @@ class Env:
             sanitize=environ.get("FASTSYNC_SANITIZE", ""),
             verbose=environ.get("FASTSYNC_VERBOSE", "0") not in ("", "0"),
             agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
-            rank=int(environ.get("RANK", "0")),
+            rank=_integer(environ, "RANK", cls.rank),
         )
 
 
@@ -75,6 +75,13 @@ def _archs(text: str) -> tuple[str, ...]:
         if not arch.rstrip("af").isdigit():
             raise ValueError(f"FASTSYNC_CUDA_ARCHS={text!r}: {arch!r} is no CUDA architecture")
     return archs
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name) or str(default)
+    if not text.isdigit():
+        raise ValueError(f"{name}={text!r} is not a rank")
+    return int(text)
 
 
 def _positive(environ: Mapping[str, str], name: str, default: float) -> float:

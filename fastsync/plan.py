@@ -71,9 +71,9 @@ def make_plan(
 ) -> BucketPlan:
     """Fills buckets with gradients in the order in which they become ready.
 
-    Each bucket holds one dtype on one device. It is closed when it reaches its cap, and buckets
-    are sent in the order in which they close, so that none waits for a gradient that comes after
-    those of its successor.
+    Each bucket holds one dtype on one device and is closed when it reaches its cap. Buckets are
+    sent in the order of their last gradients, so that none waits for one that comes after those of
+    its successor.
 
     Args:
         specs: the parameters to plan for.
@@ -98,10 +98,10 @@ class _OpenGroup:
 
 def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
     open_groups: dict[tuple[torch.dtype, torch.device], _OpenGroup] = {}
-    closed: list[list[ParamSpec]] = []
+    closed: list[_OpenGroup] = []
     for position, spec in enumerate(ordered):
         if spec.sparse:
-            closed.append([spec])
+            closed.append(_OpenGroup([spec], latest=position))
             continue
         key = (spec.dtype, spec.device)
         group = open_groups.setdefault(key, _OpenGroup())
@@ -109,9 +109,9 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
         group.nbytes += spec.nbytes
         group.latest = position
         if group.nbytes >= policy.caps[min(len(closed), len(policy.caps) - 1)]:
-            closed.append(open_groups.pop(key).specs)
-    rest = sorted(open_groups.values(), key=lambda group: group.latest)
-    return closed + [group.specs for group in rest]
+            closed.append(open_groups.pop(key))
+    by_last_gradient = sorted([*closed, *open_groups.values()], key=lambda group: group.latest)
+    return [group.specs for group in by_last_gradient]
 
 
 def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:

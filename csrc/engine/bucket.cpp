@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/Event.h>
@@ -16,6 +17,16 @@ namespace {
 
 ops::SlotLayout flat_run(int64_t offset, int64_t numel) {
   return ops::SlotLayout{offset, numel, {numel}, {1}};
+}
+
+// No rows of a sparse gradient: indices along the first dimension, dense behind it, as embeddings have them. Backends
+// exchange indices and values as they are, so all ranks must have them in one form.
+at::Tensor empty_rows(const at::Tensor& param) {
+  std::vector<int64_t> row = param.sizes().vec();
+  row.front() = 0;
+  const auto indices = at::empty({1, 0}, param.options().dtype(at::kLong).requires_grad(false));
+  const auto values = at::empty(row, param.options().requires_grad(false));
+  return at::_sparse_coo_tensor_unsafe(indices, values, param.sizes())._coalesced_(true);
 }
 
 }  // namespace
@@ -152,7 +163,7 @@ void Bucket::pack_sparse(const PackOptions& options) {
   const at::Tensor& param = slots_.front().param->tensor;
   flat_ = param.grad().defined()
               ? param.grad().mul(options.scale).coalesce()
-              : at::empty(param.sizes(), param.options().layout(at::kSparse))._coalesced_(true);
+              : empty_rows(param);
 }
 
 void Bucket::pack_dense(const PackOptions& options) {
@@ -353,7 +364,9 @@ void Bucket::abandon() {
 }
 
 Shadow Bucket::shadow(comm::Collective& collective) const {
-  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = spec_.sparse ? empty_rows(slots_.front().param->tensor)
+                                       : ops::make_flat(spec_.numel, spec_.wire, device());
   auto in_flight = collective.all_reduce(flat, comm::Average::kDoneByCaller);
   return Shadow{std::move(in_flight), vote_in(flat)};
 }

@@ -1,0 +1,54 @@
+"""Policies: what is accepted and what it becomes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fastsync.config import WIRE_DTYPES, BucketPolicy, SyncPolicy, wire_dtype
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("cap", "caps", "wanted"),
+    [
+        (None, None, (MIB, 25 * MIB)),
+        (10, None, (10 * MIB,)),
+        (0.5, None, (MIB // 2,)),
+        (1e-9, None, (1,)),
+        (None, [1, 2, 3], (MIB, 2 * MIB, 3 * MIB)),
+        (7, [1, 2], (MIB, 2 * MIB)),
+    ],
+)
+def test_bucket_caps(cap, caps, wanted):
+    assert BucketPolicy.from_mb(cap, caps).caps == wanted
+
+
+@pytest.mark.parametrize("cap", [0, -1, -0.5, float("nan"), float("inf")])
+def test_wrong_bucket_caps(cap):
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        BucketPolicy.from_mb(cap)
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        BucketPolicy.from_mb(None, [1, cap])
+
+
+def test_wrong_policies():
+    for caps in ((), (0,), (1, -1)):
+        with pytest.raises(ValueError, match="must be positive"):
+            BucketPolicy(caps)
+    with pytest.raises(ValueError, match=r"'fp4'.*'fp32'.*'bf16'.*'fp16'"):
+        SyncPolicy(wire="fp4")
+
+
+def test_policies_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SyncPolicy().wire = "bf16"
+
+
+@pytest.mark.parametrize("wire", WIRE_DTYPES)
+def test_only_fp32_is_compressed(wire):
+    policy = SyncPolicy(wire=wire)
+    assert wire_dtype(policy, torch.float32) is WIRE_DTYPES[wire]
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert wire_dtype(policy, dtype) is dtype

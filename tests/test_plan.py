@@ -1,0 +1,117 @@
+"""From parameters to buckets."""
+
+import random
+
+import pytest
+import torch
+
+from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.plan import ParamSpec, make_plan
+
+CPU = torch.device("cpu")
+
+
+def specs_of(*numels, dtype=torch.float32):
+    return [ParamSpec(i, numel, dtype, CPU) for i, numel in enumerate(numels)]
+
+
+def plan_of(specs, order=None, caps=(400,), world=2, **policy):
+    order = range(len(specs)) if order is None else order
+    return make_plan(specs, list(order), BucketPolicy(caps), SyncPolicy(**policy), world)
+
+
+def params(plan):
+    return [bucket.params for bucket in plan.buckets]
+
+
+def test_a_bucket_is_closed_by_the_gradient_that_reaches_its_cap():
+    assert params(plan_of(specs_of(60, 40, 100, 99, 1))) == [(0, 1), (2,), (3, 4)]
+    assert params(plan_of(specs_of(60, 39, 100, 1))) == [(0, 1, 2), (3,)]
+
+
+def test_caps_count_buckets_and_the_last_one_holds_for_the_rest():
+    specs = specs_of(*[10] * 10)
+    assert params(plan_of(specs, caps=(40, 120))) == [(0,), (1, 2, 3), (4, 5, 6), (7, 8, 9)]
+
+
+def test_order_is_kept_and_may_name_others():
+    specs = specs_of(10, 10, 10)
+    assert params(plan_of(specs, order=[2, 7, 0, 1])) == [(2, 0, 1)]
+    assert params(plan_of(specs[1:], order=[2, 1, 0])) == [(2, 1)]
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0, 1], [0, 1, 1, 2], []])
+def test_an_order_that_misses_or_repeats_is_refused(order):
+    with pytest.raises(ValueError, match="exactly once"):
+        plan_of(specs_of(1, 1, 1), order=order)
+
+
+def test_dtypes_and_devices_do_not_mix():
+    meta = torch.device("meta")
+    specs = [
+        ParamSpec(0, 10, torch.float32, CPU),
+        ParamSpec(1, 10, torch.bfloat16, CPU),
+        ParamSpec(2, 10, torch.float32, CPU),
+        ParamSpec(3, 10, torch.float32, meta),
+        ParamSpec(4, 10, torch.bfloat16, CPU),
+    ]
+    # Those that close last are sent last, so that none waits for a later one.
+    assert params(plan_of(specs)) == [(0, 2), (3,), (1, 4)]
+
+
+def test_sparse_gradients_travel_alone_and_uncompressed():
+    specs = specs_of(10, 10, 10)
+    specs[1] = ParamSpec(1, 10, torch.float32, CPU, sparse=True)
+    plan = plan_of(specs, wire="bf16")
+    assert params(plan) == [(1,), (0, 2)]
+    assert [b.sparse for b in plan.buckets] == [True, False]
+    assert [b.wire for b in plan.buckets] == [torch.float32, torch.bfloat16]
+
+
+def test_views_need_equal_dtypes():
+    assert plan_of(specs_of(1)).buckets[0].views
+    assert not plan_of(specs_of(1), views=False).buckets[0].views
+    assert not plan_of(specs_of(1), wire="bf16").buckets[0].views
+    assert plan_of(specs_of(1, dtype=torch.float64), wire="bf16").buckets[0].views
+
+
+def test_flags_are_left_out_where_unused_parameters_are_errors():
+    assert plan_of(specs_of(1)).buckets[0].layout.flags_offset == 16
+    assert plan_of(specs_of(1), fail_on_unused=True).buckets[0].layout.flags_offset == -1
+
+
+def test_specs_of_tensors():
+    z = torch.empty(3, 2, dtype=torch.complex128)
+    assert ParamSpec.of(4, z) == ParamSpec(4, 12, torch.float64, CPU)
+    assert ParamSpec.of(4, z).nbytes == 96
+    assert ParamSpec.of(0, torch.empty(()), True) == ParamSpec(0, 1, torch.float32, CPU, True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_invariants(seed):
+    rng = random.Random(seed)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    specs = [
+        ParamSpec(i, rng.choice((0, 1, 50, 500)), rng.choice(dtypes), CPU, rng.random() < 0.1)
+        for i in range(rng.randint(1, 60))
+    ]
+    order = rng.sample(range(len(specs)), len(specs))
+    caps = tuple(rng.choice((1, 100, 1000)) for _ in range(rng.randint(1, 3)))
+    plan = plan_of(specs, order, caps, world=3)
+    assert sorted(i for bucket in plan.buckets for i in bucket.params) == sorted(order)
+    place = {index: position for position, index in enumerate(order)}
+    last = []
+    for number, bucket in enumerate(plan.buckets):
+        positions = [place[i] for i in bucket.params]
+        assert positions == sorted(positions)
+        assert len({specs[i].dtype for i in bucket.params}) == 1
+        assert bucket.layout.numels == tuple(specs[i].numel for i in bucket.params)
+        before = sum(specs[i].nbytes for i in bucket.params[:-1])
+        assert len(bucket.params) == 1 or before < caps[min(number, len(caps) - 1)] or number
+        last.append(positions[-1])
+    assert last == sorted(last), "no bucket waits for a gradient behind its successor's"
+    assert plan == plan_of(specs, order, caps, world=3)
+
+
+def test_a_million_parameters_need_no_bucket_each():
+    assert len(plan_of(specs_of(*[1] * 20000), caps=(1 << 20,)).buckets) == 1
