@@ -28,6 +28,8 @@ CPP_SOURCES = (
     "ops.cpp",
     "comm/collective.cpp",
     "comm/python_hook.cpp",
+    "engine/autograd_hooks.cpp",
+    "engine/plan_watch.cpp",
     "engine/bucket.cpp",
     "engine/reducer.cpp",
     "bindings.cpp",
@@ -224,6 +226,8 @@ def fingerprint(toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "
     compiler = subprocess.run([*cxx().split(), "--version"], capture_output=True, text=True)
     facts = [
         *binary_identity().values(),
+        *CXX_FLAGS,
+        *NVCC_FLAGS,
         *sanitizer_flags(sanitize),
         compiler.stdout,
         f"{toolkit.version} {archs}" if toolkit else "no cuda",

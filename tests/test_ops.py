@@ -56,7 +56,7 @@ def offsets_for(tensors, gap=1):
     offsets, end = [], gap
     for tensor in tensors:
         offsets.append(end)
-        end += twins.as_real(tensor.contiguous().view(-1)).numel() + gap
+        end += tensor.numel() * (2 if tensor.is_complex() else 1) + gap
     return offsets, end
 
 

@@ -161,9 +161,7 @@ void Bucket::pack_sparse(const PackOptions& options) {
   const at::NoGradGuard no_grad;
   average_in_collective_ = false;
   const at::Tensor& param = slots_.front().param->tensor;
-  flat_ = param.grad().defined()
-              ? param.grad().mul(options.scale).coalesce()
-              : empty_rows(param);
+  flat_ = param.grad().defined() ? param.grad().mul(options.scale).coalesce() : empty_rows(param);
 }
 
 void Bucket::pack_dense(const PackOptions& options) {

@@ -1,14 +1,7 @@
 #include "reducer.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
@@ -20,24 +13,8 @@ namespace fastsync::engine {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
-constexpr int64_t kLongestPatience = 4096;
 constexpr size_t kNamesShown = 20;
-
-class OutputHook final : public torch::autograd::FunctionPreHook {
- public:
-  explicit OutputHook(std::function<void()> fn) : fn_(std::move(fn)) {}
-
-  variable_list operator()(const variable_list& grads) override {
-    fn_();
-    return grads;
-  }
-
- private:
-  std::function<void()> fn_;
-};
 
 std::string join(const std::vector<std::string>& names) {
   std::string text;
@@ -61,45 +38,27 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisor_ = collective_->size();
   counting_fires_ = options_.static_graph;
-  detach_.resize(params.size());
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
   }
 }
 
-Reducer::~Reducer() { detach_hooks(); }
-
-void Reducer::attach_hook(size_t param) {
-  const at::Tensor& tensor = params_[param]->tensor;
-  if (detach_[param] || !tensor.requires_grad()) return;
-  auto node = torch::autograd::impl::grad_accumulator(tensor);
-  const std::weak_ptr<Reducer> weak = weak_from_this();
-  auto hook = [weak, param](const variable_list& outputs, const variable_list&) {
-    if (const auto self = weak.lock()) self->on_grad_ready(param);
-    return outputs;
-  };
-  const auto key =
-      node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(hook));
-  // Keeps the accumulator alive: autograd itself holds it only weakly, and a new one would lack the hook.
-  detach_[param] = [node, key] { node->del_post_hook(key); };
-}
-
-// A parameter that was frozen loses its accumulator and gets another when it is thawed.
-void Reducer::sync_hooks() {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->tensor.requires_grad()) {
-      attach_hook(i);
-    } else if (detach_[i]) {
-      std::exchange(detach_[i], nullptr)();
-    }
+GradientHooks& Reducer::hooks() {
+  if (!hooks_) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& param : params_) tensors.push_back(param->tensor);
+    const std::weak_ptr<Reducer> weak = weak_from_this();
+    hooks_ = std::make_unique<GradientHooks>(std::move(tensors), [weak](size_t param) {
+      if (const auto self = weak.lock()) self->on_grad_ready(param);
+    });
   }
+  return *hooks_;
 }
 
 void Reducer::detach_hooks() {
-  for (auto& detach : detach_) {
-    if (detach) std::exchange(detach, nullptr)();
-  }
+  const Lock lock(mutex_);
+  hooks().detach();
 }
 
 void Reducer::set_plan(std::vector<BucketSpec> specs) {
@@ -122,14 +81,9 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
   }
   buckets_ = std::move(buckets);
   places_ = std::move(places);
-  sync_hooks();
-  if (stats_.plans > 0) patience_ = std::min(patience_ * 2, kLongestPatience);
-  learned_ = stats_.steps > 0;
+  hooks().update();
+  watch_.plan_installed();
   ++stats_.plans;
-  steps_since_plan_ = 0;
-  out_of_order_steps_ = 0;
-  vote_next_ = false;
-  votes_ = {};
 }
 
 ForwardAdvice Reducer::prepare_forward() {
@@ -147,17 +101,17 @@ ForwardAdvice Reducer::prepare_forward() {
   if (!pending_error_.empty()) FS_CHECK(false, std::exchange(pending_error_, std::string()));
   ForwardAdvice advice;
   advice.unused = std::exchange(unused_, {});
-  advice.replan = (!learned_ && stats_.steps > 0) || vote_passed();
+  advice.replan = watch_.replan_due();
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
     // Where only this rank had frozen it, the plan kept it but its hook went.
-    if (trains && planned_[i]) attach_hook(i);
+    if (trains && planned_[i]) hooks().attach(i);
     if (trains == planned_[i]) continue;
     if (trains || !votes()) {
       advice.replan = true;
       advice.regrouped = true;
     } else {
-      vote_next_ = vote_next_ || steps_since_plan_ >= patience_ / 2;
+      watch_.wish();
     }
   }
   return advice;
@@ -166,30 +120,18 @@ ForwardAdvice Reducer::prepare_forward() {
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
   const Lock lock(mutex_);
   syncing_ = true;
+  const std::weak_ptr<Reducer> weak = weak_from_this();
   for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.grad_fn()) continue;
-    const std::weak_ptr<Reducer> weak = weak_from_this();
-    output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>([weak] {
-      const auto self = weak.lock();
-      if (!self) return;
-      const Lock hook_lock(self->mutex_);
-      if (self->syncing_ && !self->backward_running_ && self->accumulates()) self->begin_backward();
-    }));
+    on_backward(output, [weak] {
+      if (const auto self = weak.lock()) self->on_outputs_reached();
+    });
   }
 }
 
-// Whether the running backward may accumulate into a planned parameter. autograd.grad() does not, so it is none of our
-// business, and neither is anything while the whole model is frozen.
-bool Reducer::accumulates() const {
-  if (buckets_.empty()) return false;
-  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr || wanted->empty()) return true;
-  return std::any_of(params_.begin(), params_.end(), [&](const auto& param) {
-    if (!param->tensor.requires_grad()) return false;
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(param->tensor);
-    const auto found = node ? wanted->find(node.get()) : wanted->end();
-    return found != wanted->end() && found->second.needed_;
-  });
+void Reducer::on_outputs_reached() {
+  const Lock lock(mutex_);
+  if (!syncing_ || backward_running_ || buckets_.empty()) return;
+  if (hooks().accumulating()) begin_backward();
 }
 
 void Reducer::pause() {
@@ -228,18 +170,16 @@ void Reducer::use_group(const std::string& group_name) {
   abandon();
   collective_ = comm::Collective::resolve(group_name);
   divisor_ = collective_->size();
-  learned_ = false;
-  votes_ = {};
+  watch_.group_changed();
 }
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
   backward_running_ = true;
   next_ = 0;
-  out_of_order_ = false;
-  order_.clear();
+  watch_.begin_step();
   const std::weak_ptr<Reducer> weak = weak_from_this();
-  torch::autograd::Engine::get_default_engine().queue_callback([weak, mine = ++generation_] {
+  at_end_of_backward([weak, mine = ++generation_] {
     if (const auto self = weak.lock()) self->finish_backward(mine);
   });
 }
@@ -255,10 +195,10 @@ void Reducer::on_grad_ready(size_t param) {
            "parameters before the forward, on every rank");
   Bucket& bucket = buckets_[static_cast<size_t>(place.bucket)];
   const int fires = bucket.fires(place.slot);
-  if (fires == 0) order_.push_back(static_cast<int64_t>(param));
+  if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
   if (fires >= params_[param]->expected_fires) check_repeated(param, place);
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
-    out_of_order_ = out_of_order_ || place.bucket > static_cast<int64_t>(next_);
+    if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
   }
 }
@@ -286,7 +226,7 @@ void Reducer::advance() {
 void Reducer::launch(Bucket& bucket) {
   PackOptions pack;
   pack.scale = hook_ ? 1.0 : 1.0 / divisor_;
-  pack.vote = vote_next_;
+  pack.vote = watch_.vote();
   pack.in_collective = !hook_ && !ranks_may_have_joined_ && divisor_ == collective_->size() &&
                        collective_->can_average(bucket.device());
   bucket.pack(pack);
@@ -352,7 +292,7 @@ void Reducer::finish_buckets() {
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!hook_) note_vote(buckets_.back().vote());
+  if (!hook_) watch_.note_votes(buckets_.back().vote());
 }
 
 // What rides in the buckets where no hook owns them, in a collective of its own. Empty: nobody asks.
@@ -362,12 +302,12 @@ std::vector<bool> Reducer::exchange_flags() {
   at::Tensor flags = at::zeros({count + 1}, at::TensorOptions().dtype(at::kFloat));
   auto* values = flags.mutable_data_ptr<float>();
   for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
-  values[count] = vote_next_ ? 1.0F : 0.0F;
+  values[count] = watch_.vote() ? 1.0F : 0.0F;
   const at::Tensor sum = flags.to(buckets_.front().device());
   collective_->all_reduce(sum, comm::Average::kDoneByCaller)->wait();
   flags = sum.to(at::kCPU);
   values = flags.mutable_data_ptr<float>();
-  note_vote(flags.narrow(0, count, 1));
+  watch_.note_votes(flags.narrow(0, count, 1));
   return std::vector<bool>(values, values + count);
 }
 
@@ -396,48 +336,16 @@ void Reducer::note_unused() {
   }
 }
 
-// See [Note: new plans]. Rank 0's order is what the next plan is made from.
-void Reducer::note_order() {
-  last_order_ = order_;
+void Reducer::end_step() {
+  std::vector<int64_t> missing;
   for (const Bucket& bucket : buckets_) {
     for (const SlotSpec& slot : bucket.spec().slots) {
-      if (!params_[static_cast<size_t>(slot.param)]->used) last_order_.push_back(slot.param);
+      if (!params_[static_cast<size_t>(slot.param)]->used) missing.push_back(slot.param);
     }
   }
-  out_of_order_steps_ = out_of_order_ ? out_of_order_steps_ + 1 : 0;
-  vote_next_ = learned_ && out_of_order_steps_ >= 2 && steps_since_plan_ >= patience_;
-}
-
-void Reducer::note_vote(const at::Tensor& vote) {
-  Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
-  entry = Vote{};
-  if (!vote.defined()) return;
-  if (vote.is_cpu()) {
-    entry.passed = ops::first_element(vote) > 0;
-    return;
-  }
-  entry.host = at::empty({1}, vote.options().device(at::kCPU).pinned_memory(true));
-  entry.host.copy_(vote, /*non_blocking=*/true);
-  entry.copied.emplace(vote.device().type());
-  entry.copied->record(*stream_of(vote));
-}
-
-// The vote of the step before the last one: its copy has long arrived.
-bool Reducer::vote_passed() {
-  if (stats_.steps < 2) return false;
-  Vote& entry = votes_[static_cast<size_t>(stats_.steps) % votes_.size()];
-  if (entry.copied) {
-    entry.copied->synchronize();
-    entry.passed = ops::first_element(entry.host) > 0;
-  }
-  return std::exchange(entry, Vote{}).passed;
-}
-
-void Reducer::end_step() {
-  note_order();
+  watch_.end_step(missing);
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
-  ++steps_since_plan_;
   ++stats_.steps;
 }
 
@@ -459,15 +367,15 @@ void Reducer::shadow_step() {
   if (hook_) {
     exchange_flags();
   } else if (!shadows.empty()) {
-    note_vote(shadows.back().vote);
+    watch_.note_votes(shadows.back().vote);
   }
-  ++steps_since_plan_;
+  watch_.end_shadow_step();
   ++stats_.steps;
 }
 
 std::vector<int64_t> Reducer::ready_order() const {
   const Lock lock(mutex_);
-  return last_order_;
+  return watch_.ready_order();
 }
 
 std::vector<bool> Reducer::trainable() const {

@@ -14,28 +14,24 @@
 // outermost one, so its callback is queued by a hook on the forward's outputs, which runs before any inner backward can
 // start. Where a loss bypasses the outputs, the first gradient's hook queues it.
 //
-// [Note: new plans]
-// Python computes plans and installs the first. After the first synchronised step the ready order is known and every rank
-// asks Python for a new plan at its next forward. Later a rank that sees buckets complete out of plan order, or parameters
-// frozen, sets a vote that travels in the flags of the last bucket. Its sum is read two steps later, when no device has to
-// be waited for, and is the same on all ranks, so they all meet again at the same forward. Unfreezing cannot wait: it is
-// taken to happen on all ranks at once and asks for a plan at that very forward; Python checks that all ranks come.
+// [Note: unfreezing]
+// A parameter that is trained but not planned cannot wait for the votes of `PlanWatch`: its gradient must be averaged in
+// this very step. Unfreezing is taken to happen on all ranks before the same forward; Python checks that all ranks come.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "../comm/collective.h"
+#include "autograd_hooks.h"
 #include "bucket.h"
+#include "plan_watch.h"
 
 namespace fastsync::engine {
 
@@ -64,7 +60,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
           const std::string& group_name, ReducerOptions options);
-  ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
@@ -102,17 +97,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t bucket = -1;
     size_t slot = 0;
   };
-  struct Vote {
-    bool passed = false;               // known at once on the CPU
-    at::Tensor host;                   // elsewhere, the copy under way
-    std::optional<c10::Event> copied;  // and the event behind it
-  };
 
-  void attach_hook(size_t param);
-  void sync_hooks();
+  GradientHooks& hooks();
+  void on_outputs_reached();
   void on_grad_ready(size_t param);
   void check_repeated(size_t param, const Place& place) const;
-  bool accumulates() const;
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
@@ -120,9 +109,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void close_buckets();
   void finish_buckets();
   void note_unused();
-  void note_order();
-  void note_vote(const at::Tensor& vote);
-  bool vote_passed();
   void end_step();
   void abandon();
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
@@ -135,7 +121,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   mutable std::recursive_mutex mutex_;
   ReducerOptions options_;
   std::vector<std::unique_ptr<Parameter>> params_;
-  std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
+  std::unique_ptr<GradientHooks> hooks_;
   std::unique_ptr<comm::Collective> collective_;
   std::unique_ptr<comm::Hook> hook_;
   std::vector<std::function<void()>> at_end_;
@@ -152,16 +138,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched
 
-  std::vector<int64_t> order_;
-  std::vector<int64_t> last_order_;
-  bool learned_ = false;
-  bool out_of_order_ = false;
-  int out_of_order_steps_ = 0;
-  int64_t steps_since_plan_ = 0;
-  int64_t patience_ = 4;  // steps before the next vote; doubles with each plan
-  bool vote_next_ = false;
-  std::array<Vote, 2> votes_;
-
+  PlanWatch watch_;
   std::vector<std::string> unused_;
   bool warned_unused_ = false;
   std::string pending_error_;

@@ -1,0 +1,87 @@
+#include "autograd_hooks.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+namespace fastsync::engine {
+namespace {
+
+using torch::autograd::variable_list;
+using torch::autograd::utils::LambdaPostHook;
+
+class OutputHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OutputHook(std::function<void()> fn) : fn_(std::move(fn)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    fn_();
+    return grads;
+  }
+
+ private:
+  std::function<void()> fn_;
+};
+
+}  // namespace
+
+GradientHooks::GradientHooks(std::vector<at::Tensor> params, std::function<void(size_t)> ready)
+    : params_(std::move(params)), ready_(std::move(ready)), detach_(params_.size()) {}
+
+void GradientHooks::attach(size_t param) {
+  const at::Tensor& tensor = params_[param];
+  if (detach_[param] || !tensor.requires_grad()) return;
+  auto node = torch::autograd::impl::grad_accumulator(tensor);
+  auto hook = [ready = ready_, param](const variable_list& outputs, const variable_list&) {
+    ready(param);
+    return outputs;
+  };
+  const auto key = node->add_post_hook(std::make_unique<LambdaPostHook>(std::move(hook)));
+  // Keeps the node alive: autograd itself holds it only weakly, and a new one would lack the hook.
+  detach_[param] = [node, key] { node->del_post_hook(key); };
+}
+
+void GradientHooks::update() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].requires_grad()) {
+      attach(i);
+    } else if (detach_[i]) {
+      std::exchange(detach_[i], nullptr)();
+    }
+  }
+}
+
+void GradientHooks::detach() {
+  for (auto& detach : detach_) {
+    if (detach) std::exchange(detach, nullptr)();
+  }
+}
+
+bool GradientHooks::accumulating() const {
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return true;
+  return std::any_of(params_.begin(), params_.end(), [&](const at::Tensor& param) {
+    if (!param.requires_grad()) return false;
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(param);
+    const auto found = node ? wanted->find(node.get()) : wanted->end();
+    return found != wanted->end() && found->second.needed_;
+  });
+}
+
+void on_backward(const at::Tensor& output, std::function<void()> fn) {
+  if (!output.defined() || !output.grad_fn()) return;
+  output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>(std::move(fn)));
+}
+
+void at_end_of_backward(std::function<void()> fn) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,44 @@
+// Our hooks on autograd: when a parameter's gradient has been accumulated, and when a backward starts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+namespace fastsync::engine {
+
+// Hooks on the AccumulateGrad nodes of parameters. They run behind the accumulation, without the GIL, beside any hook
+// of the user. Destroying this removes them.
+class GradientHooks {
+ public:
+  // `ready` is called with the index of the parameter whose gradient has arrived. It must hold no reference to what owns
+  // these hooks.
+  GradientHooks(std::vector<at::Tensor> params, std::function<void(size_t)> ready);
+  ~GradientHooks() { detach(); }
+  GradientHooks(const GradientHooks&) = delete;
+  GradientHooks& operator=(const GradientHooks&) = delete;
+
+  // Hooks a parameter that needs a gradient and has no hook yet.
+  void attach(size_t param);
+  // Hooks all that need a gradient and unhooks the others: a parameter that was frozen loses its node and gets another when
+  // it is thawed.
+  void update();
+  void detach();
+
+  // Whether the running backward may accumulate into one of the parameters; autograd.grad() does not.
+  bool accumulating() const;
+
+ private:
+  std::vector<at::Tensor> params_;
+  std::function<void(size_t)> ready_;
+  std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
+};
+
+// Calls `fn` when a backward reaches the node that produced `output`, before anything in front of it.
+void on_backward(const at::Tensor& output, std::function<void()> fn);
+
+// Calls `fn` at the end of the running backward.
+void at_end_of_backward(std::function<void()> fn);
+
+}  // namespace fastsync::engine

@@ -1,0 +1,79 @@
+#include "plan_watch.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../ops.h"
+
+namespace fastsync::engine {
+namespace {
+
+constexpr int64_t kLongestPatience = 4096;
+constexpr int kOutOfOrderSteps = 2;  // one may be an accident of scheduling
+
+}  // namespace
+
+void PlanWatch::plan_installed() {
+  if (plans_ > 0) patience_ = std::min(patience_ * 2, kLongestPatience);
+  ++plans_;
+  learned_ = steps_ > 0;
+  steps_since_plan_ = 0;
+  out_of_order_steps_ = 0;
+  vote_ = false;
+  votes_ = {};
+}
+
+void PlanWatch::group_changed() {
+  learned_ = false;
+  votes_ = {};
+}
+
+void PlanWatch::begin_step() {
+  order_.clear();
+  out_of_order_ = false;
+}
+
+void PlanWatch::end_step(const std::vector<int64_t>& missing) {
+  last_order_ = order_;
+  last_order_.insert(last_order_.end(), missing.begin(), missing.end());
+  out_of_order_steps_ = out_of_order_ ? out_of_order_steps_ + 1 : 0;
+  vote_ = learned_ && out_of_order_steps_ >= kOutOfOrderSteps && steps_since_plan_ >= patience_;
+  end_shadow_step();
+}
+
+void PlanWatch::end_shadow_step() {
+  ++steps_since_plan_;
+  ++steps_;
+}
+
+void PlanWatch::wish() { vote_ = vote_ || steps_since_plan_ >= patience_ / 2; }
+
+void PlanWatch::note_votes(const at::Tensor& sum) {
+  Votes& votes = votes_[static_cast<size_t>(steps_) % votes_.size()];
+  votes = Votes{};
+  if (!sum.defined()) return;
+  if (sum.is_cpu()) {
+    votes.passed = ops::first_element(sum) > 0;
+    return;
+  }
+  votes.host = at::empty({1}, sum.options().device(at::kCPU).pinned_memory(true));
+  votes.host.copy_(sum, /*non_blocking=*/true);
+  votes.copied.emplace(sum.device().type());
+  votes.copied->record(c10::impl::VirtualGuardImpl(sum.device().type()).getStream(sum.device()));
+}
+
+bool PlanWatch::replan_due() {
+  if (!learned_ && steps_ > 0) return true;
+  // The votes of the step before the last one: their copy has long arrived.
+  Votes& votes = votes_[static_cast<size_t>(steps_) % votes_.size()];
+  if (votes.copied) {
+    votes.copied->synchronize();
+    votes.passed = ops::first_element(votes.host) > 0;
+  }
+  return std::exchange(votes, Votes{}).passed;
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,66 @@
+// Watches whether the bucket plan still fits the order in which gradients arrive, and has all ranks agree on a new one.
+//
+// [Note: new plans]
+// After the first synchronised step the ready order is known, and every rank asks for a new plan at its next forward. Later
+// a rank that sees buckets complete out of plan order, or parameters frozen, sets a vote that travels in the flags of the
+// last bucket. Its sum is read two steps later, when no device has to be waited for, and is the same on all ranks, so they
+// all meet again at the same forward. A rank waits twice as long before each further vote: where no plan fits, planning
+// ends.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace fastsync::engine {
+
+class PlanWatch {
+ public:
+  void plan_installed();
+  // Ranks of another process group know nothing of this one's steps.
+  void group_changed();
+
+  void begin_step();
+  void arrived(int64_t param) { order_.push_back(param); }
+  void bucket_out_of_order() { out_of_order_ = true; }
+  // `missing`: planned parameters without gradient in this step.
+  void end_step(const std::vector<int64_t>& missing);
+  // A step of the other ranks, in which this one had no gradients.
+  void end_shadow_step();
+
+  // The plan holds parameters that are frozen now. That is harmless, so the wish for another may wait.
+  void wish();
+  bool vote() const { return vote_; }
+  // The sum of this step's votes, on any device; undefined where there were none.
+  void note_votes(const at::Tensor& sum);
+
+  // At a forward: whether all ranks ask for a new plan now.
+  bool replan_due();
+  // Parameters in the order of their gradients in the last step, missing ones last.
+  const std::vector<int64_t>& ready_order() const { return last_order_; }
+
+ private:
+  struct Votes {
+    bool passed = false;               // known at once on the CPU
+    at::Tensor host;                   // elsewhere, the copy under way
+    std::optional<c10::Event> copied;  // and the event behind it
+  };
+
+  std::vector<int64_t> order_;
+  std::vector<int64_t> last_order_;
+  int64_t steps_ = 0;
+  int64_t plans_ = 0;
+  bool learned_ = false;  // the plan was made from an observed order
+  bool out_of_order_ = false;
+  int out_of_order_steps_ = 0;
+  int64_t steps_since_plan_ = 0;
+  int64_t patience_ = 4;  // steps before the next vote
+  bool vote_ = false;
+  std::array<Votes, 2> votes_;
+};
+
+}  // namespace fastsync::engine
