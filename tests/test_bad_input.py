@@ -131,6 +131,13 @@ CASES = {
         GOOD,
         ("rank 0: ", "device_ids"),
     ),
+    "an output device for the CPU": (
+        linear,
+        linear,
+        GOOD,
+        {"output_device": 0},
+        ("rank 1: ", "output"),
+    ),
     "a device id for the CPU": (linear, linear, {"device_ids": [0]}, GOOD, ("device_ids",)),
 }
 for label, cap in {"zero": 0, "negative": -1, "nan": float("nan")}.items():
