@@ -57,7 +57,7 @@ NVCC_FLAGS = (
 CUDA_LINK_FLAGS = ("-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL")
 DEFAULT_ARCHS = ("80", "90", "100")
 # Instrumented code at -O3 takes minutes to compile and finds nothing more.
-_SANITIZED = ("-fno-omit-frame-pointer", "-g", "-O1")
+_SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1")
 
 
 class BuildError(RuntimeError):
