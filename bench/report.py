@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe
+from bench.record import TABLE
 from bench.tables import render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,13 @@ def step_report(result: dict[str, Any]) -> str:
     )
 
 
+def table_report(result: dict[str, Any]) -> str:
+    """A result that is one table, in Markdown."""
+    table = render(result["headers"], result["rows"], True)
+    origin = f"{describe(result['environment'])}.\nMeasured by `{result['command']}`."
+    return f"{table}\n\n{result['title'].capitalize()}.\n{origin}"
+
+
 def _heading(name: str, model: dict[str, Any]) -> str:
     return f"{name}: {model['tensors']} tensors, {model['gradient_bytes'] / 1e6:.0f} MB"
 
@@ -71,7 +79,8 @@ def figures(name: str, results: Path = RESULTS) -> str:
     path = results / f"{name}.json"
     if not path.exists():
         return NOT_MEASURED
-    return step_report(json.loads(path.read_text(encoding="utf-8")))
+    result = json.loads(path.read_text(encoding="utf-8"))
+    return table_report(result) if result.get("kind") == TABLE else step_report(result)
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
