@@ -80,10 +80,11 @@ engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slo
 std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
                                               const std::vector<std::string>& names,
                                               const std::string& group_name, bool static_graph,
-                                              bool fail_on_unused) {
+                                              bool fail_on_unused, bool skip_unused) {
   engine::ReducerOptions options;
   options.static_graph = static_graph;
   options.fail_on_unused = fail_on_unused;
+  options.skip_unused = skip_unused;
   return std::make_shared<engine::Reducer>(params, names, group_name, options);
 }
 
@@ -113,6 +114,26 @@ py::dict stats_dict(const engine::Reducer& reducer) {
   return result;
 }
 
+py::dict last_step_dict(const engine::Reducer& reducer) {
+  engine::StepReport report;
+  {
+    const py::gil_scoped_release release;
+    report = reducer.last_step();
+  }
+  py::dict result;
+  result["forward_start"] = report.times.forward_start;
+  result["forward_end"] = report.times.forward_end;
+  result["backward_start"] = report.times.backward_start;
+  result["first_send"] = report.times.first_send;
+  result["backward_end"] = report.times.backward_end;
+  result["received"] = report.times.received;
+  result["buckets"] = report.buckets;
+  result["used"] = report.used;
+  result["same_so_far"] = report.same_so_far;
+  result["error"] = report.error;
+  return result;
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::BucketSpec>(m, "BucketSpec")
@@ -125,7 +146,8 @@ void bind_engine(py::module_& m) {
   using engine::Reducer;
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
-           py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"))
+           py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
+           py::arg("skip_unused"))
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"))
       .def("prepare_forward", &Reducer::prepare_forward, release)
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"))
@@ -141,6 +163,8 @@ void bind_engine(py::module_& m) {
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)
       .def("bucket_params", &Reducer::bucket_params, release)
+      .def("last_step", &last_step_dict)
+      .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)
       .def("stats", &stats_dict);
 }

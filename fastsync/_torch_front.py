@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fastsync._torch_private import GradBucket
 from fastsync.engine import Engine
+from fastsync.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 
 __all__ = ["FrontLogger", "FrontReducer"]
 
@@ -22,8 +23,9 @@ __all__ = ["FrontLogger", "FrontReducer"]
 class FrontReducer:
     """Stands where torch's front expects a `torch.distributed.Reducer`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, logger: FrontLogger) -> None:
         self.engine = engine
+        self._logger = logger
         self._initial_world = dist.get_world_size(engine.group)
 
     def prepare_for_forward(self) -> None:
@@ -79,7 +81,17 @@ class FrontReducer:
         self.engine.use_group(group)
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Nothing to do: counters cost nothing and are always on."""
+        self._logger.steps.rate = rate
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """How many ranks used each parameter in the last synchronised step."""
+        counts = zip(self.engine.params, self.engine.core.used_counts(), strict=False)
+        trained = [count for param, count in counts if param.tensor.requires_grad]
+        return torch.tensor(trained, dtype=torch.int32, device=self.engine.params[0].tensor.device)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every step so far used the same parameters."""
+        return bool(self.engine.core.last_step()["same_so_far"])
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -91,17 +103,37 @@ class FrontReducer:
 class FrontLogger:
     """Stands where torch's front expects a `torch.distributed.Logger`."""
 
+    def __init__(self, engine: Engine, facts: WrapFacts) -> None:
+        self._engine = engine
+        self._data = construction_data(facts, engine)
+        find_unused = facts.find_unused_parameters and not facts.static_graph
+        self.steps = StepLogger(self._data, engine, find_unused)
+        self._last_error = ""
+
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing to do: `FastDDP.sync_stats` has the counters."""
+        """Called at the start of a forward that will synchronise."""
+        self.steps.before_forward()
 
     def _set_static_graph(self) -> None:
-        """Nothing to do."""
+        self._data.ints_map["static_graph"] = 1
 
     def _set_comm_hook_name(self, name: str) -> None:
-        """Nothing to do."""
+        self._data.strs_map["comm_hook"] = name
 
     def _set_uneven_input_join(self) -> None:
-        """Nothing to do."""
+        self._data.ints_map["join_uneven_inputs"] = 1
 
     def set_error_and_log(self, message: str) -> None:
-        """Nothing to do: the error is raised next."""
+        """Called with an error that is raised next."""
+        self._data.ints_map["has_error"] = 1
+        self._data.ints_map["iteration"] = self.steps.iteration
+        self._data.strs_map["error"] = message
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        step = self._engine.core.last_step()
+        if step["error"] != self._last_error:
+            self._last_error = step["error"]
+            self.set_error_and_log(self._last_error)
+        if step["used"]:
+            self._data.ints_map["can_set_static_graph"] = int(step["same_so_far"])
+        return self._data

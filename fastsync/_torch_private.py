@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ __all__ = [
     "default_group",
     "find_tensors",
     "front_accepts",
+    "gloo_threads",
     "group_store",
 ]
 
@@ -65,6 +66,14 @@ def find_tensors(output: Any) -> Iterable[torch.Tensor]:
         return (output,)
     found: Iterable[torch.Tensor] = _front._find_tensors(output)
     return found
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int:
+    """Threads of a Gloo group; -1 where it is another, or wrapped for debugging."""
+    try:
+        return int(cast(Any, group)._get_backend(torch.device("cpu")).options._threads)
+    except (AttributeError, RuntimeError):
+        return -1
 
 
 def builtin_comm_hook(kind: Any) -> Callable[..., Any]:

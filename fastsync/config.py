@@ -65,6 +65,7 @@ class SyncPolicy:
         views: gradients live in the flat buffers where wire and gradient dtype are equal.
         fail_on_unused: a parameter without gradient is an error instead of being handled.
         static_graph: the graph and the set of used parameters never change.
+        skip_unused: buckets without any gradient are not sent, which must be the same on all ranks.
         warn_unused: name parameters without gradient in one warning.
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
     """
@@ -73,6 +74,7 @@ class SyncPolicy:
     views: bool = True
     fail_on_unused: bool = False
     static_graph: bool = False
+    skip_unused: bool = False
     warn_unused: bool = True
     hooked: bool = False
 

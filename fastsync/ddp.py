@@ -18,9 +18,11 @@ from fastsync._torch_private import (
     default_group,
     find_tensors,
     front_accepts,
+    gloo_threads,
 )
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.engine import Engine, NamedParam
+from fastsync.logging_data import WrapFacts
 
 __all__ = ["FastDDP"]
 
@@ -86,6 +88,7 @@ class FastDDP(DistributedDataParallel):
                 views=gradient_as_bucket_view,
                 fail_on_unused=find_unused_parameters is False and not static_graph,
                 static_graph=static_graph,
+                skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
             ),
             {"mixed_precision": mixed_precision},
@@ -123,9 +126,29 @@ class FastDDP(DistributedDataParallel):
         """Where DistributedDataParallel builds its engine, FastDDP builds another."""
         named = _named_params(self.module, self.parameters_to_ignore)
         engine = Engine(named, self.process_group, self._buckets, self._policy)
-        self.reducer = cast(Any, FrontReducer(engine))
-        self.logger = cast(Any, FrontLogger())
+        facts = self._facts(static_graph)
+        logger = FrontLogger(engine, facts)
+        self.reducer = cast(Any, FrontReducer(engine, logger))
+        self.logger = cast(Any, logger)
         cast(Any, self)._passing_sync_batchnorm_handle(self.module)
+
+    def _facts(self, static_graph: bool) -> WrapFacts:
+        group = self.process_group
+        return WrapFacts(
+            module_name=type(self.module).__name__,
+            rank=dist.get_rank(group),
+            world_size=dist.get_world_size(group),
+            backend=dist.get_backend(group),
+            gloo_threads=gloo_threads(group),
+            device_ids=self.device_ids or (),
+            output_device=-1 if self.output_device is None else self.output_device,
+            broadcast_buffers=self.broadcast_buffers,
+            has_sync_bn=any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
+            static_graph=static_graph,
+            bucket_cap_bytes=self._buckets.caps[-1],
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self._policy.views,
+        )
 
     @property
     def _engine(self) -> Engine:
@@ -178,6 +201,7 @@ class FastDDP(DistributedDataParallel):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
+        self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
 
     def sync_stats(self) -> dict[str, Any]:
         """Counters of this rank since wrapping.

@@ -66,7 +66,9 @@ class Engine:
             group_name=group.group_name,
             static_graph=policy.static_graph,
             fail_on_unused=policy.fail_on_unused,
+            skip_unused=policy.skip_unused,
         )
+        self.regrouped = False
         self.plan = BucketPlan(())
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
@@ -79,6 +81,11 @@ class Engine:
                     f"this build of fastsync has no kernels for {device}: install a CUDA toolkit "
                     "(nvcc) and delete the cached extension, or keep the model on the CPU"
                 )
+
+    @property
+    def params(self) -> Sequence[NamedParam]:
+        """Every parameter, in the order that indices refer to."""
+        return self._params
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -146,17 +153,23 @@ class Engine:
         trained, order = self._agreed()
         seen = set(order)
         rest = [i for i in reversed(range(len(self._params))) if i not in seen]
+        before = self.plan
         self._install([i for i in [*order, *rest] if trained[i]])
+        self.regrouped = self.regrouped or self.plan != before
 
     def _agreed(self) -> tuple[list[bool], list[int]]:
         device = self._params[0].tensor.device
-        trained = torch.tensor(self.core.trainable(), dtype=torch.int32, device=device)
+        mine = torch.tensor(self.core.trainable(), dtype=torch.uint8, device=device)
+        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         ready = self.core.ready_order()
         padded = [*ready, *[-1] * (len(self._params) - len(ready))]
         order = torch.tensor(padded, dtype=torch.int64, device=device)
         if dist.get_world_size(self._group) > 1:
-            dist.all_reduce(trained, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_gather(everyones, mine, group=self._group)
             dist.broadcast(order, group_src=0, group=self._group)
+        else:
+            everyones = [mine]
+        trained = torch.stack(everyones).amax(dim=0)
         return [bool(t) for t in trained.tolist()], [i for i in order.tolist() if i >= 0]
 
     def _warn_unused(self, names: Sequence[str]) -> None:

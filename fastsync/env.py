@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Env"]
+__all__ = ["Env", "ddp_environment"]
 
 _SWITCH = ("auto", "0", "1")
 
@@ -60,6 +60,27 @@ class Env:
             agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
             rank=_integer(environ, "RANK", cls.rank),
         )
+
+
+def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that DistributedDataParallel's logging data shows, "N/A" where unset."""
+    names = {
+        "master_port": "MASTER_PORT",
+        "master_addr": "MASTER_ADDR",
+        "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+        "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    }
+    if backend == "gloo":
+        names["gloo_socket_ifname"] = "GLOO_SOCKET_IFNAME"
+        names["gloo_device_transport"] = "GLOO_DEVICE_TRANSPORT"
+    if backend == "nccl":
+        names["nccl_socket_ifname"] = "NCCL_SOCKET_IFNAME"
+        names["nccl_blocking_wait"] = "TORCH_NCCL_BLOCKING_WAIT"
+        names["nccl_async_error_handling"] = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        names["nccl_debug"] = "NCCL_DEBUG"
+        names["nccl_nthreads"] = "NCCL_NTHREADS"
+        names["nccl_ib_timeout"] = "NCCL_IB_TIMEOUT"
+    return {key: environ.get(name, "N/A") for key, name in names.items()}
 
 
 def _choice(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:

@@ -32,15 +32,15 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-GradientHooks::GradientHooks(std::vector<at::Tensor> params, std::function<void(size_t)> ready)
+GradientHooks::GradientHooks(std::vector<at::Tensor> params, Ready ready)
     : params_(std::move(params)), ready_(std::move(ready)), detach_(params_.size()) {}
 
 void GradientHooks::attach(size_t param) {
   const at::Tensor& tensor = params_[param];
   if (detach_[param] || !tensor.requires_grad()) return;
   auto node = torch::autograd::impl::grad_accumulator(tensor);
-  auto hook = [ready = ready_, param](const variable_list& outputs, const variable_list&) {
-    ready(param);
+  auto hook = [ready = ready_, param](const variable_list& outputs, const variable_list& grads) {
+    ready(param, !grads.empty() && grads.front().defined());
     return outputs;
   };
   const auto key = node->add_post_hook(std::make_unique<LambdaPostHook>(std::move(hook)));

@@ -12,9 +12,10 @@ namespace fastsync::engine {
 // of the user. Destroying this removes them.
 class GradientHooks {
  public:
-  // `ready` is called with the index of the parameter whose gradient has arrived. It must hold no reference to what owns
-  // these hooks.
-  GradientHooks(std::vector<at::Tensor> params, std::function<void(size_t)> ready);
+  // `ready` is called with the index of the parameter whose gradient has arrived, and whether that is a tensor at all: a
+  // function's backward may return none. It must hold no reference to what owns these hooks.
+  using Ready = std::function<void(size_t param, bool defined)>;
+  GradientHooks(std::vector<at::Tensor> params, Ready ready);
   ~GradientHooks() { detach(); }
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
@@ -31,7 +32,7 @@ class GradientHooks {
 
  private:
   std::vector<at::Tensor> params_;
-  std::function<void(size_t)> ready_;
+  Ready ready_;
   std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
 };
 

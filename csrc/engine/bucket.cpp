@@ -8,6 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "../check.h"
@@ -93,6 +94,7 @@ bool Bucket::mark_ready(size_t index, std::optional<c10::Stream> stream) {
   Slot& slot = slots_.at(index);
   slot.stream = std::move(stream);
   ++slot.fires;
+  missed_ = missed_ || !slot.param->used;
   const bool repeated = slot.fires > slot.param->expected_fires;
   if (repeated) slot.param->expected_fires = slot.fires;
   if (repeated || slot.fires < slot.param->expected_fires || --pending_ > 0) return false;
@@ -147,6 +149,7 @@ void Bucket::wait_for_producers() const {
 
 void Bucket::pack(const PackOptions& options) {
   move_to(BucketState::kReady, BucketState::kPacked);
+  scale_ = options.scale;
   wait_for_producers();
   const at::Tensor& first = slots_.front().param->tensor.grad();
   if (spec_.sparse && (!first.defined() || first.is_sparse())) {
@@ -311,12 +314,29 @@ std::vector<bool> Bucket::globally_used(const std::vector<bool>& used_anywhere) 
     }
     return used;
   }
-  if (!missed_ || flag_layouts_.empty()) return used;
-  const at::Tensor flags = flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()))
-                               .to(at::TensorOptions().device(at::kCPU).dtype(at::kFloat));
+  if (!missed_) return used;
+  if (flag_layouts_.empty()) {
+    for (size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].param->used;
+    return used;
+  }
+  const at::Tensor flags = flags_on_host();
   const float* values = flags.const_data_ptr<float>();
   for (size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].param->used || values[i] > 0.0F;
   return used;
+}
+
+at::Tensor Bucket::flags_on_host() const {
+  return flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()))
+      .to(at::TensorOptions().device(at::kCPU).dtype(at::kFloat));
+}
+
+void Bucket::count_uses(std::vector<int64_t>& counts) const {
+  if (flag_layouts_.empty() || !flat_.defined() || flat_.is_sparse()) return;
+  const at::Tensor flags = flags_on_host();
+  const float* values = flags.const_data_ptr<float>();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    counts.at(static_cast<size_t>(spec_.slots[i].param)) = std::lround(values[i] / scale_);
+  }
 }
 
 void Bucket::finish_views(const std::vector<bool>& used) {

@@ -111,6 +111,8 @@ class Bucket {
 
   // The summed vote of the last finished step, still on the device; undefined without flags.
   at::Tensor vote() const { return vote_in(flat_); }
+  // Writes how many ranks used each of its parameters in the last finished step; nothing without flags.
+  void count_uses(std::vector<int64_t>& counts) const;
 
  private:
   struct Slot {
@@ -133,6 +135,7 @@ class Bucket {
   std::vector<ops::Item> gradient_items(bool all_in_place, bool in_collective);
   void append_flags(std::vector<ops::Item>& items, bool vote);
   void install_views();
+  at::Tensor flags_on_host() const;
   std::vector<bool> globally_used(const std::vector<bool>& used_anywhere) const;
   comm::HookBucket hook_view(const at::Tensor& flat, size_t index, size_t count) const;
   at::Tensor vote_in(const at::Tensor& flat) const;
@@ -148,6 +151,7 @@ class Bucket {
       hook_layout_;  // the same in elements of the parameters' dtype, which may be complex
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
+  double scale_ = 1.0;   // of the flags: what one rank's 1 became
   bool missed_ = false;  // this rank had no gradient for some slot
   bool average_in_collective_ = false;
   at::Tensor flat_;

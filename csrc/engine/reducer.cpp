@@ -1,6 +1,7 @@
 #include "reducer.h"
 
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -49,9 +50,10 @@ GradientHooks& Reducer::hooks() {
     std::vector<at::Tensor> tensors;
     for (const auto& param : params_) tensors.push_back(param->tensor);
     const std::weak_ptr<Reducer> weak = weak_from_this();
-    hooks_ = std::make_unique<GradientHooks>(std::move(tensors), [weak](size_t param) {
-      if (const auto self = weak.lock()) self->on_grad_ready(param);
-    });
+    hooks_ =
+        std::make_unique<GradientHooks>(std::move(tensors), [weak](size_t param, bool defined) {
+          if (const auto self = weak.lock()) self->on_grad_ready(param, defined);
+        });
   }
   return *hooks_;
 }
@@ -75,6 +77,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
     buckets.emplace_back(std::move(specs[b]), params_);
   }
   for (size_t i = 0; i < params_.size(); ++i) {
+    if (planned_[i] != (places[i].bucket >= 0)) log_.forget_used();
     FS_CHECK_VALUE(places[i].bucket >= 0 || !params_[i]->tensor.requires_grad(),
                    "the plan lacks parameter '", params_[i]->name, "'");
     planned_[i] = places[i].bucket >= 0;
@@ -86,8 +89,24 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
   ++stats_.plans;
 }
 
+// The text of an error is part of the logging data.
+template <typename Fn>
+auto Reducer::noting_errors(const Fn& fn) {
+  try {
+    return fn();
+  } catch (const std::exception& error) {
+    log_.note_error(error.what());
+    throw;
+  }
+}
+
 ForwardAdvice Reducer::prepare_forward() {
   const Lock lock(mutex_);
+  log_.begin_forward();
+  return noting_errors([&] { return advise(); });
+}
+
+ForwardAdvice Reducer::advise() {
   if (backward_running_) {
     const size_t launched = communicates() ? next_ : 0;
     const std::string total = std::to_string(buckets_.size());
@@ -98,6 +117,7 @@ ForwardAdvice Reducer::prepare_forward() {
              "reduction in the prior iteration before starting a new one. Find the exception that "
              "left backward() early, or restart from a checkpoint");
   }
+  FS_CHECK(refusal_.empty(), refusal_);
   if (!pending_error_.empty()) FS_CHECK(false, std::exchange(pending_error_, std::string()));
   ForwardAdvice advice;
   advice.unused = std::exchange(unused_, {});
@@ -120,6 +140,7 @@ ForwardAdvice Reducer::prepare_forward() {
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
   const Lock lock(mutex_);
   syncing_ = true;
+  log_.end_forward();
   const std::weak_ptr<Reducer> weak = weak_from_this();
   for (const at::Tensor& output : outputs) {
     on_backward(output, [weak] {
@@ -141,8 +162,12 @@ void Reducer::pause() {
 
 void Reducer::set_static_graph() {
   const Lock lock(mutex_);
-  FS_CHECK(stats_.steps == 0 && !backward_running_,
-           "static_graph must be set before the first backward");
+  noting_errors([&] {
+    FS_CHECK(
+        stats_.steps == 0 && !backward_running_,
+        "_set_static_graph() should be called before training loop starts and after FastDDP is "
+        "constructed; pass static_graph=True to FastDDP instead");
+  });
   options_.static_graph = true;
   counting_fires_ = true;
 }
@@ -176,6 +201,7 @@ void Reducer::use_group(const std::string& group_name) {
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
   backward_running_ = true;
+  log_.begin_backward();
   next_ = 0;
   watch_.begin_step();
   const std::weak_ptr<Reducer> weak = weak_from_this();
@@ -184,11 +210,16 @@ void Reducer::begin_backward() {
   });
 }
 
-void Reducer::on_grad_ready(size_t param) {
+// A parameter that autograd reached without a gradient counts as unused, but only where that is no mistake.
+void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
-  params_[param]->used = true;
+  if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
   if (!syncing_) return;
   if (!backward_running_) begin_backward();
+  noting_errors([&] { place_gradient(param); });
+}
+
+void Reducer::place_gradient(size_t param) {
   const Place& place = places_[param];
   FS_CHECK(place.bucket >= 0, "parameter '", params_[param]->name,
            "' received a gradient but did not require one at the last forward; unfreeze "
@@ -218,7 +249,8 @@ void Reducer::advance() {
   if (counting_fires_) return;
   while (next_ < buckets_.size() && buckets_[next_].complete()) {
     Bucket& bucket = buckets_[next_];
-    if (communicates()) with_context(next_, "sending", [&] { launch(bucket); });
+    const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
+    if (communicates() && !idles) with_context(next_, "sending", [&] { launch(bucket); });
     ++next_;
   }
 }
@@ -229,6 +261,7 @@ void Reducer::launch(Bucket& bucket) {
   pack.vote = watch_.vote();
   pack.in_collective = !hook_ && !ranks_may_have_joined_ && divisor_ == collective_->size() &&
                        collective_->can_average(bucket.device());
+  log_.sending();
   bucket.pack(pack);
   if (hook_) {
     bucket.launch(*hook_, next_, buckets_.size());
@@ -254,16 +287,24 @@ void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
 void Reducer::finish_backward(int64_t generation) {
   const Lock lock(mutex_);
   if (!backward_running_ || generation != generation_) return;
+  log_.end_backward();
   try {
-    counting_fires_ = false;
-    close_buckets();
-    finish_buckets();
-    for (const auto& action : std::exchange(at_end_, {})) action();
+    noting_errors([&] { complete_step(); });
   } catch (...) {
     abandon();
     throw;
   }
+  const std::string change = find_change();
+  if (!change.empty()) refuse_forwards();
   end_step();
+  noting_errors([&] { FS_CHECK(change.empty(), change); });
+}
+
+void Reducer::complete_step() {
+  counting_fires_ = false;
+  close_buckets();
+  finish_buckets();
+  for (const auto& action : std::exchange(at_end_, {})) action();
 }
 
 void Reducer::close_buckets() {
@@ -281,18 +322,26 @@ void Reducer::finish_buckets() {
   std::vector<bool> used;
   if (hook_) {
     // A hook may start further collectives when its first one is done, so flags must wait for all hooks.
-    for (Bucket& bucket : buckets_) bucket.receive();
+    for (Bucket& bucket : buckets_) {
+      if (bucket.state() == BucketState::kInFlight) bucket.receive();
+    }
     used = exchange_flags();
   }
+  at::Tensor vote;
   for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (buckets_[i].state() == BucketState::kReady) {
+      buckets_[i].abandon();  // idle
+      continue;
+    }
     with_context(i, "receiving", [&] {
       if (!hook_) buckets_[i].receive();
       buckets_[i].finish(used);
     });
+    vote = buckets_[i].vote();
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!hook_) watch_.note_votes(buckets_.back().vote());
+  if (!hook_) watch_.note_votes(vote);
 }
 
 // What rides in the buckets where no hook owns them, in a collective of its own. Empty: nobody asks.
@@ -308,35 +357,88 @@ std::vector<bool> Reducer::exchange_flags() {
   flags = sum.to(at::kCPU);
   values = flags.mutable_data_ptr<float>();
   watch_.note_votes(flags.narrow(0, count, 1));
+  hook_counts_.assign(values, values + count);
   return std::vector<bool>(values, values + count);
 }
 
+bool Reducer::unused_now(size_t param) const {
+  return planned_[param] && !params_[param]->used && params_[param]->tensor.requires_grad();
+}
+
+// skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.
+bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const {
+  if (!options_.skip_unused) return false;
+  const auto& slots = bucket.spec().slots;
+  return std::none_of(slots.begin(), slots.end(),
+                      [&](const SlotSpec& slot) { return used(static_cast<size_t>(slot.param)); });
+}
+
 void Reducer::note_unused() {
+  RECORD_FUNCTION("fastsync::search_unused_parameters", std::vector<c10::IValue>());
   std::vector<std::string> names;
-  std::string indices;
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (!planned_[i] || params_[i]->used || !params_[i]->tensor.requires_grad()) continue;
-    names.push_back(params_[i]->name);
-    indices += concat(" ", i);
+    if (unused_now(i)) names.push_back(params_[i]->name);
   }
   if (names.empty()) return;
   if (options_.fail_on_unused && !options_.static_graph) {
     pending_error_ = concat(
         "Expected to have finished reduction in the prior iteration before starting a new one. "
-        "Your module has parameters that were not used in producing loss. Pass "
-        "find_unused_parameters=True, or leave the argument out, to have fastsync handle them; "
-        "otherwise make sure that all outputs of forward take part in the loss. Parameters which "
-        "did not receive grad for rank ",
+        "This error indicates that your module has parameters that were not used in producing "
+        "loss. Leave find_unused_parameters out to have fastsync handle them, or do so by passing "
+        "the keyword argument `find_unused_parameters=True` to FastDDP; otherwise make sure that "
+        "all `forward` function outputs participate in calculating loss. The parameters are named "
+        "here; there is no need to set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+        "INFO or DETAIL.\nParameters which did not receive grad for rank ",
         collective_->rank(), ": ", join(names),
         "\nParameter indices which did not receive grad for rank ", collective_->rank(), ":",
-        indices);
+        unused_indices());
   } else if (!warned_unused_) {
     warned_unused_ = true;
     unused_ = std::move(names);
   }
 }
 
+std::string Reducer::unused_indices() const {
+  std::string indices;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (unused_now(i)) indices += concat(" ", i);
+  }
+  return indices;
+}
+
+// static_graph promises that every step uses the parameters of the first one. The averages are right all the same, so all
+// ranks finish the step before one of them complains.
+std::string Reducer::find_change() const {
+  const std::vector<bool>& before = log_.used();
+  if (!options_.static_graph || before.empty()) return "";
+  std::vector<std::string> changed;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i]->used && !before[i]) {
+      changed.push_back(concat(params_[i]->name, " (unused before)"));
+    } else if (unused_now(i) && before[i]) {
+      changed.push_back(concat(params_[i]->name, " (used before)"));
+    }
+  }
+  if (changed.empty()) return "";
+  return concat("Your training graph has changed in this iteration, on rank ", collective_->rank(),
+                ": ", join(changed), ". This is not compatible with static_graph set to True");
+}
+
+void Reducer::refuse_forwards() {
+  refusal_ = concat(
+      "Expected to have finished reduction in the prior iteration before starting a new one. This "
+      "error indicates that your training graph has changed in this iteration, e.g., one parameter "
+      "is used in first iteration, but then got unused in the second iteration. this is not "
+      "compatible with static_graph set to True.\nParameter indices which did not receive grad "
+      "for rank ",
+      collective_->rank(), ":", unused_indices());
+}
+
 void Reducer::end_step() {
+  std::vector<bool> used;
+  used.reserve(params_.size());
+  for (const auto& param : params_) used.push_back(param->used);
+  log_.end_step(std::move(used));
   std::vector<int64_t> missing;
   for (const Bucket& bucket : buckets_) {
     for (const SlotSpec& slot : bucket.spec().slots) {
@@ -359,7 +461,9 @@ void Reducer::abandon() {
 void Reducer::shadow_step() {
   const Lock lock(mutex_);
   std::vector<Shadow> shadows;
+  const std::vector<bool>& used = log_.used();
   for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
     shadows.push_back(hook_ ? buckets_[i].shadow(*hook_, i, buckets_.size())
                             : buckets_[i].shadow(*collective_));
   }
@@ -394,6 +498,20 @@ std::vector<std::vector<int64_t>> Reducer::bucket_params() const {
     all.push_back(std::move(indices));
   }
   return all;
+}
+
+StepReport Reducer::last_step() const {
+  const Lock lock(mutex_);
+  return log_.report();
+}
+
+std::vector<int64_t> Reducer::used_counts() const {
+  const Lock lock(mutex_);
+  if (hook_ && !hook_counts_.empty()) return hook_counts_;
+  std::vector<int64_t> counts(log_.used().begin(), log_.used().end());
+  if (hook_ || !communicates() || !votes() || counts.empty()) return counts;
+  for (const Bucket& bucket : buckets_) bucket.count_uses(counts);
+  return counts;
 }
 
 ReducerStats Reducer::stats() const {

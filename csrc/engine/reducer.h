@@ -32,10 +32,12 @@
 #include "autograd_hooks.h"
 #include "bucket.h"
 #include "plan_watch.h"
+#include "step_log.h"
 
 namespace fastsync::engine {
 
 struct ReducerOptions {
+  bool skip_unused = false;     // buckets without a gradient are not sent: the same on every rank
   bool static_graph = false;    // learn how often each gradient arrives before overlapping
   bool fail_on_unused = false;  // find_unused_parameters=False was asked for
 };
@@ -90,6 +92,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> trainable() const;
   std::vector<std::vector<int64_t>> bucket_params() const;
   ReducerStats stats() const;
+  StepReport last_step() const;
+  // How many ranks used each parameter in the last synchronised step. Where no flags travel
+  // (find_unused_parameters=False) this rank alone counts.
+  std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
 
  private:
@@ -100,20 +106,30 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   GradientHooks& hooks();
   void on_outputs_reached();
-  void on_grad_ready(size_t param);
+  void on_grad_ready(size_t param, bool defined);
+  void place_gradient(size_t param);
+  ForwardAdvice advise();
   void check_repeated(size_t param, const Place& place) const;
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
   void finish_backward(int64_t generation);
+  void complete_step();
   void close_buckets();
   void finish_buckets();
+  bool unused_now(size_t param) const;
+  bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
   void note_unused();
+  std::string unused_indices() const;
+  std::string find_change() const;
+  void refuse_forwards();
   void end_step();
   void abandon();
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
   bool votes() const { return !options_.fail_on_unused && collective_->size() > 1; }
   std::vector<bool> exchange_flags();
+  template <typename Fn>
+  auto noting_errors(const Fn& fn);
   template <typename Fn>
   void with_context(size_t bucket, const char* what, const Fn& fn);
 
@@ -142,6 +158,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::string> unused_;
   bool warned_unused_ = false;
   std::string pending_error_;
+  std::string refusal_;  // static graph: why no forward may follow
+  StepLog log_;
+  std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;
 };
 

@@ -1,0 +1,52 @@
+// What the last synchronised step of this rank did: when, with which parameters, and what went wrong.
+//
+// Feeds the logging data. A step costs six readings of the clock and one bit per parameter.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fastsync::engine {
+
+// When the host reached the milestones of a step, in nanoseconds; 0: it did not.
+struct StepTimes {
+  int64_t forward_start = 0;
+  int64_t forward_end = 0;
+  int64_t backward_start = 0;
+  int64_t first_send = 0;
+  int64_t backward_end = 0;  // of the gradients' computation
+  int64_t received = 0;      // all averages are there
+};
+
+struct StepReport {
+  StepTimes times;          // since the epoch
+  int64_t buckets = 0;      // sent
+  std::vector<bool> used;   // parameters that received a gradient, by index; empty: no step yet
+  bool same_so_far = true;  // no step used other parameters than the one before
+  std::string error;        // of the last call or backward that failed
+};
+
+class StepLog {
+ public:
+  void begin_forward();
+  void end_forward();
+  void begin_backward();
+  void sending();
+  void end_backward();
+  void end_step(std::vector<bool> used);
+  // Other parameters are trained from now on: steps before cannot be compared with those behind.
+  void forget_used() { last_.used.clear(); }
+  void note_error(std::string text) { last_.error = std::move(text); }
+
+  const std::vector<bool>& used() const { return last_.used; }
+  StepReport report() const;
+
+ private:
+  StepTimes times_;   // of the running step, on the steady clock
+  int64_t sent_ = 0;  // buckets of the running step
+  StepReport last_;
+};
+
+}  // namespace fastsync::engine
