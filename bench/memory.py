@@ -27,7 +27,7 @@ import torch.distributed as dist
 from bench import cli
 from bench.launch import Group, launch
 from bench.models import WORKLOADS, Workload
-from bench.tables import render
+from bench.record import add_json_argument, publish
 from bench.training import OPTIMIZERS, Lane, make_batches
 from bench.wrappers import Variant, select
 
@@ -121,6 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     cli.add_arguments(parser, models="transformer,wide,conv")
+    add_json_argument(parser)
     args = parser.parse_args()
 
     def run(group: Group) -> int:
@@ -130,9 +131,8 @@ def main() -> int:
         for variant in selection.variants:
             ratios = [gradient_memory(WORKLOADS[name](), variant, group) for name in models]
             rows.append((variant.name, *("n/a" if r is None else f"{r:.2f}x" for r in ratios)))
-        if group.is_main:
-            print("memory of gradients and buckets, in bytes per byte of gradients")
-            print(render(("variant", *models), rows, args.markdown))
+        title = "memory of gradients and buckets, in bytes per byte of gradients"
+        publish(title, ("variant", *models), rows, group, args)
         return 0
 
     return cli.guarded(lambda: launch(run, args.ranks, args.threads))

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import cli
 from bench.launch import Group, launch
 from bench.models import WORKLOADS, Workload
-from bench.tables import render
+from bench.record import add_json_argument, publish
 from bench.training import make_lane
 from bench.wrappers import Variant, select
 
@@ -37,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ops", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     cli.add_arguments(parser, models="ops400")
+    add_json_argument(parser)
     args = parser.parse_args()
 
     def run(group: Group) -> int:
@@ -45,9 +46,8 @@ def main() -> int:
         for variant in select(args.wrappers).variants:
             counts = [dispatched_ops(WORKLOADS[name](), variant, group) for name in models]
             rows.append((variant.name, *map(str, counts)))
-        if group.is_main:
-            print("operators dispatched per step (zero_grad, forward, backward)")
-            print(render(("variant", *models), rows, args.markdown))
+        title = "operators dispatched per step (zero_grad, forward, backward)"
+        publish(title, ("variant", *models), rows, group, args)
         return 0
 
     return cli.guarded(lambda: launch(run, args.ranks, args.threads))

@@ -67,6 +67,7 @@ class SyncPolicy:
         static_graph: the graph and the set of used parameters never change.
         skip_unused: buckets without any gradient are not sent, which must be the same on all ranks.
         warn_unused: name parameters without gradient in one warning.
+        hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
     """
 
     wire: str = "fp32"
@@ -75,6 +76,7 @@ class SyncPolicy:
     static_graph: bool = False
     skip_unused: bool = False
     warn_unused: bool = True
+    hooked: bool = False
 
     def __post_init__(self) -> None:
         if self.wire not in WIRE_DTYPES:

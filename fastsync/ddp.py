@@ -80,7 +80,7 @@ class FastDDP(DistributedDataParallel):
         *,
         wire: str = "fp32",
     ) -> None:
-        request = _Request(module, process_group, device_mesh, device_ids)
+        request = _Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
@@ -197,7 +197,7 @@ class FastDDP(DistributedDataParallel):
             )
         self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
         self._comm_hooks = [(hook, state)]
-        self._engine.core.set_hook(state, hook)
+        self._engine.set_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
@@ -224,6 +224,7 @@ class _Request:
     process_group: dist.ProcessGroup | None
     device_mesh: Any
     device_ids: Sequence[int | torch.device] | None
+    output_device: int | torch.device | None
 
     def settle(
         self,
@@ -249,6 +250,7 @@ class _Request:
             raise
         settings = {
             "torch": torch.__version__,
+            "the module's device": self._params()[0].tensor.device.type,
             "bucket_cap_mb": str([cap / (1 << 20) for cap in settled[0].caps]),
             "wire": settled[1].wire,
             "gradient_as_bucket_view": str(settled[1].views),
@@ -296,10 +298,10 @@ class _Request:
             )
         if self.device_ids is not None and len(self.device_ids) > 1:
             raise ValueError("device_ids can only be None or contain a single element.")
-        if self.device_ids and kinds == ["cpu"]:
+        if kinds == ["cpu"] and (self.device_ids or self.output_device is not None):
             raise ValueError(
-                f"device_ids is {list(self.device_ids)}, but the module is on the CPU; leave "
-                "device_ids out, or move the module there before wrapping it"
+                f"device_ids is {self.device_ids} and output_device {self.output_device}, but the "
+                "module is on the CPU; leave both out, or move the module before wrapping it"
             )
 
     def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,13 @@ class Engine:
         """Averages over another process group from now on."""
         self._group = group
         self.core.use_group(group.group_name)
+
+    def set_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
+        order = [index for bucket in self.plan.buckets for index in bucket.params]
+        self._policy = replace(self._policy, hooked=True)
+        self._install(order)
+        self.core.set_hook(state, hook)
 
     def _install(self, order: Sequence[int]) -> None:
         specs = [ParamSpec.of(i, self._params[i].tensor, self._params[i].sparse) for i in order]

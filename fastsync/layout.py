@@ -11,11 +11,12 @@ equal shards.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "FlatLayout", "align_up", "flat_layout"]
+__all__ = ["ALIGNMENT", "FlatLayout", "align_up", "dense_layout", "flat_layout"]
 
 # Elements. 16 bytes hold 16 elements of the narrowest wire format, one byte each.
 ALIGNMENT = 16
@@ -30,17 +31,19 @@ class FlatLayout:
         numels: elements of each slot, without padding.
         flags_offset: first flag, or -1 where there are no flags.
         numel: elements of the whole buffer.
+        alignment: what every offset is a multiple of, in elements.
     """
 
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
     flags_offset: int
     numel: int
+    alignment: int = ALIGNMENT
 
     def __post_init__(self) -> None:
         end = 0
         for offset, numel in zip(self.offsets, self.numels, strict=True):
-            if offset < end or offset % ALIGNMENT or numel < 0:
+            if offset < end or offset % self.alignment or numel < 0:
                 raise ValueError(f"slot at {offset} overlaps its predecessor or is misaligned")
             end = offset + numel
         if self.flags_offset >= 0:
@@ -54,6 +57,12 @@ class FlatLayout:
 def align_up(value: int, to: int) -> int:
     """The smallest multiple of `to` that is at least `value`."""
     return -(-value // to) * to
+
+
+def dense_layout(numels: Sequence[int]) -> FlatLayout:
+    """Slots without padding, flags or shards, as communication hooks expect a buffer."""
+    offsets = tuple(itertools.accumulate(numels, initial=0))
+    return FlatLayout(offsets[:-1], tuple(numels), -1, max(offsets[-1], 1), alignment=1)
 
 
 def flat_layout(numels: Sequence[int], world_size: int, flags: bool) -> FlatLayout:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync.config import BucketPolicy, SyncPolicy, wire_dtype
-from fastsync.layout import FlatLayout, flat_layout
+from fastsync.layout import FlatLayout, dense_layout, flat_layout
 
 __all__ = ["BucketPlan", "ParamSpec", "PlannedBucket", "make_plan"]
 
@@ -25,6 +25,7 @@ class ParamSpec:
         numel: real elements (a complex number counts as two).
         dtype: real dtype.
         sparse: its gradient may be a sparse tensor, which travels alone.
+        pairs: its elements are complex; hooks must not see them mixed with real ones.
     """
 
     index: int
@@ -32,12 +33,13 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
+    pairs: bool = False
 
     @classmethod
     def of(cls, index: int, param: torch.Tensor, sparse: bool = False) -> ParamSpec:
         real = param.dtype.to_real() if param.is_complex() else param.dtype
         numel = param.numel() * (2 if param.is_complex() else 1)
-        return cls(index, numel, real, param.device, sparse)
+        return cls(index, numel, real, param.device, sparse, param.is_complex())
 
     @property
     def nbytes(self) -> int:
@@ -97,13 +99,13 @@ class _OpenGroup:
 
 
 def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
-    open_groups: dict[tuple[torch.dtype, torch.device], _OpenGroup] = {}
+    open_groups: dict[tuple[torch.dtype, torch.device, bool], _OpenGroup] = {}
     closed: list[_OpenGroup] = []
     for position, spec in enumerate(ordered):
         if spec.sparse:
             closed.append(_OpenGroup([spec], latest=position))
             continue
-        key = (spec.dtype, spec.device)
+        key = (spec.dtype, spec.device, spec.pairs)
         group = open_groups.setdefault(key, _OpenGroup())
         group.specs.append(spec)
         group.nbytes += spec.nbytes
@@ -118,9 +120,11 @@ def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) ->
     gradient = group[0].dtype
     sparse = group[0].sparse
     wire = gradient if sparse else wire_dtype(policy, gradient)
+    numels = [spec.numel for spec in group]
+    flags = not policy.fail_on_unused
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
-        layout=flat_layout([s.numel for s in group], world_size, not policy.fail_on_unused),
+        layout=dense_layout(numels) if policy.hooked else flat_layout(numels, world_size, flags),
         wire=wire,
         views=policy.views and wire == gradient,
         sparse=sparse,

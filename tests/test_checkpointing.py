@@ -19,12 +19,12 @@ from tests.models import build, differences, grads, many, state, wrap
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant, times):
+    def __init__(self, reentrant, times, last=True):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(6, 6)
         self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        self.last = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6) if last else nn.Identity()
         self.reentrant, self.times = reentrant, times
 
     def forward(self, x):
@@ -34,14 +34,16 @@ class Checkpointed(nn.Module):
         return self.last(x).square().mean()
 
 
-def run_checkpointed(kind, rank, reentrant, times, **options):
-    model = wrap(kind, Checkpointed(reentrant, times), **options)
+def run_checkpointed(kind, rank, reentrant, times, last=True, **options):
+    model = wrap(kind, Checkpointed(reentrant, times, last), **options)
     seen = []
     for step in range(4):
         model.zero_grad()
         torch.manual_seed(10 * step + rank)
         model(torch.randn(3, 6)).backward()
         seen.append(grads(model))
+    if kind == "fast":
+        assert model.sync_stats()["steps"] == 4, "an inner backward must not end the step"
     return seen
 
 
@@ -59,6 +61,7 @@ def compare_checkpointed(rank, world, reentrant, times, options, fast_options):
         (False, 1, {}),
         (False, 2, {}),
         (True, 1, {}),
+        (True, 1, {"last": False}),  # the first gradient comes from a backward within the backward
         (True, 1, {"static_graph": True}),
         (False, 2, {"static_graph": True}),
         (True, 2, {"static_graph": True}),

@@ -10,27 +10,25 @@ from fastsync.testing import run_ranks
 
 def arrive(rank, world, absent):
     time.sleep(0.1 * rank)
-    start = time.monotonic()
     try:
         if rank not in absent:
             meet(dist.group.WORLD, "here", "nothing in particular", 1.0)
     except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    return "", time.monotonic() - start
+        return str(error)
+    return ""
 
 
 def test_all_come():
-    assert [text for text, _ in run_ranks(arrive, 3, ())] == ["", "", ""]
+    assert run_ranks(arrive, 3, ()) == ["", "", ""]
 
 
 def test_some_do_not():
     results = run_ranks(arrive, 4, (1, 3))
     for rank in (0, 2):
-        text, seconds = results[rank]
+        text = results[rank]
         assert f"rank {rank} waited 1 s for nothing in particular" in text
         assert "ranks [1, 3] did not come" in text
-        assert seconds < 20
-    assert results[1][0] == results[3][0] == ""
+    assert results[1] == results[3] == ""
 
 
 def meet_in_groups(rank, world):

@@ -82,7 +82,7 @@ def test_flags_are_left_out_where_unused_parameters_are_errors():
 
 def test_specs_of_tensors():
     z = torch.empty(3, 2, dtype=torch.complex128)
-    assert ParamSpec.of(4, z) == ParamSpec(4, 12, torch.float64, CPU)
+    assert ParamSpec.of(4, z) == ParamSpec(4, 12, torch.float64, CPU, pairs=True)
     assert ParamSpec.of(4, z).nbytes == 96
     assert ParamSpec.of(0, torch.empty(()), True) == ParamSpec(0, 1, torch.float32, CPU, True)
 

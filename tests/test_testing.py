@@ -81,14 +81,12 @@ def test_a_rank_that_leaves_without_a_result():
 
 
 def test_a_hang_is_named_shown_and_killed(tmp_path):
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(hang_on_one, 2, tmp_path, timeout=4)
     text = str(caught.value)
     assert "rank 1 was still running after 4 s" in text
     assert "in hang_on_one" in text
     assert "rank 0" not in text
-    assert time.monotonic() - start < 60
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
         with pytest.raises(ProcessLookupError):

@@ -1,7 +1,6 @@
 """Parameters without gradient: on some ranks, on all, now and then, frozen and thawed."""
 
 import os
-import time
 import warnings
 
 import pytest
@@ -226,11 +225,7 @@ def thaw_alone(rank, world, options):
         backward(model, [0, 1, 2, 3], rank)
     assert sum(len(b.params) for b in model._engine.plan.buckets) == 6
     model.module.layers[3].requires_grad_(rank == 1)
-    start = time.monotonic()
-    try:
-        backward(model, [0, 1, 2, 3], rank)
-    except RuntimeError as error:
-        raise RuntimeError(f"after {time.monotonic() - start:.0f} s: {error}") from error
+    backward(model, [0, 1, 2, 3], rank)
 
 
 def test_thawing_on_one_rank_alone_is_an_error_there():

@@ -280,9 +280,12 @@ void Bucket::receive() {
   move_to(BucketState::kInFlight, BucketState::kReceived);
   const at::Tensor result = in_flight_->wait();
   in_flight_.reset();
-  if (result.defined() && result.const_data_ptr() != flat_.const_data_ptr()) {
-    ops::pack({{result, &hook_layout_}}, flat_, 1.0);
-  }
+  if (!result.defined() || result.const_data_ptr() == flat_.const_data_ptr()) return;
+  const at::Tensor& like = slots_.front().param->tensor;
+  FS_CHECK(result.numel() == hook_layout_.sizes[0], "the communication hook returned ",
+           result.numel(), " elements for a bucket of ", hook_layout_.sizes[0]);
+  const at::Tensor reduced = result.detach().to(like.device(), like.scalar_type()).view({-1});
+  ops::pack({{reduced, &hook_layout_}}, flat_, 1.0);
 }
 
 void Bucket::finish(const std::vector<bool>& used_anywhere) {

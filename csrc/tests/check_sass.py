@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Checks the machine code of the CUDA kernels; needs nvcc and cuobjdump, but no GPU.
 
-Compiles csrc/kernels/pack_cuda.cu for each architecture with spills, local memory and every
-warning as errors, then asserts of each kernel in the SASS:
+Compiles csrc/kernels/pack_cuda.cu with the flags and for the architectures of fastsync/_build.py,
+which make errors of spills, local memory and every warning, then asserts of each kernel in the
+SASS:
 
   - 16-byte loads and stores (LDG...128, STG...128): as many as a round of the kernel moves, so that
     not one of them has been split, and all loads before the first store
@@ -16,6 +17,7 @@ cuobjdump and nvdisasm come with the CUDA toolkit, or from
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -25,10 +27,9 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "csrc" / "kernels" / "pack_cuda.cu"
-ARCHITECTURES = ("80", "90", "100")
 
 # 65,536 registers per multiprocessor / (64 * 256 threads) = 4 blocks = 1024 threads, which keep at
 # least 32 KiB in flight: enough to saturate memory (see kBytesPerThread in pack_cuda.cu).
@@ -36,6 +37,20 @@ MAX_REGISTERS = 64
 
 # As in pack_cuda.cu, whose loops must not be unrolled beyond it for the counts to hold.
 BYTES_PER_THREAD = 64
+
+
+def load_build() -> ModuleType:
+    """fastsync/_build.py, by its path: the package itself needs torch."""
+    spec = importlib.util.spec_from_file_location("_build", ROOT / "fastsync" / "_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["_build"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILD = load_build()
+SOURCE = ROOT / "csrc" / "kernels" / "pack_cuda.cu"
 
 
 class CheckError(Exception):
@@ -115,13 +130,9 @@ def run(command: list[str], path: str) -> str:
 
 
 def compile_source(nvcc: str, source: Path, output: Path, path: str) -> None:
-    """Compiles for every architecture, plus PTX of the newest."""
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-    newest = ARCHITECTURES[-1]
-    targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-    flags = ["-O3", "-std=c++17", "-fmad=false", "-Werror", "all-warnings"]
-    flags.append("-Xptxas=-v,-Werror,-warn-spills,-warn-lmem-usage")
-    run([nvcc, *flags, *targets, "-c", str(source), "-o", str(output)], path)
+    """Compiles as the extension does."""
+    flags = [*BUILD.NVCC_FLAGS, *BUILD.arch_flags(BUILD.DEFAULT_ARCHS)]
+    run([nvcc, *flags, "-c", str(source), "-o", str(output)], path)
 
 
 def short_name(mangled: str) -> str:
@@ -182,7 +193,7 @@ def check(source: Path) -> list[Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernels.o"
         compile_source(nvcc, source, binary, path)
-        return [k for arch in ARCHITECTURES for k in inspect(cuobjdump, binary, arch, path)]
+        return [k for arch in BUILD.DEFAULT_ARCHS for k in inspect(cuobjdump, binary, arch, path)]
 
 
 def main() -> int:

@@ -1,0 +1,91 @@
+# What each step does. Sourced by .ci/run.
+
+tests() {
+  timeout 900 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
+}
+
+install_tools() {
+  new_venv tools -r requirements-ci.txt
+}
+
+machine_code() {
+  if with_nvcc; then "$STATE/tools/bin/python" csrc/tests/check_sass.py; fi
+}
+
+# build_with_cmake FOLDER OPTIONS...
+build_with_cmake() {
+  local folder=$1
+  shift
+  local PATH=$STATE/tools/bin:$PATH
+  cmake -S . -B "$folder" -G Ninja "$@"
+  cmake --build "$folder"
+  ctest --test-dir "$folder" --output-on-failure
+}
+
+cmake_plain() {
+  local cuda=OFF
+  if with_nvcc; then cuda=ON; fi
+  build_with_cmake "$WORK/cmake" -DFASTSYNC_CUDA=$cuda
+}
+
+cmake_sanitized() {
+  build_with_cmake "$WORK/cmake-asan" -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=address,undefined
+}
+
+# Python itself is not instrumented, so the runtimes are preloaded, into Python but not into the compiler. Leaks are
+# not looked for: the interpreter keeps memory until it exits.
+sanitized_python() {
+  local runtimes="" name
+  for name in libasan.so libubsan.so libstdc++.so; do
+    runtimes+="$(c++ -print-file-name=$name) "
+  done
+  CXX=$WORK/cxx FASTSYNC_CUDA=0 FASTSYNC_SANITIZE=address,undefined LD_PRELOAD=$runtimes \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 timeout 400 .venv/bin/python "$@"
+}
+
+extension_sanitized() {
+  printf '#!/bin/sh\nunset LD_PRELOAD\nexec c++ "$@"\n' >"$WORK/cxx"
+  chmod +x "$WORK/cxx"
+  sanitized_python .ci/smoke.py
+  if sanitized_python .ci/overflow.py >"$WORK/overflow.log" 2>&1; then
+    echo "error: a planted overflow went unnoticed: the sanitizers are blind"
+    return 1
+  fi
+  grep -m 1 'heap-buffer-overflow' "$WORK/overflow.log" || {
+    cat "$WORK/overflow.log"
+    return 1
+  }
+}
+
+# `===` takes the build that the version number alone names, which is one for CUDA; `==` would also take a CPU build.
+cuda_torch() {
+  if [[ ! -e $STATE/$1/.complete ]]; then need_space "$CUDA_TORCH_GIB" "torch $(torch_of "$1") for CUDA"; fi
+  grep -v '^torch==' requirements-dev.txt >"$WORK/requirements.txt"
+  new_venv "$1" "torch===$(torch_of "$1")" -r "$WORK/requirements.txt"
+}
+
+# The kernels are compiled by nvcc and linked in; ranks run on the CPU. Where there is no nvcc the extension has none.
+smoke_in() {
+  local expect=()
+  if with_nvcc; then expect=(--cuda-build); fi
+  PATH=$STATE/$1/bin:$PATH timeout 400 python .ci/smoke.py "${expect[@]}"
+}
+
+tests_in() {
+  PATH=$STATE/$1/bin:$PATH timeout 900 python -m pytest tests/test_parity.py tests/test_views.py tests/test_unused.py \
+    2>&1 | tee "$WORK/tests-$(torch_of "$1").log"
+}
+
+# An installed package must load what was compiled with it: there is no compiler, and the cache stays empty.
+prebuilt() {
+  local cache=$WORK/empty-cache
+  .venv/bin/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --target "$WORK/site" .
+  mkdir "$cache" "$WORK/elsewhere"
+  cd "$WORK/elsewhere"
+  CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site \
+    timeout 200 "$ROOT/.venv/bin/python" "$ROOT/.ci/smoke.py" --prebuilt
+  if [[ -n $(ls -A "$cache") ]]; then
+    echo "error: importing the installed package compiled something into the cache"
+    return 1
+  fi
+}

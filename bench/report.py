@@ -1,0 +1,115 @@
+"""Writes measured figures into the documents, between markers, from bench/results/*.json.
+
+    python -m bench.step --json bench/results/step.json
+    python -m bench.report
+
+What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
+replaced by a table made of bench/results/step.json, or by a remark where there is no such file.
+With --check nothing is written; the exit code is 1 where a document does not say what its result
+says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.machine import describe
+from bench.record import TABLE
+from bench.tables import render
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+MARKED = re.compile(
+    r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
+)
+NOT_MEASURED = "*not measured yet*"
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    """The documents that may hold figures."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def step_report(result: dict[str, Any]) -> str:
+    """A Markdown table of a result of bench.step: ratios to the baseline, a column per model."""
+    baseline, models = result["settings"]["baseline"], result["models"]
+    names = list(dict.fromkeys(v for model in models.values() for v in model["variants"]))
+    rows = []
+    for name in names:
+        timings = (model["variants"].get(name) for model in models.values())
+        rows.append((f"`{name}`", *(_cell(timing, name == baseline) for timing in timings)))
+    table = render(("step time", *(_heading(*item) for item in models.items())), rows, True)
+    settings = result["settings"]
+    return (
+        f"{table}\n\nRatio to `{baseline}` in the same round, median of {settings['rounds']} "
+        f"rounds ± half the range between the quartiles; `{baseline}` itself in milliseconds.\n"
+        f"{describe(result['environment'])}.\nMeasured by `{result['command']}`."
+    )
+
+
+def table_report(result: dict[str, Any]) -> str:
+    """A result that is one table, in Markdown."""
+    table = render(result["headers"], result["rows"], True)
+    origin = f"{describe(result['environment'])}.\nMeasured by `{result['command']}`."
+    return f"{table}\n\n{result['title'].capitalize()}.\n{origin}"
+
+
+def _heading(name: str, model: dict[str, Any]) -> str:
+    return f"{name}: {model['tensors']} tensors, {model['gradient_bytes'] / 1e6:.0f} MB"
+
+
+def _cell(timing: dict[str, Any] | None, is_baseline: bool) -> str:
+    if timing is None:
+        return "-"
+    spread, scale, unit = (
+        (timing["step"], 1e3, " ms") if is_baseline else (timing["ratio"], 1.0, "")
+    )
+    digits = 1 if is_baseline else 2
+    half = scale * (spread["q3"] - spread["q1"]) / 2
+    return f"{scale * spread['median']:.{digits}f} ± {half:.{digits}f}{unit}"
+
+
+def figures(name: str, results: Path = RESULTS) -> str:
+    """What belongs between the markers of `name`."""
+    path = results / f"{name}.json"
+    if not path.exists():
+        return NOT_MEASURED
+    result = json.loads(path.read_text(encoding="utf-8"))
+    return table_report(result) if result.get("kind") == TABLE else step_report(result)
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """`text` with what stands between markers made anew."""
+    return MARKED.sub(lambda m: f"{m['start']}{figures(m['name'], results)}\n{m['end']}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="only compare")
+    check = parser.parse_args().check
+    stale = 0
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        wanted = filled(text)
+        if text == wanted:
+            continue
+        if check:
+            print(f"{path.name} does not say what bench/results say", file=sys.stderr)
+            stale += 1
+        else:
+            path.write_text(wanted, encoding="utf-8")
+            print(f"{path.name} updated")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""The documents: links resolve, every variable is described, figures are what their sources say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import report
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = report.documents(ROOT)
+VARIABLE = re.compile(r"FASTSYNC_[A-Z_]+")
+# Markdown's [text](target) and ![text](target); HTML's src and href.
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+PATH = re.compile(r"`((?:fastsync|csrc|tests|bench|examples|docs|\.ci)/[\w./-]*)`")
+
+
+def anchors(path):
+    """The names by which GitHub lets one link to a document's headings."""
+    headings = re.findall(r"^#+ +(.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def links(path):
+    for match in LINK.finditer(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
+        yield match[1] or match[2]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_relative_links_resolve(path):
+    for link in links(path):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{path.name} links to {link}, which is not there"
+        assert not anchor or anchor in anchors(file), (
+            f"{path.name} links to {link}: no such heading"
+        )
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_named_files_exist(path):
+    for name in PATH.findall(path.read_text()):
+        assert (ROOT / name).exists(), f"{path.name} names {name}, which is not there"
+
+
+def test_every_variable_is_documented():
+    """docs/environment.md has a row for each variable of env.py and .ci/run, and no other."""
+    described = set(re.findall(r"^\| `(\w+)", (ROOT / "docs/environment.md").read_text(), re.M))
+    sources = [ROOT / "fastsync/env.py", ROOT / ".ci/run"]
+    read = {name for source in sources for name in VARIABLE.findall(source.read_text())}
+    assert {name for name in described if name.startswith("FASTSYNC_")} == read
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_documents_name_existing_variables(path):
+    sources = [*ROOT.glob("fastsync/*.py"), *ROOT.glob("csrc/**/*.*"), ROOT / "CMakeLists.txt"]
+    known = {n for s in [*sources, ROOT / ".ci/run"] for n in VARIABLE.findall(s.read_text())}
+    assert set(VARIABLE.findall(path.read_text())) <= known
+
+
+def test_figures_are_what_the_script_draws():
+    subprocess.run([sys.executable, str(ROOT / "docs/make_figures.py"), "--check"], check=True)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_measurements_are_what_the_results_say(path):
+    text = path.read_text()
+    assert report.filled(text) == text, "run: python -m bench.report"
+    assert len(report.MARKED.findall(text)) == text.count("<!-- bench:")
+
+
+def test_report_fills_a_table(tmp_path):
+    spread = {"median": 0.5, "q1": 0.4, "q3": 0.6}
+    timing = {"step": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "ratio": spread}
+    facts = {"gpu": None, "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 2}
+    facts |= {"transport": "Gloo", "threads_per_rank": 1, "torch": "2", "python": "3"}
+    result = {
+        "command": "python -m bench.step",
+        "environment": facts | {"commit": "abc"},
+        "settings": {"baseline": "ddp", "rounds": 3},
+        "models": {
+            "small": {
+                "tensors": 4,
+                "gradient_bytes": 2_000_000,
+                "variants": {"ddp": timing, "fastsync": timing},
+            }
+        },
+    }
+    (tmp_path / "step.json").write_text(report.json.dumps(result))
+    text = "a\n<!-- bench:step -->\nold\n<!-- /bench:step -->\nb\n"
+    filled = report.filled(text, tmp_path)
+    rows = [" ".join(line.split()) for line in filled.splitlines()]
+    assert "| `ddp` | 20.0 ± 1.0 ms |" in rows and "| `fastsync` | 0.50 ± 0.10 |" in rows
+    assert "old" not in filled
+    assert report.filled(filled, tmp_path) == filled
+    assert report.NOT_MEASURED in report.filled(text, tmp_path / "nowhere")
+
+
+def quoted_errors():
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    for heading in re.findall(r"^### (.+)$", text, re.MULTILINE):
+        yield from re.findall(r'"([^"]+)"', heading)
+
+
+@pytest.mark.parametrize("error", list(quoted_errors()))
+def test_quoted_errors_exist(error):
+    """Each text in docs/troubleshooting.md is in the sources, where `…` stands for anything."""
+    sources = [*ROOT.glob("fastsync/*.py"), *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/*.h")]
+    code = "".join(source.read_text() for source in sources)
+    code = re.sub(r'"\s+f?"', "", code)  # adjacent literals are one text
+    for part in filter(None, (part.strip(" ,:") for part in error.split("…"))):
+        assert part in code, f"no error says {part!r}"

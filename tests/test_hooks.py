@@ -1,0 +1,197 @@
+"""Communication hooks: torch's own, unmodified, against torch's DistributedDataParallel."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsync import FastDDP
+from fastsync.testing import run_ranks
+
+STEPS = 8
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8))
+
+
+def train(wrapped, rank, steps=STEPS):
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(5)  # PowerSGD draws its start
+        wrapped(torch.randn(16, 32, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
+
+
+def power_sgd():
+    return powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=3)
+
+
+def local_sgd():
+    return post_localSGD_hook.PostLocalSGDState(
+        dist.group.WORLD, dist.group.WORLD, start_localSGD_iter=4
+    )
+
+
+def no_state():
+    return None
+
+
+HOOKS = {
+    "allreduce": (default_hooks.allreduce_hook, no_state),
+    "fp16": (default_hooks.fp16_compress_hook, no_state),
+    "fp16 around allreduce": (
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        no_state,
+    ),
+    "PowerSGD": (powerSGD_hook.powerSGD_hook, power_sgd),
+    "post-local SGD": (post_localSGD_hook.post_localSGD_hook, local_sgd),
+    "no-op": (debugging_hooks.noop_hook, no_state),
+}
+
+
+def against_ddp(rank, world, name, options):
+    hook, state = HOOKS[name]
+    ours = FastDDP(model(), **options)
+    shared = {k: v for k, v in options.items() if k == "bucket_cap_mb"}
+    theirs = DistributedDataParallel(model(), **shared)
+    ours.register_comm_hook(state(), hook)
+    theirs.register_comm_hook(state(), hook)
+    return torch.equal(train(ours, rank), train(theirs, rank))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": False}], ids=["views", "copies"]
+)
+@pytest.mark.parametrize("name", HOOKS)
+def test_torchs_own_hooks_give_the_same_bits(name, options):
+    assert all(run_ranks(against_ddp, 2, name, options))
+
+
+@pytest.mark.parametrize("name", ["allreduce", "fp16"])
+def test_hooks_on_many_small_buckets(name):
+    assert all(run_ranks(against_ddp, 2, name, {"bucket_cap_mb": 0.001}))
+
+
+def sum_instead(state, bucket):
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def fresh_result(state, bucket):
+    """Returns a tensor of its own, in another dtype."""
+    future = torch.futures.Future()
+    future.set_result(torch.full_like(bucket.buffer(), 3.0, dtype=torch.float64))
+    return future
+
+
+def replace_hooks(rank, world):
+    wrapped = FastDDP(model())
+    data = torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))
+    norms = []
+    for hook in (default_hooks.allreduce_hook, sum_instead, fresh_result):
+        wrapped.register_comm_hook(None, hook)
+        wrapped.zero_grad()
+        wrapped(data).sum().backward()
+        norms.append([p.grad.clone() for p in wrapped.parameters()])
+    mean, total, constant = norms
+    return (
+        all(torch.equal(2 * a, b) for a, b in zip(mean, total, strict=True))
+        and all(bool((c == 3).all()) and c.dtype == torch.float32 for c in constant)
+        and all(not torch.equal(a, b) for a, b in zip(mean, total, strict=True))
+    )
+
+
+def test_a_hook_may_be_replaced_and_may_return_its_own_tensor():
+    assert all(run_ranks(replace_hooks, 2))
+
+
+def fail(state, bucket):
+    raise LookupError("the hook's own trouble")
+
+
+def failing_hook(rank, world):
+    wrapped = FastDDP(model())
+    wrapped.register_comm_hook(None, fail)
+    with pytest.raises(LookupError, match="own trouble"):
+        wrapped(torch.randn(4, 32)).sum().backward()
+
+
+def test_an_error_in_a_hook_arrives_as_it_is():
+    run_ranks(failing_hook, 2)
+
+
+def unused_with_hook(rank, world):
+    torch.manual_seed(0)
+    branches = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches = branches
+
+        def forward(self, x, which):
+            return self.branches[which](x)
+
+    wrapped = FastDDP(Branching(), find_unused_parameters=True)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    wrapped(torch.ones(2, 4), rank).sum().backward()
+    used = [p.grad is not None for p in wrapped.parameters()]
+    first = branches[0].bias.grad
+    return used == [True] * 4 + [False] * 2 and bool((first == 1.0).all())
+
+
+def test_unused_parameters_under_a_hook():
+    assert all(run_ranks(unused_with_hook, 2))
+
+
+def builtin(rank, world, kind):
+    ours, theirs = FastDDP(model()), DistributedDataParallel(model())
+    for wrapped in (ours, theirs):
+        wrapped._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+    return torch.allclose(train(ours, rank), train(theirs, rank), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_builtin_hooks(kind):
+    assert all(run_ranks(builtin, 2, kind))
+
+
+def complex_gradients(rank, world):
+    torch.manual_seed(0)
+    base = nn.ParameterList([nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))])
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = base
+
+        def forward(self, x):
+            return (self.weights[0] @ x).abs().sum()
+
+    plain, hooked = FastDDP(Product()), FastDDP(copy.deepcopy(Product()))
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    data = torch.randn(5, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
+    for wrapped in (plain, hooked):
+        wrapped(data).backward()
+    return torch.equal(plain.module.weights[0].grad, hooked.module.weights[0].grad)
+
+
+def test_complex_gradients_under_a_hook():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert all(run_ranks(complex_gradients, 2))
