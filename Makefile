@@ -14,7 +14,7 @@ PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test bench lint format clean check-python check-compiler
+.PHONY: help setup install demo test torch-suite bench lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -52,6 +52,9 @@ demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--qu
 
 test: $(STAMP) ## run the tests
 	$(IN_CHECKOUT) -m pytest $(ARGS)
+
+torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
+	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)
 
 bench: $(STAMP) ## step times of all variants, into out/step.json
 	$(IN_CHECKOUT) -m bench.step --json out/step.json $(ARGS)

@@ -22,8 +22,21 @@ class SuiteDDP(FastDDP):
         super().__init__(module, *args, **kwargs)
 
 
-class NoSync(SuiteDDP):
-    """Never synchronises a gradient."""
+class NoSync(DistributedDataParallel):
+    """Wraps and does nothing else: has no engine, and calls the module alone."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **{**kwargs, "init_sync": False})
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        """Builds no engine."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+class NoGradientSync(SuiteDDP):
+    """Synchronises everything but gradients."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self.no_sync():
@@ -63,6 +76,7 @@ WRAPPERS: dict[str, type[DistributedDataParallel]] = {
     "ddp": DistributedDataParallel,
     "fastddp": SuiteDDP,
     "broken-no-sync": NoSync,
+    "broken-no-gradient-sync": NoGradientSync,
     "broken-sum": SumInsteadOfMean,
     "broken-no-broadcast": NoInitialBroadcast,
     "broken-join": JoinIgnored,
