@@ -149,7 +149,6 @@ void Bucket::wait_for_producers() const {
 
 void Bucket::pack(const PackOptions& options) {
   move_to(BucketState::kReady, BucketState::kPacked);
-  scale_ = options.scale;
   wait_for_producers();
   const at::Tensor& first = slots_.front().param->tensor.grad();
   if (spec_.sparse && (!first.defined() || first.is_sparse())) {
@@ -175,6 +174,7 @@ void Bucket::pack_dense(const PackOptions& options) {
       spec_.views && flat_.defined() &&
       std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place; });
   average_in_collective_ = all_in_place && options.in_collective;
+  flag_ = average_in_collective_ ? options.scale : 1.0;
   std::vector<ops::Item> items = gradient_items(all_in_place, average_in_collective_);
   append_flags(items, options.vote);
   ops::pack(items, flat_, average_in_collective_ ? 1.0 : options.scale);
@@ -335,7 +335,7 @@ void Bucket::count_uses(std::vector<int64_t>& counts) const {
   const at::Tensor flags = flags_on_host();
   const float* values = flags.const_data_ptr<float>();
   for (size_t i = 0; i < slots_.size(); ++i) {
-    counts.at(static_cast<size_t>(spec_.slots[i].param)) = std::lround(values[i] / scale_);
+    counts.at(static_cast<size_t>(spec_.slots[i].param)) = std::lround(values[i] / flag_);
   }
 }
 

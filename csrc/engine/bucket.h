@@ -151,7 +151,7 @@ class Bucket {
       hook_layout_;  // the same in elements of the parameters' dtype, which may be complex
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
-  double scale_ = 1.0;   // of the flags: what one rank's 1 became
+  double flag_ = 1.0;    // what one rank's flag adds to the result
   bool missed_ = false;  // this rank had no gradient for some slot
   bool average_in_collective_ = false;
   at::Tensor flat_;
