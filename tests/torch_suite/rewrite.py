@@ -9,7 +9,7 @@ Always:
       isinstance checks keep seeing its own class;
     * the input of 1000 x 1000 pixels in `test_ddp_uneven_inputs` becomes one of 100 x 100, which
       is enough for the same parameters;
-    * `torch.load` is told `weights_only=False`: the tests that load hooks are older than its default.
+    * `torch.load` is told `weights_only=False`: tests that load hooks are older than its default.
 
 Without a GPU per rank:
     * decorators that skip where there are fewer GPUs than ranks go away (`GPU_GUARDS`);
@@ -142,7 +142,7 @@ class _SmallerImage(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         dims = [arg for arg in node.args if isinstance(arg, ast.Name) and arg.id == "dim"]
         if _dotted(node.func) == "torch.ones" and len(dims) == 2:
-            node.args = node.args[:2] + [ast.Constant(100), ast.Constant(100)]
+            node.args = [*node.args[:2], ast.Constant(100), ast.Constant(100)]
         return self.generic_visit(node)
 
 
