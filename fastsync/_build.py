@@ -32,6 +32,7 @@ CPP_SOURCES = (
     "engine/plan_watch.cpp",
     "engine/step_log.cpp",
     "engine/bucket.cpp",
+    "engine/usage.cpp",
     "engine/reducer.cpp",
     "bindings.cpp",
 )

@@ -117,7 +117,7 @@ def test_a_parameter_thawed_after_the_forward_began():
 def name_no_group(rank, world):
     tensors = [p.tensor for p in params_of(1)]
     try:
-        _ext.load().Reducer(tensors, ["p"], "no such group", False, False)
+        _ext.load().Reducer(tensors, ["p"], "no such group", False, False, False)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -18,6 +18,7 @@ PYTHON_LAYERS = [
     ["layout", "config", "_torch_private", "consensus"],
     ["plan", "meeting", "_ext"],
     ["engine"],
+    ["logging_data"],
     ["_torch_front"],
     ["ddp"],
     ["__init__"],
@@ -27,8 +28,9 @@ CPP_LAYERS = [
     ["check.h"],
     ["kernels"],
     ["ops", "comm/collective"],
-    ["comm/hook", "engine/autograd_hooks", "engine/plan_watch"],
+    ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
     ["comm/python_hook", "engine/bucket"],
+    ["engine/usage"],
     ["engine/reducer"],
     ["bindings.cpp"],
 ]

@@ -1,7 +1,6 @@
 #include "reducer.h"
 
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -15,17 +14,6 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-constexpr size_t kNamesShown = 20;
-
-std::string join(const std::vector<std::string>& names) {
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  if (names.size() > kNamesShown) text += concat(" and ", names.size() - kNamesShown, " more");
-  return text;
-}
-
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
@@ -35,7 +23,9 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
 
 Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
                  const std::string& group_name, ReducerOptions options)
-    : options_(options), collective_(comm::Collective::resolve(group_name)) {
+    : options_(options),
+      collective_(comm::Collective::resolve(group_name)),
+      usage_(params_, collective_->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisor_ = collective_->size();
   counting_fires_ = options_.static_graph;
@@ -117,10 +107,9 @@ ForwardAdvice Reducer::advise() {
              "reduction in the prior iteration before starting a new one. Find the exception that "
              "left backward() early, or restart from a checkpoint");
   }
-  FS_CHECK(refusal_.empty(), refusal_);
-  if (!pending_error_.empty()) FS_CHECK(false, std::exchange(pending_error_, std::string()));
+  usage_.check_forward();
   ForwardAdvice advice;
-  advice.unused = std::exchange(unused_, {});
+  advice.unused = usage_.take_warning();
   advice.replan = watch_.replan_due();
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
@@ -169,6 +158,7 @@ void Reducer::set_static_graph() {
         "constructed; pass static_graph=True to FastDDP instead");
   });
   options_.static_graph = true;
+  usage_.set_static_graph();
   counting_fires_ = true;
 }
 
@@ -294,8 +284,7 @@ void Reducer::finish_backward(int64_t generation) {
     abandon();
     throw;
   }
-  const std::string change = find_change();
-  if (!change.empty()) refuse_forwards();
+  const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
   noting_errors([&] { FS_CHECK(change.empty(), change); });
 }
@@ -308,7 +297,7 @@ void Reducer::complete_step() {
 }
 
 void Reducer::close_buckets() {
-  note_unused();
+  usage_.end_backward(planned_);
   for (Bucket& bucket : buckets_) bucket.close();
   advance();
 }
@@ -361,77 +350,12 @@ std::vector<bool> Reducer::exchange_flags() {
   return std::vector<bool>(values, values + count);
 }
 
-bool Reducer::unused_now(size_t param) const {
-  return planned_[param] && !params_[param]->used && params_[param]->tensor.requires_grad();
-}
-
 // skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.
 bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const {
   if (!options_.skip_unused) return false;
   const auto& slots = bucket.spec().slots;
   return std::none_of(slots.begin(), slots.end(),
                       [&](const SlotSpec& slot) { return used(static_cast<size_t>(slot.param)); });
-}
-
-void Reducer::note_unused() {
-  RECORD_FUNCTION("fastsync::search_unused_parameters", std::vector<c10::IValue>());
-  std::vector<std::string> names;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (unused_now(i)) names.push_back(params_[i]->name);
-  }
-  if (names.empty()) return;
-  if (options_.fail_on_unused && !options_.static_graph) {
-    pending_error_ = concat(
-        "Expected to have finished reduction in the prior iteration before starting a new one. "
-        "This error indicates that your module has parameters that were not used in producing "
-        "loss. Leave find_unused_parameters out to have fastsync handle them, or do so by passing "
-        "the keyword argument `find_unused_parameters=True` to FastDDP; otherwise make sure that "
-        "all `forward` function outputs participate in calculating loss. The parameters are named "
-        "here; there is no need to set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
-        "INFO or DETAIL.\nParameters which did not receive grad for rank ",
-        collective_->rank(), ": ", join(names),
-        "\nParameter indices which did not receive grad for rank ", collective_->rank(), ":",
-        unused_indices());
-  } else if (!warned_unused_) {
-    warned_unused_ = true;
-    unused_ = std::move(names);
-  }
-}
-
-std::string Reducer::unused_indices() const {
-  std::string indices;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (unused_now(i)) indices += concat(" ", i);
-  }
-  return indices;
-}
-
-// static_graph promises that every step uses the parameters of the first one. The averages are right all the same, so all
-// ranks finish the step before one of them complains.
-std::string Reducer::find_change() const {
-  const std::vector<bool>& before = log_.used();
-  if (!options_.static_graph || before.empty()) return "";
-  std::vector<std::string> changed;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->used && !before[i]) {
-      changed.push_back(concat(params_[i]->name, " (unused before)"));
-    } else if (unused_now(i) && before[i]) {
-      changed.push_back(concat(params_[i]->name, " (used before)"));
-    }
-  }
-  if (changed.empty()) return "";
-  return concat("Your training graph has changed in this iteration, on rank ", collective_->rank(),
-                ": ", join(changed), ". This is not compatible with static_graph set to True");
-}
-
-void Reducer::refuse_forwards() {
-  refusal_ = concat(
-      "Expected to have finished reduction in the prior iteration before starting a new one. This "
-      "error indicates that your training graph has changed in this iteration, e.g., one parameter "
-      "is used in first iteration, but then got unused in the second iteration. this is not "
-      "compatible with static_graph set to True.\nParameter indices which did not receive grad "
-      "for rank ",
-      collective_->rank(), ":", unused_indices());
 }
 
 void Reducer::end_step() {

@@ -33,6 +33,7 @@
 #include "bucket.h"
 #include "plan_watch.h"
 #include "step_log.h"
+#include "usage.h"
 
 namespace fastsync::engine {
 
@@ -117,12 +118,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void complete_step();
   void close_buckets();
   void finish_buckets();
-  bool unused_now(size_t param) const;
   bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
-  void note_unused();
-  std::string unused_indices() const;
-  std::string find_change() const;
-  void refuse_forwards();
   void end_step();
   void abandon();
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
@@ -155,10 +151,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t next_ = 0;         // first bucket that has not been launched
 
   PlanWatch watch_;
-  std::vector<std::string> unused_;
-  bool warned_unused_ = false;
-  std::string pending_error_;
-  std::string refusal_;  // static graph: why no forward may follow
+  UsageCheck usage_;
   StepLog log_;
   std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;

@@ -1,0 +1,50 @@
+// Which parameters a step left without gradient, and what to say about it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bucket.h"
+
+namespace fastsync::engine {
+
+class UsageCheck {
+ public:
+  using Parameters = std::vector<std::unique_ptr<Parameter>>;
+
+  // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused` that every step uses all.
+  UsageCheck(const Parameters& params, int rank, bool static_graph, bool fail_on_unused)
+      : params_(params),
+        rank_(rank),
+        static_graph_(static_graph),
+        fail_on_unused_(fail_on_unused) {}
+
+  void set_static_graph() { static_graph_ = true; }
+
+  // At the end of a backward. `planned`: by index, whether a parameter is in a bucket.
+  void end_backward(const std::vector<bool>& planned);
+  // Behind it: what broke the promise of a static graph, in words; empty if nothing did. `before`: the parameters that the
+  // last step used, empty before the first. From then on every forward is refused.
+  std::string find_change(const std::vector<bool>& planned, const std::vector<bool>& before);
+  // At a forward: throws what the last backward left to say.
+  void check_forward();
+  // Unused parameters to warn about; tells once.
+  std::vector<std::string> take_warning();
+
+ private:
+  bool is_unused(size_t param, const std::vector<bool>& planned) const;
+  std::string unused_indices(const std::vector<bool>& planned) const;
+
+  const Parameters& params_;
+  int rank_;
+  bool static_graph_;
+  bool fail_on_unused_;
+  bool warned_ = false;
+  std::vector<std::string> warning_;
+  std::string next_error_;  // for one forward
+  std::string refusal_;     // for all that follow
+};
+
+}  // namespace fastsync::engine
