@@ -113,4 +113,7 @@ def _summarise(results: Sequence[TestResult], options: argparse.Namespace, secon
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # run_tests has ended its ranks

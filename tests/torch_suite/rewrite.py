@@ -161,7 +161,8 @@ class _DeviceRules(ast.NodeTransformer):
         if _dotted(call.func if call else decorator) not in GPU_GUARDS:
             return False
         asked = call.args[-1] if call and call.args else None
-        return not (isinstance(asked, ast.Constant) and asked.value > self._world_size)
+        count = asked.value if isinstance(asked, ast.Constant) else None
+        return not (isinstance(count, int) and count > self._world_size)
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
         if node.arg == "device":
