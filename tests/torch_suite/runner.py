@@ -7,7 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -79,6 +79,7 @@ class _Running:
     def __post_init__(self) -> None:
         self._start = time.monotonic()
         self._failed_at = float("inf")
+        self._killed: set[int] = set()
         self._temporary = tempfile.TemporaryDirectory()
         self._folder = Path(self._temporary.name)
         for sub in ("barrier", "test_dir", "init_dir"):
@@ -117,15 +118,20 @@ class _Running:
         self._temporary.cleanup()
 
     def _kill(self) -> None:
-        for process in self.alive():
-            process.kill()
-            process.join()
+        for rank, process in enumerate(self.processes):
+            if process.is_alive():
+                self._killed.add(rank)
+                process.kill()
+                process.join()
 
     def _read(self, rank: int) -> RankResult | None:
         path = self._folder / f"result-{rank}"
         return RankResult(**json.loads(path.read_text())) if path.exists() else None
 
     def _judge(self, ranks: Sequence[RankResult | None]) -> tuple[str, int, str]:
+        crash = self._crash(lambda code: code < 0)
+        if crash:  # what the others then run into is its consequence
+            return crash
         failed = [(r.when, i) for i, r in enumerate(ranks) if r and r.outcome == "failed"]
         if failed:
             rank = min(failed)[1]
@@ -134,15 +140,22 @@ class _Running:
         if self.timed_out:
             stuck = next((i for i, r in enumerate(ranks) if r is None), 0)
             return "timed out", stuck, self._output(stuck)
-        for rank, process in enumerate(self.processes):
-            if process.exitcode != 0:
-                return "crashed", rank, f"exit code {process.exitcode}\n{self._output(rank)}"
+        crash = self._crash(lambda code: code != 0)
+        if crash:
+            return crash
         skipped = [r.text for r in ranks if r and r.outcome == "skipped"]
         if skipped:
             return "not run", -1, skipped[0]
         if not any(r and r.built for r in ranks):
             return "not run", -1, "never built the class"
         return "passed", -1, ""
+
+    def _crash(self, died: Callable[[int], bool]) -> tuple[str, int, str] | None:
+        for rank, process in enumerate(self.processes):
+            ended_itself = rank not in self._killed
+            if ended_itself and process.exitcode is not None and died(process.exitcode):
+                return "crashed", rank, f"exit code {process.exitcode}\n{self._output(rank)}"
+        return None
 
     def _output(self, rank: int) -> str:
         path = self._folder / f"output-{rank}"
