@@ -16,6 +16,9 @@
 namespace fastsync::engine {
 namespace {
 
+// Bytes from which a gradient is packed when it arrives: more than a core's own cache holds besides.
+constexpr int64_t kEarlyBytes = 512 << 10;
+
 ops::SlotLayout flat_run(int64_t offset, int64_t numel) {
   return ops::SlotLayout{offset, numel, {numel}, {1}};
 }
@@ -97,6 +100,7 @@ bool Bucket::mark_ready(size_t index, std::optional<c10::Stream> stream) {
   missed_ = missed_ || !slot.param->used;
   const bool repeated = slot.fires > slot.param->expected_fires;
   if (repeated) slot.param->expected_fires = slot.fires;
+  slot.early = slot.early && !repeated;  // pack it again
   if (repeated || slot.fires < slot.param->expected_fires || --pending_ > 0) return false;
   move_to(BucketState::kFilling, BucketState::kReady);
   return true;
@@ -167,35 +171,49 @@ void Bucket::pack_sparse(const PackOptions& options) {
 }
 
 void Bucket::pack_dense(const PackOptions& options) {
-  const size_t in_place = spec_.views ? find_in_place() : 0;
-  ensure_flat(in_place);
+  ensure_flat();
+  find_in_place();
   keep_unused();
-  const bool all_in_place =
-      spec_.views && flat_.defined() &&
-      std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place; });
+  const bool all_in_place = std::all_of(
+      slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place && !slot.early; });
   average_in_collective_ = all_in_place && options.in_collective;
   flag_ = average_in_collective_ ? options.scale : 1.0;
   std::vector<ops::Item> items = gradient_items(all_in_place, average_in_collective_);
   append_flags(items, options.vote);
   ops::pack(items, flat_, average_in_collective_ ? 1.0 : options.scale);
-  if (spec_.views) install_views();
+  for (Slot& slot : slots_) {
+    if (slot.param->used && !slot.in_place) install_view(slot);
+  }
 }
 
-size_t Bucket::find_in_place() {
-  size_t count = 0;
+void Bucket::pack_early(size_t index, double scale) {
+  Slot& slot = slots_.at(index);
+  const at::Tensor& grad = slot.param->tensor.grad();
+  const auto bytes = slot.layout.numel * static_cast<int64_t>(c10::elementSize(spec_.wire));
+  const bool arrived = slot.fires == slot.param->expected_fires && grad.defined();
+  if (!arrived || bytes < kEarlyBytes || spec_.sparse || !device().is_cpu()) return;
+  check_gradient(slot, grad);
+  ensure_flat();
+  ops::pack({{grad, &slot.layout}}, flat_, scale);
+  slot.early = true;
+  slot.in_place = spec_.views;
+  install_view(slot);
+}
+
+void Bucket::find_in_place() {
   for (Slot& slot : slots_) {
-    slot.in_place = ops::is_view_of(slot.param->tensor.grad(), flat_, slot.layout);
-    count += slot.in_place ? 1 : 0;
+    slot.in_place = spec_.views && ops::is_view_of(slot.param->tensor.grad(), flat_, slot.layout);
   }
-  return count;
 }
 
 // See [Note: gradients live in the bucket].
-void Bucket::ensure_flat(size_t in_place) {
-  const bool ours = flat_.defined() && flat_.storage().use_count() == 1 + in_place;
-  if (ours || (flat_.defined() && !spec_.views)) return;
+void Bucket::ensure_flat() {
+  if (std::exchange(flat_is_ours_, true) || (flat_.defined() && !spec_.views)) return;
+  find_in_place();
+  const auto in_place =
+      std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place; });
+  if (flat_.defined() && flat_.storage().use_count() == 1 + static_cast<size_t>(in_place)) return;
   flat_ = ops::make_flat(spec_.numel, spec_.wire, device());
-  for (Slot& slot : slots_) slot.in_place = false;
 }
 
 // Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last bit. A parameter that
@@ -218,6 +236,7 @@ std::vector<ops::Item> Bucket::gradient_items(bool all_in_place, bool in_collect
     return items;
   }
   for (const Slot& slot : slots_) {
+    if (slot.early) continue;
     const at::Tensor& grad = slot.param->tensor.grad();
     if (!grad.defined()) {
       items.push_back({at::Tensor(), &slot.layout, 0.0F});
@@ -243,12 +262,10 @@ void Bucket::append_flags(std::vector<ops::Item>& items, bool vote) {
   items.push_back({at::Tensor(), &flag_layouts_[count], vote ? 1.0F : 0.0F});
 }
 
-void Bucket::install_views() {
-  for (Slot& slot : slots_) {
-    at::Tensor& grad = slot.param->tensor.mutable_grad();
-    if (!slot.param->used || slot.in_place || !grad.defined()) continue;
-    grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
-  }
+void Bucket::install_view(Slot& slot) {
+  at::Tensor& grad = slot.param->tensor.mutable_grad();
+  if (!spec_.views || !grad.defined()) return;
+  grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
 }
 
 void Bucket::launch(comm::Collective& collective) {
@@ -376,9 +393,11 @@ void Bucket::abandon() {
   if (std::exchange(in_flight_, nullptr)) flat_ = at::Tensor();
   pending_ = slots_.size();
   missed_ = false;
+  flat_is_ours_ = false;
   for (Slot& slot : slots_) {
     slot.fires = 0;
     slot.in_place = false;
+    slot.early = false;
     slot.kept = at::Tensor();
     slot.stream.reset();
   }

@@ -16,6 +16,10 @@
 // synchronisation and 0 where not, and one more element for this rank's vote on a new plan. The sum over ranks tells for
 // free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back. A communication
 // hook sees the gradients alone; the reducer then exchanges the flags itself.
+//
+// [Note: early packing]
+// On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last of them, and its memory is
+// free for the next layer's gradient. On a device one launch for the whole bucket matters more.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -87,6 +91,10 @@ class Bucket {
   // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More arrivals than expected are
   // remembered, and waited for from the next step on.
   bool mark_ready(size_t slot, std::optional<c10::Stream> stream);
+  // Packs a gradient that has arrived ahead of its bucket, where that pays. See [Note: early packing].
+  void pack_early(size_t slot, double scale);
+  // Whether another gradient for this slot would come too late.
+  bool is_settled(size_t slot) const { return slots_[slot].early && spec_.views; }
   int fires(size_t slot) const { return slots_[slot].fires; }
   bool complete() const { return pending_ == 0; }
   // End of backward: takes what is there for every slot that got nothing.
@@ -120,6 +128,7 @@ class Bucket {
     ops::SlotLayout layout;
     int fires = 0;
     bool in_place = false;  // the gradient already lives in this slot
+    bool early = false;     // and was packed when it arrived
     at::Tensor kept;        // copy of an unused in-place gradient, put back if no rank used it
     std::optional<c10::Stream> stream;
   };
@@ -129,12 +138,12 @@ class Bucket {
   void wait_for_producers() const;
   void pack_dense(const PackOptions& options);
   void pack_sparse(const PackOptions& options);
-  size_t find_in_place();
-  void ensure_flat(size_t in_place);
+  void find_in_place();
+  void ensure_flat();
   void keep_unused();
   std::vector<ops::Item> gradient_items(bool all_in_place, bool in_collective);
   void append_flags(std::vector<ops::Item>& items, bool vote);
-  void install_views();
+  void install_view(Slot& slot);
   at::Tensor flags_on_host() const;
   std::vector<bool> globally_used(const std::vector<bool>& used_anywhere) const;
   comm::HookBucket hook_view(const at::Tensor& flat, size_t index, size_t count) const;
@@ -154,6 +163,7 @@ class Bucket {
   double flag_ = 1.0;    // what one rank's flag adds to the result
   bool missed_ = false;  // this rank had no gradient for some slot
   bool average_in_collective_ = false;
+  bool flat_is_ours_ = false;  // checked in this step
   at::Tensor flat_;
   std::unique_ptr<comm::InFlight> in_flight_;
 };

@@ -221,12 +221,16 @@ void Reducer::place_gradient(size_t param) {
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
     if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
+  } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
+    // Not in the first step, which tells how often each gradient arrives.
+    bucket.pack_early(place.slot, scale());
   }
 }
 
 // One more gradient for a parameter than expected is harmless only while its bucket is still here.
 void Reducer::check_repeated(size_t param, const Place& place) const {
-  const bool sent = next_ > static_cast<size_t>(place.bucket) && communicates();
+  const auto index = static_cast<size_t>(place.bucket);
+  const bool sent = communicates() && (next_ > index || buckets_[index].is_settled(place.slot));
   FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
            "' (index ", param, ") on rank ", collective_->rank(),
            " received another gradient after its bucket had been sent. It is used in several "
@@ -247,7 +251,7 @@ void Reducer::advance() {
 
 void Reducer::launch(Bucket& bucket) {
   PackOptions pack;
-  pack.scale = hook_ ? 1.0 : 1.0 / divisor_;
+  pack.scale = scale();
   pack.vote = watch_.vote();
   pack.in_collective = !hook_ && !ranks_may_have_joined_ && divisor_ == collective_->size() &&
                        collective_->can_average(bucket.device());

@@ -122,6 +122,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_step();
   void abandon();
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
+  double scale() const { return hook_ ? 1.0 : 1.0 / divisor_; }
   bool votes() const { return !options_.fail_on_unused && collective_->size() > 1; }
   std::vector<bool> exchange_flags();
   template <typename Fn>
