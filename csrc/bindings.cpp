@@ -162,7 +162,6 @@ void bind_engine(py::module_& m) {
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)
-      .def("bucket_params", &Reducer::bucket_params, release)
       .def("last_step", &last_step_dict)
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)

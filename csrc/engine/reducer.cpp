@@ -185,6 +185,7 @@ void Reducer::use_group(const std::string& group_name) {
   abandon();
   collective_ = comm::Collective::resolve(group_name);
   divisor_ = collective_->size();
+  usage_.set_rank(collective_->rank());
   watch_.group_changed();
 }
 
@@ -229,8 +230,8 @@ void Reducer::place_gradient(size_t param) {
 
 // One more gradient for a parameter than expected is harmless only while its bucket is still here.
 void Reducer::check_repeated(size_t param, const Place& place) const {
-  const auto index = static_cast<size_t>(place.bucket);
-  const bool sent = communicates() && (next_ > index || buckets_[index].is_settled(place.slot));
+  const auto b = static_cast<size_t>(place.bucket);
+  const bool sent = communicates() && (next_ > b || buckets_[b].is_settled(place.slot));
   FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
            "' (index ", param, ") on rank ", collective_->rank(),
            " received another gradient after its bucket had been sent. It is used in several "
@@ -311,8 +312,8 @@ void Reducer::finish_buckets() {
     for (Bucket& bucket : buckets_) bucket.abandon();
     return;
   }
-  const auto start = std::chrono::steady_clock::now();
   std::vector<bool> used;
+  const auto start = std::chrono::steady_clock::now();
   if (hook_) {
     // A hook may start further collectives when its first one is done, so flags must wait for all hooks.
     for (Bucket& bucket : buckets_) {
@@ -415,17 +416,6 @@ std::vector<bool> Reducer::trainable() const {
   flags.reserve(params_.size());
   for (const auto& param : params_) flags.push_back(param->tensor.requires_grad());
   return flags;
-}
-
-std::vector<std::vector<int64_t>> Reducer::bucket_params() const {
-  const Lock lock(mutex_);
-  std::vector<std::vector<int64_t>> all;
-  for (const Bucket& bucket : buckets_) {
-    std::vector<int64_t> indices;
-    for (const SlotSpec& slot : bucket.spec().slots) indices.push_back(slot.param);
-    all.push_back(std::move(indices));
-  }
-  return all;
 }
 
 StepReport Reducer::last_step() const {

@@ -91,7 +91,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
   std::vector<int64_t> ready_order() const;
   std::vector<bool> trainable() const;
-  std::vector<std::vector<int64_t>> bucket_params() const;
   ReducerStats stats() const;
   StepReport last_step() const;
   // How many ranks used each parameter in the last synchronised step. Where no flags travel

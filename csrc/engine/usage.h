@@ -22,6 +22,7 @@ class UsageCheck {
         fail_on_unused_(fail_on_unused) {}
 
   void set_static_graph() { static_graph_ = true; }
+  void set_rank(int rank) { rank_ = rank; }
 
   // At the end of a backward. `planned`: by index, whether a parameter is in a bucket.
   void end_backward(const std::vector<bool>& planned);
