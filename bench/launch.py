@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,9 +82,21 @@ def _run_rank(main: Callable[[Group], int], threads: int) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        return main(Group(rank, world, device))
+        code = main(Group(rank, world, device))
     finally:
         dist.destroy_process_group()
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends this rank without tearing the interpreter down.
+
+    A Gloo thread that drops the last handle of one of DDP's collectives takes Python's lock for it,
+    and aborts the process where the interpreter is already on its way out.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _choose_device(local_rank: int, local_world: int) -> torch.device:
