@@ -153,8 +153,7 @@ void bind_engine(py::module_& m) {
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"))
       .def("pause", &Reducer::pause, release)
       .def("set_static_graph", &Reducer::set_static_graph, release)
-      .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"),
-           py::arg("ranks_may_have_joined"))
+      .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"))
       .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"))
       .def("at_end", &at_end, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)

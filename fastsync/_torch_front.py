@@ -45,7 +45,7 @@ class FrontReducer:
         work.wait()
         active = int(work.result()[0].item())
         divisor = self._initial_world if use_initial_world_size else active
-        self.engine.core.set_divisor(float(divisor), ranks_may_have_joined=True)
+        self.engine.core.set_divisor(float(divisor))
 
     def _push_all_rebuilt_params(self) -> None:
         """Nothing to do: plans are made from rank 0's order."""

@@ -52,18 +52,10 @@ class ProcessGroupCollective final : public Collective {
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
 
-  // NCCL implements AVG as a multiplication by 1/N ahead of the sum; at one rank it does nothing at all.
-  bool can_average(at::Device device) const override {
-    return device.is_cuda() && size() > 1 &&
-           group_->getBackend(c10::DeviceType::CUDA)->getBackendName() == "nccl";
-  }
-
-  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat, Average average) override {
+  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     std::vector<at::Tensor> buffers{flat};
-    c10d::AllreduceOptions options;
-    if (average == Average::kInCollective) options.reduceOp = c10d::ReduceOp::AVG;
     const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
-    auto work = group_->allreduce(buffers, options);
+    auto work = group_->allreduce(buffers);
     FS_CHECK(work, "the process group returned no work handle for an all-reduce");
     return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
   }

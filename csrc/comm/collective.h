@@ -21,10 +21,6 @@ class InFlight {
   virtual at::Tensor wait() = 0;
 };
 
-// Who divides by the number of ranks. The order is the same either way: each rank's gradient is scaled first and the
-// products are summed, so a result never overflows where the average itself is finite.
-enum class Average { kDoneByCaller, kInCollective };
-
 class Collective {
  public:
   // The process group registered with c10d under `group_name`. Throws when there is none.
@@ -34,11 +30,10 @@ class Collective {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Whether the backend itself can scale each rank's input before it sums (NCCL's AVG does, Gloo's divides last).
-  virtual bool can_average(at::Device device) const = 0;
-
-  // Sum over ranks, in place. Sparse tensors are summed where the backend can (Gloo).
-  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat, Average average) = 0;
+  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
+  // average is finite, and every rank issues the same operation whether it had something to pack or not.
+  // Sparse tensors are summed where the backend can (Gloo).
+  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
 };
 
 }  // namespace fastsync::comm

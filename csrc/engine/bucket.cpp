@@ -165,7 +165,6 @@ void Bucket::pack(const PackOptions& options) {
 // A rank without a gradient takes part with an empty one.
 void Bucket::pack_sparse(const PackOptions& options) {
   const at::NoGradGuard no_grad;
-  average_in_collective_ = false;
   const at::Tensor& param = slots_.front().param->tensor;
   flat_ = param.grad().defined() ? param.grad().mul(options.scale).coalesce() : empty_rows(param);
 }
@@ -176,11 +175,9 @@ void Bucket::pack_dense(const PackOptions& options) {
   keep_unused();
   const bool all_in_place = std::all_of(
       slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place && !slot.early; });
-  average_in_collective_ = all_in_place && options.in_collective;
-  flag_ = average_in_collective_ ? options.scale : 1.0;
-  std::vector<ops::Item> items = gradient_items(all_in_place, average_in_collective_);
+  std::vector<ops::Item> items = gradient_items(all_in_place);
   append_flags(items, options.vote);
-  ops::pack(items, flat_, average_in_collective_ ? 1.0 : options.scale);
+  ops::pack(items, flat_, options.scale);
   for (Slot& slot : slots_) {
     if (slot.param->used && !slot.in_place) install_view(slot);
   }
@@ -226,13 +223,11 @@ void Bucket::keep_unused() {
   }
 }
 
-std::vector<ops::Item> Bucket::gradient_items(bool all_in_place, bool in_collective) {
+std::vector<ops::Item> Bucket::gradient_items(bool all_in_place) {
   std::vector<ops::Item> items;
   items.reserve(slots_.size() * 2 + 2);
   if (all_in_place) {
-    if (!in_collective) {
-      items.push_back({ops::view_of(flat_, gradients_layout_, spec_.wire), &gradients_layout_});
-    }
+    items.push_back({ops::view_of(flat_, gradients_layout_, spec_.wire), &gradients_layout_});
     return items;
   }
   for (const Slot& slot : slots_) {
@@ -270,9 +265,7 @@ void Bucket::install_view(Slot& slot) {
 
 void Bucket::launch(comm::Collective& collective) {
   move_to(BucketState::kPacked, BucketState::kInFlight);
-  const auto average =
-      average_in_collective_ ? comm::Average::kInCollective : comm::Average::kDoneByCaller;
-  in_flight_ = collective.all_reduce(flat_, average);
+  in_flight_ = collective.all_reduce(flat_);
 }
 
 void Bucket::launch(comm::Hook& hook, size_t index, size_t count) {
@@ -352,7 +345,7 @@ void Bucket::count_uses(std::vector<int64_t>& counts) const {
   const at::Tensor flags = flags_on_host();
   const float* values = flags.const_data_ptr<float>();
   for (size_t i = 0; i < slots_.size(); ++i) {
-    counts.at(static_cast<size_t>(spec_.slots[i].param)) = std::lround(values[i] / flag_);
+    counts.at(static_cast<size_t>(spec_.slots[i].param)) = std::lround(values[i]);
   }
 }
 
@@ -407,7 +400,7 @@ Shadow Bucket::shadow(comm::Collective& collective) const {
   const at::NoGradGuard no_grad;
   const at::Tensor flat = spec_.sparse ? empty_rows(slots_.front().param->tensor)
                                        : ops::make_flat(spec_.numel, spec_.wire, device());
-  auto in_flight = collective.all_reduce(flat, comm::Average::kDoneByCaller);
+  auto in_flight = collective.all_reduce(flat);
   return Shadow{std::move(in_flight), vote_in(flat)};
 }
 

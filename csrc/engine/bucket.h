@@ -65,9 +65,8 @@ enum class BucketState { kFilling, kReady, kPacked, kInFlight, kReceived };
 const char* to_string(BucketState state);
 
 struct PackOptions {
-  double scale = 1.0;          // 1 / divisor, applied before the sum
-  bool vote = false;           // this rank asks for a new plan
-  bool in_collective = false;  // the collective scales (only where nothing has to be packed)
+  double scale = 1.0;  // 1 / divisor, applied before the sum
+  bool vote = false;   // this rank asks for a new plan
 };
 
 // A collective that this rank joins only so that the others do not wait for it.
@@ -141,7 +140,7 @@ class Bucket {
   void find_in_place();
   void ensure_flat();
   void keep_unused();
-  std::vector<ops::Item> gradient_items(bool all_in_place, bool in_collective);
+  std::vector<ops::Item> gradient_items(bool all_in_place);
   void append_flags(std::vector<ops::Item>& items, bool vote);
   void install_view(Slot& slot);
   at::Tensor flags_on_host() const;
@@ -160,9 +159,7 @@ class Bucket {
       hook_layout_;  // the same in elements of the parameters' dtype, which may be complex
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
-  double flag_ = 1.0;    // what one rank's flag adds to the result
-  bool missed_ = false;  // this rank had no gradient for some slot
-  bool average_in_collective_ = false;
+  bool missed_ = false;        // this rank had no gradient for some slot
   bool flat_is_ours_ = false;  // checked in this step
   at::Tensor flat_;
   std::unique_ptr<comm::InFlight> in_flight_;

@@ -162,11 +162,10 @@ void Reducer::set_static_graph() {
   counting_fires_ = true;
 }
 
-void Reducer::set_divisor(double divisor, bool ranks_may_have_joined) {
+void Reducer::set_divisor(double divisor) {
   const Lock lock(mutex_);
   FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
   divisor_ = divisor;
-  ranks_may_have_joined_ = ranks_may_have_joined;
 }
 
 void Reducer::set_hook(std::unique_ptr<comm::Hook> hook) {
@@ -254,8 +253,6 @@ void Reducer::launch(Bucket& bucket) {
   PackOptions pack;
   pack.scale = scale();
   pack.vote = watch_.vote();
-  pack.in_collective = !hook_ && !ranks_may_have_joined_ && divisor_ == collective_->size() &&
-                       collective_->can_average(bucket.device());
   log_.sending();
   bucket.pack(pack);
   if (hook_) {
@@ -347,7 +344,7 @@ std::vector<bool> Reducer::exchange_flags() {
   for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
   values[count] = watch_.vote() ? 1.0F : 0.0F;
   const at::Tensor sum = flags.to(buckets_.front().device());
-  collective_->all_reduce(sum, comm::Average::kDoneByCaller)->wait();
+  collective_->all_reduce(sum)->wait();
   flags = sum.to(at::kCPU);
   values = flags.mutable_data_ptr<float>();
   watch_.note_votes(flags.narrow(0, count, 1));

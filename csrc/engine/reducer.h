@@ -77,7 +77,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void set_static_graph();
   // Gradients are divided by this from now on (world size by default; fewer when ranks have joined).
-  void set_divisor(double divisor, bool ranks_may_have_joined);
+  void set_divisor(double divisor);
   // Takes part in one step of the other ranks without gradients of its own.
   void shadow_step();
   // Reduces buckets with `hook` instead of averaging them; nullptr goes back. Needs a plan whose wire dtypes are the
@@ -138,7 +138,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<comm::Hook> hook_;
   std::vector<std::function<void()>> at_end_;
   double divisor_ = 1.0;
-  bool ranks_may_have_joined_ = false;
 
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;
