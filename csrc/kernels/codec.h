@@ -14,18 +14,21 @@
 // then the scales of all its blocks. Several sections with formats of their own may share the chunks. Blocks that no
 // segment covers are not written; bytes that are zero decode to zeros in every format.
 //
-//   format     code                                    block  scale
-//   float32    the float itself                           16  none
-//   bfloat16   round to nearest even                      16  none
-//   float16    x / 2^e to nearest even                   256  e as one byte, e + 127; 255 marks a poisoned block
-//   float8     x / 2^e to nearest even (E4M3 or E5M2)    256  the same
-//   int8       round(x / s), -127..127                   128  s in bfloat16; NaN marks a poisoned block
-//   int4       round(x / s), -7..7, low nibble first      64  the same
+//   format     code                                    block  scale                               error at most
+//   float32    the float itself                           16  none                                0
+//   bfloat16   round to nearest even                      16  none                                |x| 2^-8
+//   float16    x / 2^e to nearest even                   256  one byte, e + 127; 255 is poison    |x| 2^-11 or M 2^-39
+//   float8     x / 2^e to nearest even    E4M3           256  the same                            |x| 2^-4 or M 2^-17
+//                                         E5M2           256  the same                            |x| 2^-3 or M 2^-31
+//   int8       round(x / s), -127..127                   128  s in bfloat16; NaN is poison        M / 252
+//   int4       round(x / s), -7..7, low nibble first      64  the same                            M / 13.8
 //
-// e is the smallest exponent for which the block's largest magnitude, divided by 2^e, does not exceed the format's largest
-// number; s is the smallest bfloat16 of which 127 (or 7) reach it. Neither 2^e nor s is below 2^-126. So only a block's own
-// range decides what it can hold, nothing overflows, and gradients too small for a plain fp16 survive. x / s is computed as
-// x * (1 / s), both rounded.
+// M is the block's largest magnitude; of two errors the larger holds, and 2^-127 where that is more; stochastic rounding
+// at most doubles them (csrc/tests/test_codec_formats.cpp).
+//
+// e is the smallest exponent for which M / 2^e does not exceed the format's largest number; s is the smallest bfloat16 of
+// which 127 (or 7) reach M. Neither 2^e nor s is below 2^-126. So only a block's own range decides what it can hold, nothing
+// overflows, and gradients too small for a plain fp16 survive. x / s is computed as x * (1 / s), both rounded.
 //
 // Defined for every input:
 //   * a block of zeros decodes to zeros,
@@ -35,8 +38,10 @@
 //   * every rank that decodes the same bytes gets the same bits; host and device agree on bits, a NaN's payload aside.
 //
 // Arithmetic is fp32: each product, sum and conversion rounds to nearest even, never fused. Sums run over sources in rank
-// order. With stochastic rounding a code is one of the two neighbours of x with the probability that makes its expectation x
-// (float32 is exact anyway); the random number of an element is a hash of `seed` and its index modulo 2^32.
+// order. With stochastic rounding a code is one of the two neighbours of x (float32 is exact anyway), with the probability
+// that makes its expectation x: the place of x between them, which is first rounded to a multiple of 2^-16 (2^-12 in
+// float16, 2^-15 in int8 and int4), is added to a random number of as many bits. That is a hash of `seed` and the element's
+// index modulo 2^32.
 //
 // Raw pointers, sizes and a stream: no torch header, no allocation, no ownership. The functions return before a device has
 // finished; the segment table is copied into the launch.

@@ -3,7 +3,7 @@
 //
 // A codec class describes one format:
 //
-//   Code                        the type that a code is stored in (int4: two codes to a byte)
+//   Code                        the type that holds one code (int4: the low four bits; two share a byte of the wire)
 //   Scale                       the type that a block's scale is stored in; kScaled formats only
 //   choose(largest)             the scale of a block whose largest magnitude has these float bits, below kTooLarge
 //   kPoison                     the scale that makes a block decode to NaN
@@ -19,6 +19,7 @@
 
 namespace fastsync::kernels {
 
+constexpr uint32_t kFloatOne = 1u << 23;  // a step of fp32's exponent field
 constexpr uint32_t kMagnitudeMask = 0x7fffffff;
 
 // 2^127. Below it no format's rounding leaves the range of fp32; from it on a block of a scaled format is poisoned.
@@ -82,9 +83,9 @@ struct BFloat16Codec {
   // Adding a random number below the unit and cutting off the fraction.
   static FS_HOST_DEVICE Coded random(float y, uint32_t r) {
     const uint32_t bits = bits_of(y);
-    const uint32_t rounded = (bits + (r >> 16)) >> 16;
-    const bool finite = (bits & kMagnitudeMask) < kFloatInf;
-    return coded(select(finite, rounded, encode_bfloat16(y).bits));
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t rounded = bits + select(magnitude < kFloatInf, r >> 16, 0);
+    return coded(rounded >> 16 | select(magnitude > kFloatInf, 0x40, 0));
   }
 
   static FS_HOST_DEVICE float value(uint32_t code) { return float_of(code << 16); }
@@ -134,12 +135,24 @@ struct MinifloatCodec {
     return {split.code(units), float_of(value | split.sign)};
   }
 
+  // A subnormal 0.m is 1.m less 1. Codes above the largest number's are infinity (where the fraction is zero) and NaN.
+  static FS_HOST_DEVICE float value(uint32_t code) {
+    const uint32_t magnitude = code & ((1u << (31 - kSignShift)) - 1);
+    const bool subnormal = magnitude < (1u << kFractionBits);
+    const uint32_t normal = (magnitude << kDropped) + kRebias + select(subnormal, kFloatOne, 0);
+    const float number = float_of(normal) - float_of(select(subnormal, kMinBinade, 0));
+    const uint32_t special = select(magnitude > kLargestCode, kFloatInf, 0);
+    const uint32_t sign = (code ^ magnitude) << kSignShift;
+    return float_of(bits_of(number) | special | sign);
+  }
+
  private:
   static constexpr int kDropped = 23 - kFractionBits;
   static constexpr int kGuard = kDropped - 1 < 16 ? kDropped - 1 : 16;
   static constexpr int kSignShift = 31 - kExponentBits - kFractionBits;
-  static constexpr uint32_t kMinBinade = static_cast<uint32_t>(129 - (1 << (kExponentBits - 1)))
-                                         << 23;
+  static constexpr uint32_t kRebias = static_cast<uint32_t>(128 - (1 << (kExponentBits - 1))) << 23;
+  static constexpr uint32_t kMinBinade = kRebias + kFloatOne;  // of normal numbers
+  static constexpr uint32_t kLargestCode = (kLargest - kRebias) >> kDropped;
 
   struct Split {
     uint32_t sign;
@@ -148,8 +161,9 @@ struct MinifloatCodec {
 
     FS_HOST_DEVICE explicit Split(float y)
         : sign(bits_of(y) & ~kMagnitudeMask), magnitude(bits_of(y) & kMagnitudeMask) {
-      const uint32_t power = magnitude & kFloatInf;
-      binade = power < kMinBinade ? kMinBinade : power;
+      const float power = float_of(magnitude & kFloatInf);
+      const float least = float_of(kMinBinade);
+      binade = bits_of(power < least ? least : power);
     }
     // `units` counts from zero, within 2^kFractionBits of them per step of the exponent field.
     FS_HOST_DEVICE uint32_t code(uint32_t units) const {
@@ -161,32 +175,16 @@ struct MinifloatCodec {
 struct Float16Codec : MinifloatCodec<5, 10, 0x477fe000> {  // 65504
   static constexpr Format kFormat = Format::kFloat16;
   using Code = uint16_t;
-
-  static FS_HOST_DEVICE float value(uint32_t code) {
-    return decode(Half{static_cast<uint16_t>(code)});
-  }
 };
 
 struct Float8E4M3Codec : MinifloatCodec<4, 3, 0x43e00000> {  // 448
   static constexpr Format kFormat = Format::kFloat8E4M3;
   using Code = uint8_t;
-
-  // As fp16 bits it is 2^8 times too small. The largest magnitude is the NaN; there is no infinity.
-  static FS_HOST_DEVICE float value(uint32_t code) {
-    const uint32_t magnitude = (code & 0x7f) << 7;
-    const uint32_t nan = ((magnitude + 0x80) & 0x4000);
-    const uint32_t half = magnitude | nan | (code & 0x80) << 8;
-    return decode(Half{static_cast<uint16_t>(half)}) * 256;
-  }
 };
 
 struct Float8E5M2Codec : MinifloatCodec<5, 2, 0x47600000> {  // 57344
   static constexpr Format kFormat = Format::kFloat8E5M2;
   using Code = uint8_t;
-
-  static FS_HOST_DEVICE float value(uint32_t code) {
-    return decode(Half{static_cast<uint16_t>(code << 8)});
-  }
 };
 
 // --- Integers with a bfloat16 per block ---
@@ -238,7 +236,7 @@ struct Int8Codec : IntegerCodec<127> {
 
 struct Int4Codec : IntegerCodec<7> {
   static constexpr Format kFormat = Format::kInt4;
-  using Code = uint8_t;  // of two elements
+  using Code = uint8_t;
 
   static FS_HOST_DEVICE float value(uint32_t code) {
     return static_cast<float>(static_cast<int32_t>((code & 15) ^ 8) - 8);

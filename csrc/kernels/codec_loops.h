@@ -57,19 +57,22 @@ FS_HOST_DEVICE uint32_t largest_magnitude(const float* x) {
   return static_cast<uint32_t>(largest);
 }
 
-// Two codes to a byte, by way of a byte for each.
-template <int kBlock>
-FS_HOST_DEVICE void join_nibbles(uint8_t* bytes, const uint8_t* nibbles) {
-  for (int i = 0; i < kBlock / 2; ++i) {
-    bytes[i] = static_cast<uint8_t>((nibbles[2 * i] & 15) | (nibbles[2 * i + 1] << 4));
+// Two codes to a byte, by way of a byte for each; pairs vectorise without shuffles. A whole strip at a time, because a
+// load that follows narrower stores to the same place waits for them.
+FS_HOST_DEVICE void join_nibbles(uint8_t* bytes, const uint8_t* nibbles, int numel) {
+  FS_INDEPENDENT
+  for (int i = 0; i < numel / 2; ++i) {
+    uint16_t pair;
+    std::memcpy(&pair, nibbles + 2 * i, sizeof pair);
+    bytes[i] = static_cast<uint8_t>((pair & 0x0f) | ((pair >> 4) & 0xf0));
   }
 }
 
-template <int kBlock>
-FS_HOST_DEVICE void split_nibbles(uint8_t* nibbles, const uint8_t* bytes) {
-  for (int i = 0; i < kBlock / 2; ++i) {
-    nibbles[2 * i] = bytes[i] & 15;
-    nibbles[2 * i + 1] = bytes[i] >> 4;
+FS_HOST_DEVICE void split_nibbles(uint8_t* nibbles, const uint8_t* bytes, int numel) {
+  FS_INDEPENDENT
+  for (int i = 0; i < numel / 2; ++i) {
+    const auto pair = static_cast<uint16_t>((bytes[i] | bytes[i] << 4) & 0x0f0f);
+    std::memcpy(nibbles + 2 * i, &pair, sizeof pair);
   }
 }
 
@@ -104,41 +107,45 @@ struct CodeUnscaled {
 template <class Codec, bool kStochastic, bool kLost>
 struct CodeScaled {
   static constexpr int kBlock = traits_of(Codec::kFormat).block;
-  static constexpr int kCodeBytes = kBlock * traits_of(Codec::kFormat).bits / 8;
+  using Code = typename Codec::Code;
   using Scale = typename Codec::Scale;
 
   FS_HOST_DEVICE static void run(float* x, uint8_t* codes, uint8_t* scales, int numel,
                                  RandomSource random) {
+    if constexpr (Codec::kFormat == Format::kInt4) {
+      uint8_t nibbles[kStrip];
+      code_blocks(x, nibbles, scales, numel, random);
+      join_nibbles(codes, nibbles, numel);
+    } else {
+      code_blocks(x, reinterpret_cast<Code*>(codes), scales, numel, random);
+    }
+  }
+
+ private:
+  FS_HOST_DEVICE static void code_blocks(float* x, Code* codes, uint8_t* scales, int numel,
+                                         RandomSource random) {
     for (int begin = 0; begin < numel; begin += kBlock) {
-      const Scale scale = code_block(x + begin, codes, random);
+      const Scale scale = code_block(x + begin, codes + begin, random);
       std::memcpy(scales, &scale, sizeof scale);
-      codes += kCodeBytes;
       scales += sizeof scale;
       random.first += kBlock;
     }
   }
 
- private:
-  FS_HOST_DEVICE static Scale code_block(float* x, uint8_t* codes, RandomSource random) {
+  FS_HOST_DEVICE static Scale code_block(float* x, Code* codes, RandomSource random) {
     const uint32_t largest = largest_magnitude<kBlock>(x);
     if (largest >= kTooLarge) return poison_block(x, codes);
     const Scale scale = Codec::choose(largest);
-    const float inverse = Codec::inverse(scale);
-    const float factor = Codec::factor(scale);
-    if constexpr (Codec::kFormat == Format::kInt4) {
-      uint8_t nibbles[kBlock];
-      code_run<Codec, kStochastic, kLost>(x, nibbles, kBlock, inverse, factor, random);
-      join_nibbles<kBlock>(codes, nibbles);
-    } else {
-      code_run<Codec, kStochastic, kLost>(x, reinterpret_cast<typename Codec::Code*>(codes), kBlock,
-                                          inverse, factor, random);
-    }
+    code_run<Codec, kStochastic, kLost>(x, codes, kBlock, Codec::inverse(scale),
+                                        Codec::factor(scale), random);
     return scale;
   }
 
-  FS_HOST_DEVICE static Scale poison_block(float* x, uint8_t* codes) {
-    std::memset(codes, 0, kCodeBytes);
-    for (int i = 0; i < kBlock; ++i) x[i] = quiet_nan();
+  FS_HOST_DEVICE static Scale poison_block(float* x, Code* codes) {
+    for (int i = 0; i < kBlock; ++i) {
+      codes[i] = 0;
+      x[i] = quiet_nan();
+    }
     return Codec::kPoison;
   }
 };
@@ -164,26 +171,26 @@ struct SumUnscaled {
 template <class Codec, bool kAdd>
 struct SumScaled {
   static constexpr int kBlock = traits_of(Codec::kFormat).block;
-  static constexpr int kCodeBytes = kBlock * traits_of(Codec::kFormat).bits / 8;
+  using Code = typename Codec::Code;
 
   FS_HOST_DEVICE static void run(float* x, const uint8_t* codes, const uint8_t* scales, int numel) {
-    for (int begin = 0; begin < numel; begin += kBlock) {
-      typename Codec::Scale scale;
-      std::memcpy(&scale, scales, sizeof scale);
-      sum_block(x + begin, codes, Codec::factor(scale));
-      codes += kCodeBytes;
-      scales += sizeof scale;
+    if constexpr (Codec::kFormat == Format::kInt4) {
+      uint8_t nibbles[kStrip];
+      split_nibbles(nibbles, codes, numel);
+      sum_blocks(x, nibbles, scales, numel);
+    } else {
+      sum_blocks(x, reinterpret_cast<const Code*>(codes), scales, numel);
     }
   }
 
  private:
-  FS_HOST_DEVICE static void sum_block(float* x, const uint8_t* codes, float factor) {
-    if constexpr (Codec::kFormat == Format::kInt4) {
-      uint8_t nibbles[kBlock];
-      split_nibbles<kBlock>(nibbles, codes);
-      sum_run<Codec, kAdd>(x, nibbles, kBlock, factor);
-    } else {
-      sum_run<Codec, kAdd>(x, reinterpret_cast<const typename Codec::Code*>(codes), kBlock, factor);
+  FS_HOST_DEVICE static void sum_blocks(float* x, const Code* codes, const uint8_t* scales,
+                                        int numel) {
+    for (int begin = 0; begin < numel; begin += kBlock) {
+      typename Codec::Scale scale;
+      std::memcpy(&scale, scales, sizeof scale);
+      sum_run<Codec, kAdd>(x + begin, codes + begin, kBlock, Codec::factor(scale));
+      scales += sizeof scale;
     }
   }
 };
