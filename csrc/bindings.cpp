@@ -134,6 +134,27 @@ py::dict last_step_dict(const engine::Reducer& reducer) {
   return result;
 }
 
+py::list events_list(const engine::Timeline& timeline) {
+  py::list result;
+  for (const engine::TimelineEvent& event : timeline.events()) {
+    result.append(py::make_tuple(event.step, engine::to_string(event.mark), event.index,
+                                 event.bytes, event.time));
+  }
+  return result;
+}
+
+void bind_timeline(py::module_& m) {
+  using engine::Timeline;
+  py::class_<Timeline, std::shared_ptr<Timeline>>(m, "Timeline")
+      .def(py::init([](int64_t capacity, const std::string& device) {
+             FS_CHECK_VALUE(capacity > 0, "a timeline must hold at least one mark");
+             return std::make_shared<Timeline>(static_cast<size_t>(capacity), at::Device(device));
+           }),
+           py::arg("capacity"), py::arg("device"))
+      .def("events", &events_list)
+      .def("dropped", &Timeline::dropped);
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::BucketSpec>(m, "BucketSpec")
@@ -162,6 +183,7 @@ void bind_engine(py::module_& m) {
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)
       .def("last_step", &last_step_dict)
+      .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)
       .def("stats", &stats_dict);
@@ -172,5 +194,6 @@ void bind_engine(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastsync's C++ core; use the fastsync package instead";
   bind_ops(m);
+  bind_timeline(m);
   bind_engine(m);
 }

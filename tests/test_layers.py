@@ -27,7 +27,7 @@ PYTHON_LAYERS = [
 CPP_LAYERS = [
     ["check.h"],
     ["kernels"],
-    ["ops", "comm/collective"],
+    ["ops", "comm/collective", "engine/timeline"],
     ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
     ["comm/python_hook", "engine/bucket"],
     ["engine/usage"],

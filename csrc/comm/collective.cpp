@@ -36,12 +36,28 @@ class WorkInFlight final : public InFlight {
 
   at::Tensor wait() override {
     work_->wait();
+    if (at_wait_) std::exchange(at_wait_, nullptr)();
     return {};
+  }
+
+  void on_done(std::function<void()> fn) override {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      future = work_->getFuture();
+    } catch (const c10::Error&) {
+      // Backends need not have futures.
+    }
+    if (future) {
+      future->addCallback([fn = std::move(fn)](c10::ivalue::Future&) { fn(); });
+    } else {
+      at_wait_ = std::move(fn);
+    }
   }
 
  private:
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
+  std::function<void()> at_wait_;
 };
 
 class ProcessGroupCollective final : public Collective {

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -19,6 +20,11 @@ class InFlight {
   // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current stream wait for it.
   // Returns the tensor with the result, undefined where that is the buffer itself. Throws what the backend throws.
   virtual at::Tensor wait() = 0;
+
+  // Has `fn` called once when the collective has completed or failed: from any thread, at once where it has already, and
+  // before a blocking wait() returns. On stream backends the current stream is then one that waits for the result. Where
+  // the backend cannot tell, it is called by wait().
+  virtual void on_done(std::function<void()> fn) = 0;
 };
 
 class Collective {

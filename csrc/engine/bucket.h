@@ -26,9 +26,11 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../comm/collective.h"
@@ -104,6 +106,8 @@ class Bucket {
   // kPacked -> kInFlight. The hook's form has the bucket's place among `count` buckets.
   void launch(comm::Collective& collective);
   void launch(comm::Hook& hook, size_t index, size_t count);
+  // In flight: calls `fn` when the collective has completed; see comm::InFlight::on_done.
+  void on_done(std::function<void()> fn) { in_flight_->on_done(std::move(fn)); }
   // kInFlight -> kReceived. Waits for the result.
   void receive();
   // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands

@@ -76,7 +76,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
   places_ = std::move(places);
   hooks().update();
   watch_.plan_installed();
-  ++stats_.plans;
+  log_.plan_installed(++stats_.plans);
 }
 
 // The text of an error is part of the logging data.
@@ -219,6 +219,7 @@ void Reducer::place_gradient(size_t param) {
   if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
   if (fires >= params_[param]->expected_fires) check_repeated(param, place);
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
+    log_.mark(Mark::kReady, place.bucket);
     if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
   } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
@@ -255,11 +256,15 @@ void Reducer::launch(Bucket& bucket) {
   pack.vote = watch_.vote();
   log_.sending();
   bucket.pack(pack);
+  const auto index = static_cast<int64_t>(next_);
+  log_.mark(Mark::kPacked, index);
+  log_.mark(Mark::kLaunched, index, bucket.wire_bytes());
   if (hook_) {
     bucket.launch(*hook_, next_, buckets_.size());
   } else {
     bucket.launch(*collective_);
   }
+  if (auto done = log_.on_done(index)) bucket.on_done(std::move(done));
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
 }
@@ -300,7 +305,10 @@ void Reducer::complete_step() {
 
 void Reducer::close_buckets() {
   usage_.end_backward(planned_);
-  for (Bucket& bucket : buckets_) bucket.close();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (!buckets_[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
+    buckets_[i].close();
+  }
   advance();
 }
 
@@ -374,7 +382,7 @@ void Reducer::end_step() {
   watch_.end_step(missing);
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
-  ++stats_.steps;
+  log_.count_steps(++stats_.steps);
 }
 
 void Reducer::abandon() {
@@ -400,7 +408,7 @@ void Reducer::shadow_step() {
     watch_.note_votes(shadows.back().vote);
   }
   watch_.end_shadow_step();
-  ++stats_.steps;
+  log_.count_steps(++stats_.steps);
 }
 
 std::vector<int64_t> Reducer::ready_order() const {

@@ -26,6 +26,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../comm/collective.h"
@@ -93,6 +94,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> trainable() const;
   ReducerStats stats() const;
   StepReport last_step() const;
+  // Records when buckets are ready, packed, launched and done; nullptr: no longer.
+  void set_timeline(std::shared_ptr<Timeline> timeline) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    log_.set_timeline(std::move(timeline));
+  }
   // How many ranks used each parameter in the last synchronised step. Where no flags travel
   // (find_unused_parameters=False) this rank alone counts.
   std::vector<int64_t> used_counts() const;
