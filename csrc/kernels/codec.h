@@ -1,0 +1,141 @@
+// Wire formats: encode scattered tensors to bytes, sum encoded chunks over ranks, decode into scattered tensors.
+//
+//   encode  wire    = code(tensor * scale + residual)               residual <- what the code lost
+//   reduce  result  = code(sum over sources of decode(source))      residual += what the code lost
+//   decode  tensor  = sum over sources of decode(source)
+//
+// Elements are coded in blocks of `FormatTraits::block` consecutive elements of the flat buffer. A block of a scaled format
+// has one scale of its own. Segments start at multiples of the block, so no block holds elements of two tensors; the
+// tail of a segment's last block counts as zeros.
+//
+// [Note: wire layout]
+// The wire is a sequence of chunks of `chunk_numel` elements and `chunk_bytes` bytes each: what one rank sends to one
+// other. Element i lies in chunk i / chunk_numel. Inside a chunk, from byte `section` on, come the codes of all its elements,
+// then the scales of all its blocks. Several sections with formats of their own may share the chunks.
+//
+//   format     code                                    block  scale
+//   float32    the float itself                           16  none
+//   bfloat16   round to nearest even                      16  none
+//   float16    x / 2^e to nearest even                   256  e as one byte, e + 127; 255 marks a poisoned block
+//   float8     x / 2^e to nearest even (E4M3 or E5M2)    256  the same
+//   int8       round(x / s), -127..127                   128  s in bfloat16, rounded up; NaN marks a poisoned block
+//   int4       round(x / s), -7..7, low nibble first      64  the same
+//
+// e is chosen so that the block's largest magnitude lies in the format's top usable binade, s so that it becomes 127 or 7: only a
+// block's own range decides what it can hold, so nothing overflows, and gradients too small for a plain fp16 survive.
+//
+// Defined for every input:
+//   * a block of zeros decodes to zeros; a block whose scale would be subnormal decodes to zeros too (largest magnitude below
+//     2^-119 or so),
+//   * a block that holds a NaN or an infinity, or whose sum overflows, decodes to NaN everywhere (float32 and bfloat16:
+//     element by element, as IEEE 754 has it). Its residual is left as it was: poison does not outlive the step,
+//   * every rank that decodes the same bytes gets the same bits; host and device agree on bits.
+//
+// Arithmetic is fp32: each product, sum and conversion rounds to nearest even, never fused. Sums run over sources in rank
+// order. With stochastic rounding a code is one of the two neighbours of x with the probability that makes its expectation x
+// (float32 is exact anyway); the random number of an element is a hash of `seed` and its index.
+//
+// Raw pointers, sizes and a stream: no torch header, no allocation, no ownership. The functions return before a device has
+// finished; the segment table is copied into the launch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pack.h"
+
+namespace fastsync::kernels {
+
+enum class Format : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kFloat8E4M3 = 3,
+  kFloat8E5M2 = 4,
+  kInt8 = 5,
+  kInt4 = 6
+};
+
+struct FormatTraits {
+  int32_t block;        // elements
+  int32_t bits;         // of one code
+  int32_t scale_bytes;  // of one block
+};
+
+constexpr FormatTraits traits_of(Format format) {
+  switch (format) {
+    case Format::kFloat32:
+      return {16, 32, 0};
+    case Format::kBFloat16:
+      return {16, 16, 0};
+    case Format::kFloat16:
+      return {256, 16, 1};
+    case Format::kFloat8E4M3:
+    case Format::kFloat8E5M2:
+      return {256, 8, 1};
+    case Format::kInt8:
+      return {128, 8, 2};
+    case Format::kInt4:
+      return {64, 4, 2};
+  }
+  return {};
+}
+
+// Bytes of `numel` coded elements, a multiple of the block: codes, then scales.
+constexpr int64_t coded_bytes(Format format, int64_t numel) {
+  const FormatTraits traits = traits_of(format);
+  return numel * traits.bits / 8 + numel / traits.block * traits.scale_bytes;
+}
+
+// See [Note: wire layout].
+struct WireLayout {
+  Format format;
+  int64_t chunk_numel;  // a multiple of the block
+  int64_t chunk_bytes;  // a multiple of 16
+  int64_t section;      // a multiple of 16
+};
+
+struct Rounding {
+  bool stochastic;
+  uint64_t seed;  // another one for every call, else errors repeat
+};
+
+struct EncodeArgs {
+  WireLayout layout;
+  Rounding rounding;
+  DType tensor_dtype;  // float32, float16 or bfloat16
+  float scale;
+};
+
+// Segment offsets are in elements of the flat buffer, multiples of the block. A segment without tensor codes `fill`, unscaled.
+// `residual` is flat, in the same order, or nullptr.
+void encode_cpu(const Segment* segments, size_t count, float* residual, void* wire,
+                const EncodeArgs& args);
+
+// Sums one chunk: source r lies at received + r * layout.chunk_bytes. `result` is a chunk; `residual` holds the chunk's
+// elements, or nullptr. `first` is the chunk's first element in the flat buffer, for the random numbers.
+struct ReduceArgs {
+  WireLayout layout;
+  Rounding rounding;
+  int32_t sources;
+  int64_t first;
+};
+void reduce_cpu(const void* received, void* result, float* residual, const ReduceArgs& args);
+
+// Source r's whole wire lies at wire + r * source_bytes. Segments as for unpack: tensor is the destination.
+struct DecodeArgs {
+  WireLayout layout;
+  DType tensor_dtype;
+  int32_t sources;
+  int64_t source_bytes;
+};
+void decode_cpu(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args);
+
+void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
+                 const EncodeArgs& args, CUstream_st* stream);
+void reduce_cuda(const void* received, void* result, float* residual, const ReduceArgs& args,
+                 CUstream_st* stream);
+void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
+                 CUstream_st* stream);
+
+}  // namespace fastsync::kernels
