@@ -25,6 +25,7 @@ from pathlib import Path
 MODULE = "_C"
 CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
+    "items.cpp",
     "ops.cpp",
     "comm/collective.cpp",
     "comm/python_hook.cpp",
