@@ -70,13 +70,42 @@ class ProcessGroupCollective final : public Collective {
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     std::vector<at::Tensor> buffers{flat};
-    const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
-    auto work = group_->allreduce(buffers);
-    FS_CHECK(work, "the process group returned no work handle for an all-reduce");
-    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
+    return start("all-reduce", {flat}, [&] { return group_->allreduce(buffers); });
+  }
+
+  std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
+                                       const at::Tensor& sent) override {
+    at::Tensor out = received;
+    at::Tensor in = sent;
+    std::vector<int64_t> equal;
+    return start("all-to-all", {out, in},
+                 [&] { return group_->alltoall_base(out, in, equal, equal); });
+  }
+
+  std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
+                                       const at::Tensor& mine) override {
+    at::Tensor out = gathered;
+    at::Tensor in = mine;
+    return start("all-gather", {out, in}, [&] { return group_->_allgather_base(out, in); });
+  }
+
+  std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
+    at::Tensor out = mine;
+    at::Tensor in = all;
+    return start("reduce-scatter", {out, in},
+                 [&] { return group_->_reduce_scatter_base(out, in); });
   }
 
  private:
+  template <typename Issue>
+  std::unique_ptr<InFlight> start(const char* what, std::vector<at::Tensor> buffers,
+                                  const Issue& issue) {
+    const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
+    auto work = issue();
+    FS_CHECK(work, "the process group returned no work handle for an ", what);
+    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
+  }
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 

@@ -40,6 +40,16 @@ class Collective {
   // average is finite, and every rank issues the same operation whether it had something to pack or not.
   // Sparse tensors are summed where the backend can (Gloo).
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+
+  // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
+  virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
+                                               const at::Tensor& sent) = 0;
+  // Part r of `gathered` becomes rank r's `mine`.
+  virtual std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
+                                               const at::Tensor& mine) = 0;
+  // `mine` becomes the sum over ranks of part rank() of `all`.
+  virtual std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine,
+                                                   const at::Tensor& all) = 0;
 };
 
 }  // namespace fastsync::comm
