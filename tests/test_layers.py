@@ -34,9 +34,9 @@ CPP_LAYERS = [
     ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
     ["comm/python_hook", "engine/wire"],
     ["engine/coded_wire"],
-    ["engine/bucket"],
+    ["engine/bucket", "engine/bucket_finish"],
     ["engine/usage"],
-    ["engine/reducer"],
+    ["engine/reducer", "engine/reducer_state"],
     ["bindings.cpp"],
 ]
 

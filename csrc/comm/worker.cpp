@@ -85,6 +85,7 @@ void Worker::run(const std::shared_ptr<State>& state) {
 // Youngest first: its current collective was started before the older chains' latest ones.
 void Worker::advance(State& state, std::deque<Chain>& active) {
   for (auto chain = active.rbegin(); chain != active.rend(); ++chain) {
+    if (!chain->ticket) continue;  // ended before an older, longer one
     try {
       if (state.broken) std::rethrow_exception(state.broken);
       if (chain->step()) continue;
