@@ -26,6 +26,7 @@ MODULE = "_C"
 CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
     "items.cpp",
+    "kernels/codec_cpu.cpp",
     "ops.cpp",
     "codec_ops.cpp",
     "comm/collective.cpp",
@@ -37,6 +38,7 @@ CPP_SOURCES = (
     "engine/timeline.cpp",
     "engine/step_log.cpp",
     "engine/coder.cpp",
+    "engine/python_codec.cpp",
     "engine/coded_wire.cpp",
     "engine/bucket.cpp",
     "engine/bucket_finish.cpp",

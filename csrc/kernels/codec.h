@@ -6,34 +6,37 @@
 //
 // Elements are coded in blocks of `FormatTraits::block` consecutive elements of the flat buffer. A block of a scaled format
 // has one scale of its own. Segments start at multiples of the block, so no block holds elements of two tensors; the
-// tail of a segment's last block counts as zeros.
+// tail of a segment's last block counts as zeros, and its residual is not touched.
 //
 // [Note: wire layout]
 // The wire is a sequence of chunks of `chunk_numel` elements and `chunk_bytes` bytes each: what one rank sends to one
 // other. Element i lies in chunk i / chunk_numel. Inside a chunk, from byte `section` on, come the codes of all its elements,
-// then the scales of all its blocks. Several sections with formats of their own may share the chunks.
+// then the scales of all its blocks. Several sections with formats of their own may share the chunks. Blocks that no
+// segment covers are not written; bytes that are zero decode to zeros in every format.
 //
 //   format     code                                    block  scale
 //   float32    the float itself                           16  none
 //   bfloat16   round to nearest even                      16  none
 //   float16    x / 2^e to nearest even                   256  e as one byte, e + 127; 255 marks a poisoned block
 //   float8     x / 2^e to nearest even (E4M3 or E5M2)    256  the same
-//   int8       round(x / s), -127..127                   128  s in bfloat16, rounded up; NaN marks a poisoned block
+//   int8       round(x / s), -127..127                   128  s in bfloat16; NaN marks a poisoned block
 //   int4       round(x / s), -7..7, low nibble first      64  the same
 //
-// e is chosen so that the block's largest magnitude lies in the format's top usable binade, s so that it becomes 127 or 7: only a
-// block's own range decides what it can hold, so nothing overflows, and gradients too small for a plain fp16 survive.
+// e is the smallest exponent for which the block's largest magnitude, divided by 2^e, does not exceed the format's largest
+// number; s is the smallest bfloat16 of which 127 (or 7) reach it. Neither 2^e nor s is below 2^-126. So only a block's own
+// range decides what it can hold, nothing overflows, and gradients too small for a plain fp16 survive. x / s is computed as
+// x * (1 / s), both rounded.
 //
 // Defined for every input:
-//   * a block of zeros decodes to zeros; a block whose scale would be subnormal decodes to zeros too (largest magnitude below
-//     2^-119 or so),
-//   * a block that holds a NaN or an infinity, or whose sum overflows, decodes to NaN everywhere (float32 and bfloat16:
-//     element by element, as IEEE 754 has it). Its residual is left as it was: poison does not outlive the step,
-//   * every rank that decodes the same bytes gets the same bits; host and device agree on bits.
+//   * a block of zeros decodes to zeros,
+//   * a block of a scaled format with a NaN or a magnitude (of a sum, too) from 2^127 = 1.7e38 on, infinities among them,
+//     decodes to NaN everywhere. float32 and bfloat16: element by element, as IEEE 754 has it,
+//   * where an element's decoded value is not finite its residual is left as it was: poison does not outlive the step,
+//   * every rank that decodes the same bytes gets the same bits; host and device agree on bits, a NaN's payload aside.
 //
 // Arithmetic is fp32: each product, sum and conversion rounds to nearest even, never fused. Sums run over sources in rank
 // order. With stochastic rounding a code is one of the two neighbours of x with the probability that makes its expectation x
-// (float32 is exact anyway); the random number of an element is a hash of `seed` and its index.
+// (float32 is exact anyway); the random number of an element is a hash of `seed` and its index modulo 2^32.
 //
 // Raw pointers, sizes and a stream: no torch header, no allocation, no ownership. The functions return before a device has
 // finished; the segment table is copied into the launch.
@@ -55,6 +58,14 @@ enum class Format : int32_t {
   kInt8 = 5,
   kInt4 = 6
 };
+
+constexpr int kFormats = 7;
+
+constexpr const char* name_of(Format format) {
+  constexpr const char* kNames[kFormats] = {"fp32",     "bf16", "fp16", "fp8_e4m3",
+                                            "fp8_e5m2", "int8", "int4"};
+  return kNames[static_cast<int>(format)];
+}
 
 struct FormatTraits {
   int32_t block;        // elements
@@ -107,13 +118,15 @@ struct EncodeArgs {
   float scale;
 };
 
-// Segment offsets are in elements of the flat buffer, multiples of the block. A segment without tensor codes `fill`, unscaled.
-// `residual` is flat, in the same order, or nullptr.
+// Segment offsets are in elements of the flat buffer, multiples of the block. A segment without tensor codes `fill` alone,
+// unscaled, and leaves its residual as it is. `residual` is flat, in the same order, or nullptr. `wire` and `residual` are
+// aligned to 16 bytes, in the other functions too; tensors may lie anywhere.
 void encode_cpu(const Segment* segments, size_t count, float* residual, void* wire,
                 const EncodeArgs& args);
 
-// Sums one chunk: source r lies at received + r * layout.chunk_bytes. `result` is a chunk; `residual` holds the chunk's
-// elements, or nullptr. `first` is the chunk's first element in the flat buffer, for the random numbers.
+// Sums one chunk: source r lies at received + r * layout.chunk_bytes. `result` is a chunk, and may be one of the sources;
+// `residual` holds the chunk's elements, or nullptr. `first` is the chunk's first element in the flat buffer, for the random
+// numbers.
 struct ReduceArgs {
   WireLayout layout;
   Rounding rounding;

@@ -6,33 +6,11 @@
 #include "dispatch.h"
 #include "element.h"
 #include "pack.h"
+#include "simd.h"
 
-#if defined(__clang__)
-#define FS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define FS_INDEPENDENT _Pragma("GCC ivdep")
-#else
-#define FS_INDEPENDENT
-#endif
-
-// The widest instruction set to compile for: 0 the compiler's target, 1 AVX2, 2 AVX-512. Lower it to test the others.
-#ifndef FASTSYNC_SIMD_LEVEL
-#define FASTSYNC_SIMD_LEVEL 2
-#endif
-
-#if defined(__GNUC__) && defined(__x86_64__) && FASTSYNC_SIMD_LEVEL > 0
+#if FS_X86_DISPATCH
 #include <immintrin.h>
-#define FS_X86_DISPATCH 1
 #define FS_F16C __attribute__((target("avx2,f16c")))
-#define FS_AVX2 __attribute__((target("avx2")))
-#ifdef __clang__
-#define FS_AVX512 __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define FS_AVX512 \
-  __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
-#else
-#define FS_X86_DISPATCH 0
 #endif
 
 namespace fastsync::kernels {
@@ -41,21 +19,18 @@ namespace {
 // dst and src are the same elements or do not overlap, which is what FS_INDEPENDENT promises: without it the compiler's
 // own overlap check would send scaling in place to a scalar loop.
 template <bool kAccumulate, class Dst, class Src>
-FS_HOST_DEVICE void transfer_loop(Dst* dst, const Src* src, int64_t numel, Compute<Dst> scale) {
-  FS_INDEPENDENT
-  for (int64_t i = 0; i < numel; ++i) {
-    if constexpr (kAccumulate) {
-      dst[i] = accumulated(dst[i], src[i], scale);
-    } else {
-      dst[i] = scaled<Dst>(src[i], scale);
+struct TransferLoop {
+  FS_HOST_DEVICE static void run(Dst* dst, const Src* src, int64_t numel, Compute<Dst> scale) {
+    FS_INDEPENDENT
+    for (int64_t i = 0; i < numel; ++i) {
+      if constexpr (kAccumulate) {
+        dst[i] = accumulated(dst[i], src[i], scale);
+      } else {
+        dst[i] = scaled<Dst>(src[i], scale);
+      }
     }
   }
-}
-
-template <bool kAccumulate, class Dst, class Src>
-void transfer_baseline(Dst* dst, const Src* src, int64_t numel, Compute<Dst> scale) {
-  transfer_loop<kAccumulate>(dst, src, numel, scale);
-}
+};
 
 #if FS_X86_DISPATCH
 // fp16 by the processor's own conversions, eight at a time: in cache four times as fast as the portable ones.
@@ -77,47 +52,23 @@ FS_F16C void transfer_f16c(Dst* dst, const Src* src, int64_t numel, float scale)
     const __m256 product = _mm256_mul_ps(load8(src + i), scales);
     store8(dst + i, kAccumulate ? _mm256_add_ps(load8(dst + i), product) : product);
   }
-  transfer_loop<kAccumulate>(dst + i, src + i, numel - i, scale);
+  TransferLoop<kAccumulate, Dst, Src>::run(dst + i, src + i, numel - i, scale);
 }
 
 template <class Dst, class Src>
 constexpr bool kUsesF16c = (std::is_same_v<Dst, Half> && !std::is_same_v<Src, BFloat16>) ||
                            (std::is_same_v<Src, Half> && !std::is_same_v<Dst, BFloat16>);
-
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-
-Isa detect_isa() {
-  if (FASTSYNC_SIMD_LEVEL >= 2 && __builtin_cpu_supports("avx512f") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    return Isa::kAvx512;
-  }
-  return __builtin_cpu_supports("avx2") ? Isa::kAvx2 : Isa::kBaseline;
-}
-
-template <bool kAccumulate, class Dst, class Src>
-FS_AVX2 void transfer_avx2(Dst* dst, const Src* src, int64_t numel, Compute<Dst> scale) {
-  transfer_loop<kAccumulate>(dst, src, numel, scale);
-}
-
-template <bool kAccumulate, class Dst, class Src>
-FS_AVX512 void transfer_avx512(Dst* dst, const Src* src, int64_t numel, Compute<Dst> scale) {
-  transfer_loop<kAccumulate>(dst, src, numel, scale);
-}
 #endif
 
 template <bool kAccumulate, class Dst, class Src>
-auto select_transfer() {
+auto select_transfer() -> typename OnThisCpu<TransferLoop<kAccumulate, Dst, Src>>::Pointer {
 #if FS_X86_DISPATCH
   if constexpr (kUsesF16c<Dst, Src>) {
     static const bool f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     if (f16c) return transfer_f16c<kAccumulate, Dst, Src>;
   }
-  static const Isa isa = detect_isa();
-  if (isa == Isa::kAvx512) return transfer_avx512<kAccumulate, Dst, Src>;
-  if (isa == Isa::kAvx2) return transfer_avx2<kAccumulate, Dst, Src>;
 #endif
-  return transfer_baseline<kAccumulate, Dst, Src>;
+  return OnThisCpu<TransferLoop<kAccumulate, Dst, Src>>();
 }
 
 // Multiplying by 1 changes nothing but a signalling NaN, which a cast quiets anyway: only a copy skips it.

@@ -1,0 +1,257 @@
+// Arithmetic of the wire formats, defined once for the host and for the device: the scale of a block, the code of one
+// element and back, the random numbers of stochastic rounding.
+//
+// A codec class describes one format:
+//
+//   Code                        the type that a code is stored in (int4: two codes to a byte)
+//   Scale                       the type that a block's scale is stored in; kScaled formats only
+//   choose(largest)             the scale of a block whose largest magnitude has these float bits, below kTooLarge
+//   kPoison                     the scale that makes a block decode to NaN
+//   factor(scale), inverse(..)  what a decoded code is multiplied with, and an element before it is coded
+//   nearest(y), random(y, r)    the code of an element already multiplied with `inverse`; r is 32 random bits
+//   value(code)                 the number that a code stands for
+//
+// All is branchless and, like element.h, free of operations with a subnormal result wherever the format is.
+#pragma once
+
+#include "codec.h"
+#include "element.h"
+
+namespace fastsync::kernels {
+
+constexpr uint32_t kMagnitudeMask = 0x7fffffff;
+
+// 2^127. Below it no format's rounding leaves the range of fp32; from it on a block of a scaled format is poisoned.
+constexpr uint32_t kTooLarge = 0x7f000000;
+
+FS_HOST_DEVICE bool is_finite(float value) { return (bits_of(value) & kMagnitudeMask) < kFloatInf; }
+
+FS_HOST_DEVICE float quiet_nan() { return float_of(0x7fc00000); }
+
+// A code, and the number that it stands for (times the block's factor).
+struct Coded {
+  uint32_t code;
+  float value;
+};
+
+// --- Stochastic rounding ---
+
+struct RandomKey {
+  uint32_t before;
+  uint32_t between;
+};
+
+// The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+FS_HOST_DEVICE RandomKey random_key(uint64_t seed) {
+  uint64_t z = seed + 0x9e3779b97f4a7c15;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  z ^= z >> 31;
+  return {static_cast<uint32_t>(z), static_cast<uint32_t>(z >> 32)};
+}
+
+// A bijection of the index for each key: two rounds of multiply-xorshift with the constants of Wellons' lowbias32 hash.
+FS_HOST_DEVICE uint32_t random_bits(RandomKey key, uint32_t index) {
+  uint32_t x = index ^ key.before;
+  x = (x ^ (x >> 16)) * 0x7feb352d;
+  x ^= key.between;
+  x = (x ^ (x >> 15)) * 0x846ca68b;
+  return x ^ (x >> 16);
+}
+
+// --- Formats without a scale ---
+
+struct Float32Codec {
+  static constexpr Format kFormat = Format::kFloat32;
+  static constexpr bool kScaled = false;
+  using Code = uint32_t;
+
+  static FS_HOST_DEVICE Coded nearest(float y) { return {bits_of(y), y}; }
+  static FS_HOST_DEVICE Coded random(float y, uint32_t) { return nearest(y); }
+  static FS_HOST_DEVICE float value(uint32_t code) { return float_of(code); }
+};
+
+struct BFloat16Codec {
+  static constexpr Format kFormat = Format::kBFloat16;
+  static constexpr bool kScaled = false;
+  using Code = uint16_t;
+
+  static FS_HOST_DEVICE Coded coded(uint32_t code) { return {code, value(code)}; }
+  static FS_HOST_DEVICE Coded nearest(float y) { return coded(encode_bfloat16(y).bits); }
+
+  // Adding a random number below the unit and cutting off the fraction.
+  static FS_HOST_DEVICE Coded random(float y, uint32_t r) {
+    const uint32_t bits = bits_of(y);
+    const uint32_t rounded = (bits + (r >> 16)) >> 16;
+    const bool finite = (bits & kMagnitudeMask) < kFloatInf;
+    return coded(select(finite, rounded, encode_bfloat16(y).bits));
+  }
+
+  static FS_HOST_DEVICE float value(uint32_t code) { return float_of(code << 16); }
+};
+
+// --- Floating point with a power of two per block ---
+
+// kLargest: the float bits of the format's largest number.
+template <int kExponentBits, int kFractionBits, uint32_t kLargest>
+struct MinifloatCodec {
+  static constexpr bool kScaled = true;
+  using Scale = uint8_t;
+  static constexpr Scale kPoison = 255;
+
+  // The smallest exponent that keeps the block in the format's range, but not below fp32's own: what is added to the
+  // magnitude carries into its exponent where the fraction is larger than that of kLargest.
+  static FS_HOST_DEVICE Scale choose(uint32_t largest) {
+    constexpr uint32_t kSlack = 0x7fffff - (kLargest & 0x7fffff);
+    constexpr int kTop = static_cast<int>(kLargest >> 23) - 127;
+    const int exponent = static_cast<int>((largest + kSlack) >> 23) - kTop;
+    return static_cast<Scale>(exponent < 1 ? 1 : exponent);
+  }
+  static FS_HOST_DEVICE float factor(Scale scale) {
+    const uint32_t bits = static_cast<uint32_t>(scale) << 23;
+    return float_of(bits | select(scale == kPoison, 0x400000, 0));
+  }
+  static FS_HOST_DEVICE float inverse(Scale scale) { return float_of((254u - scale) << 23); }
+
+  // With `magic` the spacing of floats is the format's own in y's binade (its subnormals share one), so that the addition
+  // rounds, and the sum less magic counts units.
+  static FS_HOST_DEVICE Coded nearest(float y) {
+    const Split split(y);
+    const uint32_t magic = split.binade + (static_cast<uint32_t>(kDropped) << 23);
+    const float sum = float_of(split.magnitude) + float_of(magic);
+    const uint32_t value = bits_of(sum - float_of(magic));
+    return {split.code(bits_of(sum) - magic), float_of(value | split.sign)};
+  }
+
+  // As above with units divided into 2^kGuard parts; adding a random number of parts and cutting them off rounds.
+  static FS_HOST_DEVICE Coded random(float y, uint32_t r) {
+    const Split split(y);
+    const uint32_t magic = split.binade + (static_cast<uint32_t>(kDropped - kGuard) << 23);
+    const uint32_t parts = bits_of(float_of(split.magnitude) + float_of(magic)) - magic;
+    const uint32_t units = (parts + (r >> (32 - kGuard))) >> kGuard;
+    const float unit = float_of(split.binade - (static_cast<uint32_t>(kFractionBits) << 23));
+    const uint32_t value = bits_of(static_cast<float>(static_cast<int32_t>(units)) * unit);
+    return {split.code(units), float_of(value | split.sign)};
+  }
+
+ private:
+  static constexpr int kDropped = 23 - kFractionBits;
+  static constexpr int kGuard = kDropped - 1 < 16 ? kDropped - 1 : 16;
+  static constexpr int kSignShift = 31 - kExponentBits - kFractionBits;
+  static constexpr uint32_t kMinBinade = static_cast<uint32_t>(129 - (1 << (kExponentBits - 1)))
+                                         << 23;
+
+  struct Split {
+    uint32_t sign;
+    uint32_t magnitude;
+    uint32_t binade;  // the power of two at the bottom of the magnitude's binade
+
+    FS_HOST_DEVICE explicit Split(float y)
+        : sign(bits_of(y) & ~kMagnitudeMask), magnitude(bits_of(y) & kMagnitudeMask) {
+      const uint32_t power = magnitude & kFloatInf;
+      binade = power < kMinBinade ? kMinBinade : power;
+    }
+    // `units` counts from zero, within 2^kFractionBits of them per step of the exponent field.
+    FS_HOST_DEVICE uint32_t code(uint32_t units) const {
+      return units + ((binade - kMinBinade) >> kDropped) + (sign >> kSignShift);
+    }
+  };
+};
+
+struct Float16Codec : MinifloatCodec<5, 10, 0x477fe000> {  // 65504
+  static constexpr Format kFormat = Format::kFloat16;
+  using Code = uint16_t;
+
+  static FS_HOST_DEVICE float value(uint32_t code) {
+    return decode(Half{static_cast<uint16_t>(code)});
+  }
+};
+
+struct Float8E4M3Codec : MinifloatCodec<4, 3, 0x43e00000> {  // 448
+  static constexpr Format kFormat = Format::kFloat8E4M3;
+  using Code = uint8_t;
+
+  // As fp16 bits it is 2^8 times too small. The largest magnitude is the NaN; there is no infinity.
+  static FS_HOST_DEVICE float value(uint32_t code) {
+    const uint32_t magnitude = (code & 0x7f) << 7;
+    const uint32_t nan = ((magnitude + 0x80) & 0x4000);
+    const uint32_t half = magnitude | nan | (code & 0x80) << 8;
+    return decode(Half{static_cast<uint16_t>(half)}) * 256;
+  }
+};
+
+struct Float8E5M2Codec : MinifloatCodec<5, 2, 0x47600000> {  // 57344
+  static constexpr Format kFormat = Format::kFloat8E5M2;
+  using Code = uint8_t;
+
+  static FS_HOST_DEVICE float value(uint32_t code) {
+    return decode(Half{static_cast<uint16_t>(code << 8)});
+  }
+};
+
+// --- Integers with a bfloat16 per block ---
+
+template <int kLargest>
+struct IntegerCodec {
+  static constexpr bool kScaled = true;
+  using Scale = uint16_t;
+  static constexpr Scale kPoison = 0x7fc0;
+
+  // The smallest normal bfloat16 whose kLargest-fold (exact in fp32) reaches `largest`. The guess is rounded up from a
+  // number slightly too small, so it is right or one step below.
+  static FS_HOST_DEVICE Scale choose(uint32_t largest) {
+    constexpr float kBelow = static_cast<float>((1 - 1.0 / (1 << 22)) / kLargest);
+    const uint32_t guess = (bits_of(float_of(largest) * kBelow) + 0xffff) >> 16;
+    const bool small = float_of(guess << 16) * kLargest < float_of(largest);
+    const uint32_t scale = guess + static_cast<uint32_t>(small);
+    return static_cast<Scale>(scale < 0x80 ? 0x80 : scale);
+  }
+  static FS_HOST_DEVICE float factor(Scale scale) {
+    return float_of(static_cast<uint32_t>(scale) << 16);
+  }
+  static FS_HOST_DEVICE float inverse(Scale scale) { return 1.0f / factor(scale); }
+
+  // Floats between 2^23 and 2^24 are the integers.
+  static FS_HOST_DEVICE Coded nearest(float y) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: its low bits are zero
+    const float sum = y + kMagic;
+    return {bits_of(sum), sum - kMagic};
+  }
+
+  // Floats between 256 and 512 are multiples of 2^-15.
+  static FS_HOST_DEVICE Coded random(float y, uint32_t r) {
+    constexpr uint32_t kMagic = 0x43c00000;  // 384
+    const uint32_t parts = bits_of(y + float_of(kMagic)) - kMagic;
+    const int32_t code = static_cast<int32_t>(parts + (r >> 17)) >> 15;
+    return {static_cast<uint32_t>(code), static_cast<float>(code)};
+  }
+};
+
+struct Int8Codec : IntegerCodec<127> {
+  static constexpr Format kFormat = Format::kInt8;
+  using Code = uint8_t;
+
+  static FS_HOST_DEVICE float value(uint32_t code) {
+    return static_cast<float>(static_cast<int8_t>(code));
+  }
+};
+
+struct Int4Codec : IntegerCodec<7> {
+  static constexpr Format kFormat = Format::kInt4;
+  using Code = uint8_t;  // of two elements
+
+  static FS_HOST_DEVICE float value(uint32_t code) {
+    return static_cast<float>(static_cast<int32_t>((code & 15) ^ 8) - 8);
+  }
+};
+
+template <class Codec, bool kStochastic>
+FS_HOST_DEVICE Coded code_element(float y, RandomKey key, uint32_t index) {
+  if constexpr (kStochastic) {
+    return Codec::random(y, random_bits(key, index));
+  } else {
+    return Codec::nearest(y);
+  }
+}
+
+}  // namespace fastsync::kernels

@@ -1,0 +1,191 @@
+// The loops of codec_cpu.cpp. Each works on a strip: up to kStrip elements as floats, which stay in the first-level cache
+// from one loop to the next.
+#pragma once
+
+#include <cstring>
+
+#include "codec_element.h"
+#include "simd.h"
+
+namespace fastsync::kernels {
+
+constexpr int kStrip = 1024;  // a multiple of every format's block
+
+// x[i] = tensor[i] * scale + residual[i]
+template <class T, bool kResidual>
+struct Load {
+  FS_HOST_DEVICE static void run(float* x, const T* tensor, const float* residual, int numel,
+                                 float scale) {
+    FS_INDEPENDENT
+    for (int i = 0; i < numel; ++i) {
+      const float product = widen(tensor[i]) * scale;
+      x[i] = kResidual ? product + residual[i] : product;
+    }
+  }
+};
+
+// tensor[i] = x[i]
+template <class T>
+struct Store {
+  FS_HOST_DEVICE static void run(T* tensor, const float* x, int numel) {
+    FS_INDEPENDENT
+    for (int i = 0; i < numel; ++i) tensor[i] = narrow<T>(x[i]);
+  }
+};
+
+// residual[i] = lost[i] plus the old one when kAdd, where that is finite.
+template <bool kAdd>
+struct Keep {
+  FS_HOST_DEVICE static void run(float* residual, const float* lost, int numel) {
+    FS_INDEPENDENT
+    for (int i = 0; i < numel; ++i) {
+      const float old = residual[i];
+      const float wanted = kAdd ? old + lost[i] : lost[i];
+      residual[i] = float_of(select(is_finite(wanted), bits_of(wanted), bits_of(old)));
+    }
+  }
+};
+
+// Magnitudes of floats compare like the integers that hold their bits; a NaN is above infinity.
+template <int kBlock>
+FS_HOST_DEVICE uint32_t largest_magnitude(const float* x) {
+  int32_t largest = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    const auto magnitude = static_cast<int32_t>(bits_of(x[i]) & kMagnitudeMask);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+// Two codes to a byte, by way of a byte for each.
+template <int kBlock>
+FS_HOST_DEVICE void join_nibbles(uint8_t* bytes, const uint8_t* nibbles) {
+  for (int i = 0; i < kBlock / 2; ++i) {
+    bytes[i] = static_cast<uint8_t>((nibbles[2 * i] & 15) | (nibbles[2 * i + 1] << 4));
+  }
+}
+
+template <int kBlock>
+FS_HOST_DEVICE void split_nibbles(uint8_t* nibbles, const uint8_t* bytes) {
+  for (int i = 0; i < kBlock / 2; ++i) {
+    nibbles[2 * i] = bytes[i] & 15;
+    nibbles[2 * i + 1] = bytes[i] >> 4;
+  }
+}
+
+struct RandomSource {
+  RandomKey key;
+  uint32_t first;  // index of the strip's first element
+};
+
+// Codes of `numel` elements, and in x what they lost: NaN where an element is poisoned.
+template <class Codec, bool kStochastic, bool kLost>
+FS_HOST_DEVICE void code_run(float* x, typename Codec::Code* codes, int numel, float inverse,
+                             float factor, RandomSource random) {
+  FS_INDEPENDENT
+  for (int i = 0; i < numel; ++i) {
+    const float y = Codec::kScaled ? x[i] * inverse : x[i];
+    const Coded coded =
+        code_element<Codec, kStochastic>(y, random.key, random.first + static_cast<uint32_t>(i));
+    codes[i] = static_cast<typename Codec::Code>(coded.code);
+    if (kLost) x[i] -= Codec::kScaled ? coded.value * factor : coded.value;
+  }
+}
+
+template <class Codec, bool kStochastic, bool kLost>
+struct CodeUnscaled {
+  FS_HOST_DEVICE static void run(float* x, uint8_t* codes, uint8_t*, int numel,
+                                 RandomSource random) {
+    code_run<Codec, kStochastic, kLost>(x, reinterpret_cast<typename Codec::Code*>(codes), numel, 1,
+                                        1, random);
+  }
+};
+
+template <class Codec, bool kStochastic, bool kLost>
+struct CodeScaled {
+  static constexpr int kBlock = traits_of(Codec::kFormat).block;
+  static constexpr int kCodeBytes = kBlock * traits_of(Codec::kFormat).bits / 8;
+  using Scale = typename Codec::Scale;
+
+  FS_HOST_DEVICE static void run(float* x, uint8_t* codes, uint8_t* scales, int numel,
+                                 RandomSource random) {
+    for (int begin = 0; begin < numel; begin += kBlock) {
+      const Scale scale = code_block(x + begin, codes, random);
+      std::memcpy(scales, &scale, sizeof scale);
+      codes += kCodeBytes;
+      scales += sizeof scale;
+      random.first += kBlock;
+    }
+  }
+
+ private:
+  FS_HOST_DEVICE static Scale code_block(float* x, uint8_t* codes, RandomSource random) {
+    const uint32_t largest = largest_magnitude<kBlock>(x);
+    if (largest >= kTooLarge) return poison_block(x, codes);
+    const Scale scale = Codec::choose(largest);
+    const float inverse = Codec::inverse(scale);
+    const float factor = Codec::factor(scale);
+    if constexpr (Codec::kFormat == Format::kInt4) {
+      uint8_t nibbles[kBlock];
+      code_run<Codec, kStochastic, kLost>(x, nibbles, kBlock, inverse, factor, random);
+      join_nibbles<kBlock>(codes, nibbles);
+    } else {
+      code_run<Codec, kStochastic, kLost>(x, reinterpret_cast<typename Codec::Code*>(codes), kBlock,
+                                          inverse, factor, random);
+    }
+    return scale;
+  }
+
+  FS_HOST_DEVICE static Scale poison_block(float* x, uint8_t* codes) {
+    std::memset(codes, 0, kCodeBytes);
+    for (int i = 0; i < kBlock; ++i) x[i] = quiet_nan();
+    return Codec::kPoison;
+  }
+};
+
+// x[i] = value of code i, plus the old x[i] when kAdd.
+template <class Codec, bool kAdd>
+FS_HOST_DEVICE void sum_run(float* x, const typename Codec::Code* codes, int numel, float factor) {
+  FS_INDEPENDENT
+  for (int i = 0; i < numel; ++i) {
+    const float code = Codec::value(codes[i]);
+    const float value = Codec::kScaled ? code * factor : code;
+    x[i] = kAdd ? x[i] + value : value;
+  }
+}
+
+template <class Codec, bool kAdd>
+struct SumUnscaled {
+  FS_HOST_DEVICE static void run(float* x, const uint8_t* codes, const uint8_t*, int numel) {
+    sum_run<Codec, kAdd>(x, reinterpret_cast<const typename Codec::Code*>(codes), numel, 1);
+  }
+};
+
+template <class Codec, bool kAdd>
+struct SumScaled {
+  static constexpr int kBlock = traits_of(Codec::kFormat).block;
+  static constexpr int kCodeBytes = kBlock * traits_of(Codec::kFormat).bits / 8;
+
+  FS_HOST_DEVICE static void run(float* x, const uint8_t* codes, const uint8_t* scales, int numel) {
+    for (int begin = 0; begin < numel; begin += kBlock) {
+      typename Codec::Scale scale;
+      std::memcpy(&scale, scales, sizeof scale);
+      sum_block(x + begin, codes, Codec::factor(scale));
+      codes += kCodeBytes;
+      scales += sizeof scale;
+    }
+  }
+
+ private:
+  FS_HOST_DEVICE static void sum_block(float* x, const uint8_t* codes, float factor) {
+    if constexpr (Codec::kFormat == Format::kInt4) {
+      uint8_t nibbles[kBlock];
+      split_nibbles<kBlock>(nibbles, codes);
+      sum_run<Codec, kAdd>(x, nibbles, kBlock, factor);
+    } else {
+      sum_run<Codec, kAdd>(x, reinterpret_cast<const typename Codec::Code*>(codes), kBlock, factor);
+    }
+  }
+};
+
+}  // namespace fastsync::kernels
