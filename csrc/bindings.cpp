@@ -245,6 +245,7 @@ void bind_engine(py::module_& m) {
       .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)
+      .def("steps", &Reducer::steps)
       .def("stats", &stats_dict);
 }
 

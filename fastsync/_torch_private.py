@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "front_accepts",
     "gloo_threads",
     "group_store",
+    "group_timeout",
 ]
 
 GradBucket = _c10d.GradBucket
@@ -58,6 +60,16 @@ def group_store(group: dist.ProcessGroup) -> Store | None:
     """The rendezvous store that `group` was made with."""
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long collectives of `group` may take; None where its backend does not tell."""
+    try:
+        backend = cast(Any, group)._get_backend(torch.device("cpu"))
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
 
 
 def find_tensors(output: Any) -> Iterable[torch.Tensor]:

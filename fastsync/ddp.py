@@ -20,6 +20,7 @@ from fastsync._torch_private import (
     front_accepts,
     gloo_threads,
 )
+from fastsync.codec import Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.engine import Engine, NamedParam
 from fastsync.logging_data import WrapFacts
@@ -44,9 +45,10 @@ class FastDDP(DistributedDataParallel):
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; 25 by default, with a first bucket of 1.
-        wire: what fp32 gradients travel as: "fp32", "bf16" or "fp16". The average is computed by
-            the backend's all-reduce in that dtype, each rank's part being divided before it is
-            rounded. Gradients of other dtypes travel as they are.
+        wire: what gradients travel as: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8",
+            "int4", the name of a registered codec, a `fastsync.Codec`, or a `fastsync.Wire` with
+            everything else that can be chosen. Sums are computed in fp32. 16-bit gradients are
+            compressed below 16 bits only; fp64 ones travel as they are.
 
     Raises:
         RuntimeError: there is no process group, or no parameter to train.
@@ -78,13 +80,13 @@ class FastDDP(DistributedDataParallel):
         batched_grad_copy: bool = True,
         forward_sync_buffers: bool | None = None,
         *,
-        wire: str = "fp32",
+        wire: Any = "fp32",
     ) -> None:
         request = _Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
-                wire=wire,
+                wire=Wire.of(wire),
                 views=gradient_as_bucket_view,
                 fail_on_unused=find_unused_parameters is False and not static_graph,
                 static_graph=static_graph,
@@ -190,10 +192,10 @@ class FastDDP(DistributedDataParallel):
             ValueError: `wire` compresses gradients already.
         """
         cast(Any, self)._check_comm_hook(hook)
-        if self._policy.wire != "fp32":
+        if not self._policy.wire.plain:
             raise ValueError(
-                f"wire={self._policy.wire!r} and a communication hook would both compress "
-                "gradients; leave wire out to use the hook"
+                f"wire={self._policy.wire.describe()!r} and a communication hook would both "
+                "compress gradients; leave wire out to use the hook"
             )
         self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
         self._comm_hooks = [(hook, state)]
@@ -212,7 +214,7 @@ class FastDDP(DistributedDataParallel):
             spent waiting for collectives), `buckets` (bytes of each bucket of the current plan).
         """
         engine = self._engine
-        sizes = [b.layout.numel * b.wire.itemsize for b in engine.plan.buckets]
+        sizes = [bucket.nbytes for bucket in engine.plan.buckets]
         return {**engine.core.stats(), "buckets": sizes}
 
 
@@ -241,6 +243,7 @@ class _Request:
         try:
             self._check_module(unsupported)
             settled = buckets(), policy()
+            self._check_wire(settled[1].wire)
             _ext.load()
         except Exception as error:
             try:
@@ -252,7 +255,7 @@ class _Request:
             "torch": torch.__version__,
             "the module's device": self._params()[0].tensor.device.type,
             "bucket_cap_mb": str([cap / (1 << 20) for cap in settled[0].caps]),
-            "wire": settled[1].wire,
+            "wire": settled[1].wire.describe(),
             "gradient_as_bucket_view": str(settled[1].views),
             "find_unused_parameters=False": str(settled[1].fail_on_unused),
             "static_graph": str(settled[1].static_graph),
@@ -303,6 +306,16 @@ class _Request:
                 f"device_ids is {self.device_ids} and output_device {self.output_device}, but the "
                 "module is on the CPU; leave both out, or move the module before wrapping it"
             )
+
+    def _check_wire(self, wire: Wire) -> None:
+        for param in self._params():
+            codec = wire.codec_for(param.name)
+            if param.tensor.is_complex() and param.tensor.requires_grad and codec.name != "fp32":
+                raise ValueError(
+                    f"parameter {param.name!r} is {param.tensor.dtype}, which {codec.name} cannot "
+                    "carry; keep it as it is with "
+                    f"wire=fastsync.Wire({wire.describe()!r}, overrides={{{param.name!r}: 'fp32'}})"
+                )
 
     def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:
         params = [

@@ -15,7 +15,8 @@ LONGEST_FILE = 450
 # A module may import from earlier rows only.
 PYTHON_LAYERS = [
     ["env", "_build"],
-    ["layout", "config", "_torch_private", "consensus"],
+    ["layout", "codec", "_torch_private", "consensus"],
+    ["config"],
     ["plan", "meeting", "_ext"],
     ["engine"],
     ["logging_data"],

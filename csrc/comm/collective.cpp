@@ -60,6 +60,36 @@ class WorkInFlight final : public InFlight {
   std::function<void()> at_wait_;
 };
 
+// torch 2.13 gave these collectives other names and deprecated the old ones.
+using Equal = std::vector<int64_t>;
+
+template <typename Group>
+auto all_to_all_on(Group& group, at::Tensor& out, at::Tensor& in, Equal& equal) {
+  if constexpr (requires { group.all_to_all_single(out, in, equal, equal); }) {
+    return group.all_to_all_single(out, in, equal, equal);
+  } else {
+    return group.alltoall_base(out, in, equal, equal);
+  }
+}
+
+template <typename Group>
+auto all_gather_on(Group& group, at::Tensor& out, at::Tensor& in) {
+  if constexpr (requires { group.all_gather_single(out, in); }) {
+    return group.all_gather_single(out, in);
+  } else {
+    return group._allgather_base(out, in);
+  }
+}
+
+template <typename Group>
+auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in) {
+  if constexpr (requires { group.reduce_scatter_single(out, in); }) {
+    return group.reduce_scatter_single(out, in);
+  } else {
+    return group._reduce_scatter_base(out, in);
+  }
+}
+
 class ProcessGroupCollective final : public Collective {
  public:
   explicit ProcessGroupCollective(c10::intrusive_ptr<c10d::ProcessGroup> group)
@@ -77,23 +107,21 @@ class ProcessGroupCollective final : public Collective {
                                        const at::Tensor& sent) override {
     at::Tensor out = received;
     at::Tensor in = sent;
-    std::vector<int64_t> equal;
-    return start("all-to-all", {out, in},
-                 [&] { return group_->alltoall_base(out, in, equal, equal); });
+    Equal equal;
+    return start("all-to-all", {out, in}, [&] { return all_to_all_on(*group_, out, in, equal); });
   }
 
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                        const at::Tensor& mine) override {
     at::Tensor out = gathered;
     at::Tensor in = mine;
-    return start("all-gather", {out, in}, [&] { return group_->_allgather_base(out, in); });
+    return start("all-gather", {out, in}, [&] { return all_gather_on(*group_, out, in); });
   }
 
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
     at::Tensor out = mine;
     at::Tensor in = all;
-    return start("reduce-scatter", {out, in},
-                 [&] { return group_->_reduce_scatter_base(out, in); });
+    return start("reduce-scatter", {out, in}, [&] { return reduce_scatter_on(*group_, out, in); });
   }
 
  private:

@@ -1,7 +1,6 @@
 #include "coded_wire.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <atomic>

@@ -97,6 +97,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> ready_order() const;
   std::vector<bool> trainable() const;
   ReducerStats stats() const;
+  int64_t steps() const { return stats_.steps; }
   StepReport last_step() const;
   // Records when buckets are ready, packed, launched and done; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline) {
