@@ -19,7 +19,7 @@ from fastsync import _ext
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.env import Env
 from fastsync.meeting import meet
-from fastsync.plan import BucketPlan, ParamSpec, make_plan
+from fastsync.plan import BucketPlan, ParamSpec, make_plan, settled_order
 
 __all__ = ["Engine", "NamedParam"]
 
@@ -69,6 +69,7 @@ class Engine:
             skip_unused=policy.skip_unused,
         )
         self.regrouped = False
+        self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
@@ -114,6 +115,28 @@ class Engine:
         """Takes part in one step of the other ranks, without gradients of its own."""
         self.core.shadow_step()
 
+    def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Where torch.compile shall split a graph, so that its pieces yield whole buckets.
+
+        In the first step these are the buckets that the order of the graph's gradients will give,
+        and the next plan follows them. Later they are those of the plan.
+
+        Args:
+            ready: the parameters in a graph, in the order of their gradients.
+
+        Returns:
+            The planned ones among them, grouped.
+        """
+        index_of = {id(param.tensor): index for index, param in enumerate(self._params)}
+        order = [index_of[id(t)] for t in ready if id(t) in index_of]
+        plan = self.plan
+        if self.core.stats()["steps"] == 0:
+            plan = self._plan(order)
+            self._graphs.extend(list(bucket.params) for bucket in plan.buckets)
+        known = set(order)
+        groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
+        return [[self._params[i].tensor for i in group] for group in groups if group]
+
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another process group from now on."""
         self._group = group
@@ -126,10 +149,13 @@ class Engine:
         self._install(order)
         self.core.set_hook(state, hook)
 
-    def _install(self, order: Sequence[int]) -> None:
+    def _plan(self, order: Sequence[int]) -> BucketPlan:
         specs = [ParamSpec.of(i, self._params[i].tensor, self._params[i].sparse) for i in order]
         world = dist.get_world_size(self._group)
-        self.plan = make_plan(specs, order, self._buckets, self._policy, world)
+        return make_plan(specs, order, self._buckets, self._policy, world)
+
+    def _install(self, order: Sequence[int]) -> None:
+        self.plan = self._plan(order)
         self.core.set_plan([self._spec(b) for b in self.plan.buckets])
 
     def _spec(self, bucket: Any) -> Any:
@@ -161,7 +187,7 @@ class Engine:
         device = self._params[0].tensor.device
         mine = torch.tensor(self.core.trainable(), dtype=torch.uint8, device=device)
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        ready = self.core.ready_order()
+        ready = settled_order(self.core.ready_order(), self._graphs)
         padded = [*ready, *[-1] * (len(self._params) - len(ready))]
         order = torch.tensor(padded, dtype=torch.int64, device=device)
         if dist.get_world_size(self._group) > 1:

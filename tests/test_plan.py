@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastsync.config import BucketPolicy, SyncPolicy
-from fastsync.plan import ParamSpec, make_plan
+from fastsync.plan import ParamSpec, make_plan, settled_order
 
 CPU = torch.device("cpu")
 
@@ -115,3 +115,18 @@ def test_invariants(seed):
 
 def test_a_million_parameters_need_no_bucket_each():
     assert len(plan_of(specs_of(*[1] * 20000), caps=(1 << 20,)).buckets) == 1
+
+
+def test_what_arrives_together_is_put_into_the_order_of_its_group():
+    assert settled_order([4, 3, 5, 0, 1], [[3, 4, 5], [1, 2, 0]]) == [3, 4, 5, 1, 0]
+    assert settled_order([2, 9, 1], []) == [2, 9, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_settled_order_names_the_same_parameters(seed):
+    draw = random.Random(seed)
+    ready = draw.sample(range(20), 12)
+    groups = [draw.sample(range(20), draw.randint(1, 8)) for _ in range(4)]
+    settled = settled_order(ready, groups)
+    assert sorted(settled) == sorted(ready)
+    assert settled_order(settled, groups) == settled
