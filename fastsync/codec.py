@@ -22,7 +22,7 @@ __all__ = [
     "Wire",
     "make_codec",
     "register_codec",
-    "registered_codecs",
+    "wire_formats",
 ]
 
 
@@ -114,9 +114,9 @@ def register_codec(name: str, factory: Callable[[], Any]) -> None:
     _REGISTRY[name] = factory
 
 
-def registered_codecs() -> tuple[str, ...]:
-    """The names that `register_codec` has added."""
-    return tuple(_REGISTRY)
+def wire_formats() -> tuple[str, ...]:
+    """Every name that `wire=` may be: built-in formats, then registered codecs."""
+    return (*FORMATS, *_REGISTRY)
 
 
 def make_codec(wire: Any) -> Format | Any:

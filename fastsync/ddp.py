@@ -19,6 +19,9 @@ from fastsync._torch_private import (
     find_tensors,
     front_accepts,
     gloo_threads,
+    has_python_reducer,
+    split_graphs_at_buckets,
+    untraced,
 )
 from fastsync.codec import Wire
 from fastsync.config import BucketPolicy, SyncPolicy
@@ -133,6 +136,7 @@ class FastDDP(DistributedDataParallel):
         self.reducer = cast(Any, FrontReducer(engine, logger))
         self.logger = cast(Any, logger)
         cast(Any, self)._passing_sync_batchnorm_handle(self.module)
+        split_graphs_at_buckets()
 
     def _facts(self, static_graph: bool) -> WrapFacts:
         group = self.process_group
@@ -156,6 +160,15 @@ class FastDDP(DistributedDataParallel):
     def _engine(self) -> Engine:
         return cast(FrontReducer, self.reducer).engine
 
+    def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Asked while torch.compile splits a graph of the module."""
+        return self._engine.graph_buckets(ready)
+
+    @untraced
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return cast(Any, super())._pre_forward(*inputs, **kwargs)
+
+    @untraced
     def _post_forward(self, output: Any) -> Any:
         front = cast(Any, self)  # its methods carry no annotations
         if self._delay_all_reduce_all_params:
@@ -278,6 +291,12 @@ class _Request:
         return _named_params(self.module, ignored)
 
     def _check_module(self, unsupported: dict[str, Any]) -> None:
+        if has_python_reducer():
+            raise RuntimeError(
+                "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
+                "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
+                "DistributedDataParallel"
+            )
         for name, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(f"FastDDP does not support {name} yet")

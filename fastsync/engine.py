@@ -21,7 +21,14 @@ from fastsync.codec import Format, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.env import Env
 from fastsync.meeting import meet
-from fastsync.plan import BucketPlan, CodedPlan, ParamSpec, PlannedBucket, make_plan
+from fastsync.plan import (
+    BucketPlan,
+    CodedPlan,
+    ParamSpec,
+    PlannedBucket,
+    make_plan,
+    settled_order,
+)
 
 __all__ = ["Engine", "NamedParam"]
 
@@ -73,6 +80,7 @@ class Engine:
         )
         self._warming_up = False
         self.regrouped = False
+        self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
@@ -103,7 +111,7 @@ class Engine:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
         advice = self.core.prepare_forward()
-        warmed_up = self._warming_up and self.core.steps() >= self._policy.wire.warmup_steps
+        warmed_up = self._warming_up and not self._is_warming_up()
         if advice.unused and self._policy.warn_unused:
             self._warn_unused(advice.unused)
         if advice.replan:
@@ -120,6 +128,28 @@ class Engine:
         """Takes part in one step of the other ranks, without gradients of its own."""
         self.core.shadow_step()
 
+    def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Where torch.compile shall split a graph, so that its pieces yield whole buckets.
+
+        In the first step these are the buckets that the order of the graph's gradients will give,
+        and the next plan follows them. Later they are those of the plan.
+
+        Args:
+            ready: the parameters in a graph, in the order of their gradients.
+
+        Returns:
+            The planned ones among them, grouped.
+        """
+        index_of = {id(param.tensor): index for index, param in enumerate(self._params)}
+        order = [index_of[id(t)] for t in ready if id(t) in index_of]
+        plan = self.plan
+        if self.core.stats()["steps"] == 0:
+            plan = self._plan(order)
+            self._graphs.extend(list(bucket.params) for bucket in plan.buckets)
+        known = set(order)
+        groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
+        return [[self._params[i].tensor for i in group] for group in groups if group]
+
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another process group from now on."""
         self._group = group
@@ -135,18 +165,22 @@ class Engine:
         self._install(order)
         self.core.set_hook(state, hook)
 
-    def _install(self, order: Sequence[int]) -> None:
-        """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
-        warming_up = self.core.steps() < self._policy.wire.warmup_steps
-        wire = Wire() if warming_up else self._policy.wire
+    def _plan(self, order: Sequence[int]) -> BucketPlan:
+        wire = Wire() if self._is_warming_up() else self._policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = dist.get_world_size(self._group)
-        policy = replace(self._policy, wire=wire)
-        self.plan = make_plan(specs, order, self._buckets, policy, world)
-        if self.plan.coded and world > 1 and not self._chained:
+        return make_plan(specs, order, self._buckets, replace(self._policy, wire=wire), world)
+
+    def _is_warming_up(self) -> bool:
+        return bool(self.core.steps() < self._policy.wire.warmup_steps)
+
+    def _install(self, order: Sequence[int]) -> None:
+        """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
+        self._warming_up = self._is_warming_up()
+        self.plan = self._plan(order)
+        if self.plan.coded and dist.get_world_size(self._group) > 1 and not self._chained:
             self._make_chains()
         self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)])
-        self._warming_up = warming_up
 
     def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
         param = self._params[index]
@@ -218,7 +252,7 @@ class Engine:
         device = self._params[0].tensor.device
         mine = torch.tensor(self.core.trainable(), dtype=torch.uint8, device=device)
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        ready = self.core.ready_order()
+        ready = settled_order(self.core.ready_order(), self._graphs)
         padded = [*ready, *[-1] * (len(self._params) - len(ready))]
         order = torch.tensor(padded, dtype=torch.int64, device=device)
         if dist.get_world_size(self._group) > 1:

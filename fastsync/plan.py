@@ -22,7 +22,15 @@ from fastsync.layout import (
     wire_layout,
 )
 
-__all__ = ["BucketPlan", "CodedPlan", "ParamSpec", "PlannedBucket", "make_plan", "travels_coded"]
+__all__ = [
+    "BucketPlan",
+    "CodedPlan",
+    "ParamSpec",
+    "PlannedBucket",
+    "make_plan",
+    "settled_order",
+    "travels_coded",
+]
 
 _FP32 = FORMATS["fp32"]
 
@@ -145,6 +153,25 @@ def make_plan(
         raise ValueError("the order must name every planned parameter exactly once")
     groups = _group(ordered, buckets)
     return BucketPlan(tuple(_planned(group, policy, world_size) for group in groups))
+
+
+def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+    """`ready` with the members of each group in the group's own order.
+
+    A compiled graph yields its gradients all at once, in an order that means nothing. Where graphs
+    were split by a plan, the plan made from the observed order must be that plan again.
+
+    Args:
+        ready: indices of parameters, each once.
+        groups: what each graph yields; the latest group with an index holds.
+    """
+    owner = {index: number for number, group in enumerate(groups) for index in group}
+    there = set(ready)
+    queues = [
+        iter([index for index in group if owner[index] == number and index in there])
+        for number, group in enumerate(groups)
+    ]
+    return [next(queues[owner[index]]) if index in owner else index for index in ready]
 
 
 @dataclass
