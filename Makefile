@@ -14,7 +14,7 @@ PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test torch-suite bench lint format clean check-python check-compiler
+.PHONY: help setup install demo test torch-suite bench bench-links lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -58,6 +58,9 @@ torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only
 
 bench: $(STAMP) ## step times of all variants, into out/step.json
 	$(IN_CHECKOUT) -m bench.step --json out/step.json $(ARGS)
+
+bench-links: $(STAMP) ## the same over shaped links, into bench/results (needs root)
+	$(IN_CHECKOUT) -m bench.links --ranks 2,4 --json bench/results/links.json $(ARGS)
 
 lint: $(STAMP) ## check style, types and formatting
 	$(BIN)/ruff check .

@@ -4,6 +4,11 @@ tests() {
   timeout 900 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 
+# What `make test` leaves out.
+slow_tests() {
+  timeout 900 make test ARGS="-m slow"
+}
+
 install_tools() {
   new_venv tools -r requirements-ci.txt
 }

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 
-from bench.errors import CheckFailed, UsageError
+from bench.errors import CheckFailed, MissingRights, UsageError
 from bench.models import WORKLOADS
 from bench.wrappers import VARIANTS
 
 FAILED = 1
 USAGE = 2
+NO_RIGHTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser, models: str) -> None:
@@ -59,6 +60,9 @@ def guarded(run: Callable[[], int]) -> int:
     except UsageError as error:
         _say_once(f"error: {error}")
         return USAGE
+    except MissingRights as error:
+        _say_once(f"cannot run here: {error}")
+        return NO_RIGHTS
 
 
 def _say_once(message: str) -> None:

@@ -7,3 +7,7 @@ class UsageError(ValueError):
 
 class CheckFailed(RuntimeError):
     """A variant trained other weights than default DDP."""
+
+
+class MissingRights(RuntimeError):
+    """This user or this machine may not do what the benchmark needs."""

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -57,18 +57,41 @@ class Group:
             torch.cuda.synchronize(self.device)
 
 
-def launch(main: Callable[[Group], int], ranks: int, threads: int = 1) -> int:
+@dataclass(frozen=True)
+class Placement:
+    """How one rank is started: what stands before its command, and variables to add."""
+
+    prefix: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _anywhere(rank: int) -> Placement:
+    return Placement()
+
+
+def is_rank() -> bool:
+    """Whether this process is one of the ranks, rather than what starts them."""
+    return "RANK" in os.environ
+
+
+def launch(
+    main: Callable[[Group], int],
+    ranks: int,
+    threads: int = 1,
+    place: Callable[[int], Placement] = _anywhere,
+) -> int:
     """Runs `main` on every rank and returns the exit code of the job.
 
     Args:
         main: called with this rank's `Group`; returns an exit code.
         ranks: how many to start on this machine; ignored under torchrun.
         threads: CPU threads of torch in each rank.
+        place: how each rank is started; ignored under torchrun.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler reports its starts otherwise
-    if "RANK" in os.environ:
+    if is_rank():
         return _run_rank(main, threads)
-    return _start_ranks(ranks)
+    return _start_ranks(ranks, place)
 
 
 def _run_rank(main: Callable[[Group], int], threads: int) -> int:
@@ -106,7 +129,7 @@ def _choose_device(local_rank: int, local_world: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _start_ranks(ranks: int) -> int:
+def _start_ranks(ranks: int, place: Callable[[int], Placement]) -> int:
     if ranks < 1:
         raise UsageError(f"expects at least one rank but got --ranks {ranks}")
     environment = os.environ | {
@@ -118,11 +141,12 @@ def _start_ranks(ranks: int) -> int:
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
     }
     command = [sys.executable, *sys.orig_argv[1:]]
-    processes = [
-        subprocess.Popen(command, env=environment | {"RANK": str(i), "LOCAL_RANK": str(i)})
-        for i in range(ranks)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for rank in range(ranks):
+            placed = place(rank)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **placed.environment}
+            processes.append(subprocess.Popen([*placed.prefix, *command], env=environment | own))
         return _wait(processes)
     except KeyboardInterrupt:
         print("\ninterrupted: stopping the ranks", file=sys.stderr)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from bench.harness import Timing
 from bench.stats import Spread
+from bench.wrappers import FLOOR
 
 Row = Sequence[str]
 
@@ -48,3 +50,32 @@ def timing_table(timings: Sequence[Timing], baseline: str, markdown: bool = Fals
         for t in timings
     ]
     return render(headers, rows, markdown)
+
+
+def links_table(record: dict[str, Any], markdown: bool = False) -> str:
+    """One row per variant of a record of bench.links; see there for what the columns mean."""
+    headers = (
+        *("variant", "step ms", "±", "ratio", "sync ms", "±", "sync ratio"),
+        *("MB sent", "of formula", "limit ms", "sync / limit", "weights"),
+    )
+    rows = [_link_row(name, timing) for name, timing in record["variants"].items()]
+    return render(headers, rows, markdown)
+
+
+def _link_row(name: str, timing: dict[str, Any]) -> Row:
+    exposed = Spread(**timing["exposed"])
+    formula, limit = timing["formula_bytes"], timing["limit_seconds"]
+    sent = timing["sent_bytes"]
+    synced = name != FLOOR
+    return (
+        name,
+        *milliseconds(Spread(**timing["step"])),
+        f"{timing['ratio']['median']:.3f}",
+        *milliseconds(exposed),
+        f"{timing['exposed_ratio']['median']:.3f}" if timing["exposed_ratio"] else "-",
+        f"{sent / 1e6:.2f}",
+        f"{sent / formula:.3f}" if synced and formula else "-",
+        f"{1e3 * limit:.2f}" if synced and limit else "-",
+        f"{exposed.median / limit:.3f}" if synced and limit else "-",
+        timing["check"],
+    )

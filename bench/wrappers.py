@@ -23,6 +23,24 @@ def _always() -> str | None:
 
 
 @dataclass(frozen=True)
+class WireCost:
+    """What a wire format saves, and what it costs.
+
+    Attributes:
+        bits: on the wire per fp32 element of the gradient, scales and padding left aside; None
+            where that depends on the gradient.
+        tolerance: the accepted distance of the weights from those of default DDP, relative to the
+            distance that training moved them; 0 for the same values.
+    """
+
+    bits: float | None
+    tolerance: float
+
+
+EXACT = WireCost(32.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Variant:
     """One way to wrap a model.
 
@@ -30,18 +48,27 @@ class Variant:
         name: as given on the command line.
         summary: one line for tables and `--list`.
         wrap: (module on its device, that device) -> the module to train.
-        lossy: whether gradients are rounded to fewer bits on their way.
-        tolerance: for lossy variants, the accepted distance of the weights from those of
-            default DDP, relative to the distance that training moved them.
+        cost: what its wire format saves and costs.
         unavailable: the reason why this variant cannot run here, or None.
+        wire: the wire format of fastsync's variants; None for torch's.
     """
 
     name: str
     summary: str
     wrap: Callable[[nn.Module, torch.device], nn.Module]
-    lossy: bool = False
-    tolerance: float = 0.0
+    cost: WireCost = EXACT
     unavailable: Callable[[], str | None] = field(default=_always)
+    wire: str | None = None
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients lose bits on their way."""
+        return self.tolerance > 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """See WireCost."""
+        return self.cost.tolerance
 
 
 def _device_ids(device: torch.device) -> list[int] | None:
@@ -81,18 +108,22 @@ def _lacks_batched() -> str | None:
     return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
 
 
+def _is_fastsync(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] == "fastsync"
+
+
 def _lacks_fastsync() -> str | None:
     """Only an absent package counts: one that fails to build or load must be seen to fail."""
     try:
         from fastsync import FastDDP  # noqa: F401
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "fastsync":
+        if not _is_fastsync(error):
             raise
         return "package fastsync is not importable (run from the checkout, or `make install`)"
     return None
 
 
-_VARIANTS = (
+_TORCH_VARIANTS = (
     Variant(FLOOR, "the bare module: the floor", _bare),
     Variant(BASELINE, "torch DDP, defaults", _ddp()),
     Variant("ddp_view", "gradient_as_bucket_view", _ddp(gradient_as_bucket_view=True)),
@@ -113,26 +144,52 @@ _VARIANTS = (
         "static_graph + gradient_as_bucket_view",
         _ddp(static_graph=True, gradient_as_bucket_view=True),
     ),
-    Variant("ddp_fp16", "torch's fp16_compress_hook", _ddp_fp16, lossy=True, tolerance=0.01),
-    Variant("fastsync", "FastDDP", _fastsync("fp32"), unavailable=_lacks_fastsync),
-    Variant(
-        "fastsync_bf16",
-        "FastDDP, wire='bf16'",
-        _fastsync("bf16"),
-        lossy=True,
-        tolerance=0.03,
-        unavailable=_lacks_fastsync,
-    ),
-    Variant(
-        "fastsync_fp16",
-        "FastDDP, wire='fp16'",
-        _fastsync("fp16"),
-        lossy=True,
-        tolerance=0.01,
-        unavailable=_lacks_fastsync,
-    ),
+    Variant("ddp_fp16", "torch's fp16_compress_hook", _ddp_fp16, WireCost(16.0, 0.01)),
 )
 
+# What is known of wire formats; one that is not listed is held to UNKNOWN_WIRE.
+WIRE_COSTS = {
+    "fp32": EXACT,
+    "bf16": WireCost(16.0, 0.03),
+    "fp16": WireCost(16.0, 0.01),
+    "fp8_e4m3": WireCost(8.0, 0.1),
+    "fp8_e5m2": WireCost(8.0, 0.2),
+    "int8": WireCost(8.0, 0.05),
+    "int4": WireCost(4.0, 0.5),
+}
+# Formats that send a part of the gradient, and the rest in later steps, have not come far after a
+# few: this only tells that their weights do not run away.
+UNKNOWN_WIRE = WireCost(None, 2.0)
+
+
+def wire_formats() -> tuple[str, ...]:
+    """The names that FastDDP accepts as `wire`; without the package, those it is known to."""
+    try:
+        from fastsync import codec
+    except ModuleNotFoundError as error:
+        if not _is_fastsync(error):
+            raise
+        return ("fp32", "bf16", "fp16")
+    return codec.wire_formats()
+
+
+def fastsync_name(wire: str) -> str:
+    """The name of the variant that is FastDDP with `wire`."""
+    return "fastsync" if wire == "fp32" else f"fastsync_{wire}"
+
+
+def _fastsync_variant(wire: str) -> Variant:
+    return Variant(
+        fastsync_name(wire),
+        "FastDDP" if wire == "fp32" else f"FastDDP, wire={wire!r}",
+        _fastsync(wire),
+        WIRE_COSTS.get(wire, UNKNOWN_WIRE),
+        unavailable=_lacks_fastsync,
+        wire=wire,
+    )
+
+
+_VARIANTS = (*_TORCH_VARIANTS, *(_fastsync_variant(wire) for wire in wire_formats()))
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
 
 

@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "comm/python_hook.h"
+#include "engine/python_codec.h"
 #include "engine/reducer.h"
 #include "ops.h"
 
@@ -66,7 +67,8 @@ void bind_ops(py::module_& m) {
 }
 
 engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
-                             int64_t flags_offset, at::ScalarType wire, bool views, bool sparse) {
+                             int64_t flags_offset, at::ScalarType wire, bool views, bool sparse,
+                             std::optional<engine::CodedSpec> coded) {
   engine::BucketSpec spec;
   for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
   spec.numel = numel;
@@ -74,6 +76,7 @@ engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slo
   spec.wire = wire;
   spec.views = views;
   spec.sparse = sparse;
+  spec.coded = std::move(coded);
   return spec;
 }
 
@@ -99,6 +102,23 @@ void at_end(engine::Reducer& reducer, std::function<void()> action) {
   reducer.at_end(std::move(action));
 }
 
+std::vector<std::optional<at::Tensor>> residuals(const engine::Reducer& reducer) {
+  const py::gil_scoped_release release;
+  std::vector<std::optional<at::Tensor>> result;
+  for (const at::Tensor& residual : reducer.residuals()) {
+    result.push_back(residual.defined() ? std::optional(residual) : std::nullopt);
+  }
+  return result;
+}
+
+void load_residuals(engine::Reducer& reducer,
+                    const std::vector<std::optional<at::Tensor>>& residuals) {
+  const py::gil_scoped_release release;
+  Tensors tensors;
+  for (const auto& residual : residuals) tensors.push_back(residual.value_or(at::Tensor()));
+  reducer.load_residuals(tensors);
+}
+
 py::dict stats_dict(const engine::Reducer& reducer) {
   // A hook that holds the reducer's lock may wait for the GIL to free a gradient.
   const engine::ReducerStats stats = [&] {
@@ -110,6 +130,7 @@ py::dict stats_dict(const engine::Reducer& reducer) {
   result["plans"] = stats.plans;
   result["collectives"] = stats.collectives;
   result["bytes"] = stats.bytes;
+  result["sent_bytes"] = stats.sent_bytes;
   result["exposed_seconds"] = stats.exposed_seconds;
   return result;
 }
@@ -134,11 +155,67 @@ py::dict last_step_dict(const engine::Reducer& reducer) {
   return result;
 }
 
+py::list events_list(const engine::Timeline& timeline) {
+  py::list result;
+  for (const engine::TimelineEvent& event : timeline.events()) {
+    result.append(py::make_tuple(event.step, engine::to_string(event.mark), event.index,
+                                 event.bytes, event.time));
+  }
+  return result;
+}
+
+void bind_timeline(py::module_& m) {
+  using engine::Timeline;
+  py::class_<Timeline, std::shared_ptr<Timeline>>(m, "Timeline")
+      .def(py::init([](int64_t capacity, const std::string& device) {
+             FS_CHECK_VALUE(capacity > 0, "a timeline must hold at least one mark");
+             return std::make_shared<Timeline>(static_cast<size_t>(capacity), at::Device(device));
+           }),
+           py::arg("capacity"), py::arg("device"))
+      .def("events", &events_list)
+      .def("dropped", &Timeline::dropped);
+}
+
+kernels::Format format_named(const std::string& name) {
+  for (int i = 0; i < kernels::kFormats; ++i) {
+    const auto format = static_cast<kernels::Format>(i);
+    if (name == kernels::name_of(format)) return format;
+  }
+  throw std::invalid_argument(concat("fastsync: no wire format is named ", name));
+}
+
+void bind_wire(py::module_& m) {
+  using engine::CodedSpec;
+  m.def("format_traits", [](const std::string& name) {
+    const kernels::FormatTraits traits = kernels::traits_of(format_named(name));
+    return py::make_tuple(traits.block, traits.bits, traits.scale_bytes);
+  });
+  py::class_<CodedSpec>(m, "CodedSpec")
+      .def(py::init<>())
+      .def_property(
+          "format", [](const CodedSpec& spec) { return kernels::name_of(spec.format); },
+          [](CodedSpec& spec, const std::string& name) { spec.format = format_named(name); })
+      .def("use_codec",
+           [](CodedSpec& spec, py::object codec) {
+             spec.codec = engine::make_python_codec(std::move(codec));
+           })
+      .def_readwrite("gather", &CodedSpec::gather)
+      .def_readwrite("chunk_numel", &CodedSpec::chunk_numel)
+      .def_readwrite("chunk_bytes", &CodedSpec::chunk_bytes)
+      .def_readwrite("coded_bytes", &CodedSpec::coded_bytes)
+      .def_readwrite("pieces", &CodedSpec::pieces)
+      .def_readwrite("flags_offset", &CodedSpec::flags_offset)
+      .def_readwrite("flags_per_chunk", &CodedSpec::flags_per_chunk)
+      .def_readwrite("error_feedback", &CodedSpec::error_feedback)
+      .def_readwrite("stochastic", &CodedSpec::stochastic)
+      .def_readwrite("seed", &CodedSpec::seed);
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::BucketSpec>(m, "BucketSpec")
       .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
-           py::arg("wire"), py::arg("views"), py::arg("sparse"));
+           py::arg("wire"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none());
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("replan", &engine::ForwardAdvice::replan)
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
@@ -158,12 +235,17 @@ void bind_engine(py::module_& m) {
       .def("at_end", &at_end, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
+      .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
+      .def("residuals", &residuals)
+      .def("load_residuals", &load_residuals, py::arg("residuals"))
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)
       .def("last_step", &last_step_dict)
+      .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)
+      .def("steps", &Reducer::steps)
       .def("stats", &stats_dict);
 }
 
@@ -172,5 +254,7 @@ void bind_engine(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastsync's C++ core; use the fastsync package instead";
   bind_ops(m);
+  bind_timeline(m);
+  bind_wire(m);
   bind_engine(m);
 }

@@ -8,26 +8,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "items.h"
+
 namespace fastsync::ops {
-
-// Where one tensor's elements lie in a flat buffer. Elements follow the tensor's own memory order when its strides are
-// non-overlapping and dense (channels-last stays channels-last), row-major order otherwise: the layout that autograd
-// gives to gradients. Complex numbers count as two real elements.
-struct SlotLayout {
-  int64_t offset = 0;  // first real element in the flat buffer
-  int64_t numel = 0;   // real elements
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
-
-  static SlotLayout of(const at::Tensor& like, int64_t offset);
-};
-
-// One tensor to gather or scatter. An undefined tensor (pack only) writes `fill` instead, unscaled.
-struct Item {
-  at::Tensor tensor;
-  const SlotLayout* layout = nullptr;
-  float fill = 0.0F;
-};
 
 // flat[layout] = cast(tensor * scale) for every item: one kernel per (tensor dtype), one launch as a rule. A tensor whose
 // strides differ from its layout goes through a temporary copy.
@@ -48,8 +31,5 @@ at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 
 // The first element of a CPU tensor of a packable dtype. Costs no dispatched operation.
 double first_element(const at::Tensor& tensor);
-
-// Whether this build can run the kernels on `device`.
-bool supports(at::Device device);
 
 }  // namespace fastsync::ops

@@ -6,8 +6,17 @@
 """
 
 from fastsync._build import BuildError
+from fastsync.codec import Codec, Wire, register_codec
 from fastsync.consensus import RankMismatchError
 from fastsync.ddp import FastDDP
 
-__all__ = ["BuildError", "FastDDP", "RankMismatchError", "__version__"]
+__all__ = [
+    "BuildError",
+    "Codec",
+    "FastDDP",
+    "RankMismatchError",
+    "Wire",
+    "__version__",
+    "register_codec",
+]
 __version__ = "0.1.0"

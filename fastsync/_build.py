@@ -25,16 +25,26 @@ from pathlib import Path
 MODULE = "_C"
 CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
+    "items.cpp",
     "kernels/codec_cpu.cpp",
     "ops.cpp",
+    "codec_ops.cpp",
     "comm/collective.cpp",
+    "comm/worker.cpp",
+    "comm/chain.cpp",
     "comm/python_hook.cpp",
     "engine/autograd_hooks.cpp",
     "engine/plan_watch.cpp",
+    "engine/timeline.cpp",
     "engine/step_log.cpp",
+    "engine/coder.cpp",
+    "engine/python_codec.cpp",
+    "engine/coded_wire.cpp",
     "engine/bucket.cpp",
+    "engine/bucket_finish.cpp",
     "engine/usage.cpp",
     "engine/reducer.cpp",
+    "engine/reducer_state.cpp",
     "bindings.cpp",
 )
 CUDA_SOURCES = ("kernels/pack_cuda.cu",)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
+from fastsync.codec import Wire
 
-__all__ = ["WIRE_DTYPES", "BucketPolicy", "SyncPolicy", "wire_dtype"]
+__all__ = ["BucketPolicy", "SyncPolicy"]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
 _DEFAULT_CAP_MB = 25
-
-# What `wire=` may name, and the dtype that fp32 gradients travel in.
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class SyncPolicy:
     """How gradients travel and where they live.
 
     Attributes:
-        wire: a key of `WIRE_DTYPES`.
+        wire: the format of gradients on the wire.
         views: gradients live in the flat buffers where wire and gradient dtype are equal.
         fail_on_unused: a parameter without gradient is an error instead of being handled.
         static_graph: the graph and the set of used parameters never change.
@@ -70,24 +67,10 @@ class SyncPolicy:
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
     """
 
-    wire: str = "fp32"
+    wire: Wire = field(default_factory=Wire)
     views: bool = True
     fail_on_unused: bool = False
     static_graph: bool = False
     skip_unused: bool = False
     warn_unused: bool = True
     hooked: bool = False
-
-    def __post_init__(self) -> None:
-        if self.wire not in WIRE_DTYPES:
-            known = ", ".join(repr(name) for name in WIRE_DTYPES)
-            raise ValueError(f"unknown wire format {self.wire!r}; choose one of {known}")
-
-
-def wire_dtype(policy: SyncPolicy, gradient: torch.dtype) -> torch.dtype:
-    """The dtype that gradients of real dtype `gradient` travel in.
-
-    Only fp32 gradients are compressed: 16-bit gradients travel as they are, and whoever trains in
-    fp64 wants fp64.
-    """
-    return WIRE_DTYPES[policy.wire] if gradient is torch.float32 else gradient

@@ -19,7 +19,11 @@ from fastsync._torch_private import (
     find_tensors,
     front_accepts,
     gloo_threads,
+    has_python_reducer,
+    split_graphs_at_buckets,
+    untraced,
 )
+from fastsync.codec import Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.engine import Engine, NamedParam
 from fastsync.logging_data import WrapFacts
@@ -44,9 +48,10 @@ class FastDDP(DistributedDataParallel):
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; 25 by default, with a first bucket of 1.
-        wire: what fp32 gradients travel as: "fp32", "bf16" or "fp16". The average is computed by
-            the backend's all-reduce in that dtype, each rank's part being divided before it is
-            rounded. Gradients of other dtypes travel as they are.
+        wire: what gradients travel as: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8",
+            "int4", the name of a registered codec, a `fastsync.Codec`, or a `fastsync.Wire` with
+            everything else that can be chosen. Sums are computed in fp32. 16-bit gradients are
+            compressed below 16 bits only; fp64 ones travel as they are.
 
     Raises:
         RuntimeError: there is no process group, or no parameter to train.
@@ -78,13 +83,13 @@ class FastDDP(DistributedDataParallel):
         batched_grad_copy: bool = True,
         forward_sync_buffers: bool | None = None,
         *,
-        wire: str = "fp32",
+        wire: Any = "fp32",
     ) -> None:
         request = _Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
-                wire=wire,
+                wire=Wire.of(wire),
                 views=gradient_as_bucket_view,
                 fail_on_unused=find_unused_parameters is False and not static_graph,
                 static_graph=static_graph,
@@ -131,6 +136,7 @@ class FastDDP(DistributedDataParallel):
         self.reducer = cast(Any, FrontReducer(engine, logger))
         self.logger = cast(Any, logger)
         cast(Any, self)._passing_sync_batchnorm_handle(self.module)
+        split_graphs_at_buckets()
 
     def _facts(self, static_graph: bool) -> WrapFacts:
         group = self.process_group
@@ -154,6 +160,15 @@ class FastDDP(DistributedDataParallel):
     def _engine(self) -> Engine:
         return cast(FrontReducer, self.reducer).engine
 
+    def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Asked while torch.compile splits a graph of the module."""
+        return self._engine.graph_buckets(ready)
+
+    @untraced
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return cast(Any, super())._pre_forward(*inputs, **kwargs)
+
+    @untraced
     def _post_forward(self, output: Any) -> Any:
         front = cast(Any, self)  # its methods carry no annotations
         if self._delay_all_reduce_all_params:
@@ -190,10 +205,10 @@ class FastDDP(DistributedDataParallel):
             ValueError: `wire` compresses gradients already.
         """
         cast(Any, self)._check_comm_hook(hook)
-        if self._policy.wire != "fp32":
+        if not self._policy.wire.plain:
             raise ValueError(
-                f"wire={self._policy.wire!r} and a communication hook would both compress "
-                "gradients; leave wire out to use the hook"
+                f"wire={self._policy.wire.describe()!r} and a communication hook would both "
+                "compress gradients; leave wire out to use the hook"
             )
         self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
         self._comm_hooks = [(hook, state)]
@@ -212,7 +227,7 @@ class FastDDP(DistributedDataParallel):
             spent waiting for collectives), `buckets` (bytes of each bucket of the current plan).
         """
         engine = self._engine
-        sizes = [b.layout.numel * b.wire.itemsize for b in engine.plan.buckets]
+        sizes = [bucket.nbytes for bucket in engine.plan.buckets]
         return {**engine.core.stats(), "buckets": sizes}
 
 
@@ -241,6 +256,7 @@ class _Request:
         try:
             self._check_module(unsupported)
             settled = buckets(), policy()
+            self._check_wire(settled[1].wire)
             _ext.load()
         except Exception as error:
             try:
@@ -252,7 +268,7 @@ class _Request:
             "torch": torch.__version__,
             "the module's device": self._params()[0].tensor.device.type,
             "bucket_cap_mb": str([cap / (1 << 20) for cap in settled[0].caps]),
-            "wire": settled[1].wire,
+            "wire": settled[1].wire.describe(),
             "gradient_as_bucket_view": str(settled[1].views),
             "find_unused_parameters=False": str(settled[1].fail_on_unused),
             "static_graph": str(settled[1].static_graph),
@@ -275,6 +291,12 @@ class _Request:
         return _named_params(self.module, ignored)
 
     def _check_module(self, unsupported: dict[str, Any]) -> None:
+        if has_python_reducer():
+            raise RuntimeError(
+                "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
+                "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
+                "DistributedDataParallel"
+            )
         for name, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(f"FastDDP does not support {name} yet")
@@ -303,6 +325,16 @@ class _Request:
                 f"device_ids is {self.device_ids} and output_device {self.output_device}, but the "
                 "module is on the CPU; leave both out, or move the module before wrapping it"
             )
+
+    def _check_wire(self, wire: Wire) -> None:
+        for param in self._params():
+            codec = wire.codec_for(param.name)
+            if param.tensor.is_complex() and param.tensor.requires_grad and codec.name != "fp32":
+                raise ValueError(
+                    f"parameter {param.name!r} is {param.tensor.dtype}, which {codec.name} cannot "
+                    "carry; keep it as it is with "
+                    f"wire=fastsync.Wire({wire.describe()!r}, overrides={{{param.name!r}: 'fp32'}})"
+                )
 
     def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:
         params = [

@@ -16,10 +16,19 @@ import torch
 import torch.distributed as dist
 
 from fastsync import _ext
+from fastsync._torch_private import group_timeout
+from fastsync.codec import Format, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.env import Env
 from fastsync.meeting import meet
-from fastsync.plan import BucketPlan, ParamSpec, make_plan
+from fastsync.plan import (
+    BucketPlan,
+    CodedPlan,
+    ParamSpec,
+    PlannedBucket,
+    make_plan,
+    settled_order,
+)
 
 __all__ = ["Engine", "NamedParam"]
 
@@ -58,6 +67,7 @@ class Engine:
         self._group = group
         self._buckets = buckets
         self._policy = policy
+        self._chained = False  # the reducer has process groups for coded buckets
         self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
         self._check_devices()
         self.core = self._ext.Reducer(
@@ -68,7 +78,9 @@ class Engine:
             fail_on_unused=policy.fail_on_unused,
             skip_unused=policy.skip_unused,
         )
+        self._warming_up = False
         self.regrouped = False
+        self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
@@ -99,12 +111,14 @@ class Engine:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
         advice = self.core.prepare_forward()
+        warmed_up = self._warming_up and not self._is_warming_up()
         if advice.unused and self._policy.warn_unused:
             self._warn_unused(advice.unused)
-        if not advice.replan:
-            return False
-        self._replan(advice.regrouped)
-        return True
+        if advice.replan:
+            self._replan(advice.regrouped)
+        elif warmed_up:
+            self._install([index for bucket in self.plan.buckets for index in bucket.params])
+        return bool(advice.replan or warmed_up)
 
     def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Makes the backward of `outputs` synchronise gradients."""
@@ -114,10 +128,35 @@ class Engine:
         """Takes part in one step of the other ranks, without gradients of its own."""
         self.core.shadow_step()
 
+    def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Where torch.compile shall split a graph, so that its pieces yield whole buckets.
+
+        In the first step these are the buckets that the order of the graph's gradients will give,
+        and the next plan follows them. Later they are those of the plan.
+
+        Args:
+            ready: the parameters in a graph, in the order of their gradients.
+
+        Returns:
+            The planned ones among them, grouped.
+        """
+        index_of = {id(param.tensor): index for index, param in enumerate(self._params)}
+        order = [index_of[id(t)] for t in ready if id(t) in index_of]
+        plan = self.plan
+        if self.core.stats()["steps"] == 0:
+            plan = self._plan(order)
+            self._graphs.extend(list(bucket.params) for bucket in plan.buckets)
+        known = set(order)
+        groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
+        return [[self._params[i].tensor for i in group] for group in groups if group]
+
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another process group from now on."""
         self._group = group
         self.core.use_group(group.group_name)
+        self._chained = False
+        if self.plan.coded:
+            self._install([index for bucket in self.plan.buckets for index in bucket.params])
 
     def set_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
@@ -126,14 +165,47 @@ class Engine:
         self._install(order)
         self.core.set_hook(state, hook)
 
-    def _install(self, order: Sequence[int]) -> None:
-        specs = [ParamSpec.of(i, self._params[i].tensor, self._params[i].sparse) for i in order]
+    def _plan(self, order: Sequence[int]) -> BucketPlan:
+        wire = Wire() if self._is_warming_up() else self._policy.wire
+        specs = [self._param_spec(i, wire) for i in order]
         world = dist.get_world_size(self._group)
-        self.plan = make_plan(specs, order, self._buckets, self._policy, world)
-        self.core.set_plan([self._spec(b) for b in self.plan.buckets])
+        return make_plan(specs, order, self._buckets, replace(self._policy, wire=wire), world)
 
-    def _spec(self, bucket: Any) -> Any:
+    def _is_warming_up(self) -> bool:
+        return bool(self.core.steps() < self._policy.wire.warmup_steps)
+
+    def _install(self, order: Sequence[int]) -> None:
+        """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
+        self._warming_up = self._is_warming_up()
+        self.plan = self._plan(order)
+        if self.plan.coded and dist.get_world_size(self._group) > 1 and not self._chained:
+            self._make_chains()
+        self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)])
+
+    def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
+        param = self._params[index]
+        return ParamSpec.of(index, param.tensor, param.sparse, wire.codec_for(param.name))
+
+    def _make_chains(self) -> None:
+        """A process group for each link of a coded bucket's chain (csrc/comm/worker.h says why).
+
+        On a device with streams all links are enqueued at once, in one order on every rank.
+        """
+        links = [self._group, self._group]
+        if self._params[0].tensor.device.type == "cpu":
+            links[1] = dist.new_group(
+                dist.get_process_group_ranks(self._group),
+                timeout=group_timeout(self._group),
+                backend=dist.get_backend(self._group),
+                use_local_synchronization=True,
+                group_desc="fastsync: sums on their way back",
+            )
+        self.core.use_chains([group.group_name for group in links])
+        self._chained = True
+
+    def _spec(self, index: int, bucket: PlannedBucket) -> Any:
         layout = bucket.layout
+        coded = None if bucket.coded is None else self._coded_spec(index, bucket.coded)
         return self._ext.BucketSpec(
             slots=list(zip(bucket.params, layout.offsets, strict=True)),
             numel=layout.numel,
@@ -141,7 +213,26 @@ class Engine:
             wire=bucket.wire,
             views=bucket.views,
             sparse=bucket.sparse,
+            coded=coded,
         )
+
+    def _coded_spec(self, index: int, coded: CodedPlan) -> Any:
+        wire = self._policy.wire
+        spec = self._ext.CodedSpec()
+        if isinstance(coded.codec, Format):
+            spec.format = coded.codec.name
+        else:
+            spec.use_codec(coded.codec)
+        for name in ("pieces", "chunk_numel", "chunk_bytes", "coded_bytes"):
+            setattr(spec, name, getattr(coded.layout, name))
+        spec.flags_offset = coded.layout.flags_offset
+        spec.flags_per_chunk = coded.layout.flags_per_chunk
+        spec.gather = coded.form == "gather"
+        spec.error_feedback = coded.error_feedback
+        spec.stochastic = wire.stochastic
+        rank = dist.get_rank(self._group)
+        spec.seed = zlib.crc32(f"{wire.seed} {rank} {index}".encode())
+        return spec
 
     def _replan(self, regrouped: bool) -> None:
         """Collective. Rank 0's ready order decides; a parameter that any rank trains is planned."""
@@ -161,7 +252,7 @@ class Engine:
         device = self._params[0].tensor.device
         mine = torch.tensor(self.core.trainable(), dtype=torch.uint8, device=device)
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        ready = self.core.ready_order()
+        ready = settled_order(self.core.ready_order(), self._graphs)
         padded = [*ready, *[-1] * (len(self._params) - len(ready))]
         order = torch.tensor(padded, dtype=torch.int64, device=device)
         if dist.get_world_size(self._group) > 1:

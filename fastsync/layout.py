@@ -13,10 +13,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "FlatLayout", "align_up", "dense_layout", "flat_layout"]
+__all__ = [
+    "ALIGNMENT",
+    "FlatLayout",
+    "WireLayout",
+    "align_up",
+    "dense_layout",
+    "flat_layout",
+    "slot_layout",
+    "wire_layout",
+]
 
 # Elements. 16 bytes hold 16 elements of the narrowest wire format, one byte each.
 ALIGNMENT = 16
@@ -83,3 +92,59 @@ def flat_layout(numels: Sequence[int], world_size: int, flags: bool) -> FlatLayo
         end += len(numels) + 1
     total = align_up(max(end, 1), math.lcm(world_size, ALIGNMENT))
     return FlatLayout(tuple(offsets), tuple(numels), flags_offset, total)
+
+
+def slot_layout(numels: Sequence[int], block: int) -> FlatLayout:
+    """Slots at multiples of `block`, so that no block holds elements of two slots; no flags."""
+    alignment = math.lcm(block, ALIGNMENT)
+    sizes = (align_up(numel, alignment) for numel in numels)
+    offsets = tuple(itertools.accumulate(sizes, initial=0))
+    return FlatLayout(
+        offsets[:-1], tuple(numels), -1, max(offsets[-1], alignment), alignment=alignment
+    )
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """The bytes of a coded bucket: chunks, each coded elements followed by flags.
+
+    Attributes:
+        pieces: parts of the bucket that travel one after the other.
+        chunk_numel: elements of a chunk, a multiple of the block.
+        coded_bytes: bytes of a chunk's codes.
+        flags_offset: byte of a chunk's first flag.
+        flags_per_chunk: flags in a chunk, 4 bytes each.
+        chunk_bytes: bytes of a chunk, a multiple of `ALIGNMENT`.
+    """
+
+    pieces: int
+    chunk_numel: int
+    coded_bytes: int
+    flags_offset: int
+    flags_per_chunk: int
+    chunk_bytes: int
+
+
+def wire_layout(
+    slots: FlatLayout,
+    parts: int,
+    coded_bytes: Callable[[int], int],
+    flags: int,
+    piece_bytes: int,
+) -> WireLayout:
+    """Cuts a bucket into pieces, and each into `parts` equal chunks.
+
+    Args:
+        slots: where gradients lie; chunks are multiples of its alignment.
+        parts: ranks that each take a chunk of every piece, or 1 where all take all.
+        coded_bytes: bytes of a chunk of so many elements.
+        flags: how many travel with the bucket.
+        piece_bytes: the size of a piece to aim at.
+    """
+    pieces = max(1, round(coded_bytes(slots.numel) / piece_bytes))
+    chunk = align_up(-(-slots.numel // (pieces * parts)), slots.alignment)
+    pieces = -(-slots.numel // (chunk * parts))
+    per_chunk = align_up(-(-flags // (pieces * parts)), ALIGNMENT)
+    coded = coded_bytes(chunk)
+    offset = align_up(coded, ALIGNMENT)
+    return WireLayout(pieces, chunk, coded, offset, per_chunk, offset + 4 * per_chunk)

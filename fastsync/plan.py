@@ -7,13 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fastsync.config import BucketPolicy, SyncPolicy, wire_dtype
-from fastsync.layout import FlatLayout, dense_layout, flat_layout
+from fastsync.codec import FORMATS, Format
+from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.layout import (
+    FlatLayout,
+    WireLayout,
+    dense_layout,
+    flat_layout,
+    slot_layout,
+    wire_layout,
+)
 
-__all__ = ["BucketPlan", "ParamSpec", "PlannedBucket", "make_plan"]
+__all__ = [
+    "BucketPlan",
+    "CodedPlan",
+    "ParamSpec",
+    "PlannedBucket",
+    "make_plan",
+    "settled_order",
+    "travels_coded",
+]
+
+_FP32 = FORMATS["fp32"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class ParamSpec:
         dtype: real dtype.
         sparse: its gradient may be a sparse tensor, which travels alone.
         pairs: its elements are complex; hooks must not see them mixed with real ones.
+        codec: the format it is meant to travel in.
     """
 
     index: int
@@ -34,12 +54,15 @@ class ParamSpec:
     device: torch.device
     sparse: bool = False
     pairs: bool = False
+    codec: Any = _FP32
 
     @classmethod
-    def of(cls, index: int, param: torch.Tensor, sparse: bool = False) -> ParamSpec:
+    def of(
+        cls, index: int, param: torch.Tensor, sparse: bool = False, codec: Any = _FP32
+    ) -> ParamSpec:
         real = param.dtype.to_real() if param.is_complex() else param.dtype
         numel = param.numel() * (2 if param.is_complex() else 1)
-        return cls(index, numel, real, param.device, sparse, param.is_complex())
+        return cls(index, numel, real, param.device, sparse, param.is_complex(), codec)
 
     @property
     def nbytes(self) -> int:
@@ -47,14 +70,41 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
+class CodedPlan:
+    """How a bucket travels as bytes.
+
+    Attributes:
+        codec: a `Format` or a user's codec.
+        form: "two_shot" or "gather".
+    """
+
+    codec: Any
+    form: str
+    layout: WireLayout
+    error_feedback: bool
+
+
+@dataclass(frozen=True)
 class PlannedBucket:
-    """One bucket: parameter indices in slot order, and where they lie in the flat buffer."""
+    """One bucket: parameter indices in slot order, and where they lie in the flat buffer.
+
+    Where `coded` is given, the bucket travels as bytes and `wire` is the gradients' own dtype.
+    """
 
     params: tuple[int, ...]
     layout: FlatLayout
     wire: torch.dtype
     views: bool
     sparse: bool
+    coded: CodedPlan | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank hands to collectives."""
+        if self.coded is None:
+            return self.layout.numel * self.wire.itemsize
+        wire = self.coded.layout
+        return wire.chunk_bytes * -(-self.layout.numel // wire.chunk_numel)
 
 
 @dataclass(frozen=True)
@@ -62,6 +112,22 @@ class BucketPlan:
     """Buckets in the order in which every rank sends them."""
 
     buckets: tuple[PlannedBucket, ...]
+
+    @property
+    def coded(self) -> bool:
+        """Whether any bucket travels as bytes."""
+        return any(bucket.coded for bucket in self.buckets)
+
+
+def travels_coded(codec: Any, gradient: torch.dtype) -> bool:
+    """Whether gradients of real dtype `gradient` take the form of `codec`.
+
+    16-bit gradients are compressed below 16 bits only, and whoever trains in fp64 wants fp64.
+    """
+    if gradient is torch.float32:
+        return True
+    narrower = not isinstance(codec, Format) or codec.bits < 16
+    return gradient in (torch.float16, torch.bfloat16) and narrower
 
 
 def make_plan(
@@ -89,6 +155,25 @@ def make_plan(
     return BucketPlan(tuple(_planned(group, policy, world_size) for group in groups))
 
 
+def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+    """`ready` with the members of each group in the group's own order.
+
+    A compiled graph yields its gradients all at once, in an order that means nothing. Where graphs
+    were split by a plan, the plan made from the observed order must be that plan again.
+
+    Args:
+        ready: indices of parameters, each once.
+        groups: what each graph yields; the latest group with an index holds.
+    """
+    owner = {index: number for number, group in enumerate(groups) for index in group}
+    there = set(ready)
+    queues = [
+        iter([index for index in group if owner[index] == number and index in there])
+        for number, group in enumerate(groups)
+    ]
+    return [next(queues[owner[index]]) if index in owner else index for index in ready]
+
+
 @dataclass
 class _OpenGroup:
     """A bucket being filled; `latest` is the position of its newest gradient in the order."""
@@ -99,13 +184,13 @@ class _OpenGroup:
 
 
 def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
-    open_groups: dict[tuple[torch.dtype, torch.device, bool], _OpenGroup] = {}
+    open_groups: dict[tuple[torch.dtype, torch.device, bool, Any], _OpenGroup] = {}
     closed: list[_OpenGroup] = []
     for position, spec in enumerate(ordered):
         if spec.sparse:
             closed.append(_OpenGroup([spec], latest=position))
             continue
-        key = (spec.dtype, spec.device, spec.pairs)
+        key = (spec.dtype, spec.device, spec.pairs, spec.codec)
         group = open_groups.setdefault(key, _OpenGroup())
         group.specs.append(spec)
         group.nbytes += spec.nbytes
@@ -118,14 +203,43 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
 
 def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:
     gradient = group[0].dtype
-    sparse = group[0].sparse
-    wire = gradient if sparse else wire_dtype(policy, gradient)
+    codec = _codec_of(group, policy)
+    if codec is not None:
+        form = policy.wire.form_for(codec, world_size, group[0].device)
+        if form != "native":
+            return _coded(group, policy, codec, form, world_size)
+    native = gradient if codec is None else codec.native
     numels = [spec.numel for spec in group]
     flags = not policy.fail_on_unused
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
         layout=dense_layout(numels) if policy.hooked else flat_layout(numels, world_size, flags),
-        wire=wire,
-        views=policy.views and wire == gradient,
-        sparse=sparse,
+        wire=native,
+        views=policy.views and native == gradient,
+        sparse=group[0].sparse,
+    )
+
+
+def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
+    """The bucket's format; None where its gradients travel as they are."""
+    first = group[0]
+    small = sum(spec.nbytes for spec in group) < policy.wire.min_bytes
+    fixed = small or first.sparse or first.pairs or policy.hooked
+    return first.codec if not fixed and travels_coded(first.codec, first.dtype) else None
+
+
+def _coded(
+    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, form: str, world_size: int
+) -> PlannedBucket:
+    slots = slot_layout([spec.numel for spec in group], codec.block)
+    parts = world_size if form == "two_shot" else 1
+    flags = 0 if policy.fail_on_unused else len(group) + 1
+    wire = wire_layout(slots, parts, codec.coded_bytes, flags, policy.wire.piece_bytes)
+    return PlannedBucket(
+        params=tuple(spec.index for spec in group),
+        layout=slots,
+        wire=group[0].dtype,
+        views=False,
+        sparse=False,
+        coded=CodedPlan(codec, form, wire, policy.wire.feedback_for(codec)),
     )

@@ -10,11 +10,15 @@ import pytest
 from bench import report
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = report.documents(ROOT)
+DOCUMENTS = [*report.documents(ROOT), *sorted(ROOT.glob("examples/*.md"))]
 VARIABLE = re.compile(r"FASTSYNC_[A-Z_]+")
 # Markdown's [text](target) and ![text](target); HTML's src and href.
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:fastsync|csrc|tests|bench|examples|docs|\.ci)/[\w./-]*)`")
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
 
 
 def anchors(path):
@@ -28,7 +32,7 @@ def links(path):
         yield match[1] or match[2]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_relative_links_resolve(path):
     for link in links(path):
         if re.match(r"[a-z]+:", link):
@@ -41,7 +45,7 @@ def test_relative_links_resolve(path):
         )
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_named_files_exist(path):
     for name in PATH.findall(path.read_text()):
         assert (ROOT / name).exists(), f"{path.name} names {name}, which is not there"
@@ -55,7 +59,7 @@ def test_every_variable_is_documented():
     assert {name for name in described if name.startswith("FASTSYNC_")} == read
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_documents_name_existing_variables(path):
     sources = [*ROOT.glob("fastsync/*.py"), *ROOT.glob("csrc/**/*.*"), ROOT / "CMakeLists.txt"]
     known = {n for s in [*sources, ROOT / ".ci/run"] for n in VARIABLE.findall(s.read_text())}
@@ -66,7 +70,7 @@ def test_figures_are_what_the_script_draws():
     subprocess.run([sys.executable, str(ROOT / "docs/make_figures.py"), "--check"], check=True)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_measurements_are_what_the_results_say(path):
     text = path.read_text()
     assert report.filled(text) == text, "run: python -m bench.report"

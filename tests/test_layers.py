@@ -15,7 +15,8 @@ LONGEST_FILE = 450
 # A module may import from earlier rows only.
 PYTHON_LAYERS = [
     ["env", "_build"],
-    ["layout", "config", "_torch_private", "consensus"],
+    ["layout", "codec", "_torch_private", "consensus"],
+    ["config"],
     ["plan", "meeting", "_ext"],
     ["engine"],
     ["logging_data"],
@@ -27,11 +28,16 @@ PYTHON_LAYERS = [
 CPP_LAYERS = [
     ["check.h"],
     ["kernels"],
-    ["ops", "comm/collective"],
+    ["items"],
+    ["ops", "comm/collective", "comm/worker", "engine/timeline"],
+    ["codec_ops", "comm/chain"],
+    ["engine/coder"],
     ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
-    ["comm/python_hook", "engine/bucket"],
+    ["comm/python_hook", "engine/wire"],
+    ["engine/coded_wire", "engine/python_codec"],
+    ["engine/bucket", "engine/bucket_finish"],
     ["engine/usage"],
-    ["engine/reducer"],
+    ["engine/reducer", "engine/reducer_state"],
     ["bindings.cpp"],
 ]
 

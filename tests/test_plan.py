@@ -5,14 +5,16 @@ import random
 import pytest
 import torch
 
+from fastsync.codec import FORMATS, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
-from fastsync.plan import ParamSpec, make_plan
+from fastsync.plan import ParamSpec, make_plan, settled_order
 
 CPU = torch.device("cpu")
 
 
-def specs_of(*numels, dtype=torch.float32):
-    return [ParamSpec(i, numel, dtype, CPU) for i, numel in enumerate(numels)]
+def specs_of(*numels, dtype=torch.float32, wire="fp32"):
+    codec = FORMATS[wire]
+    return [ParamSpec(i, numel, dtype, CPU, codec=codec) for i, numel in enumerate(numels)]
 
 
 def plan_of(specs, order=None, caps=(400,), world=2, **policy):
@@ -60,19 +62,71 @@ def test_dtypes_and_devices_do_not_mix():
 
 
 def test_sparse_gradients_travel_alone_and_uncompressed():
-    specs = specs_of(10, 10, 10)
-    specs[1] = ParamSpec(1, 10, torch.float32, CPU, sparse=True)
-    plan = plan_of(specs, wire="bf16")
+    specs = specs_of(10, 10, 10, wire="bf16")
+    specs[1] = ParamSpec(1, 10, torch.float32, CPU, sparse=True, codec=FORMATS["bf16"])
+    plan = plan_of(specs, wire=Wire("bf16"))
     assert params(plan) == [(1,), (0, 2)]
     assert [b.sparse for b in plan.buckets] == [True, False]
-    assert [b.wire for b in plan.buckets] == [torch.float32, torch.bfloat16]
+    assert [b.coded is not None for b in plan.buckets] == [False, True]
 
 
 def test_views_need_equal_dtypes():
+    native = Wire("bf16", form="native")
     assert plan_of(specs_of(1)).buckets[0].views
     assert not plan_of(specs_of(1), views=False).buckets[0].views
-    assert not plan_of(specs_of(1), wire="bf16").buckets[0].views
-    assert plan_of(specs_of(1, dtype=torch.float64), wire="bf16").buckets[0].views
+    assert not plan_of(specs_of(1, wire="bf16"), wire=native).buckets[0].views
+    assert plan_of(specs_of(1, dtype=torch.float64, wire="bf16"), wire=native).buckets[0].views
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_the_native_form_sums_in_the_format_s_own_dtype(wire):
+    plan = plan_of(specs_of(1, wire=wire), wire=Wire(wire, form="native"))
+    assert plan.buckets[0].coded is None
+    assert plan.buckets[0].wire is FORMATS[wire].native
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_are_compressed_only_where_that_makes_them_smaller(wire, dtype):
+    bucket = plan_of(specs_of(1, dtype=dtype, wire=wire), wire=Wire(wire)).buckets[0]
+    smaller = FORMATS[wire].bits < 8 * dtype.itemsize and dtype is not torch.float64
+    assert (bucket.coded is not None) == smaller
+    assert bucket.wire is dtype
+
+
+def test_formats_do_not_mix_in_a_bucket():
+    specs = specs_of(10, 10, 10, wire="int8")
+    specs[1] = ParamSpec(1, 10, torch.float32, CPU, codec=FORMATS["fp32"])
+    plan = plan_of(specs, wire=Wire("int8", overrides={"b": "fp32"}))
+    assert params(plan) == [(1,), (0, 2)]
+    assert [b.coded is not None for b in plan.buckets] == [False, True]
+
+
+def test_small_buckets_stay_as_they_are():
+    plan = plan_of(specs_of(100, 99, wire="int8"), wire=Wire("int8", min_bytes=400))
+    assert [b.coded is not None for b in plan.buckets] == [True, False]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("form", ["two_shot", "gather"])
+@pytest.mark.parametrize("wire", FORMATS)
+def test_chunks_hold_every_slot_and_flag(world, form, wire):
+    numels = [random.Random(world).randrange(1, 5000) for _ in range(20)]
+    policy = Wire(wire, form=form, piece_bytes=3000)
+    bucket = plan_of(
+        specs_of(*numels, wire=wire), caps=(1 << 30,), world=world, wire=policy
+    ).buckets[0]
+    coded = bucket.coded.layout
+    chunks = coded.pieces * (world if form == "two_shot" else 1)
+    assert chunks * coded.chunk_numel >= bucket.layout.offsets[-1] + numels[-1]
+    assert chunks * coded.flags_per_chunk >= len(numels) + 1
+    assert coded.chunk_numel % FORMATS[wire].block == 0
+    assert all(offset % FORMATS[wire].block == 0 for offset in bucket.layout.offsets)
+    assert coded.coded_bytes == FORMATS[wire].coded_bytes(coded.chunk_numel)
+    assert coded.coded_bytes <= coded.flags_offset
+    assert coded.flags_offset + 4 * coded.flags_per_chunk <= coded.chunk_bytes
+    assert coded.chunk_bytes % 16 == 0
+    assert coded.pieces > 1
 
 
 def test_flags_are_left_out_where_unused_parameters_are_errors():
@@ -115,3 +169,18 @@ def test_invariants(seed):
 
 def test_a_million_parameters_need_no_bucket_each():
     assert len(plan_of(specs_of(*[1] * 20000), caps=(1 << 20,)).buckets) == 1
+
+
+def test_what_arrives_together_is_put_into_the_order_of_its_group():
+    assert settled_order([4, 3, 5, 0, 1], [[3, 4, 5], [1, 2, 0]]) == [3, 4, 5, 1, 0]
+    assert settled_order([2, 9, 1], []) == [2, 9, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_settled_order_names_the_same_parameters(seed):
+    draw = random.Random(seed)
+    ready = draw.sample(range(20), 12)
+    groups = [draw.sample(range(20), draw.randint(1, 8)) for _ in range(4)]
+    settled = settled_order(ready, groups)
+    assert sorted(settled) == sorted(ready)
+    assert settled_order(settled, groups) == settled

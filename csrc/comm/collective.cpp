@@ -36,13 +36,59 @@ class WorkInFlight final : public InFlight {
 
   at::Tensor wait() override {
     work_->wait();
+    if (at_wait_) std::exchange(at_wait_, nullptr)();
     return {};
+  }
+
+  void on_done(std::function<void()> fn) override {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      future = work_->getFuture();
+    } catch (const c10::Error&) {
+      // Backends need not have futures.
+    }
+    if (future) {
+      future->addCallback([fn = std::move(fn)](c10::ivalue::Future&) { fn(); });
+    } else {
+      at_wait_ = std::move(fn);
+    }
   }
 
  private:
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
+  std::function<void()> at_wait_;
 };
+
+// torch 2.13 gave these collectives other names and deprecated the old ones.
+using Equal = std::vector<int64_t>;
+
+template <typename Group>
+auto all_to_all_on(Group& group, at::Tensor& out, at::Tensor& in, Equal& equal) {
+  if constexpr (requires { group.all_to_all_single(out, in, equal, equal); }) {
+    return group.all_to_all_single(out, in, equal, equal);
+  } else {
+    return group.alltoall_base(out, in, equal, equal);
+  }
+}
+
+template <typename Group>
+auto all_gather_on(Group& group, at::Tensor& out, at::Tensor& in) {
+  if constexpr (requires { group.all_gather_single(out, in); }) {
+    return group.all_gather_single(out, in);
+  } else {
+    return group._allgather_base(out, in);
+  }
+}
+
+template <typename Group>
+auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in) {
+  if constexpr (requires { group.reduce_scatter_single(out, in); }) {
+    return group.reduce_scatter_single(out, in);
+  } else {
+    return group._reduce_scatter_base(out, in);
+  }
+}
 
 class ProcessGroupCollective final : public Collective {
  public:
@@ -54,13 +100,40 @@ class ProcessGroupCollective final : public Collective {
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     std::vector<at::Tensor> buffers{flat};
-    const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
-    auto work = group_->allreduce(buffers);
-    FS_CHECK(work, "the process group returned no work handle for an all-reduce");
-    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
+    return start("all-reduce", {flat}, [&] { return group_->allreduce(buffers); });
+  }
+
+  std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
+                                       const at::Tensor& sent) override {
+    at::Tensor out = received;
+    at::Tensor in = sent;
+    Equal equal;
+    return start("all-to-all", {out, in}, [&] { return all_to_all_on(*group_, out, in, equal); });
+  }
+
+  std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
+                                       const at::Tensor& mine) override {
+    at::Tensor out = gathered;
+    at::Tensor in = mine;
+    return start("all-gather", {out, in}, [&] { return all_gather_on(*group_, out, in); });
+  }
+
+  std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
+    at::Tensor out = mine;
+    at::Tensor in = all;
+    return start("reduce-scatter", {out, in}, [&] { return reduce_scatter_on(*group_, out, in); });
   }
 
  private:
+  template <typename Issue>
+  std::unique_ptr<InFlight> start(const char* what, std::vector<at::Tensor> buffers,
+                                  const Issue& issue) {
+    const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
+    auto work = issue();
+    FS_CHECK(work, "the process group returned no work handle for an ", what);
+    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
+  }
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -19,6 +20,11 @@ class InFlight {
   // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current stream wait for it.
   // Returns the tensor with the result, undefined where that is the buffer itself. Throws what the backend throws.
   virtual at::Tensor wait() = 0;
+
+  // Has `fn` called once when the collective has completed or failed: from any thread, at once where it has already, and
+  // before a blocking wait() returns. On stream backends the current stream is then one that waits for the result. Where
+  // the backend cannot tell, it is called by wait().
+  virtual void on_done(std::function<void()> fn) = 0;
 };
 
 class Collective {
@@ -34,6 +40,16 @@ class Collective {
   // average is finite, and every rank issues the same operation whether it had something to pack or not.
   // Sparse tensors are summed where the backend can (Gloo).
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+
+  // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
+  virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
+                                               const at::Tensor& sent) = 0;
+  // Part r of `gathered` becomes rank r's `mine`.
+  virtual std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
+                                               const at::Tensor& mine) = 0;
+  // `mine` becomes the sum over ranks of part rank() of `all`.
+  virtual std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine,
+                                                   const at::Tensor& all) = 0;
 };
 
 }  // namespace fastsync::comm

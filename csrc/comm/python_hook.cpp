@@ -25,6 +25,10 @@ class HookInFlight final : public InFlight {
     return hook_->parseHookResult(future_->value());
   }
 
+  void on_done(std::function<void()> fn) override {
+    future_->addCallback([fn = std::move(fn)](c10::ivalue::Future&) { fn(); });
+  }
+
  private:
   std::shared_ptr<c10d::CommHookInterface> hook_;
   c10d::GradBucket bucket_;  // hooks may set another buffer, and refer to it until they are done

@@ -11,11 +11,21 @@
 #include <memory>
 #include <utility>
 
+#include "../check.h"
+
 namespace fastsync::engine {
 namespace {
 
 using torch::autograd::variable_list;
 using torch::autograd::utils::LambdaPostHook;
+
+// Compiled autograd asks each hook how to trace it.
+void refuse_to_compile(const torch::dynamo::autograd::CompiledNodeArgs& /*args*/) {
+  FS_CHECK(false,
+           "FastDDP does not work with compiled autograd: its hooks send buckets while autograd "
+           "runs. Turn torch._dynamo.config.compiled_autograd off; torch.compile of the module "
+           "itself works, and overlaps");
+}
 
 class OutputHook final : public torch::autograd::FunctionPreHook {
  public:
@@ -24,6 +34,10 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
   variable_list operator()(const variable_list& grads) override {
     fn_();
     return grads;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    refuse_to_compile(args);
   }
 
  private:
@@ -43,7 +57,8 @@ void GradientHooks::attach(size_t param) {
     ready(param, !grads.empty() && grads.front().defined());
     return outputs;
   };
-  const auto key = node->add_post_hook(std::make_unique<LambdaPostHook>(std::move(hook)));
+  const auto key =
+      node->add_post_hook(std::make_unique<LambdaPostHook>(std::move(hook), refuse_to_compile));
   // Keeps the node alive: autograd itself holds it only weakly, and a new one would lack the hook.
   detach_[param] = [node, key] { node->del_post_hook(key); };
 }

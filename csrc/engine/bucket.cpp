@@ -3,12 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "../check.h"
@@ -75,7 +73,12 @@ Bucket::Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& p
 }
 
 int64_t Bucket::wire_bytes() const {
+  if (wire_) return wire_->bytes();
   return spec_.numel * static_cast<int64_t>(c10::elementSize(spec_.wire));
+}
+
+int64_t Bucket::sent_bytes(int ranks) const {
+  return wire_ ? wire_->sent_bytes() : 2 * wire_bytes() * (ranks - 1) / ranks;
 }
 
 std::string Bucket::describe() const {
@@ -157,6 +160,8 @@ void Bucket::pack(const PackOptions& options) {
   const at::Tensor& first = slots_.front().param->tensor.grad();
   if (spec_.sparse && (!first.defined() || first.is_sparse())) {
     pack_sparse(options);
+  } else if (wire_) {
+    pack_coded(options);
   } else {
     pack_dense(options);
   }
@@ -167,6 +172,13 @@ void Bucket::pack_sparse(const PackOptions& options) {
   const at::NoGradGuard no_grad;
   const at::Tensor& param = slots_.front().param->tensor;
   flat_ = param.grad().defined() ? param.grad().mul(options.scale).coalesce() : empty_rows(param);
+}
+
+void Bucket::pack_coded(const PackOptions& options) {
+  std::vector<float> flags;
+  for (const Slot& slot : slots_) flags.push_back(slot.param->used ? 1.0F : 0.0F);
+  flags.push_back(options.vote ? 1.0F : 0.0F);
+  wire_->pack(gradient_items(/*all_in_place=*/false), flags, options.scale);
 }
 
 void Bucket::pack_dense(const PackOptions& options) {
@@ -190,6 +202,11 @@ void Bucket::pack_early(size_t index, double scale) {
   const bool arrived = slot.fires == slot.param->expected_fires && grad.defined();
   if (!arrived || bytes < kEarlyBytes || spec_.sparse || !device().is_cpu()) return;
   check_gradient(slot, grad);
+  if (wire_) {
+    slot.early = wire_->takes_early();
+    if (slot.early) wire_->take({{grad, &slot.layout}}, scale);
+    return;
+  }
   ensure_flat();
   ops::pack({{grad, &slot.layout}}, flat_, scale);
   slot.early = true;
@@ -268,6 +285,11 @@ void Bucket::launch(comm::Collective& collective) {
   in_flight_ = collective.all_reduce(flat_);
 }
 
+void Bucket::launch(comm::Chains& chains) {
+  move_to(BucketState::kPacked, BucketState::kInFlight);
+  in_flight_ = wire_->launch(chains);
+}
+
 void Bucket::launch(comm::Hook& hook, size_t index, size_t count) {
   move_to(BucketState::kPacked, BucketState::kInFlight);
   FS_CHECK(!flat_.is_sparse(), "communication hooks cannot reduce sparse gradients");
@@ -286,104 +308,13 @@ comm::HookBucket Bucket::hook_view(const at::Tensor& flat, size_t index, size_t 
   return bucket;
 }
 
-void Bucket::receive() {
-  move_to(BucketState::kInFlight, BucketState::kReceived);
-  const at::Tensor result = in_flight_->wait();
-  in_flight_.reset();
-  if (!result.defined() || result.const_data_ptr() == flat_.const_data_ptr()) return;
-  const at::Tensor& like = slots_.front().param->tensor;
-  FS_CHECK(result.numel() == hook_layout_.sizes[0], "the communication hook returned ",
-           result.numel(), " elements for a bucket of ", hook_layout_.sizes[0]);
-  const at::Tensor reduced = result.detach().to(like.device(), like.scalar_type()).view({-1});
-  ops::pack({{reduced, &hook_layout_}}, flat_, 1.0);
-}
-
-void Bucket::finish(const std::vector<bool>& used_anywhere) {
-  move_to(BucketState::kReceived, BucketState::kFilling);
-  if (flat_.is_sparse()) {
-    finish_sparse();
-  } else if (spec_.views) {
-    finish_views(globally_used(used_anywhere));
-  } else {
-    finish_copies(globally_used(used_anywhere));
-  }
-  abandon();
-}
-
-void Bucket::finish_sparse() {
-  const at::Tensor sum = std::exchange(flat_, at::Tensor());
-  const Parameter& param = *slots_.front().param;
-  if (param.used || sum._nnz() > 0) param.tensor.mutable_grad() = sum;
-}
-
-std::vector<bool> Bucket::globally_used(const std::vector<bool>& used_anywhere) const {
-  std::vector<bool> used(slots_.size(), true);
-  if (!used_anywhere.empty()) {
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      used[i] = used_anywhere.at(static_cast<size_t>(spec_.slots[i].param));
-    }
-    return used;
-  }
-  if (!missed_) return used;
-  if (flag_layouts_.empty()) {
-    for (size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].param->used;
-    return used;
-  }
-  const at::Tensor flags = flags_on_host();
-  const float* values = flags.const_data_ptr<float>();
-  for (size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].param->used || values[i] > 0.0F;
-  return used;
-}
-
-at::Tensor Bucket::flags_on_host() const {
-  return flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()))
-      .to(at::TensorOptions().device(at::kCPU).dtype(at::kFloat));
-}
-
-void Bucket::count_uses(std::vector<int64_t>& counts) const {
-  if (flag_layouts_.empty() || !flat_.defined() || flat_.is_sparse()) return;
-  const at::Tensor flags = flags_on_host();
-  const float* values = flags.const_data_ptr<float>();
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    counts.at(static_cast<size_t>(spec_.slots[i].param)) = std::lround(values[i]);
-  }
-}
-
-void Bucket::finish_views(const std::vector<bool>& used) {
-  if (!missed_) return;
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    Slot& slot = slots_[i];
-    if (slot.param->used) continue;
-    at::Tensor& grad = slot.param->tensor.mutable_grad();
-    if (used[i] && !slot.in_place) {
-      grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
-    } else if (!used[i] && slot.kept.defined()) {
-      grad.copy_(slot.kept);
-    }
-  }
-}
-
-void Bucket::finish_copies(const std::vector<bool>& used) {
-  std::vector<ops::Item> items;
-  items.reserve(slots_.size());
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!used[i]) continue;
-    const Slot& slot = slots_[i];
-    at::Tensor& grad = slot.param->tensor.mutable_grad();
-    if (!grad.defined()) {
-      grad = at::empty_strided(slot.layout.sizes, slot.layout.strides,
-                               slot.param->tensor.options().requires_grad(false));
-    }
-    items.push_back({grad, &slot.layout});
-  }
-  ops::unpack(items, flat_, 1.0, false);
-}
-
 void Bucket::abandon() {
   state_ = BucketState::kFilling;
   // A collective that nobody waits for still writes: it keeps that buffer for itself.
-  if (std::exchange(in_flight_, nullptr)) flat_ = at::Tensor();
+  if (std::exchange(in_flight_, nullptr)) {
+    flat_ = at::Tensor();
+    if (wire_) wire_->abandon();
+  }
   pending_ = slots_.size();
   missed_ = false;
   flat_is_ours_ = false;
@@ -401,12 +332,29 @@ Shadow Bucket::shadow(comm::Collective& collective) const {
   const at::Tensor flat = spec_.sparse ? empty_rows(slots_.front().param->tensor)
                                        : ops::make_flat(spec_.numel, spec_.wire, device());
   auto in_flight = collective.all_reduce(flat);
-  return Shadow{std::move(in_flight), vote_in(flat)};
+  return Shadow{std::move(in_flight), [vote = vote_in(flat)] { return vote; }};
+}
+
+Shadow Bucket::shadow(comm::Chains& chains) {
+  std::vector<ops::Item> nothing;
+  for (const Slot& slot : slots_) nothing.push_back({at::Tensor(), &slot.layout, 0.0F});
+  wire_->pack(nothing, std::vector<float>(slots_.size() + 1, 0.0F), 1.0);
+  return Shadow{wire_->launch(chains), [this] { return vote(); }};
 }
 
 Shadow Bucket::shadow(comm::Hook& hook, size_t index, size_t count) const {
   const at::Tensor flat = ops::make_flat(spec_.numel, spec_.wire, device());
-  return Shadow{hook.run(hook_view(flat, index, count)), at::Tensor()};
+  return Shadow{hook.run(hook_view(flat, index, count)), [] { return at::Tensor(); }};
+}
+
+at::Tensor Bucket::vote() const {
+  if (!wire_) return vote_in(flat_);
+  return has_flags() ? wire_->flag(static_cast<int64_t>(slots_.size())) : at::Tensor();
+}
+
+at::Tensor Bucket::residual(size_t slot) const {
+  const at::Tensor all = wire_ ? wire_->residual() : at::Tensor();
+  return all.defined() ? ops::view_of(all, slots_.at(slot).layout, at::kFloat) : at::Tensor();
 }
 
 at::Tensor Bucket::vote_in(const at::Tensor& flat) const {

@@ -26,14 +26,17 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../comm/collective.h"
 #include "../comm/hook.h"
 #include "../ops.h"
+#include "coded_wire.h"
 
 namespace fastsync::engine {
 
@@ -57,7 +60,9 @@ struct BucketSpec {
   int64_t numel = 0;          // real elements of the flat buffer, padding and flags included
   int64_t flags_offset = -1;  // first of slots.size() + 1 flag elements; -1: no flags
   at::ScalarType wire = at::kFloat;
-  bool views = true;    // gradients live in the flat buffer; needs wire == gradient dtype
+  bool views = true;  // gradients live in the flat buffer; needs wire == gradient dtype
+  std::optional<CodedSpec>
+      coded;            // travels as bytes instead; no views, no flags in the flat buffer
   bool sparse = false;  // one parameter whose gradient may be a sparse tensor
 };
 
@@ -72,7 +77,7 @@ struct PackOptions {
 // A collective that this rank joins only so that the others do not wait for it.
 struct Shadow {
   std::unique_ptr<comm::InFlight> in_flight;
-  at::Tensor vote;  // valid after in_flight->wait(); undefined without flags
+  std::function<at::Tensor()> vote;  // after in_flight->wait(); undefined without flags
 };
 
 class Bucket {
@@ -84,8 +89,14 @@ class Bucket {
   BucketState state() const { return state_; }
   at::Device device() const { return slots_.front().param->tensor.device(); }
   int64_t wire_bytes() const;
+  // Bytes that leave this rank in one step, of `ranks`; a ring all-reduce where the backend decides.
+  int64_t sent_bytes(int ranks) const;
   // "12 parameters, 'layer4.weight' to 'fc.bias', 25.0 MiB"
   std::string describe() const;
+
+  // Sends it over `wire` instead of summing a flat buffer. As made from the spec's `coded`.
+  void use(std::unique_ptr<Wire> wire) { wire_ = std::move(wire); }
+  bool is_coded() const { return wire_ != nullptr; }
 
   // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More arrivals than expected are
   // remembered, and waited for from the next step on.
@@ -93,7 +104,7 @@ class Bucket {
   // Packs a gradient that has arrived ahead of its bucket, where that pays. See [Note: early packing].
   void pack_early(size_t slot, double scale);
   // Whether another gradient for this slot would come too late.
-  bool is_settled(size_t slot) const { return slots_[slot].early && spec_.views; }
+  bool is_settled(size_t slot) const { return slots_[slot].early && (spec_.views || wire_); }
   int fires(size_t slot) const { return slots_[slot].fires; }
   bool complete() const { return pending_ == 0; }
   // End of backward: takes what is there for every slot that got nothing.
@@ -104,6 +115,9 @@ class Bucket {
   // kPacked -> kInFlight. The hook's form has the bucket's place among `count` buckets.
   void launch(comm::Collective& collective);
   void launch(comm::Hook& hook, size_t index, size_t count);
+  void launch(comm::Chains& chains);
+  // In flight: calls `fn` when the collective has completed; see comm::InFlight::on_done.
+  void on_done(std::function<void()> fn) { in_flight_->on_done(std::move(fn)); }
   // kInFlight -> kReceived. Waits for the result.
   void receive();
   // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands
@@ -115,11 +129,14 @@ class Bucket {
   // Takes part in a step of other ranks with zeros and no used parameter (uneven inputs).
   Shadow shadow(comm::Collective& collective) const;
   Shadow shadow(comm::Hook& hook, size_t index, size_t count) const;
+  Shadow shadow(comm::Chains& chains);
 
   // The summed vote of the last finished step, still on the device; undefined without flags.
-  at::Tensor vote() const { return vote_in(flat_); }
+  at::Tensor vote() const;
   // Writes how many ranks used each of its parameters in the last finished step; nothing without flags.
   void count_uses(std::vector<int64_t>& counts) const;
+  // What error feedback has kept back of a slot's gradient, fp32, on its own memory; undefined without error feedback.
+  at::Tensor residual(size_t slot) const;
 
  private:
   struct Slot {
@@ -137,6 +154,8 @@ class Bucket {
   void wait_for_producers() const;
   void pack_dense(const PackOptions& options);
   void pack_sparse(const PackOptions& options);
+  void pack_coded(const PackOptions& options);
+  bool has_flags() const;
   void find_in_place();
   void ensure_flat();
   void keep_unused();
@@ -163,6 +182,7 @@ class Bucket {
   bool flat_is_ours_ = false;  // checked in this step
   at::Tensor flat_;
   std::unique_ptr<comm::InFlight> in_flight_;
+  std::unique_ptr<Wire> wire_;
 };
 
 }  // namespace fastsync::engine

@@ -48,6 +48,13 @@ GradientHooks& Reducer::hooks() {
   return *hooks_;
 }
 
+void Reducer::use_chains(const std::vector<std::string>& group_names) {
+  const Lock lock(mutex_);
+  std::vector<std::shared_ptr<comm::Collective>> groups;
+  for (const std::string& name : group_names) groups.push_back(comm::Collective::resolve(name));
+  chains_ = std::make_unique<comm::Chains>(std::move(groups));
+}
+
 void Reducer::detach_hooks() {
   const Lock lock(mutex_);
   hooks().detach();
@@ -56,6 +63,7 @@ void Reducer::detach_hooks() {
 void Reducer::set_plan(std::vector<BucketSpec> specs) {
   const Lock lock(mutex_);
   FS_CHECK(!backward_running_, "cannot change the plan during a backward");
+  const std::vector<at::Tensor> residuals = residual_views();
   std::vector<Bucket> buckets;
   std::vector<Place> places(params_.size());
   for (size_t b = 0; b < specs.size(); ++b) {
@@ -65,6 +73,12 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
       place = Place{static_cast<int64_t>(b), s};
     }
     buckets.emplace_back(std::move(specs[b]), params_);
+    if (buckets.back().spec().coded && communicates()) {
+      FS_CHECK(chains_, "coded buckets need process groups for their chains");
+      Bucket& bucket = buckets.back();
+      bucket.use(make_coded_wire(*bucket.spec().coded, collective_->rank(), collective_->size(),
+                                 bucket.device()));
+    }
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     if (planned_[i] != (places[i].bucket >= 0)) log_.forget_used();
@@ -74,9 +88,10 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
   }
   buckets_ = std::move(buckets);
   places_ = std::move(places);
+  load_residuals(residuals);
   hooks().update();
   watch_.plan_installed();
-  ++stats_.plans;
+  log_.plan_installed(++stats_.plans);
 }
 
 // The text of an error is part of the logging data.
@@ -219,6 +234,7 @@ void Reducer::place_gradient(size_t param) {
   if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
   if (fires >= params_[param]->expected_fires) check_repeated(param, place);
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
+    log_.mark(Mark::kReady, place.bucket);
     if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
   } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
@@ -255,13 +271,20 @@ void Reducer::launch(Bucket& bucket) {
   pack.vote = watch_.vote();
   log_.sending();
   bucket.pack(pack);
+  const auto index = static_cast<int64_t>(next_);
+  log_.mark(Mark::kPacked, index);
+  log_.mark(Mark::kLaunched, index, bucket.wire_bytes());
   if (hook_) {
     bucket.launch(*hook_, next_, buckets_.size());
+  } else if (bucket.is_coded()) {
+    bucket.launch(*chains_);
   } else {
     bucket.launch(*collective_);
   }
+  if (auto done = log_.on_done(index)) bucket.on_done(std::move(done));
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
+  stats_.sent_bytes += bucket.sent_bytes(collective_->size());
 }
 
 template <typename Fn>
@@ -300,7 +323,10 @@ void Reducer::complete_step() {
 
 void Reducer::close_buckets() {
   usage_.end_backward(planned_);
-  for (Bucket& bucket : buckets_) bucket.close();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (!buckets_[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
+    buckets_[i].close();
+  }
   advance();
 }
 
@@ -318,7 +344,7 @@ void Reducer::finish_buckets() {
     }
     used = exchange_flags();
   }
-  at::Tensor vote;
+  const Bucket* last = nullptr;
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (buckets_[i].state() == BucketState::kReady) {
       buckets_[i].abandon();  // idle
@@ -328,11 +354,11 @@ void Reducer::finish_buckets() {
       if (!hook_) buckets_[i].receive();
       buckets_[i].finish(used);
     });
-    vote = buckets_[i].vote();
+    last = &buckets_[i];
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!hook_) watch_.note_votes(vote);
+  if (!hook_) watch_.note_votes(last ? last->vote() : at::Tensor());
 }
 
 // What rides in the buckets where no hook owns them, in a collective of its own. Empty: nobody asks.
@@ -374,7 +400,7 @@ void Reducer::end_step() {
   watch_.end_step(missing);
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
-  ++stats_.steps;
+  log_.count_steps(++stats_.steps);
 }
 
 void Reducer::abandon() {
@@ -390,48 +416,19 @@ void Reducer::shadow_step() {
   const std::vector<bool>& used = log_.used();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
-    shadows.push_back(hook_ ? buckets_[i].shadow(*hook_, i, buckets_.size())
-                            : buckets_[i].shadow(*collective_));
+    Bucket& bucket = buckets_[i];
+    shadows.push_back(hook_               ? bucket.shadow(*hook_, i, buckets_.size())
+                      : bucket.is_coded() ? bucket.shadow(*chains_)
+                                          : bucket.shadow(*collective_));
   }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();
   if (hook_) {
     exchange_flags();
   } else if (!shadows.empty()) {
-    watch_.note_votes(shadows.back().vote);
+    watch_.note_votes(shadows.back().vote());
   }
   watch_.end_shadow_step();
-  ++stats_.steps;
-}
-
-std::vector<int64_t> Reducer::ready_order() const {
-  const Lock lock(mutex_);
-  return watch_.ready_order();
-}
-
-std::vector<bool> Reducer::trainable() const {
-  std::vector<bool> flags;
-  flags.reserve(params_.size());
-  for (const auto& param : params_) flags.push_back(param->tensor.requires_grad());
-  return flags;
-}
-
-StepReport Reducer::last_step() const {
-  const Lock lock(mutex_);
-  return log_.report();
-}
-
-std::vector<int64_t> Reducer::used_counts() const {
-  const Lock lock(mutex_);
-  if (hook_ && !hook_counts_.empty()) return hook_counts_;
-  std::vector<int64_t> counts(log_.used().begin(), log_.used().end());
-  if (hook_ || !communicates() || !votes() || counts.empty()) return counts;
-  for (const Bucket& bucket : buckets_) bucket.count_uses(counts);
-  return counts;
-}
-
-ReducerStats Reducer::stats() const {
-  const Lock lock(mutex_);
-  return stats_;
+  log_.count_steps(++stats_.steps);
 }
 
 }  // namespace fastsync::engine

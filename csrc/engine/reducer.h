@@ -26,8 +26,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "../comm/chain.h"
 #include "../comm/collective.h"
 #include "autograd_hooks.h"
 #include "bucket.h"
@@ -56,6 +58,7 @@ struct ReducerStats {
   int64_t plans = 0;           // plans installed
   int64_t collectives = 0;     // buckets launched
   int64_t bytes = 0;           // bytes handed to collectives
+  int64_t sent_bytes = 0;      // bytes that left this rank, where all-reduces are rings
   double exposed_seconds = 0;  // host time at the end of backward spent waiting for collectives
 };
 
@@ -86,17 +89,29 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Called once, at the end of the next synchronised backward.
   void at_end(std::function<void()> action);
   void use_group(const std::string& group_name);
+  // Process groups for the links of coded buckets' chains, in order; see comm/worker.h. Needed before a plan with coded buckets.
+  void use_chains(const std::vector<std::string>& group_names);
   void detach_hooks();
 
   // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
   std::vector<int64_t> ready_order() const;
   std::vector<bool> trainable() const;
   ReducerStats stats() const;
+  int64_t steps() const { return stats_.steps; }
   StepReport last_step() const;
+  // Records when buckets are ready, packed, launched and done; nullptr: no longer.
+  void set_timeline(std::shared_ptr<Timeline> timeline) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    log_.set_timeline(std::move(timeline));
+  }
   // How many ranks used each parameter in the last synchronised step. Where no flags travel
   // (find_unused_parameters=False) this rank alone counts.
   std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
+
+  // What error feedback has kept back of each parameter's gradient, by index; undefined where there is none.
+  std::vector<at::Tensor> residuals() const;
+  void load_residuals(const std::vector<at::Tensor>& residuals);
 
  private:
   struct Place {
@@ -115,6 +130,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch(Bucket& bucket);
   void finish_backward(int64_t generation);
   void complete_step();
+  std::vector<at::Tensor> residual_views() const;
   void close_buckets();
   void finish_buckets();
   bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
@@ -135,6 +151,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::unique_ptr<Parameter>> params_;
   std::unique_ptr<GradientHooks> hooks_;
   std::unique_ptr<comm::Collective> collective_;
+  std::unique_ptr<comm::Chains> chains_;
   std::unique_ptr<comm::Hook> hook_;
   std::vector<std::function<void()>> at_end_;
   double divisor_ = 1.0;

@@ -15,15 +15,30 @@ int64_t now() { return now_on<std::chrono::steady_clock>(); }
 
 }  // namespace
 
+void StepLog::set_timeline(std::shared_ptr<Timeline> timeline) {
+  timeline_ = std::move(timeline);
+  if (timeline_) timeline_->begin_step(steps_);
+}
+
+void StepLog::count_steps(int64_t steps) {
+  steps_ = steps;
+  if (timeline_) timeline_->begin_step(steps);
+}
+
 void StepLog::begin_forward() {
   times_ = StepTimes{};
   times_.forward_start = now();
+  mark(Mark::kForwardStart, plans_);
 }
 
-void StepLog::end_forward() { times_.forward_end = now(); }
+void StepLog::end_forward() {
+  times_.forward_end = now();
+  mark(Mark::kForwardEnd, plans_);
+}
 
 void StepLog::begin_backward() {
   times_.backward_start = now();
+  mark(Mark::kBackwardStart, plans_);
   times_.first_send = 0;
   sent_ = 0;
 }
@@ -32,10 +47,14 @@ void StepLog::sending() {
   if (sent_++ == 0) times_.first_send = now();
 }
 
-void StepLog::end_backward() { times_.backward_end = now(); }
+void StepLog::end_backward() {
+  times_.backward_end = now();
+  mark(Mark::kBackwardEnd, plans_);
+}
 
 void StepLog::end_step(std::vector<bool> used) {
   times_.received = now();
+  mark(Mark::kStepEnd, plans_);
   last_.times = times_;
   last_.buckets = sent_;
   if (!last_.used.empty() && used != last_.used) last_.same_so_far = false;

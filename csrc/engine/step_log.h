@@ -1,12 +1,17 @@
 // What the last synchronised step of this rank did: when, with which parameters, and what went wrong.
 //
-// Feeds the logging data. A step costs six readings of the clock and one bit per parameter.
+// Feeds the logging data, and the timeline where there is one. A step costs six readings of the clock and one bit per
+// parameter.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "timeline.h"
 
 namespace fastsync::engine {
 
@@ -30,6 +35,19 @@ struct StepReport {
 
 class StepLog {
  public:
+  // Records into `timeline` from now on; nullptr: no longer.
+  void set_timeline(std::shared_ptr<Timeline> timeline);
+  void plan_installed(int64_t plans) { plans_ = plans; }
+  // So many synchronised backwards lie behind.
+  void count_steps(int64_t steps);
+  void mark(Mark mark, int64_t bucket, int64_t bytes = 0) const {
+    if (timeline_) timeline_->record(mark, bucket, bytes);
+  }
+  // What to call when the bucket's collective is done; empty where nobody records.
+  std::function<void()> on_done(int64_t bucket) const {
+    return timeline_ ? timeline_->on_done(bucket) : nullptr;
+  }
+
   void begin_forward();
   void end_forward();
   void begin_backward();
@@ -47,6 +65,9 @@ class StepLog {
   StepTimes times_;   // of the running step, on the steady clock
   int64_t sent_ = 0;  // buckets of the running step
   StepReport last_;
+  int64_t steps_ = 0;
+  int64_t plans_ = 0;
+  std::shared_ptr<Timeline> timeline_;
 };
 
 }  // namespace fastsync::engine

@@ -64,6 +64,14 @@ enum class Format : int32_t {
   kInt4 = 6
 };
 
+constexpr int kFormats = 7;
+
+constexpr const char* name_of(Format format) {
+  constexpr const char* kNames[kFormats] = {"fp32",     "bf16", "fp16", "fp8_e4m3",
+                                            "fp8_e5m2", "int8", "int4"};
+  return kNames[static_cast<int>(format)];
+}
+
 struct FormatTraits {
   int32_t block;        // elements
   int32_t bits;         // of one code

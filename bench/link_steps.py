@@ -1,0 +1,157 @@
+"""Training steps on the link that a rank lives on: what every rank of bench.links does."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.check import check_variants
+from bench.errors import UsageError
+from bench.harness import Measured, Progress, Settings, make_lanes, summarise, time_lanes
+from bench.launch import Group
+from bench.models import WORKLOADS, Workload
+from bench.netns import Link, bits_per_second
+from bench.stats import quantile
+from bench.training import Lane
+from bench.wrappers import Variant
+
+PROBES = 3
+PROBE_SECONDS = 0.4
+SMALLEST_PROBE, LARGEST_PROBE = 4 * 2**20, 64 * 2**20  # bytes
+
+
+@dataclass
+class LinkRun:
+    """What is measured on each link.
+
+    Attributes:
+        model: a key of WORKLOADS.
+        wait: seconds of backward of the model "waiting"; None for its default.
+        variants: all of them, in the order of the tables.
+        settings: how long to measure.
+        link: this rank's.
+    """
+
+    model: str
+    wait: float | None
+    variants: tuple[Variant, ...]
+    settings: Settings
+    link: Link
+    _prepared: _Prepared | None = field(default=None, init=False)
+
+    def workload(self, scale: float) -> Workload:
+        """
+        Raises:
+            UsageError: there is no such model, or --wait is for another.
+        """
+        if self.model not in WORKLOADS:
+            known = ", ".join(WORKLOADS)
+            raise UsageError(f"unknown model {self.model!r}; expects one of {known}")
+        if self.wait is None:
+            return WORKLOADS[self.model](scale=scale)
+        if self.model != "waiting":
+            raise UsageError(f"--wait is for the model 'waiting', not for {self.model!r}")
+        return WORKLOADS[self.model](scale=scale, seconds=self.wait)
+
+    def prepared(self, scale: float, group: Group) -> _Prepared:
+        """Lanes for the model at `scale`, checked; on the unshaped link, and kept for the next."""
+        if self._prepared is None or self._prepared.scale != scale:
+            self._prepared = None
+            gc.collect()
+            self.link.shape(None)
+            dist.barrier()
+            self._prepared = _prepare(self, scale, group)
+        return self._prepared
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    scale: float
+    lanes: list[Lane]
+    verdicts: dict[str, str]
+
+
+def _prepare(run: LinkRun, scale: float, group: Group) -> _Prepared:
+    workload = run.workload(scale)
+    progress = Progress(group)
+    verdicts = {}
+    if run.settings.check_steps:
+        progress.show(f"{workload.name}: checking that all variants train the same weights")
+        verdicts = check_variants(workload, run.variants, group, run.settings.check_steps)
+    lanes = make_lanes(workload, run.variants, group, None)
+    progress.clear()
+    return _Prepared(scale, lanes, verdicts)
+
+
+def measure_link(
+    run: LinkRun, name: str, rate: str | None, scale: float, group: Group
+) -> dict[str, Any]:
+    """Shapes the link and times every variant on it; the result is ready for JSON.
+
+    Returns:
+        Times in seconds, sizes in bytes, rates in bytes per second; the same on every rank.
+    """
+    prepared = run.prepared(scale, group)
+    run.link.shape(rate)
+    dist.barrier()
+    measured_rate = all_reduce_rate(group, None if rate is None else bits_per_second(rate) / 8)
+    progress = Progress(group)
+    names = [variant.name for variant in run.variants]
+    results = time_lanes(prepared.lanes, group, run.settings, progress, run.link.sent_bytes)
+    progress.clear()
+    measured: dict[str, Measured] = dict(zip(names, results, strict=True))
+    timings = summarise(measured, prepared.verdicts, run.settings.baseline)
+    parameters = list(prepared.lanes[0].module.parameters())
+    elements = sum(p.numel() for p in parameters)
+    return {
+        "link": name,
+        "ranks": group.world,
+        "model": prepared.lanes[0].workload.name,
+        "scale": scale,
+        "tensors": len(parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "rate_bytes_per_second": measured_rate,
+        "variants": {
+            timing.variant: asdict(timing) | _limit(variant, elements, measured_rate, group.world)
+            for variant, timing in zip(run.variants, timings, strict=True)
+        },
+    }
+
+
+def _limit(variant: Variant, elements: int, rate: float, world: int) -> dict[str, float | None]:
+    """The bytes that each rank has to send, and the seconds that the link needs for them."""
+    if variant.cost.bits is None:
+        return {"formula_bytes": None, "limit_seconds": None}
+    payload = bus_factor(world) * elements * variant.cost.bits / 8
+    return {"formula_bytes": payload, "limit_seconds": payload / rate}
+
+
+def bus_factor(world: int) -> float:
+    """What each rank sends in an all-reduce, per byte of its tensor: 2(N-1)/N."""
+    return 2 * (world - 1) / world
+
+
+def all_reduce_rate(group: Group, expected: float | None) -> float:
+    """Bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
+
+    Args:
+        expected: what the link was shaped to, so that a probe takes a moment and not minutes.
+    """
+    wanted = LARGEST_PROBE if expected is None else int(expected * PROBE_SECONDS)
+    size = max(SMALLEST_PROBE, min(LARGEST_PROBE, wanted))
+    tensor = torch.zeros(size // 4, device=group.device)
+    seconds = []
+    for _ in range(PROBES + 1):
+        dist.barrier()
+        group.synchronize()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        group.synchronize()
+        seconds.append(time.perf_counter() - start)
+    slowest = group.max(torch.tensor(seconds[1:], dtype=torch.float64)).tolist()
+    return bus_factor(group.world) * size / quantile(slowest, 0.5)

@@ -1,0 +1,252 @@
+"""Whole training steps over links of given rates, every way to synchronise side by side.
+
+    python -m bench.links --links 1gbit,10gbit,loopback --ranks 2,4 --json out/links.json
+
+Ranks live in network namespaces of their own, joined by veth pairs (and by a bridge where there are
+more than two) whose rate is shaped in both directions of every rank. This needs root, `ip` and
+`tc`; the exit code is 3 where something of that is missing. The namespaces are removed at the end,
+on Ctrl-C and on errors too, and what a killed run has left behind is removed at the next start.
+Links: a rate such as 100mbit, `veth` for such a pair without shaping, `loopback` for the loopback
+device of this machine, which needs no rights.
+
+[Note: What a link allows]
+The rate of a link is measured by Gloo's all-reduce of a bare fp32 tensor, in which each of N ranks
+sends 2(N-1)/N of its bytes. A variant that sends b bits for each of G elements has to send
+2(N-1)/N G b/8 bytes; the time for that at the measured rate is its limit, of which backward can
+hide a part. Synchronisation is the step less that of `no_sync` in the same round. Bytes are counted
+by the interface, headers and acknowledgements included.
+
+On links below 500 Mbit/s the model has a quarter of its size by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import cli, netns
+from bench.errors import UsageError
+from bench.harness import Settings
+from bench.launch import INTERRUPTED, Group, is_rank, launch
+from bench.link_steps import LinkRun, measure_link
+from bench.machine import command_line, describe, environment
+from bench.tables import links_table
+from bench.wrappers import BASELINE, FLOOR, VARIANTS, select
+
+KIND = "links"
+SCHEMA = 1
+PART_VARIABLE = "BENCH_PART"  # where rank 0 leaves what it measured
+LOOPBACK = "loopback"
+UNSHAPED = "veth"
+SLOW = 500e6  # bit/s
+SLOW_SCALE = 0.25
+DEFAULTS = Settings(rounds=9, steps=1, warmup=1, check_steps=2, seconds=45.0)
+
+
+@dataclass(frozen=True)
+class LinkName:
+    """A link as asked for: "loopback", "veth" or a rate."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            netns.bits_per_second(self.rate)
+
+    @property
+    def rate(self) -> str | None:
+        """What to shape the link to, in tc's notation."""
+        return None if self.name in (LOOPBACK, UNSHAPED) else self.name
+
+    @property
+    def scale(self) -> float:
+        """The size of the model that suits the link."""
+        slow = self.rate is not None and netns.bits_per_second(self.rate) < SLOW
+        return SLOW_SCALE if slow else 1.0
+
+
+def parse_links(names: str) -> list[LinkName]:
+    """Parses a comma-separated list.
+
+    Raises:
+        UsageError: a name is neither "loopback", nor "veth", nor a rate.
+    """
+    return [LinkName(name.strip()) for name in names.split(",")]
+
+
+def _worlds(text: str) -> list[int]:
+    try:
+        worlds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"expects numbers of ranks such as 2,4 but got {text!r}") from None
+    if min(worlds) < 2:
+        raise UsageError(f"a link joins at least two ranks, but got --ranks {text}")
+    return worlds
+
+
+def run(args: argparse.Namespace, group: Group) -> int:
+    """What each rank does: measures those of the links that its place allows, one by one."""
+    link = netns.Link.here(group.world)
+    names = [n for n in parse_links(args.links) if (n.name == LOOPBACK) == (link.seat is None)]
+    selection = select(args.wrappers, required=(FLOOR, args.baseline))
+    work = LinkRun(args.model, args.wait, selection.variants, _settings(args), link)
+    facts = environment(group)
+    if group.is_main:
+        print(describe(facts), flush=True)
+        for name, reason in selection.skipped.items():
+            print(f"skipped {name}: {reason}")
+    records = []
+    # By size of the model, so that each is built and checked once; the unshaped links first.
+    for wanted in sorted(names, key=lambda n: (-n.scale, n.rate is not None)):
+        scale = wanted.scale if args.scale is None else args.scale
+        record = measure_link(work, wanted.name, wanted.rate, scale, group)
+        records.append(record)
+        if group.is_main:
+            print(f"\n{title(record)}\n{links_table(record, args.markdown)}", flush=True)
+            _leave_part({"environment": facts, "links": records})
+    return 0
+
+
+def title(record: dict[str, Any]) -> str:
+    """What was measured, in a line."""
+    rate = record["rate_bytes_per_second"] * 8e-9
+    return (
+        f"{record['link']}, {record['ranks']} ranks, {record['model']}: "
+        f"{record['gradient_bytes'] / 1e6:.1f} MB of gradients; all-reduce {rate:.3f} Gbit/s"
+    )
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    return Settings(
+        args.rounds, args.steps, args.warmup, args.check_steps, args.baseline, None, args.seconds
+    )
+
+
+def _leave_part(part: dict[str, Any]) -> None:
+    path = os.environ.get(PART_VARIABLE)
+    if path:
+        Path(path).write_text(json.dumps(part), encoding="utf-8")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, so that links are removed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launch_on_links(
+    main: Callable[[Group], int], worlds: Sequence[int], links: Sequence[LinkName], threads: int
+) -> tuple[int, list[dict[str, Any]]]:
+    """Runs `main` on every number of ranks, on shaped links and on loopback as `links` demand.
+
+    Returns:
+        An exit code, and what the main ranks left behind.
+
+    Raises:
+        MissingRights: a link other than loopback was asked for and cannot be made.
+    """
+    kinds = [s for s in (True, False) if any((link.name != LOOPBACK) == s for link in links)]
+    parts: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fastsync-links-") as folder, _terminable():
+        try:
+            if True in kinds:
+                netns.require()
+            for world, shaped in itertools.product(worlds, kinds):
+                path = Path(folder) / f"{world}-{shaped}.json"
+                os.environ[PART_VARIABLE] = str(path)
+                code = _launch_one(main, world, shaped, threads)
+                if path.exists():
+                    parts.append(json.loads(path.read_text(encoding="utf-8")))
+                if code:
+                    return code, parts
+        except KeyboardInterrupt:
+            print("\ninterrupted: links removed", file=sys.stderr)
+            return INTERRUPTED, parts
+    return 0, parts
+
+
+def _launch_one(main: Callable[[Group], int], world: int, shaped: bool, threads: int) -> int:
+    if not shaped:
+        return launch(main, world, threads)
+    with netns.Network(world) as network:
+        return launch(main, world, threads, network.placement)
+
+
+def _start(args: argparse.Namespace) -> int:
+    def main(group: Group) -> int:
+        return run(args, group)
+
+    links, worlds = parse_links(args.links), _worlds(args.ranks)
+    select(args.wrappers, required=(FLOOR, args.baseline))  # an unknown name fails here
+    if is_rank():
+        return launch(main, 0, args.threads)
+    code, parts = launch_on_links(main, worlds, links, args.threads)
+    if parts and args.json:
+        _write(parts, args)
+    return code
+
+
+def _write(parts: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    result = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "command": command_line(),
+        "environment": parts[0]["environment"],
+        "settings": asdict(_settings(args)),
+        "links": [record for part in parts for record in part["links"]],
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.links",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--links", default="1gbit,10gbit,veth,loopback", help="default: %(default)s")
+    add("--ranks", default="2", help="numbers of ranks, such as 2,4 (default: 2)")
+    add("--model", default="wide", help="see bench.step --models (default: wide)")
+    add("--scale", type=float, help="share of the model's parameters (default: by the link)")
+    add("--wait", type=float, help="seconds of backward of the model 'waiting'")
+    add("--wrappers", default="all", help=f"all, or of {', '.join(VARIANTS)} (default: all)")
+    add("--seconds", type=float, default=DEFAULTS.seconds, help="per link, about (default: 45)")
+    add("--rounds", type=int, default=DEFAULTS.rounds, help="at most (default: %(default)s)")
+    add("--steps", type=int, default=DEFAULTS.steps, help="timed steps in a burst (default: 1)")
+    add("--warmup", type=int, default=DEFAULTS.warmup, help="steps before the first round")
+    add("--check-steps", type=int, default=DEFAULTS.check_steps, help="0: no correctness check")
+    add("--baseline", default=BASELINE, choices=tuple(VARIANTS), help="what ratios refer to")
+    add("--threads", type=int, default=1, help="torch CPU threads per rank (default: 1)")
+    add("--markdown", action="store_true", help="print tables as Markdown")
+    add("--json", type=Path, help="write the result to this file")
+    return parser
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    return cli.guarded(lambda: _start(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,25 @@
+"""The models that benchmarks train.
+
+Weights are the same on every rank (`build` seeds them); data differ from rank to rank. `scale`
+multiplies the number of parameters, and 1 is a model's true size; the default suits two CPU cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.models.classic import conv, ops400, small, transformer, wide
+from bench.models.waiting import waiting
+from bench.models.workload import WEIGHT_SEED, Workload, data_generator
+
+__all__ = ["WEIGHT_SEED", "WORKLOADS", "Workload", "data_generator"]
+
+# Each takes `scale` and has a default for it.
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "small": small,
+    "transformer": transformer,
+    "wide": wide,
+    "conv": conv,
+    "ops400": ops400,
+    "waiting": waiting,
+}

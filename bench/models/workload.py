@@ -1,0 +1,56 @@
+"""What a benchmark trains: a model with its data, made the same way at every call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+WEIGHT_SEED = 20_13
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its data.
+
+    Attributes:
+        name: as given on the command line.
+        build: makes the model on the CPU, the same one at every call.
+        batch: the input of one (rank, step), on the CPU.
+        loss: the scalar loss of the model's output.
+        sparse: whether some gradients are sparse tensors.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Tensor]
+    loss: Callable[[Tensor], Tensor]
+    sparse: bool = False
+
+
+def data_generator(rank: int, step: int) -> torch.Generator:
+    """A random generator that differs for every rank and step."""
+    return torch.Generator().manual_seed(1 + rank * 1_000_003 + step)
+
+
+def mean_square(output: Tensor) -> Tensor:
+    """A loss for models whose output is compared with nothing."""
+    return output.pow(2).mean()
+
+
+def normal_batch(*shape: int) -> Callable[[int, int], Tensor]:
+    """Normally distributed inputs of one shape."""
+    return lambda rank, step: torch.randn(*shape, generator=data_generator(rank, step))
+
+
+def side(size: int, scale: float, multiple: int = 1) -> int:
+    """A width, such that `scale` multiplies the elements of a matrix of two such sides."""
+    return max(1, round(size * math.sqrt(scale) / multiple)) * multiple
+
+
+def share(count: int, scale: float) -> int:
+    """A number of things, multiplied by `scale`; at least one."""
+    return max(1, round(count * scale))

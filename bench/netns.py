@@ -1,0 +1,295 @@
+"""Shaped links between ranks of one machine: network namespaces joined by veth pairs.
+
+Two ranks get one pair between their namespaces. More ranks are joined by a bridge in a namespace of
+its own. A rate is set by a token bucket (tc's tbf) at both ends of every pair, so that each rank is
+shaped in both directions.
+
+No device is ever made in the namespace that the benchmark was started from, so removing the
+namespaces removes everything. Their names carry the process that made them and when it started:
+what a killed run has left behind is recognised and removed by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from bench.errors import MissingRights, UsageError
+from bench.launch import Placement
+
+DEVICE = "fslink"  # in every namespace of a rank
+PORT = 29500  # free in a namespace that nobody else uses
+SUBNET = "10.213.0"
+NAMESPACES = Path("/run/netns")
+OURS = re.compile(r"fsbench-(?P<pid>\d+)-(?P<started>\d+)-")
+RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit")
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+# The bucket's depth: less than this loses throughput at 1 Gbit/s, where a timer's tick is 32 KiB.
+BURST = "256kb"
+QUEUE = "4mb"
+
+LINK_VARIABLE = "BENCH_LINK"  # tells a rank its namespace and its port of the switch
+
+
+def bits_per_second(rate: str) -> float:
+    """The number that a rate such as "100mbit" or "1gbit" names.
+
+    Raises:
+        UsageError: the text names none.
+    """
+    match = RATE.fullmatch(rate)
+    if match is None or not float(match["number"]):
+        raise UsageError(f"unknown rate {rate!r}; expects a number and a unit, such as 100mbit")
+    return float(match["number"]) * UNITS[match["unit"]]
+
+
+def missing_rights() -> str | None:
+    """Why no link can be shaped here, in words, or None where one can."""
+    if platform.system() != "Linux":
+        return f"network namespaces need Linux, this is {platform.system()}"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if absent:
+        return f"{' and '.join(absent)} not found (Debian, Ubuntu: apt install iproute2)"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    try:
+        with Network(2) as network:
+            shape(network.seats[0].namespace, DEVICE, "1gbit")
+    except subprocess.CalledProcessError as error:
+        return f"`{' '.join(error.cmd)}` failed: {error.stderr.strip() or error.returncode}"
+    return None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank lives.
+
+    Attributes:
+        namespace: of the rank; its end of the link is DEVICE.
+        address: of DEVICE.
+        far_namespace: where the other end of its veth pair is.
+        far_device: the name of the other end.
+    """
+
+    namespace: str
+    address: str
+    far_namespace: str
+    far_device: str
+
+
+class Network:
+    """Namespaces and links for some ranks, from `with` to its end.
+
+    Args:
+        ranks: at least two.
+
+    Raises:
+        subprocess.CalledProcessError: on entry, where `ip` refuses; nothing is left behind.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        if ranks < 2:
+            raise UsageError(f"a link joins at least two ranks, but got {ranks}")
+        prefix = f"fsbench-{os.getpid()}-{_start_time(os.getpid())}"
+        self._switch = f"{prefix}-switch"
+        names = [f"{prefix}-{rank}" for rank in range(ranks)]
+        self.seats = tuple(
+            Seat(name, f"{SUBNET}.{rank + 1}", *self._far_end(names, rank))
+            for rank, name in enumerate(names)
+        )
+
+    def _far_end(self, names: Sequence[str], rank: int) -> tuple[str, str]:
+        if len(names) == 2:
+            return names[1 - rank], DEVICE
+        return self._switch, f"port{rank}"
+
+    def __enter__(self) -> Network:
+        remove_stale()
+        try:
+            for seat in self.seats:
+                _ip("netns", "add", seat.namespace)
+            self._join()
+            for seat in self.seats:
+                self._configure(seat)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def _join(self) -> None:
+        if len(self.seats) == 2:
+            first, second = self.seats
+            _pair(first.namespace, DEVICE, second.namespace, DEVICE)
+            return
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for seat in self.seats:
+            _pair(seat.namespace, DEVICE, seat.far_namespace, seat.far_device)
+            port = ("-n", self._switch, "link", "set", seat.far_device)
+            _ip(*port, "master", "bridge")
+            _ip(*port, "up")
+
+    def _configure(self, seat: Seat) -> None:
+        # Neighbour discovery of IPv6 would be counted as traffic of the benchmark.
+        quiet = f"echo 1 > /proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6 2>/dev/null || true"
+        _ip("netns", "exec", seat.namespace, "sh", "-c", quiet)
+        inside = ("-n", seat.namespace)
+        _ip(*inside, "addr", "add", f"{seat.address}/24", "dev", DEVICE)
+        _ip(*inside, "link", "set", "lo", "up")
+        _ip(*inside, "link", "set", DEVICE, "up")
+
+    def _remove(self) -> None:
+        with _uninterrupted():
+            for name in [*(seat.namespace for seat in self.seats), self._switch]:
+                if (NAMESPACES / name).exists():
+                    _ip("netns", "delete", name)
+
+    def placement(self, rank: int) -> Placement:
+        """How to start `rank` inside its namespace, with Gloo bound to its link."""
+        seat = self.seats[rank]
+        environment = {
+            "MASTER_ADDR": self.seats[0].address,
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns that addresses have no host names
+            LINK_VARIABLE: f"{seat.namespace},{seat.far_namespace},{seat.far_device}",
+        }
+        return Placement(("ip", "netns", "exec", seat.namespace), environment)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's own link, as that rank sees it.
+
+    Attributes:
+        device: the interface that its traffic leaves by.
+        seat: the namespaces and devices of both ends; None on the loopback device.
+        sharers: ranks whose traffic the device's counter adds up.
+    """
+
+    device: str
+    seat: tuple[str, str, str] | None
+    sharers: int
+
+    @classmethod
+    def here(cls, world: int) -> Link:
+        """The link of the rank that asks: what `Network` placed it on, else loopback."""
+        value = os.environ.get(LINK_VARIABLE)
+        if not value:
+            return cls("lo", None, world)
+        namespace, far_namespace, far_device = value.split(",")
+        return cls(DEVICE, (namespace, far_namespace, far_device), 1)
+
+    def shape(self, rate: str | None) -> None:
+        """Limits both directions to `rate`; None lifts the limit.
+
+        With two ranks each one shapes its own end, which is the other's far end.
+        """
+        if self.seat is None:
+            return
+        namespace, far_namespace, far_device = self.seat
+        shape(namespace, DEVICE, rate)
+        if far_device != DEVICE:
+            shape(far_namespace, far_device, rate)
+
+    def sent_bytes(self) -> int:
+        """Bytes that have left by the device so far, headers included; of this rank's share."""
+        counter = Path("/sys/class/net") / self.device / "statistics" / "tx_bytes"
+        return int(counter.read_text()) // self.sharers
+
+
+def shape(namespace: str, device: str, rate: str | None) -> None:
+    """Limits what leaves by `device` of `namespace` to `rate`, in tc's notation; None: no limit."""
+    if rate is None:
+        delete = ["ip", "netns", "exec", namespace, "tc", "qdisc", "del", "dev", device, "root"]
+        subprocess.run(delete, capture_output=True, check=False)  # there may be none
+        return
+    limit = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
+    _ip("netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", *limit)
+
+
+def remove_stale() -> list[str]:
+    """Removes what processes that no longer run have left behind, ranks included; returns names."""
+    stale = [name for name in _ours() if not _alive(name)]
+    for name in stale:
+        for pid in _ip("netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _ip("netns", "delete", name)
+    return stale
+
+
+def _ours() -> list[str]:
+    if not NAMESPACES.is_dir():
+        return []
+    return sorted(entry.name for entry in NAMESPACES.iterdir() if OURS.match(entry.name))
+
+
+def _alive(name: str) -> bool:
+    match = OURS.match(name)
+    return match is not None and _start_time(int(match["pid"])) == match["started"]
+
+
+def _start_time(pid: int) -> str:
+    """When a process started, in the kernel's ticks; empty where there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return status.rpartition(")")[2].split()[19]
+
+
+def _pair(namespace: str, device: str, far_namespace: str, far_device: str) -> None:
+    near = ("name", device, "netns", namespace)
+    far = ("name", far_device, "netns", far_namespace)
+    _ip("link", "add", *near, "type", "veth", "peer", *far)
+
+
+def _ip(*arguments: str) -> str:
+    # In a session of its own: Ctrl-C is for the benchmark, which then removes what there is.
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, check=True, start_new_session=True
+    )
+    return done.stdout
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Keeps an impatient second Ctrl-C from stopping the removal half-way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def require() -> None:
+    """
+    Raises:
+        MissingRights: links cannot be shaped here; the text says what is missing.
+    """
+    reason = missing_rights()
+    if reason is not None:
+        raise MissingRights(reason)

@@ -1,0 +1,38 @@
+// Encode, reduce and decode on at::Tensors: checks, dtype and device dispatch, and the stream, in front of `kernels/codec.h`.
+//
+// Pointers leave tensors only for the length of one call, as in ops.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "items.h"
+#include "kernels/codec.h"
+
+namespace fastsync::ops {
+
+// What both sides of a bucket's wire know of it.
+struct WirePlan {
+  kernels::WireLayout layout;
+  int64_t numel = 0;  // elements of the flat buffer, a multiple of layout.chunk_numel
+  bool stochastic = false;
+};
+
+// wire = code(tensor * scale + residual) for every item; the residual takes what was lost. `residual` is fp32 [numel] or
+// undefined, `wire` uint8 [numel / chunk_numel * chunk_bytes].
+void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
+            const WirePlan& plan, double scale, uint64_t seed);
+
+// result = code(sum of chunks), where `received` holds one chunk from each rank, in rank order, and `result` is one. `residual`
+// is fp32 [chunk_numel] or undefined; `first` is the chunk's first element in the flat buffer.
+void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
+            const WirePlan& plan, int64_t first, uint64_t seed);
+
+// tensor = decoded average for every item. `sources` is 1 where the wire holds finished chunks one after the other; else it
+// holds, for every chunk, that of each source in rank order, and they are summed.
+void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
+            int32_t sources);
+
+}  // namespace fastsync::ops

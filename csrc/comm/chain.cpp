@@ -1,0 +1,106 @@
+#include "chain.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+#include "../check.h"
+
+namespace fastsync::comm {
+namespace {
+
+using Groups = std::vector<std::shared_ptr<Collective>>;
+
+class OnWorker final : public InFlight {
+ public:
+  explicit OnWorker(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
+
+  at::Tensor wait() override {
+    ticket_->wait();
+    return {};
+  }
+  void on_done(std::function<void()> fn) override { ticket_->on_done(std::move(fn)); }
+
+ private:
+  std::shared_ptr<Ticket> ticket_;
+};
+
+class OnStream final : public InFlight {
+ public:
+  OnStream(std::shared_ptr<Links> links, c10::Stream stream)
+      : links_(std::move(links)), stream_(stream), done_(stream.device_type()) {
+    done_.record(stream);
+  }
+
+  at::Tensor wait() override {
+    const c10::Device device = done_.device();
+    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return {};
+  }
+
+  // Called by the host at once, behind everything that the stream holds.
+  void on_done(std::function<void()> fn) override {
+    const c10::StreamGuard on_stream(stream_);
+    fn();
+  }
+
+ private:
+  std::shared_ptr<Links> links_;
+  c10::Stream stream_;
+  c10::Event done_;
+};
+
+// The links behind the first one, which is under way.
+class Rest {
+ public:
+  Rest(std::shared_ptr<Links> links, std::unique_ptr<InFlight> first, const Groups& groups)
+      : links_(std::move(links)), current_(std::move(first)), groups_(groups) {}
+
+  bool step() {
+    current_->wait();
+    ++index_;
+    current_ = links_->start(index_, *groups_[std::min(index_, groups_.size() - 1)]);
+    return current_ != nullptr;
+  }
+
+ private:
+  std::shared_ptr<Links> links_;
+  std::unique_ptr<InFlight> current_;
+  Groups groups_;
+  size_t index_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<InFlight> Chains::run(std::shared_ptr<Links> links, at::Device device) {
+  FS_ASSERT(links->count() <= groups_.size(), "a chain of ", links->count(),
+            " links needs as many ", "process groups, but there are ", groups_.size());
+  return device.is_cpu() ? run_on_worker(std::move(links)) : run_on_stream(links, device);
+}
+
+std::unique_ptr<InFlight> Chains::run_on_worker(std::shared_ptr<Links> links) {
+  if (!worker_) worker_ = std::make_unique<Worker>();
+  auto first = links->start(0, *groups_.front());
+  const auto rest = std::make_shared<Rest>(std::move(links), std::move(first), groups_);
+  return std::make_unique<OnWorker>(worker_->submit([rest] { return rest->step(); }));
+}
+
+std::unique_ptr<InFlight> Chains::run_on_stream(const std::shared_ptr<Links>& links,
+                                                at::Device device) {
+  const c10::impl::VirtualGuardImpl backend(device.type());
+  if (!stream_) stream_ = backend.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  c10::Event packed(device.type());
+  packed.record(backend.getStream(device));
+  packed.block(*stream_);
+  const c10::StreamGuard on_stream(*stream_);
+  for (size_t i = 0; i <= links->count(); ++i) {
+    const auto current = links->start(i, *groups_[std::min(i, groups_.size() - 1)]);
+    if (!current) break;
+    current->wait();
+  }
+  return std::make_unique<OnStream>(links, *stream_);
+}
+
+}  // namespace fastsync::comm

@@ -1,0 +1,47 @@
+// Chains of collectives: each link's input is made from the result of the one before, without the caller and without Python.
+//
+// On a CPU a worker thread waits between the links (see worker.h). On a device with streams everything is enqueued at once, on
+// a stream of its own, so that the stream of the backward does not wait.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "collective.h"
+#include "worker.h"
+
+namespace fastsync::comm {
+
+// The collectives of one bucket.
+class Links {
+ public:
+  virtual ~Links() = default;
+
+  // Starts link `index` on `groups[index]`, after the one before it is done; nullptr: there is none, and all is done.
+  virtual std::unique_ptr<InFlight> start(size_t index, Collective& group) = 0;
+  // How many links start() will start.
+  virtual size_t count() const = 0;
+};
+
+class Chains {
+ public:
+  // One process group for each link of the longest chain. See [Note: order on every rank].
+  explicit Chains(std::vector<std::shared_ptr<Collective>> groups) : groups_(std::move(groups)) {}
+
+  // Starts the first link at once. The InFlight ends when all links are through.
+  std::unique_ptr<InFlight> run(std::shared_ptr<Links> links, at::Device device);
+
+ private:
+  std::unique_ptr<InFlight> run_on_worker(std::shared_ptr<Links> links);
+  std::unique_ptr<InFlight> run_on_stream(const std::shared_ptr<Links>& links, at::Device device);
+
+  std::vector<std::shared_ptr<Collective>> groups_;
+  std::optional<c10::Stream> stream_;
+  std::unique_ptr<Worker> worker_;
+};
+
+}  // namespace fastsync::comm

@@ -1,0 +1,74 @@
+// A thread that takes chains of collectives from one to the next, so that no caller has to wait between them.
+//
+// [Note: order on every rank]
+// Ranks must start the collectives of one process group in the same order, but their chains advance at different speeds. Each
+// link of a chain therefore has a process group of its own, and chains keep the order in which they were submitted at every
+// link: a younger chain never overtakes an older one.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace fastsync::comm {
+
+// The end of a chain, for whoever waits for it.
+class Ticket {
+ public:
+  // Throws what broke the chain, or one before it.
+  void wait();
+  // Has `fn` called once when the chain has ended: on the worker's thread, or at once where it has already.
+  void on_done(std::function<void()> fn);
+
+ private:
+  friend class Worker;
+  void finish(std::exception_ptr error);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+  std::function<void()> on_done_;
+};
+
+class Worker {
+ public:
+  // Blocks until the chain's current collective is done, then starts the next one; false: there is none.
+  using Step = std::function<bool()>;
+
+  Worker();
+  // Waits for running chains. A chain that hangs keeps its thread, which then ends by itself.
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  std::shared_ptr<Ticket> submit(Step step);
+
+ private:
+  struct Chain {
+    Step step;
+    std::shared_ptr<Ticket> ticket;
+  };
+
+  // Outlives the Worker where its thread does.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Chain> waiting;
+    bool stop = false;
+    bool idle = true;
+    std::exception_ptr broken;
+  };
+
+  static void run(const std::shared_ptr<State>& state);
+  static void advance(State& state, std::deque<Chain>& active);
+
+  std::shared_ptr<State> state_;
+  std::thread thread_;
+};
+
+}  // namespace fastsync::comm

@@ -1,0 +1,257 @@
+#include "coded_wire.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <utility>
+
+#include "../check.h"
+#include "../ops.h"
+
+namespace fastsync::engine {
+namespace {
+
+ops::SlotLayout run_of(int64_t numel) { return ops::SlotLayout{0, numel, {numel}, {1}}; }
+
+// A step's own random numbers (the finaliser of SplitMix64, Steele et al., 2014).
+uint64_t mixed(uint64_t value) {
+  value += 0x9e3779b97f4a7c15ULL;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+
+// Buffers and what is needed to fill them: shared with collectives under way, which may outlive the bucket.
+struct Buffers {
+  Buffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on)
+      : spec(coded), rank(my_rank), ranks(all_ranks), device(on) {
+    plan.layout = {spec.format, spec.chunk_numel, spec.chunk_bytes, 0};
+    plan.numel = chunks() * spec.chunk_numel;
+    plan.stochastic = spec.stochastic;
+    flags_plan.layout = {kernels::Format::kFloat32, spec.flags_per_chunk, spec.chunk_bytes,
+                         spec.flags_offset};
+    flags_plan.numel = chunks() * spec.flags_per_chunk;
+    coder =
+        spec.codec ? make_flat_coder(spec.codec, plan, spec.coded_bytes) : make_block_coder(plan);
+    if (spec.flags_per_chunk > 0) flags_coder = make_block_coder(flags_plan);
+    allocate();
+  }
+
+  // Zeros where nothing is ever written: between the slots.
+  void allocate() {
+    const at::NoGradGuard no_grad;
+    const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
+    sent = at::zeros({chunks() * spec.chunk_bytes}, bytes);
+    received = at::zeros({spec.pieces * ranks * spec.chunk_bytes}, bytes);
+    if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
+    sent_flags.clear();
+  }
+
+  int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
+
+  at::Tensor sent_piece(int64_t piece) const { return part(sent, piece, chunks() / spec.pieces); }
+  at::Tensor received_piece(int64_t piece) const { return part(received, piece, ranks); }
+  at::Tensor sum_of(int64_t piece) const { return part(sums, piece, 1); }
+
+  at::Tensor part(const at::Tensor& buffer, int64_t piece, int64_t chunks_each) const {
+    const int64_t bytes = chunks_each * spec.chunk_bytes;
+    return buffer.narrow(0, piece * bytes, bytes);
+  }
+
+  void sum(int64_t piece) const {
+    const int64_t mine = (piece * ranks + rank) * spec.chunk_numel;
+    const at::Tensor lost =
+        residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
+    const at::Tensor from = received_piece(piece);
+    coder->reduce(from, sum_of(piece), lost, mine, mixed(seed));
+    if (flags_coder) flags_coder->reduce(from, sum_of(piece), at::Tensor(), 0, 0);
+  }
+
+  CodedSpec spec;
+  int rank;
+  int ranks;
+  at::Device device;
+  ops::WirePlan plan;
+  ops::WirePlan flags_plan;
+  std::shared_ptr<Coder> coder;
+  std::shared_ptr<Coder> flags_coder;
+  at::Tensor sent;
+  at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
+  at::Tensor sums;
+  at::Tensor residual;
+  std::vector<float> sent_flags;  // what the buffer to send holds already
+  uint64_t seed = 0;              // of this step
+};
+
+class TwoShot final : public comm::Links {
+ public:
+  TwoShot(std::shared_ptr<const Buffers> buffers, int64_t piece)
+      : buffers_(std::move(buffers)), piece_(piece) {}
+
+  size_t count() const override { return 2; }
+
+  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
+    if (index == 0) {
+      return group.all_to_all(buffers_->received_piece(piece_), buffers_->sent_piece(piece_));
+    }
+    if (index > 1) return nullptr;
+    const at::NoGradGuard no_grad;
+    buffers_->sum(piece_);
+    return group.all_gather(buffers_->received_piece(piece_), buffers_->sum_of(piece_));
+  }
+
+ private:
+  std::shared_ptr<const Buffers> buffers_;
+  int64_t piece_;
+};
+
+class Gather final : public comm::Links {
+ public:
+  Gather(std::shared_ptr<const Buffers> buffers, int64_t piece)
+      : buffers_(std::move(buffers)), piece_(piece) {}
+
+  size_t count() const override { return 1; }
+
+  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
+    if (index > 0) return nullptr;
+    return group.all_gather(buffers_->received_piece(piece_), buffers_->sent_piece(piece_));
+  }
+
+ private:
+  std::shared_ptr<const Buffers> buffers_;
+  int64_t piece_;
+};
+
+class AllPieces final : public comm::InFlight {
+ public:
+  explicit AllPieces(std::vector<std::unique_ptr<comm::InFlight>> pieces)
+      : pieces_(std::move(pieces)) {}
+
+  at::Tensor wait() override {
+    for (const auto& piece : pieces_) piece->wait();
+    return {};
+  }
+
+  void on_done(std::function<void()> fn) override {
+    const auto left = std::make_shared<std::atomic<size_t>>(pieces_.size());
+    for (const auto& piece : pieces_) {
+      piece->on_done([left, fn] {
+        if (--*left == 0) fn();
+      });
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<comm::InFlight>> pieces_;
+};
+
+class CodedWire final : public Wire {
+ public:
+  CodedWire(const CodedSpec& spec, int rank, int ranks, at::Device device)
+      : buffers_(std::make_shared<Buffers>(spec, rank, ranks, device)) {
+    if (!spec.error_feedback) return;
+    const at::NoGradGuard no_grad;
+    buffers_->residual = ops::make_flat(buffers_->plan.numel, at::kFloat, device);
+  }
+
+  void take(const std::vector<ops::Item>& items, double scale) override {
+    begin_step();
+    buffers_->coder->encode(items, buffers_->residual, buffers_->sent, scale, buffers_->seed);
+  }
+
+  void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
+            double scale) override {
+    if (!items.empty()) take(items, scale);
+    begin_step();
+    taking_ = false;
+    if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
+  }
+
+  // A user's codec sees whole chunks.
+  bool takes_early() const override { return !buffers_->spec.codec; }
+
+  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains) override {
+    std::vector<std::unique_ptr<comm::InFlight>> pieces;
+    for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
+      std::shared_ptr<comm::Links> links;
+      if (buffers_->spec.gather) {
+        links = std::make_shared<Gather>(buffers_, i);
+      } else {
+        links = std::make_shared<TwoShot>(buffers_, i);
+      }
+      pieces.push_back(chains.run(std::move(links), buffers_->device));
+    }
+    if (pieces.size() == 1) return std::move(pieces.front());
+    return std::make_unique<AllPieces>(std::move(pieces));
+  }
+
+  void unpack(const std::vector<ops::Item>& items) override {
+    if (items.empty()) return;
+    buffers_->coder->decode(items, buffers_->received, sources());
+  }
+
+  at::Tensor flags() const override { return all_flags().sum(1).reshape({-1}); }
+
+  at::Tensor flag(int64_t index) const override {
+    const int64_t each = buffers_->spec.flags_per_chunk;
+    return all_flags().select(0, index / each).select(1, index % each).sum().reshape({1});
+  }
+
+  void abandon() override {
+    auto fresh = std::make_shared<Buffers>(*buffers_);
+    fresh->allocate();
+    if (fresh->residual.defined()) fresh->residual = fresh->residual.clone();
+    buffers_ = std::move(fresh);
+    taking_ = false;
+  }
+
+  int64_t bytes() const override { return buffers_->sent.numel(); }
+
+  int64_t sent_bytes() const override {
+    const int64_t others = buffers_->ranks - 1;
+    if (buffers_->spec.gather) return others * bytes();
+    return 2 * others * bytes() / buffers_->ranks;
+  }
+
+  at::Tensor residual() const override { return buffers_->residual; }
+
+ private:
+  int32_t sources() const { return buffers_->spec.gather ? buffers_->ranks : 1; }
+
+  void begin_step() {
+    if (!std::exchange(taking_, true)) buffers_->seed = mixed(buffers_->spec.seed + ++steps_);
+  }
+
+  void send_flags(const std::vector<float>& flags) {
+    const at::NoGradGuard no_grad;
+    at::Tensor host = at::zeros({buffers_->flags_plan.numel}, at::kFloat);
+    FS_ASSERT(static_cast<int64_t>(flags.size()) <= host.numel(), "more flags than room for them");
+    std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
+    const at::Tensor values = host.to(buffers_->device);
+    const ops::SlotLayout layout = run_of(host.numel());
+    buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent, 1.0, 0);
+    buffers_->sent_flags = flags;
+  }
+
+  // [chunks, sources, flags_per_chunk], on the wire's own memory.
+  at::Tensor all_flags() const {
+    const CodedSpec& spec = buffers_->spec;
+    return buffers_->received.view(at::kFloat)
+        .view({buffers_->chunks(), sources(), spec.chunk_bytes / 4})
+        .narrow(2, spec.flags_offset / 4, spec.flags_per_chunk);
+  }
+
+  std::shared_ptr<Buffers> buffers_;
+  uint64_t steps_ = 0;
+  bool taking_ = false;  // this step has begun
+};
+
+}  // namespace
+
+std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
+                                      at::Device device) {
+  return std::make_unique<CodedWire>(spec, rank, ranks, device);
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,127 @@
+#include "coder.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "../ops.h"
+
+namespace fastsync::engine {
+namespace {
+
+class BlockCoder final : public Coder {
+ public:
+  explicit BlockCoder(const ops::WirePlan& plan) : plan_(plan) {}
+
+  void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
+              const at::Tensor& wire, double scale, uint64_t seed) override {
+    ops::encode(items, residual, wire, plan_, scale, seed);
+  }
+  void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
+              int64_t first, uint64_t seed) override {
+    ops::reduce(received, result, residual, plan_, first, seed);
+  }
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+              int32_t sources) override {
+    ops::decode(items, wire, plan_, sources);
+  }
+
+ private:
+  ops::WirePlan plan_;
+};
+
+class FlatCoder final : public Coder {
+ public:
+  FlatCoder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan, int64_t coded_bytes)
+      : codec_(std::move(codec)), plan_(plan), coded_bytes_(coded_bytes) {}
+
+  void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
+              const at::Tensor& wire, double scale, uint64_t /*seed*/) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = buffer(wire.device());
+    ops::pack(items, flat, scale);
+    if (residual.defined()) flat.add_(residual);
+    for (int64_t i = 0; i < chunks(); ++i) {
+      encode_chunk(chunk(flat, i), residual.defined() ? chunk(residual, i) : at::Tensor(),
+                   coded(wire, i), /*add=*/false);
+    }
+  }
+
+  void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
+              int64_t /*first*/, uint64_t /*seed*/) override {
+    const at::NoGradGuard no_grad;
+    const auto options = at::TensorOptions().dtype(at::kFloat).device(result.device());
+    const at::Tensor sum = at::zeros({plan_.layout.chunk_numel}, options);
+    add_decoded(received, 0, received.numel() / plan_.layout.chunk_bytes, sum);
+    encode_chunk(sum, residual, coded(result, 0), /*add=*/true);
+  }
+
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+              int32_t sources) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = buffer(wire.device());
+    flat.zero_();
+    for (int64_t i = 0; i < chunks(); ++i) add_decoded(wire, i * sources, sources, chunk(flat, i));
+    ops::unpack(items, flat, 1.0, false);
+  }
+
+ private:
+  int64_t chunks() const { return plan_.numel / plan_.layout.chunk_numel; }
+  at::Tensor chunk(const at::Tensor& flat, int64_t index) const {
+    return flat.narrow(0, index * plan_.layout.chunk_numel, plan_.layout.chunk_numel);
+  }
+  at::Tensor coded(const at::Tensor& wire, int64_t index) const {
+    return wire.narrow(0, index * plan_.layout.chunk_bytes, coded_bytes_);
+  }
+  at::Tensor buffer(at::Device device) {
+    if (!flat_.defined()) flat_ = ops::make_flat(plan_.numel, at::kFloat, device);
+    return flat_;
+  }
+
+  // Error feedback for a codec that knows nothing of it. What is not finite is not kept: poison must not outlive the step.
+  void encode_chunk(const at::Tensor& values, const at::Tensor& residual, const at::Tensor& wire,
+                    bool add) {
+    if (!residual.defined()) {
+      codec_->encode(values, wire);
+      return;
+    }
+    const at::Tensor wanted = values.clone();
+    codec_->encode(values, wire);
+    at::Tensor lost = at::empty_like(wanted);
+    codec_->decode(wire, lost);
+    lost = wanted - lost;
+    const at::Tensor kept = add ? residual + lost : lost;
+    residual.copy_(at::where(at::isfinite(lost), kept, residual));
+  }
+
+  void add_decoded(const at::Tensor& wire, int64_t first, int64_t count, const at::Tensor& sum) {
+    const at::Tensor part = at::empty_like(sum);
+    for (int64_t i = first; i < first + count; ++i) {
+      codec_->decode(coded(wire, i), part);
+      sum.add_(part);
+    }
+  }
+
+  std::shared_ptr<Codec> codec_;
+  ops::WirePlan plan_;
+  int64_t coded_bytes_;
+  at::Tensor flat_;
+};
+
+}  // namespace
+
+std::shared_ptr<Coder> make_block_coder(const ops::WirePlan& plan) {
+  return std::make_shared<BlockCoder>(plan);
+}
+
+std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan,
+                                       int64_t coded_bytes) {
+  return std::make_shared<FlatCoder>(std::move(codec), plan, coded_bytes);
+}
+
+}  // namespace fastsync::engine

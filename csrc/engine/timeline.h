@@ -1,0 +1,92 @@
+// When each bucket was ready, packed, launched and done, step by step: a preallocated ring of marks.
+//
+// A mark costs a reading of the clock and five stores, or one event on the stream where the model is on a device; no lock
+// and no allocation on the CPU. Any thread may record: "done" comes from the backend's own threads.
+//
+// [Note: device time]
+// A host runs ahead of its device, so there each mark is an event on the current stream, whose time is looked up when the
+// marks are read. Events are shown on the host's steady clock through one that was waited for at the beginning.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace fastsync::engine {
+
+enum class Mark : uint8_t {
+  // of a step
+  kForwardStart,
+  kForwardEnd,
+  kBackwardStart,
+  kBackwardEnd,  // of the gradients' computation
+  kStepEnd,      // all averages are there
+  // of a bucket
+  kReady,     // its last gradient has arrived
+  kPacked,    // its buffer is filled
+  kLaunched,  // it is handed to the backend
+  kDone,      // its collective has completed, whether anyone waits for it or not
+};
+const char* to_string(Mark mark);
+
+struct TimelineEvent {
+  int64_t step = 0;  // synchronised backwards before it
+  Mark mark = Mark::kForwardStart;
+  int64_t index = 0;  // the bucket; for a step's mark, how many plans had been installed
+  int64_t bytes = 0;  // handed to the backend, with kLaunched
+  int64_t time = 0;   // steady clock, nanoseconds
+};
+
+class Timeline : public std::enable_shared_from_this<Timeline> {
+ public:
+  // `capacity` marks are kept, the latest ones. `device`: where the model is.
+  Timeline(size_t capacity, c10::Device device);
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
+
+  // What is recorded from now on belongs to this step.
+  void begin_step(int64_t step) { step_.store(step, std::memory_order_relaxed); }
+  // From any thread.
+  void record(Mark mark, int64_t index, int64_t bytes = 0);
+  // Records kDone of a bucket of this step when it is called: once, later, from any thread. Keeps the timeline alive.
+  std::function<void()> on_done(int64_t bucket);
+
+  // The marks that are kept, oldest first; those that are being written, or whose device has not come to them, are left
+  // out.
+  std::vector<TimelineEvent> events() const;
+  // Marks that were overwritten.
+  int64_t dropped() const;
+
+ private:
+  struct Entry {
+    std::atomic<uint64_t> sequence{0};  // number of the mark, from 1; 0: being written
+    std::atomic<uint64_t> mark{0};
+    std::atomic<int64_t> step{0};
+    std::atomic<int64_t> index{0};
+    std::atomic<int64_t> bytes{0};
+    std::atomic<int64_t> time{0};
+    std::optional<c10::Event> event;  // instead of the time; under device_mutex_
+  };
+
+  void write(int64_t step, Mark mark, int64_t index, int64_t bytes);
+  bool read(uint64_t sequence, TimelineEvent& event) const;
+  void record_on_stream(Entry& entry);
+  bool time_of(const Entry& entry, int64_t& time) const;
+
+  const c10::Device device_;
+  std::vector<Entry> ring_;
+  std::atomic<uint64_t> recorded_{0};
+  std::atomic<int64_t> step_{0};
+  mutable std::mutex device_mutex_;
+  std::optional<c10::Event> origin_;  // see [Note: device time]
+  int64_t origin_time_ = 0;
+};
+
+}  // namespace fastsync::engine

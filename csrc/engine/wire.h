@@ -1,0 +1,40 @@
+// A bucket's way between ranks where its gradients are not simply summed in place by one all-reduce.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../comm/chain.h"
+#include "../items.h"
+
+namespace fastsync::engine {
+
+class Wire {
+ public:
+  virtual ~Wire() = default;
+
+  // Takes gradients, scaled. pack() comes once per step and ends the taking; `flags` are summed over ranks exactly.
+  virtual void take(const std::vector<ops::Item>& items, double scale) = 0;
+  virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
+                    double scale) = 0;
+  // Whether take() may be called for single gradients ahead of pack().
+  virtual bool takes_early() const = 0;
+  virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains) = 0;
+  // Writes averages; only behind the end of what launch() returned.
+  virtual void unpack(const std::vector<ops::Item>& items) = 0;
+  virtual at::Tensor flags() const = 0;
+  virtual at::Tensor flag(int64_t index) const = 0;
+  // What is under way keeps its buffers; the next step gets others.
+  virtual void abandon() = 0;
+
+  // Bytes that this rank hands to collectives, and that leave it, in one step.
+  virtual int64_t bytes() const = 0;
+  virtual int64_t sent_bytes() const = 0;
+  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without.
+  virtual at::Tensor residual() const = 0;
+};
+
+}  // namespace fastsync::engine

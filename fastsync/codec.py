@@ -1,0 +1,239 @@
+"""Wire formats: what gradients travel as, chosen before training; and codecs that users bring.
+
+A built-in format codes blocks of elements, each with a scale of its own (`csrc/kernels/codec.h`
+says how). A `Codec` codes chunks of a flat fp32 buffer in Python or C++. `Wire` is the policy:
+which format, for which parameters, from which step on, over which collectives.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+__all__ = [
+    "FORMATS",
+    "FORMS",
+    "Codec",
+    "Format",
+    "Wire",
+    "make_codec",
+    "register_codec",
+    "wire_formats",
+]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A built-in wire format.
+
+    Attributes:
+        name: what `wire=` calls it.
+        bits: of one element's code.
+        block: elements that share a scale; slots are aligned to it.
+        scale_bytes: of one block's scale.
+        native: the dtype that a backend's all-reduce can sum it in, where there is one.
+        error_feedback: on unless asked otherwise.
+    """
+
+    name: str
+    bits: int
+    block: int
+    scale_bytes: int
+    native: torch.dtype | None = None
+    error_feedback: bool = False
+
+    def coded_bytes(self, numel: int) -> int:
+        """Bytes of `numel` elements, a multiple of `block`: codes, then scales."""
+        return numel * self.bits // 8 + numel // self.block * self.scale_bytes
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    f.name: f
+    for f in (
+        Format("fp32", 32, 16, 0, torch.float32),
+        Format("bf16", 16, 16, 0, torch.bfloat16),
+        Format("fp16", 16, 256, 1, torch.float16),
+        Format("fp8_e4m3", 8, 256, 1),
+        Format("fp8_e5m2", 8, 256, 1),
+        Format("int8", 8, 128, 2),
+        Format("int4", 4, 64, 2, error_feedback=True),
+    )
+}
+
+FORMS: Final = ("auto", "native", "two_shot", "gather")
+
+
+class Codec:
+    """A wire format of your own. Subclass it, or pass any object with these attributes.
+
+    Gradients reach it as chunks of a flat fp32 buffer, already divided by the number of ranks; it
+    turns each into a fixed number of bytes. Calls come one at a time, without autograd, from the
+    backward's thread and from a worker thread.
+
+    Attributes:
+        name: names it in messages; equal on all ranks.
+        block: elements; chunks are multiples of it.
+        form: "two_shot", where sums are coded again, or "gather", where every rank sums what all
+            ranks sent.
+        error_feedback: whether what a chunk's code lost is added to the next step's gradient.
+    """
+
+    name: str = "codec"
+    block: int = 16
+    form: str = "two_shot"
+    error_feedback: bool = True
+
+    def coded_bytes(self, numel: int) -> int:
+        """Bytes of a coded chunk of `numel` elements."""
+        raise NotImplementedError
+
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        """Writes the code of `values`, fp32 [numel], to `wire`, uint8 [coded_bytes(numel)]."""
+        raise NotImplementedError
+
+    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes to `values` what `wire` stands for."""
+        raise NotImplementedError
+
+
+_REGISTRY: Final[dict[str, Callable[[], Any]]] = {}
+
+
+def register_codec(name: str, factory: Callable[[], Any]) -> None:
+    """Makes `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in FORMATS or name in _REGISTRY:
+        raise ValueError(f"a wire format named {name!r} exists already; choose another name")
+    _REGISTRY[name] = factory
+
+
+def wire_formats() -> tuple[str, ...]:
+    """Every name that `wire=` may be: built-in formats, then registered codecs."""
+    return (*FORMATS, *_REGISTRY)
+
+
+def make_codec(wire: Any) -> Format | Any:
+    """The format or codec that `wire` names or is.
+
+    Raises:
+        ValueError: there is none of that name, or it lacks what a codec must have.
+    """
+    if isinstance(wire, str):
+        if wire in FORMATS:
+            return FORMATS[wire]
+        if wire in _REGISTRY:
+            return make_codec(_REGISTRY[wire]())
+        known = ", ".join(repr(name) for name in (*FORMATS, *_REGISTRY))
+        raise ValueError(
+            f"unknown wire format {wire!r}; choose one of {known}, or pass a fastsync.Codec"
+        )
+    needs = ("name", "block", "form", "error_feedback", "coded_bytes", "encode", "decode")
+    lacks = [name for name in needs if not hasattr(wire, name)]
+    if lacks:
+        raise ValueError(f"{wire!r} is no wire format: it lacks {', '.join(lacks)}")
+    return wire
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        format: a built-in format, the name of a registered codec, or a `Codec`.
+        form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
+            "gather", or "auto": what measures fastest (see `docs/wire.md`).
+        error_feedback: add what coding lost to the next step's gradients; None: as the format
+            recommends. Costs 4 bytes per element.
+        stochastic: round stochastically instead of to the nearest (built-in formats).
+        overrides: format by parameter name pattern, as `fnmatch` has them; the first match counts.
+        min_bytes: buckets with fewer bytes of gradients travel as fp32.
+        warmup_steps: synchronised steps that travel as fp32 before the format is used.
+        seed: of stochastic rounding.
+        piece_bytes: a coded bucket travels in pieces of about this size, so that one is summed
+            while the next is on the wire.
+    """
+
+    format: Any = "fp32"
+    form: str = "auto"
+    error_feedback: bool | None = None
+    stochastic: bool = False
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    min_bytes: int = 0
+    warmup_steps: int = 0
+    seed: int = 0
+    piece_bytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        for wire in (self.format, *self.overrides.values()):
+            self._check_form(make_codec(wire))
+        for name in ("min_bytes", "warmup_steps", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.piece_bytes <= 0:
+            raise ValueError(f"piece_bytes must be positive, but is {self.piece_bytes}")
+
+    def _check_form(self, codec: Any) -> None:
+        if self.form not in FORMS:
+            known = ", ".join(repr(form) for form in FORMS)
+            raise ValueError(f"unknown form {self.form!r}; choose one of {known}")
+        if self.form == "native" and getattr(codec, "native", None) is None:
+            raise ValueError(
+                f"no backend sums {codec.name} natively; leave form out, or choose 'two_shot' or "
+                "'gather'"
+            )
+
+    @classmethod
+    def of(cls, wire: Any) -> Wire:
+        """`wire` itself, or the policy that sends everything as `wire`."""
+        return wire if isinstance(wire, Wire) else cls(wire)
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything travels as its own dtype."""
+        return self.format == "fp32" and self.form in ("auto", "native") and not self.overrides
+
+    def describe(self) -> str:
+        """Everything that ranks must agree on, in words."""
+        default = Wire()
+        others = [name for name in self.__dataclass_fields__ if name != "format"]
+        chosen = [name for name in others if getattr(self, name) != getattr(default, name)]
+        parts = [f"{name}={getattr(self, name)}" for name in chosen]
+        return ", ".join([str(make_codec(self.format).name), *parts])
+
+    def codec_for(self, name: str) -> Any:
+        """The format or codec of the parameter called `name`."""
+        for pattern, wire in self.overrides.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return make_codec(wire)
+        return make_codec(self.format)
+
+    def feedback_for(self, codec: Any) -> bool:
+        """Whether `codec` runs with error feedback."""
+        if self.error_feedback is None:
+            return bool(codec.error_feedback)
+        return self.error_feedback and codec is not FORMATS["fp32"]
+
+    def form_for(self, codec: Any, world_size: int, device: torch.device) -> str:
+        """The form that `codec` travels in.
+
+        A format that the backend can sum is left to it on devices with streams, whose links are
+        fast, and for fp32. Between two ranks the gather form moves the same bytes as the two-shot
+        form and rounds once.
+        """
+        native = getattr(codec, "native", None)
+        if native is torch.float32 and (self.form == "auto" or self.format != "fp32"):
+            return "native"
+        if self.form != "auto":
+            return self.form
+        if not isinstance(codec, Format):
+            return str(codec.form)
+        if native is not None and device.type != "cpu":
+            return "native"
+        return "gather" if world_size == 2 else "two_shot"
