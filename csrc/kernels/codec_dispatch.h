@@ -8,26 +8,6 @@
 
 namespace fastsync::kernels {
 
-inline const char* format_name(Format format) {
-  switch (format) {
-    case Format::kFloat32:
-      return "float32";
-    case Format::kBFloat16:
-      return "bfloat16";
-    case Format::kFloat16:
-      return "float16";
-    case Format::kFloat8E4M3:
-      return "float8_e4m3";
-    case Format::kFloat8E5M2:
-      return "float8_e5m2";
-    case Format::kInt8:
-      return "int8";
-    case Format::kInt4:
-      return "int4";
-  }
-  return "unknown format";
-}
-
 // Calls visit(TypeTag<Codec>{}).
 template <class Visit>
 void visit_format(Format format, const Visit& visit) {
@@ -56,7 +36,7 @@ void visit_codec(Format format, DType tensor, const Visit& visit) {
   visit_format(format, [&](auto codec) {
     const bool supported = visit_float_type(tensor, [&](auto type) { visit(codec, type); });
     FS_CHECK_VALUE(supported, "cannot code tensors of ", dtype_name(tensor), " as ",
-                   format_name(format), ": float32, float16 and bfloat16 can be coded");
+                   name_of(format), ": float32, float16 and bfloat16 can be coded");
   });
 }
 
@@ -65,7 +45,7 @@ inline void check_layout(const WireLayout& layout) {
   FS_CHECK_VALUE(block > 0, "unknown wire format ", static_cast<int>(layout.format));
   FS_CHECK_VALUE(layout.chunk_numel > 0 && layout.chunk_numel % block == 0, "a chunk of ",
                  layout.chunk_numel, " elements does not consist of blocks of ", block, " (",
-                 format_name(layout.format), ")");
+                 name_of(layout.format), ")");
   const int64_t end = layout.section + coded_bytes(layout.format, layout.chunk_numel);
   FS_CHECK_VALUE(layout.section >= 0 && end <= layout.chunk_bytes, "a section from byte ",
                  layout.section, " to ", end, " does not fit in a chunk of ", layout.chunk_bytes,
@@ -82,7 +62,7 @@ inline void check_sources(int32_t sources) {
 inline void check_offset(const Segment& segment, const WireLayout& layout) {
   FS_CHECK_VALUE(segment.offset >= 0 && segment.offset % traits_of(layout.format).block == 0,
                  "a segment at element ", segment.offset, " does not start at a multiple of ",
-                 traits_of(layout.format).block, " (", format_name(layout.format), ")");
+                 traits_of(layout.format).block, " (", name_of(layout.format), ")");
 }
 
 // Where the code of an element that starts a block lies, and the scale of that block: bytes from the start of the wire.
