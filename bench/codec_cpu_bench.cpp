@@ -32,18 +32,6 @@ double best_seconds(int rounds, const Function& function) {
   return best;
 }
 
-struct NamedFormat {
-  const char* name;
-  Format format;
-};
-
-constexpr NamedFormat kFormats[] = {
-    {"float32", Format::kFloat32},         {"bfloat16", Format::kBFloat16},
-    {"float16", Format::kFloat16},         {"float8_e4m3", Format::kFloat8E4M3},
-    {"float8_e5m2", Format::kFloat8E5M2},  {"int8", Format::kInt8},
-    {"int4", Format::kInt4},
-};
-
 // Buffers of aligned memory, sized for the widest format.
 class Bench {
  public:
@@ -64,9 +52,9 @@ class Bench {
     return rate(best_seconds(rounds_, [&] { std::memcpy(residual_.get(), tensor_.get(), bytes); }));
   }
 
-  void report(const NamedFormat& named) {
-    layout_ = {named.format, kChunk, coded_bytes(named.format, kChunk), 0};
-    std::printf("%-12s %7.1f %7.1f %7.1f %7.1f %7.1f %7.1f %7.1f %7.1f\n", named.name,
+  void report(Format format) {
+    layout_ = {format, kChunk, coded_bytes(format, kChunk), 0};
+    std::printf("%-12s %7.1f %7.1f %7.1f %7.1f %7.1f %7.1f %7.1f %7.1f\n", name_of(format),
                 encode(false, false), encode(true, false), encode(false, true), encode(true, true),
                 reduce(false), reduce(true), decode(1), decode(kSources));
   }
@@ -134,8 +122,8 @@ int main(int argc, char** argv) {
   const int64_t numel = argc > 1 ? std::atoll(argv[1]) : int64_t{1} << 23;
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 20;
   Bench bench(numel, rounds);
-  std::printf("memcpy %.1f\n%-12s %7s %7s %7s %7s %7s %7s %7s %7s\n", bench.copy_rate(), "", "encode",
-              "+resid", "random", "+resid", "reduce2", "+resid", "decode", "decode2");
-  for (const NamedFormat& format : kFormats) bench.report(format);
+  std::printf("memcpy %.1f\n%-12s %7s %7s %7s %7s %7s %7s %7s %7s\n", bench.copy_rate(), "",
+              "encode", "+resid", "random", "+resid", "reduce2", "+resid", "decode", "decode2");
+  for (int i = 0; i < kFormats; ++i) bench.report(static_cast<Format>(i));
   return 0;
 }

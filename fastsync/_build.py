@@ -47,7 +47,7 @@ CPP_SOURCES = (
     "engine/reducer_state.cpp",
     "bindings.cpp",
 )
-CUDA_SOURCES = ("kernels/pack_cuda.cu",)
+CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")
 # torch's own load() adds no -O flag, which costs the pack kernels a factor of ten. A product and a
 # sum are never contracted into one rounding: host, device and the slow twins must agree on bits.
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")
@@ -66,6 +66,7 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Werror=all-warnings",
     "-Xptxas=-Werror,-warn-spills,-warn-lmem-usage",
+    "--threads=0",  # architectures in parallel
 )
 CUDA_LINK_FLAGS = ("-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL")
 DEFAULT_ARCHS = ("80", "90", "100")

@@ -46,12 +46,11 @@ struct Strip {
 
 template <class Codec, class Visit>
 void for_each_strip(const WireLayout& layout, int64_t offset, int64_t numel, const Visit& visit) {
-  constexpr int kBlock = traits_of(Codec::kFormat).block;
   for (int64_t begin = 0; begin < numel;) {
     const int64_t first = offset + begin;
     const int64_t chunk_left = layout.chunk_numel - first % layout.chunk_numel;
     const auto count = static_cast<int>(std::min({int64_t{kStrip}, numel - begin, chunk_left}));
-    const int padded = (count + kBlock - 1) / kBlock * kBlock;
+    const int padded = (count + Codec::kBlock - 1) / Codec::kBlock * Codec::kBlock;
     visit(Strip{begin, count, padded, place_of<Codec>(layout, first)});
     begin += count;
   }

@@ -72,13 +72,12 @@ struct Place {
 };
 
 template <class Codec>
-FS_HOST_DEVICE Place place_of(const WireLayout& layout, int64_t element) {
-  constexpr FormatTraits kTraits = traits_of(Codec::kFormat);
+Place place_of(const WireLayout& layout, int64_t element) {
   const int64_t chunk = element / layout.chunk_numel;
   const int64_t inside = element - chunk * layout.chunk_numel;
   const int64_t codes = chunk * layout.chunk_bytes + layout.section;
-  const int64_t scales = codes + layout.chunk_numel * kTraits.bits / 8;
-  return {codes + inside * kTraits.bits / 8, scales + inside / kTraits.block * kTraits.scale_bytes};
+  const int64_t scales = codes + layout.chunk_numel * Codec::kBits / 8;
+  return {codes + inside * Codec::kBits / 8, scales + inside / Codec::kBlock * Codec::kScaleBytes};
 }
 
 }  // namespace fastsync::kernels

@@ -17,6 +17,15 @@
 #include "codec.h"
 #include "element.h"
 
+// Where a device has conversions of fp16 in hardware, codecs use them; a test may choose those forms on the host.
+#ifndef FS_DEVICE_FORMS
+#ifdef __CUDA_ARCH__
+#define FS_DEVICE_FORMS 1
+#else
+#define FS_DEVICE_FORMS 0
+#endif
+#endif
+
 namespace fastsync::kernels {
 
 constexpr uint32_t kFloatOne = 1u << 23;  // a step of fp32's exponent field
@@ -60,10 +69,18 @@ FS_HOST_DEVICE uint32_t random_bits(RandomKey key, uint32_t index) {
   return x ^ (x >> 16);
 }
 
+// What codec.h says of a format, as constants that device code may read.
+template <Format kOwn>
+struct FormatConstants {
+  static constexpr Format kFormat = kOwn;
+  static constexpr int kBlock = traits_of(kOwn).block;
+  static constexpr int kBits = traits_of(kOwn).bits;
+  static constexpr int kScaleBytes = traits_of(kOwn).scale_bytes;
+};
+
 // --- Formats without a scale ---
 
-struct Float32Codec {
-  static constexpr Format kFormat = Format::kFloat32;
+struct Float32Codec : FormatConstants<Format::kFloat32> {
   static constexpr bool kScaled = false;
   using Code = uint32_t;
 
@@ -72,8 +89,7 @@ struct Float32Codec {
   static FS_HOST_DEVICE float value(uint32_t code) { return float_of(code); }
 };
 
-struct BFloat16Codec {
-  static constexpr Format kFormat = Format::kBFloat16;
+struct BFloat16Codec : FormatConstants<Format::kBFloat16> {
   static constexpr bool kScaled = false;
   using Code = uint16_t;
 
@@ -135,15 +151,23 @@ struct MinifloatCodec {
     return {split.code(units), float_of(value | split.sign)};
   }
 
-  // A subnormal 0.m is 1.m less 1. Codes above the largest number's are infinity (where the fraction is zero) and NaN.
+  // Codes above the largest number's are infinity (where the fraction is zero) and NaN.
   static FS_HOST_DEVICE float value(uint32_t code) {
     const uint32_t magnitude = code & ((1u << (31 - kSignShift)) - 1);
+    const uint32_t sign = code ^ magnitude;
+#if FS_DEVICE_FORMS
+    // fp16 differs by the bias of the exponent; where that is fp16's, so is what stands for infinity and NaN.
+    const uint32_t half = magnitude << (10 - kFractionBits) | sign << (kSignShift - 16);
+    const uint32_t nan = kExponentBits < 5 && magnitude > kLargestCode ? 0x7e00 : 0;
+    return decode(Half{static_cast<uint16_t>(half | nan)}) * float_of(kHalfRebiased);
+#else
+    // A subnormal 0.m is 1.m less 1.
     const bool subnormal = magnitude < (1u << kFractionBits);
     const uint32_t normal = (magnitude << kDropped) + kRebias + select(subnormal, kFloatOne, 0);
     const float number = float_of(normal) - float_of(select(subnormal, kMinBinade, 0));
     const uint32_t special = select(magnitude > kLargestCode, kFloatInf, 0);
-    const uint32_t sign = (code ^ magnitude) << kSignShift;
-    return float_of(bits_of(number) | special | sign);
+    return float_of(bits_of(number) | special | sign << kSignShift);
+#endif
   }
 
  private:
@@ -153,6 +177,8 @@ struct MinifloatCodec {
   static constexpr uint32_t kRebias = static_cast<uint32_t>(128 - (1 << (kExponentBits - 1))) << 23;
   static constexpr uint32_t kMinBinade = kRebias + kFloatOne;  // of normal numbers
   static constexpr uint32_t kLargestCode = (kLargest - kRebias) >> kDropped;
+  static constexpr uint32_t kHalfRebiased =
+      kRebias - kHalfRebias + (127u << 23);  // 2^(difference of biases)
 
   struct Split {
     uint32_t sign;
@@ -172,18 +198,25 @@ struct MinifloatCodec {
   };
 };
 
-struct Float16Codec : MinifloatCodec<5, 10, 0x477fe000> {  // 65504
-  static constexpr Format kFormat = Format::kFloat16;
+// Largest number 65504.
+struct Float16Codec : FormatConstants<Format::kFloat16>, MinifloatCodec<5, 10, 0x477fe000> {
   using Code = uint16_t;
+
+#if FS_DEVICE_FORMS
+  static FS_HOST_DEVICE Coded nearest(float y) {
+    const uint32_t code = encode_half(y).bits;
+    return {code, value(code)};
+  }
+#endif
 };
 
-struct Float8E4M3Codec : MinifloatCodec<4, 3, 0x43e00000> {  // 448
-  static constexpr Format kFormat = Format::kFloat8E4M3;
+// Largest number 448.
+struct Float8E4M3Codec : FormatConstants<Format::kFloat8E4M3>, MinifloatCodec<4, 3, 0x43e00000> {
   using Code = uint8_t;
 };
 
-struct Float8E5M2Codec : MinifloatCodec<5, 2, 0x47600000> {  // 57344
-  static constexpr Format kFormat = Format::kFloat8E5M2;
+// Largest number 57344.
+struct Float8E5M2Codec : FormatConstants<Format::kFloat8E5M2>, MinifloatCodec<5, 2, 0x47600000> {
   using Code = uint8_t;
 };
 
@@ -225,8 +258,7 @@ struct IntegerCodec {
   }
 };
 
-struct Int8Codec : IntegerCodec<127> {
-  static constexpr Format kFormat = Format::kInt8;
+struct Int8Codec : FormatConstants<Format::kInt8>, IntegerCodec<127> {
   using Code = uint8_t;
 
   static FS_HOST_DEVICE float value(uint32_t code) {
@@ -234,8 +266,7 @@ struct Int8Codec : IntegerCodec<127> {
   }
 };
 
-struct Int4Codec : IntegerCodec<7> {
-  static constexpr Format kFormat = Format::kInt4;
+struct Int4Codec : FormatConstants<Format::kInt4>, IntegerCodec<7> {
   using Code = uint8_t;
 
   static FS_HOST_DEVICE float value(uint32_t code) {

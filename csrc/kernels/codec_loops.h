@@ -106,7 +106,6 @@ struct CodeUnscaled {
 
 template <class Codec, bool kStochastic, bool kLost>
 struct CodeScaled {
-  static constexpr int kBlock = traits_of(Codec::kFormat).block;
   using Code = typename Codec::Code;
   using Scale = typename Codec::Scale;
 
@@ -124,25 +123,25 @@ struct CodeScaled {
  private:
   FS_HOST_DEVICE static void code_blocks(float* x, Code* codes, uint8_t* scales, int numel,
                                          RandomSource random) {
-    for (int begin = 0; begin < numel; begin += kBlock) {
+    for (int begin = 0; begin < numel; begin += Codec::kBlock) {
       const Scale scale = code_block(x + begin, codes + begin, random);
       std::memcpy(scales, &scale, sizeof scale);
       scales += sizeof scale;
-      random.first += kBlock;
+      random.first += Codec::kBlock;
     }
   }
 
   FS_HOST_DEVICE static Scale code_block(float* x, Code* codes, RandomSource random) {
-    const uint32_t largest = largest_magnitude<kBlock>(x);
+    const uint32_t largest = largest_magnitude<Codec::kBlock>(x);
     if (largest >= kTooLarge) return poison_block(x, codes);
     const Scale scale = Codec::choose(largest);
-    code_run<Codec, kStochastic, kLost>(x, codes, kBlock, Codec::inverse(scale),
+    code_run<Codec, kStochastic, kLost>(x, codes, Codec::kBlock, Codec::inverse(scale),
                                         Codec::factor(scale), random);
     return scale;
   }
 
   FS_HOST_DEVICE static Scale poison_block(float* x, Code* codes) {
-    for (int i = 0; i < kBlock; ++i) {
+    for (int i = 0; i < Codec::kBlock; ++i) {
       codes[i] = 0;
       x[i] = quiet_nan();
     }
@@ -170,7 +169,6 @@ struct SumUnscaled {
 
 template <class Codec, bool kAdd>
 struct SumScaled {
-  static constexpr int kBlock = traits_of(Codec::kFormat).block;
   using Code = typename Codec::Code;
 
   FS_HOST_DEVICE static void run(float* x, const uint8_t* codes, const uint8_t* scales, int numel) {
@@ -186,10 +184,10 @@ struct SumScaled {
  private:
   FS_HOST_DEVICE static void sum_blocks(float* x, const Code* codes, const uint8_t* scales,
                                         int numel) {
-    for (int begin = 0; begin < numel; begin += kBlock) {
+    for (int begin = 0; begin < numel; begin += Codec::kBlock) {
       typename Codec::Scale scale;
       std::memcpy(&scale, scales, sizeof scale);
-      sum_run<Codec, kAdd>(x + begin, codes + begin, kBlock, Codec::factor(scale));
+      sum_run<Codec, kAdd>(x + begin, codes + begin, Codec::kBlock, Codec::factor(scale));
       scales += sizeof scale;
     }
   }

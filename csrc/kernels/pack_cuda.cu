@@ -1,10 +1,4 @@
-// pack and unpack on the device: one launch moves every segment that its table holds.
-//
-// [Note: segment table]
-// The table travels by value in the kernel's parameters (constant memory), so a launch needs no host-to-device copy and
-// the caller's array may be freed at once. Two capacities: 4 KB of parameters, the limit before CUDA 12.1, for a bucket
-// of few tensors; and 32,764 bytes, the limit since then from sm_70 on, so that a thousand small tensors need one launch.
-// The kernel must not modify the table: a by-value parameter that is written to moves to local memory.
+// pack and unpack on the device: one launch moves every segment that its table holds ([Note: segment table]).
 //
 // [Note: one routine for every alignment]
 // A chunk is moved by move_chunk<kVec>: kVec elements, 16 bytes of the narrower type, per access where both sides are
@@ -12,7 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda_access.h"
 #include "cuda_launch.h"
+#include "cuda_table.h"
 #include "dispatch.h"
 #include "element.h"
 #include "pack.h"
@@ -21,7 +17,6 @@ namespace fastsync::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kAccessBytes = 16;
 // Moved per thread and round, counted in the wider type, so at least half as much is loaded at once. With 1024 resident
 // threads that is 32 to 64 KiB in flight per multiprocessor; hiding HBM3's latency needs 4.8 TB/s * 0.8 us / 132 = 29 KiB.
 constexpr int kBytesPerThread = 64;
@@ -43,15 +38,11 @@ struct Table {
 };
 
 constexpr int kSmallTable = 127;
+constexpr int kLargeTable = kLargeParameters > kSmallParameters ? 1022 : kSmallTable;
 using SmallTable = Table<kSmallTable>;
-static_assert(sizeof(SmallTable) + sizeof(double) <= 4096, "kernel parameters of any device");
-
-#if defined(CUDART_VERSION) && CUDART_VERSION < 12010
-using LargeTable = SmallTable;
-#else
-using LargeTable = Table<1022>;
-static_assert(sizeof(LargeTable) + sizeof(double) <= 32764, "kernel parameters since sm_70");
-#endif
+using LargeTable = Table<kLargeTable>;
+static_assert(sizeof(SmallTable) + sizeof(double) <= kSmallParameters);
+static_assert(sizeof(LargeTable) + sizeof(double) <= kLargeParameters);
 
 template <class Dst, class Src>
 struct Shape {
@@ -61,43 +52,6 @@ struct Shape {
   static constexpr int kUnroll = kBytesPerThread / (kVec * kWide);
   static constexpr int kChunk = kThreads * kVec * kUnroll;  // elements per block
 };
-
-template <class T, int kCount>
-struct Vec {
-  T item[kCount];
-};
-
-// Through uint4, because a struct of small members may be moved by several narrow accesses. The compiler may split even a
-// uint4 that it stores; __stwb is the default store, which it must leave whole.
-template <int kCount, class T>
-__device__ __forceinline__ Vec<T, kCount> load(const T* from) {
-  Vec<T, kCount> vec;
-  if constexpr (sizeof vec >= kAccessBytes) {
-    uint4 raw[sizeof vec / kAccessBytes];
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof vec / kAccessBytes); ++i) {
-      raw[i] = reinterpret_cast<const uint4*>(from)[i];
-    }
-    memcpy(&vec, raw, sizeof vec);
-  } else {
-    vec.item[0] = *from;
-  }
-  return vec;
-}
-
-template <int kCount, class T>
-__device__ __forceinline__ void store(T* to, const Vec<T, kCount>& vec) {
-  if constexpr (sizeof vec >= kAccessBytes) {
-    uint4 raw[sizeof vec / kAccessBytes];
-    memcpy(raw, &vec, sizeof vec);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof vec / kAccessBytes); ++i) {
-      __stwb(reinterpret_cast<uint4*>(to) + i, raw[i]);
-    }
-  } else {
-    *to = vec.item[0];
-  }
-}
 
 template <bool kAccumulate, int kCount, class Dst, class Src>
 __device__ __forceinline__ Vec<Dst, kCount> combine(const Vec<Dst, kCount>& old,
@@ -141,10 +95,6 @@ __device__ __forceinline__ void move_chunk(Dst* dst, const Src* src, int groups,
   }
 }
 
-__device__ __forceinline__ bool aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % kAccessBytes == 0;
-}
-
 template <class Dst>
 __device__ __forceinline__ void fill_chunk(Dst* dst, int numel, float fill) {
   constexpr int kVec = kAccessBytes / static_cast<int>(sizeof(Dst));
@@ -158,22 +108,6 @@ __device__ __forceinline__ void fill_chunk(Dst* dst, int numel, float fill) {
   for (int i = thread; i < vectors; i += kThreads) store(dst + i * kVec, values);
 #pragma unroll 1
   for (int i = vectors * kVec + thread; i < numel; i += kThreads) dst[i] = value;
-}
-
-// The last entry whose first block is not after `block`.
-template <class AnyTable>
-__device__ __forceinline__ int find_segment(const AnyTable& table, uint32_t block) {
-  int low = 0;
-  int high = table.count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (table.first_block[middle] <= block) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
 }
 
 template <class Dst, class Src, bool kAccumulate, class AnyTable>

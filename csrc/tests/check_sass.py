@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Checks the machine code of the CUDA kernels; needs nvcc and cuobjdump, but no GPU.
 
-Compiles csrc/kernels/pack_cuda.cu with the flags and for the architectures of fastsync/_build.py,
-which make errors of spills, local memory and every warning, then asserts of each kernel in the
-SASS:
+Compiles the CUDA sources with the flags and for the architectures of fastsync/_build.py, which make
+errors of spills, local memory and every warning, then asserts of each kernel in the SASS:
 
   - 16-byte loads and stores (LDG...128, STG...128): as many as a round of the kernel moves, so that
     not one of them has been split, and all loads before the first store
+  - 8-byte ones, likewise, where a thread's codes in a wire format of 8 bits are moved
   - no local memory: no LDL, no STL, no stack
   - at most MAX_REGISTERS registers per thread
 
@@ -50,7 +50,7 @@ def load_build() -> ModuleType:
 
 
 BUILD = load_build()
-SOURCE = ROOT / "csrc" / "kernels" / "pack_cuda.cu"
+SOURCES = [ROOT / "csrc" / source for source in BUILD.CUDA_SOURCES]
 
 
 class CheckError(Exception):
@@ -60,14 +60,87 @@ class CheckError(Exception):
 SIZES = {"BFloat16": 2, "Half": 2, "float": 4, "double": 8}
 
 
-def expected_accesses(dst: str, src: str, accumulate: bool) -> tuple[int, int]:
-    """16-byte loads and stores of one kernel: kBytesPerThread in the wider type, and the fill.
+# Bytes of a thread's group of eight codes in codec_cuda.cu.
+GROUP = 8
+CODE_BYTES = {
+    "Float32Codec": 32,
+    "BFloat16Codec": 16,
+    "Float16Codec": 16,
+    "Float8E4M3Codec": 8,
+    "Float8E5M2Codec": 8,
+    "Int8Codec": 8,
+    "Int4Codec": 4,
+}
+
+# The first source, two at a time, and one that is left: places that load codes.
+SOURCE_LOADS = 4
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """Loads and stores of 16 bytes, and of 8 where those are not single elements."""
+
+    loads: int
+    stores: int
+    loads8: int | None = None
+    stores8: int | None = None
+
+
+def transfer_accesses(dst: str, src: str, accumulate: str) -> Accesses:
+    """pack and unpack: kBytesPerThread in the wider type, and the fill.
 
     The fill store of the kernels that do not accumulate is one more.
     """
     wide = max(SIZES[dst], SIZES[src])
     moved = {t: BYTES_PER_THREAD * SIZES[t] // wide // 16 for t in (dst, src)}
-    return moved[src] + moved[dst] * accumulate, moved[dst] + (not accumulate)
+    adds = accumulate == "true"
+    return Accesses(moved[src] + moved[dst] * adds, moved[dst] + (not adds))
+
+
+def group_accesses(size: int) -> int:
+    """16-byte accesses to a group of elements of a size."""
+    return GROUP * size // 16
+
+
+def encode_accesses(codec: str, tensor: str) -> Accesses:
+    """A group of the tensor and of the residual in, codes and residual out."""
+    codes = CODE_BYTES[codec]
+    residual = group_accesses(4)
+    loads = group_accesses(SIZES[tensor]) + residual
+    return Accesses(loads, codes // 16 + residual, 0, int(codes == 8))
+
+
+def decode_accesses(codec: str, tensor: str) -> Accesses:
+    """Codes of several sources in, a group of the tensor out."""
+    codes = CODE_BYTES[codec]
+    stores = group_accesses(SIZES[tensor])
+    return Accesses(SOURCE_LOADS * (codes // 16), stores, SOURCE_LOADS * (codes == 8))
+
+
+def reduce_accesses(codec: str) -> Accesses:
+    """Codes of several sources and the residual in, codes and residual out."""
+    codes = CODE_BYTES[codec]
+    residual = group_accesses(4)
+    loads = SOURCE_LOADS * (codes // 16) + residual
+    stores = codes // 16 + residual
+    return Accesses(loads, stores, SOURCE_LOADS * (codes == 8), int(codes == 8))
+
+
+EXPECTATIONS = (
+    (r"transfer_kernel<(\w+), (\w+), (true|false), ", transfer_accesses),
+    (r"encode_kernel<(\w+), (\w+), ", encode_accesses),
+    (r"decode_kernel<(\w+), (\w+), ", decode_accesses),
+    (r"reduce_kernel<(\w+)>", reduce_accesses),
+)
+
+
+def expected_accesses(kernel: str) -> Accesses | None:
+    """What a kernel of this name must do; None for one that is not known here."""
+    for pattern, accesses in EXPECTATIONS:
+        arguments = re.match(pattern, kernel)
+        if arguments is not None:
+            return accesses(*arguments.groups())
+    return None
 
 
 @dataclass
@@ -79,25 +152,29 @@ class Kernel:
     loads: int = 0
     in_flight: int = 0
     stores: int = 0
+    loads8: int = 0
+    stores8: int = 0
     local: int = 0
     registers: int = -1
     stack: int = -1
 
     def problems(self) -> list[str]:
         """What is wrong with the kernel, in words; empty when nothing is."""
-        arguments = re.match(r"transfer_kernel<(\w+), (\w+), (true|false), ", self.name)
-        if arguments is None:
+        expected = expected_accesses(self.name)
+        if expected is None:
             return ["a kernel that this script has no expectations of: add them"]
-        loads, stores = expected_accesses(arguments[1], arguments[2], arguments[3] == "true")
-        found = []
-        if self.loads != loads:
-            found.append(f"{self.loads} 16-byte loads (LDG...128), {loads} expected")
-        if self.in_flight != loads:
-            found.append(
-                f"only {self.in_flight} of {loads} loads are issued before the first store"
-            )
-        if self.stores != stores:
-            found.append(f"{self.stores} 16-byte stores (STG...128), {stores} expected")
+        counts = (
+            ("16-byte loads (LDG...128)", self.loads, expected.loads),
+            ("16-byte stores (STG...128)", self.stores, expected.stores),
+            ("8-byte loads (LDG...64)", self.loads8, expected.loads8),
+            ("8-byte stores (STG...64)", self.stores8, expected.stores8),
+            ("16-byte loads before the first store", self.in_flight, expected.loads),
+        )
+        found = [
+            f"{n} {what}, {wanted} expected"
+            for what, n, wanted in counts
+            if wanted is not None and n != wanted
+        ]
         if self.local or self.stack != 0:
             found.append(f"local memory: {self.local} LDL/STL, stack {self.stack} bytes")
         if not 0 < self.registers <= MAX_REGISTERS:
@@ -168,9 +245,12 @@ def read_sass(text: str, arch: str) -> dict[str, Kernel]:
             streak += 1
             kernel.loads += 1
             kernel.in_flight = max(kernel.in_flight, streak)
+        elif kernel is not None and re.search(r"\bLDG\S*\.64\b", line):
+            kernel.loads8 += 1
         elif kernel is not None and re.search(r"\bSTG\b", line):
             streak = 0
             kernel.stores += bool(re.search(r"\bSTG\S*\.128\b", line))
+            kernel.stores8 += bool(re.search(r"\bSTG\S*\.64\b", line))
         elif kernel is not None:
             kernel.local += bool(re.search(r"\b(LDL|STL)\b", line))
     return kernels
@@ -200,10 +280,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", nargs="?", type=Path, default=SOURCE, help="default: %(default)s")
-    source = parser.parse_args().source
+    parser.add_argument("sources", nargs="*", type=Path, default=SOURCES, help="default: all")
     try:
-        kernels = check(source)
+        kernels = [kernel for source in parser.parse_args().sources for kernel in check(source)]
     except CheckError as error:
         print(f"check_sass: {error}", file=sys.stderr)
         return 1

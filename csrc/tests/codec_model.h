@@ -108,6 +108,7 @@ enum class Kind {
   kTiny,
   kHuge,
   kLimit,
+  kEdge,
   kTiesOfInt4,
   kTiesOfInt8,
   kTiesOfFloat16,
@@ -140,6 +141,8 @@ class Numbers {
         return sign() * uniform() * 1e38;
       case Kind::kLimit:
         return rare() ? std::ldexp(1, 127) : std::ldexp(1 - std::ldexp(1, -24), 127);
+      case Kind::kEdge:
+        return sign() * edge_;
       case Kind::kTiesOfInt4:  // halves of units where 7 is drawn, and with it a scale of 1
         return sign() * std::floor(uniform() * 15) / 2;
       case Kind::kTiesOfInt8:  // of fp8, too
@@ -168,7 +171,14 @@ class Numbers {
     }
   }
 
-  Kind random_kind() { return static_cast<Kind>(random_.next() % static_cast<int>(Kind::kCount)); }
+  // Also chooses what kEdge stands for: a format's largest number times a power of two, or a float next to it.
+  Kind random_kind() {
+    const double edges[] = {65504, 448, 57344, 127, 7};
+    const double steps[] = {-1, 0, 1};
+    const double edge = edges[random_.next() % 5] * std::ldexp(1, int(random_.next() % 40) - 20);
+    edge_ = edge + steps[random_.next() % 3] * std::ldexp(1, std::ilogb(edge) - 23);
+    return static_cast<Kind>(random_.next() % static_cast<int>(Kind::kCount));
+  }
 
   static uint64_t narrowed(DType dtype, double value) {
     const auto number = static_cast<float>(value);
@@ -180,6 +190,7 @@ class Numbers {
  private:
   bool rare() { return random_.next() % 100 == 0; }
 
+  double edge_ = 1;
   Random random_;
 };
 

@@ -1,11 +1,15 @@
-// Enough of CUDA to compile a .cu file as C++ and run its kernels on the host, one thread after another.
+// Enough of CUDA to compile a .cu file as C++ and run its kernels on the host, one thread after another; threads of a warp
+// take turns at shuffles (cuda_warp.h).
 //
-// Sound for indexing, tails and alignment, above all under sanitizers; it says nothing about streams, memory order,
-// barriers, warps or speed. Include it before the .cu file.
+// Sound for indexing, tails, alignment and who shuffles with whom, above all under sanitizers; it says nothing about
+// streams, memory order, barriers or speed. Include it before the .cu file.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#include "cuda_warp.h"
 
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
@@ -29,7 +33,10 @@ void run(Kernel kernel, unsigned grid, unsigned threads, const Args&... args) {
   ++launches;
   blocks = grid;
   for (block.x = 0; block.x < grid; ++block.x) {
-    for (thread.x = 0; thread.x < threads; ++thread.x) kernel(args...);
+    for (unsigned first = 0; first < threads; first += kWarpSize) {
+      Warp::instance().run(thread.x, first, std::min(kWarpSize, threads - first),
+                           [&](unsigned) { kernel(args...); });
+    }
   }
 }
 
@@ -40,7 +47,18 @@ struct [[gnu::may_alias]] alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-inline void __stwb(uint4* to, const uint4& value) { *to = value; }
+struct [[gnu::may_alias]] alignas(8) uint2 {
+  unsigned x, y;
+};
+
+template <class T>
+void __stwb(T* to, const T& value) {
+  *to = value;
+}
+
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int lanes) {
+  return cuda_shim::Warp::instance().shuffle_xor(value, static_cast<unsigned>(lanes));
+}
 
 inline cudaError_t cudaGetLastError() {
   const cudaError_t error = cuda_shim::failure;

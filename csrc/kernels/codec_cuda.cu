@@ -1,0 +1,479 @@
+// The wire formats on the device. A thread codes a group of eight consecutive elements; the threads of a block of the
+// format, at most a warp, find its largest magnitude together.
+//
+// [Note: every thread of a warp shuffles]
+// Which threads have elements differs within a warp at the end of a segment, and a shuffle must be executed by all that it
+// names. So a warp goes on while one of its groups is inside, and groups outside hold zeros and store nothing.
+#include <algorithm>
+#include <cstdint>
+
+#include "codec_dispatch.h"
+#include "cuda_access.h"
+#include "cuda_launch.h"
+#include "cuda_table.h"
+
+namespace fastsync::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kGroup = 8;   // elements
+constexpr int kRounds = 2;  // groups per thread
+constexpr int kTile = kThreads * kGroup * kRounds;
+constexpr int64_t kMaxRun = int64_t{1} << 30;  // elements, a multiple of kTile
+
+// Part of a segment, within one chunk of the wire.
+struct Run {
+  void* tensor;   // nullptr: code the fill value
+  int64_t first;  // element of the flat buffer
+  Place place;    // of `first`
+};
+
+template <int kRuns>
+struct Table {
+  static constexpr int kCapacity = kRuns;
+  int count;
+  uint32_t first_block[kRuns];  // ascending
+  int numel[kRuns];
+  float fill[kRuns];
+  Run run[kRuns];
+};
+
+struct EncodeCall {
+  uint8_t* wire;
+  float* residual;
+  RandomKey key;
+  float scale;
+  bool stochastic;
+};
+
+struct DecodeCall {
+  const uint8_t* wire;
+  int64_t source_bytes;
+  int32_t sources;
+};
+
+struct ReduceCall {
+  DecodeCall sum;
+  uint8_t* result;
+  float* residual;
+  Place place;
+  int64_t numel;
+  RandomKey key;
+  uint32_t first;
+  bool stochastic;
+};
+
+constexpr int kBytesPerRun = 12 + sizeof(Run);
+constexpr int kOtherBytes = 64;
+using SmallTable = Table<(kSmallParameters - kOtherBytes) / kBytesPerRun>;
+using LargeTable = Table<(kLargeParameters - kOtherBytes) / kBytesPerRun>;
+static_assert(sizeof(SmallTable) + sizeof(EncodeCall) <= kSmallParameters);
+static_assert(sizeof(LargeTable) + sizeof(EncodeCall) <= kLargeParameters);
+
+// --- Groups of elements ---
+
+// numel elements from `from` on, then zeros.
+template <class T>
+__device__ __forceinline__ void load_group(float (&x)[kGroup], const T* from, int numel) {
+  Vec<T, kGroup> in;
+  if (numel >= kGroup && aligned(from)) {
+    in = load<kGroup>(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) in.item[i] = i < numel ? from[i] : T{};
+  }
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) x[i] = widen(in.item[i]);
+}
+
+template <class T>
+__device__ __forceinline__ void store_group(T* to, const float (&x)[kGroup], int numel) {
+  Vec<T, kGroup> out;
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) out.item[i] = narrow<T>(x[i]);
+  if (numel >= kGroup && aligned(to)) {
+    store(to, out);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (i < numel) to[i] = out.item[i];
+    }
+  }
+}
+
+// A group's codes, as they lie in the wire.
+template <class Codec>
+using Codes = Vec<typename Codec::Code,
+                  kGroup * Codec::kBits / 8 / static_cast<int>(sizeof(typename Codec::Code))>;
+
+template <class Codec>
+__device__ __forceinline__ void set_code(Codes<Codec>& codes, int i, uint32_t code) {
+  if constexpr (Codec::kFormat != Format::kInt4) {
+    codes.item[i] = static_cast<typename Codec::Code>(code);
+  } else if (i % 2 == 0) {
+    codes.item[i / 2] = static_cast<uint8_t>(code & 15);
+  } else {
+    codes.item[i / 2] |= static_cast<uint8_t>(code << 4);
+  }
+}
+
+template <class Codec>
+__device__ __forceinline__ uint32_t get_code(const Codes<Codec>& codes, int i) {
+  if constexpr (Codec::kFormat != Format::kInt4) {
+    return codes.item[i];
+  } else {
+    return codes.item[i / 2] >> (i % 2 * 4) & 15;
+  }
+}
+
+// Where a group's codes and its block's scale lie.
+struct GroupPlace {
+  int64_t code;
+  int64_t scale;
+};
+
+template <class Codec>
+__device__ __forceinline__ GroupPlace place_in(const Place& run, int64_t element) {
+  return {run.code + element * Codec::kBits / 8,
+          run.scale + element / Codec::kBlock * Codec::kScaleBytes};
+}
+
+template <class Codec>
+__device__ __forceinline__ void decode_group(float (&x)[kGroup], const uint8_t* wire,
+                                             const GroupPlace& place) {
+  using Code = typename Codec::Code;
+  const Codes<Codec> codes =
+      load<sizeof(Codes<Codec>) / sizeof(Code)>(reinterpret_cast<const Code*>(wire + place.code));
+  float factor = 1;
+  if constexpr (Codec::kScaled) {
+    factor = Codec::factor(*reinterpret_cast<const typename Codec::Scale*>(wire + place.scale));
+  }
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    const float value = Codec::value(get_code<Codec>(codes, i));
+    x[i] = Codec::kScaled ? value * factor : value;
+  }
+}
+
+template <class Codec>
+__device__ __forceinline__ void sum_group(float (&x)[kGroup], const DecodeCall& call,
+                                          const GroupPlace& place) {
+  decode_group<Codec>(x, call.wire, place);
+#pragma unroll 2
+  for (int32_t r = 1; r < call.sources; ++r) {
+    float next[kGroup];
+    decode_group<Codec>(next, call.wire + r * call.source_bytes, place);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) x[i] += next[i];
+  }
+}
+
+// --- Coding a group ---
+
+// Over the threads that share a block.
+template <int kBlock>
+__device__ __forceinline__ uint32_t largest_magnitude(const float (&x)[kGroup]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    const uint32_t magnitude = bits_of(x[i]) & kMagnitudeMask;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+#pragma unroll
+  for (int lanes = kBlock / kGroup / 2; lanes > 0; lanes /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffff, largest, lanes);
+    largest = other > largest ? other : largest;
+  }
+  return largest;
+}
+
+struct Random {
+  RandomKey key;
+  uint32_t first;  // index of the group's first element
+};
+
+// Codes of x, and in x what they lost; a poisoned block's factor is NaN.
+template <class Codec, bool kStochastic>
+__device__ __forceinline__ Codes<Codec> code_elements(float (&x)[kGroup], float inverse,
+                                                      float factor, const Random& random) {
+  Codes<Codec> codes;
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    const float y = Codec::kScaled ? x[i] * inverse : x[i];
+    const Coded coded =
+        code_element<Codec, kStochastic>(y, random.key, random.first + static_cast<uint32_t>(i));
+    const bool poisoned = Codec::kScaled && !is_finite(factor);
+    set_code<Codec>(codes, i, poisoned ? 0 : coded.code);
+    x[i] -= Codec::kScaled ? coded.value * factor : coded.value;
+  }
+  return codes;
+}
+
+// As above; also stores codes and scale where the group is inside.
+template <class Codec>
+__device__ __forceinline__ void code_group(float (&x)[kGroup], uint8_t* wire,
+                                           const GroupPlace& place, const Random& random,
+                                           bool stochastic, bool inside) {
+  float inverse = 1;
+  float factor = 1;
+  if constexpr (Codec::kScaled) {
+    const uint32_t largest = largest_magnitude<Codec::kBlock>(x);
+    const auto scale = largest < kTooLarge ? Codec::choose(largest) : Codec::kPoison;
+    inverse = Codec::inverse(scale);
+    factor = Codec::factor(scale);
+    const bool first = threadIdx.x % (Codec::kBlock / kGroup) == 0;
+    if (inside && first) {
+      *reinterpret_cast<typename Codec::Scale*>(wire + place.scale) = scale;
+    }
+  }
+  const Codes<Codec> codes = stochastic ? code_elements<Codec, true>(x, inverse, factor, random)
+                                        : code_elements<Codec, false>(x, inverse, factor, random);
+  if (inside) store(reinterpret_cast<typename Codec::Code*>(wire + place.code), codes);
+}
+
+// residual = lost, plus the old one when kAdd, where that is finite.
+template <bool kAdd>
+__device__ __forceinline__ void keep_group(float* residual, const float (&lost)[kGroup],
+                                           const float (&old)[kGroup], int numel) {
+  float kept[kGroup];
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    const float wanted = kAdd ? old[i] + lost[i] : lost[i];
+    kept[i] = is_finite(wanted) ? wanted : old[i];
+  }
+  store_group(residual, kept, numel);
+}
+
+// --- Kernels ---
+
+// The tensor's elements or the fill value, scaled and with the residual added.
+template <class T>
+__device__ __forceinline__ void load_input(float (&x)[kGroup], float (&old)[kGroup], const T* from,
+                                           const float* residual, int numel, float scale) {
+  load_group(x, from, numel);
+  if (residual != nullptr) load_group(old, residual, numel);
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    x[i] *= scale;
+    if (residual != nullptr) x[i] += old[i];
+  }
+}
+
+__device__ __forceinline__ void fill_group(float (&x)[kGroup], float fill, int numel) {
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) x[i] = i < numel ? fill : 0;
+}
+
+// First element of this thread's group in a round, in its run.
+__device__ __forceinline__ int group_begin(uint32_t block, int round) {
+  return static_cast<int>(block) * kTile +
+         (round * kThreads + static_cast<int>(threadIdx.x)) * kGroup;
+}
+
+// [Note: every thread of a warp shuffles]
+__device__ __forceinline__ bool warp_inside(int64_t begin, int64_t numel) {
+  return begin - static_cast<int>(threadIdx.x) % kWarp * kGroup < numel;
+}
+
+template <class Codec, class T, class AnyTable>
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(const __grid_constant__ AnyTable table, const EncodeCall call) {
+  const int segment = find_segment(table, blockIdx.x);
+  const Run& run = table.run[segment];
+  const int numel = table.numel[segment];
+  const int padded = (numel + Codec::kBlock - 1) / Codec::kBlock * Codec::kBlock;
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    const int begin = group_begin(blockIdx.x - table.first_block[segment], round);
+    if (!warp_inside(begin, padded)) return;
+    const bool kept = call.residual != nullptr && run.tensor != nullptr;
+    float* residual = kept ? call.residual + run.first + begin : nullptr;
+    float x[kGroup];
+    float old[kGroup];
+    if (run.tensor == nullptr) {
+      fill_group(x, table.fill[segment], numel - begin);
+    } else {
+      load_input(x, old, static_cast<const T*>(run.tensor) + begin, residual, numel - begin,
+                 call.scale);
+    }
+    const Random random{call.key, static_cast<uint32_t>(run.first + begin)};
+    code_group<Codec>(x, call.wire, place_in<Codec>(run.place, begin), random, call.stochastic,
+                      begin < padded);
+    if (kept) keep_group<false>(residual, x, old, numel - begin);
+  }
+}
+
+template <class Codec, class T, class AnyTable>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const __grid_constant__ AnyTable table, const DecodeCall call) {
+  const int segment = find_segment(table, blockIdx.x);
+  const Run& run = table.run[segment];
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    const int begin = group_begin(blockIdx.x - table.first_block[segment], round);
+    const int left = table.numel[segment] - begin;
+    if (left <= 0) return;
+    float x[kGroup];
+    sum_group<Codec>(x, call, place_in<Codec>(run.place, begin));
+    store_group(static_cast<T*>(run.tensor) + begin, x, left);
+  }
+}
+
+template <class Codec>
+__global__ void __launch_bounds__(kThreads) reduce_kernel(const ReduceCall call) {
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile + group_begin(0, round);
+    if (!warp_inside(begin, call.numel)) return;
+    const bool inside = begin < call.numel;
+    const GroupPlace place = place_in<Codec>(call.place, begin);
+    float* residual = inside && call.residual != nullptr ? call.residual + begin : nullptr;
+    float x[kGroup] = {};
+    float old[kGroup];
+    if (inside) sum_group<Codec>(x, call.sum, place);
+    if (residual != nullptr) load_group(old, residual, kGroup);
+    const Random random{call.key, call.first + static_cast<uint32_t>(begin)};
+    code_group<Codec>(x, call.result, place, random, call.stochastic, inside);
+    if (residual != nullptr) keep_group<true>(residual, x, old, kGroup);
+  }
+}
+
+// --- Launches ---
+
+void check_blocks(const char* name, int64_t blocks) {
+  FS_CHECK(blocks <= INT32_MAX, name, ": ", blocks, " blocks exceed one launch's ", INT32_MAX);
+}
+
+// Fills tables with runs and hands each to launch(table, blocks).
+template <class Codec>
+class Tables {
+ public:
+  explicit Tables(const WireLayout& layout) : layout_(layout) { table_.count = 0; }
+
+  template <class Launch>
+  void add(const Segment& segment, size_t element_bytes, const Launch& launch) {
+    check_offset(segment, layout_);
+    for (int64_t begin = 0; begin < segment.numel;) {
+      const int64_t first = segment.offset + begin;
+      const int64_t chunk_left = layout_.chunk_numel - first % layout_.chunk_numel;
+      const int64_t numel = std::min({segment.numel - begin, chunk_left, kMaxRun});
+      const auto tensor = static_cast<char*>(segment.tensor);
+      const int64_t skipped = begin * static_cast<int64_t>(element_bytes);
+      append(
+          {tensor == nullptr ? nullptr : tensor + skipped, first, place_of<Codec>(layout_, first)},
+          static_cast<int>(numel), segment.fill);
+      if (table_.count == LargeTable::kCapacity) flush(launch);
+      begin += numel;
+    }
+  }
+
+  template <class Launch>
+  void flush(const Launch& launch) {
+    if (table_.count == 0) return;
+    if (table_.count <= SmallTable::kCapacity) {
+      launch(small_copy(), blocks_);
+    } else {
+      launch(table_, blocks_);
+    }
+    table_.count = 0;
+    blocks_ = 0;
+  }
+
+ private:
+  void append(const Run& run, int numel, float fill) {
+    const int i = table_.count++;
+    table_.first_block[i] = static_cast<uint32_t>(blocks_);
+    table_.numel[i] = numel;
+    table_.fill[i] = fill;
+    table_.run[i] = run;
+    blocks_ += (numel + kTile - 1) / kTile;
+  }
+
+  SmallTable small_copy() const {
+    SmallTable small;
+    small.count = table_.count;
+    std::copy_n(table_.first_block, table_.count, small.first_block);
+    std::copy_n(table_.numel, table_.count, small.numel);
+    std::copy_n(table_.fill, table_.count, small.fill);
+    std::copy_n(table_.run, table_.count, small.run);
+    return small;
+  }
+
+  WireLayout layout_;
+  int64_t blocks_ = 0;
+  LargeTable table_;
+};
+
+template <class Codec, class Launch>
+void launch_tables(const Segment* segments, size_t count, const WireLayout& layout, DType dtype,
+                   const Launch& launch) {
+  Tables<Codec> tables(layout);
+  for (size_t i = 0; i < count; ++i) tables.add(segments[i], element_size(dtype), launch);
+  tables.flush(launch);
+}
+
+}  // namespace
+
+void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
+                 const EncodeArgs& args, CUstream_st* stream) {
+  check_layout(args.layout);
+  const EncodeCall call{static_cast<uint8_t*>(wire), residual, random_key(args.rounding.seed),
+                        args.scale, args.rounding.stochastic};
+  visit_codec(args.layout.format, args.tensor_dtype, [&](auto codec, auto type) {
+    using Codec = typename decltype(codec)::type;
+    using T = typename decltype(type)::type;
+    const auto launch = [&](const auto& table, int64_t blocks) {
+      check_blocks("encode_cuda", blocks);
+      const auto kernel = encode_kernel<Codec, T, std::decay_t<decltype(table)>>;
+      FS_CUDA_LAUNCH(kernel, static_cast<unsigned>(blocks), kThreads, stream, table, call);
+      FS_CUDA_CHECK(cudaGetLastError(), "encode_cuda: launching ", table.count, " runs in ", blocks,
+                    " blocks");
+    };
+    launch_tables<Codec>(segments, count, args.layout, args.tensor_dtype, launch);
+  });
+}
+
+void reduce_cuda(const void* received, void* result, float* residual, const ReduceArgs& args,
+                 CUstream_st* stream) {
+  check_layout(args.layout);
+  check_sources(args.sources);
+  const int64_t blocks = (args.layout.chunk_numel + kTile - 1) / kTile;
+  check_blocks("reduce_cuda", blocks);
+  visit_format(args.layout.format, [&](auto codec) {
+    using Codec = typename decltype(codec)::type;
+    const DecodeCall sum{static_cast<const uint8_t*>(received), args.layout.chunk_bytes,
+                         args.sources};
+    const ReduceCall call{sum,
+                          static_cast<uint8_t*>(result),
+                          residual,
+                          place_of<Codec>(args.layout, 0),
+                          args.layout.chunk_numel,
+                          random_key(args.rounding.seed),
+                          static_cast<uint32_t>(args.first),
+                          args.rounding.stochastic};
+    FS_CUDA_LAUNCH(reduce_kernel<Codec>, static_cast<unsigned>(blocks), kThreads, stream, call);
+    FS_CUDA_CHECK(cudaGetLastError(), "reduce_cuda: launching ", blocks, " blocks");
+  });
+}
+
+void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
+                 CUstream_st* stream) {
+  check_layout(args.layout);
+  check_sources(args.sources);
+  const DecodeCall call{static_cast<const uint8_t*>(wire), args.source_bytes, args.sources};
+  visit_codec(args.layout.format, args.tensor_dtype, [&](auto codec, auto type) {
+    using Codec = typename decltype(codec)::type;
+    using T = typename decltype(type)::type;
+    const auto launch = [&](const auto& table, int64_t blocks) {
+      check_blocks("decode_cuda", blocks);
+      const auto kernel = decode_kernel<Codec, T, std::decay_t<decltype(table)>>;
+      FS_CUDA_LAUNCH(kernel, static_cast<unsigned>(blocks), kThreads, stream, table, call);
+      FS_CUDA_CHECK(cudaGetLastError(), "decode_cuda: launching ", table.count, " runs in ", blocks,
+                    " blocks");
+    };
+    launch_tables<Codec>(segments, count, args.layout, args.tensor_dtype, launch);
+  });
+}
+
+}  // namespace fastsync::kernels
