@@ -1,0 +1,36 @@
+"""examples/demo.py, its three parts at their smallest; CI runs the whole command."""
+
+import math
+
+import pytest
+import torch
+
+from bench.harness import Settings
+from bench.launch import Group
+from bench.wrappers import select
+from examples import data, demo
+from fastsync.testing import run_ranks
+
+
+def parts(rank, world, out):
+    group, corpus = Group(rank, world, torch.device("cpu")), data.load()
+    plan = demo.Plan(steps=10, settings=Settings(rounds=1, steps=1, optimizer="adamw"))
+    workload = demo.gpt_workload(corpus)
+    history = demo.train_gpt(corpus, plan, group, out)
+    hashes = demo.check_parity(workload, group)
+    selection = select("no_sync,ddp,fastsync,fastsync_bf16")
+    timings, costs = demo.measure_gpt(workload, selection, plan, group)
+    return history, hashes, [timing.check for timing in timings], costs
+
+
+@pytest.mark.slow
+def test_the_demo_trains_compares_and_measures(tmp_path):
+    (history, hashes, checks, costs), other = run_ranks(parts, 2, tmp_path, timeout=240)
+    assert history["losses"][0] < math.log(256) + 0.1
+    assert history["losses"][-1] < history["losses"][0] - 0.2
+    for optimizer in ("adamw", "sgd"):
+        assert hashes[optimizer]["ddp"] == hashes[optimizer]["fastsync"]
+        assert hashes[optimizer] == other[1][optimizer]
+    assert len(checks) == 4
+    assert costs["fastsync"].ops < costs["ddp"].ops
+    assert costs["fastsync"].memory < costs["ddp"].memory
