@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,34 +52,25 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 REPORT_SECONDS = 10.0
 
 
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run; a checkpoint remembers it.
+    """What decides the result of a run; a checkpoint remembers it."""
 
-    Attributes:
-        samples: training pictures in all.
-        batch: pictures per rank in one forward.
-        accumulate: forwards and backwards per step.
-        rate: the learning rate for a global batch of REFERENCE_BATCH.
-        warmup: epochs until the learning rate has reached its peak.
-        seed: of weights, data and, with the rank, dropout and augmentation.
-        precision: of the forward, a key of PRECISIONS.
-        wire: FastDDP's argument.
-        wrapper: "fastsync", or "torch" for torch's DDP.
-        threads: of the CPU in each rank; they decide the order of sums in torch's kernels.
-    """
-
-    epochs: int = 4
-    samples: int = 4096
-    batch: int = 32
-    accumulate: int = 2
-    rate: float = 0.01
-    warmup: float = 1.0
-    seed: int = 0
-    precision: str = "fp32"
-    wire: str = "fp32"
-    wrapper: str = "fastsync"
-    threads: int = 1
+    epochs: int = _option(4, "passes over the data")
+    samples: int = _option(4096, "training pictures in all")
+    batch: int = _option(32, "pictures per rank in one forward")
+    accumulate: int = _option(2, "forwards and backwards per step")
+    rate: float = _option(0.01, f"learning rate for a global batch of {REFERENCE_BATCH}")
+    warmup: float = _option(1.0, "epochs until the learning rate has reached its peak")
+    seed: int = _option(0, "of weights, data and, with the rank, dropout and augmentation")
+    precision: str = _option("fp32", "of the forward")
+    wire: str = _option("fp32", "what FastDDP sends gradients as")
+    wrapper: str = _option("fastsync", "FastDDP, or torch's DDP")
+    threads: int = _option(1, "of the CPU per rank; they decide the order of sums in its kernels")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -337,13 +328,13 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices = {"precision": PRECISIONS, "wrapper": ("fastsync", "torch")}
-    for name, default in asdict(Settings()).items():
+    for option in fields(Settings):
         parser.add_argument(
-            f"--{name}",
-            type=type(default),
-            default=default,
-            choices=choices.get(name),
-            help=f"(default: {default})",
+            f"--{option.name}",
+            type=type(option.default),
+            default=option.default,
+            choices=choices.get(option.name),
+            help=f"{option.metadata['help']} (default: {option.default})",
         )
     parser.add_argument("--checkpoint", type=Path, help="file that rank 0 writes (default: none)")
     parser.add_argument("--every", type=int, default=16, help="steps between two (default: 16)")
