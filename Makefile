@@ -62,6 +62,9 @@ bench: $(STAMP) ## step times of all variants, into out/step.json
 bench-links: $(STAMP) ## the same over shaped links, into bench/results (needs root)
 	$(IN_CHECKOUT) -m bench.links --ranks 2,4 --json bench/results/links.json $(ARGS)
 
+docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
+	$(IN_CHECKOUT) -m docs.build $(ARGS)
+
 lint: $(STAMP) ## check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

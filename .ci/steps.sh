@@ -37,6 +37,14 @@ cmake_sanitized() {
   build_with_cmake "$WORK/cmake-asan" -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=address,undefined
 }
 
+# The worker thread is the only one of ours that runs beside another.
+threads_sanitized() {
+  local PATH=$STATE/tools/bin:$PATH
+  cmake -S . -B "$WORK/cmake-tsan" -G Ninja -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=thread
+  cmake --build "$WORK/cmake-tsan" --target test_worker
+  ctest --test-dir "$WORK/cmake-tsan" -R '^worker$' --output-on-failure
+}
+
 # Python itself is not instrumented, so the runtimes are preloaded, into Python but not into the compiler. Leaks are
 # not looked for: the interpreter keeps memory until it exits.
 sanitized_python() {

@@ -223,9 +223,9 @@ class Wire:
     def form_for(self, codec: Any, world_size: int, device: torch.device) -> str:
         """The form that `codec` travels in.
 
-        A format that the backend can sum is left to it on devices with streams, whose links are
-        fast, and for fp32. Between two ranks the gather form moves the same bytes as the two-shot
-        form and rounds once.
+        The backend sums fp32, and on devices with streams, whose links are fast, bf16. It would
+        let fp16 overflow, which blocks with scales of their own do not. Between two ranks the
+        gather form moves the same bytes as the two-shot form and rounds once.
         """
         native = getattr(codec, "native", None)
         if native is torch.float32 and (self.form == "auto" or self.format != "fp32"):
@@ -234,6 +234,6 @@ class Wire:
             return self.form
         if not isinstance(codec, Format):
             return str(codec.form)
-        if native is not None and device.type != "cpu":
+        if native is torch.bfloat16 and device.type != "cpu":
             return "native"
         return "gather" if world_size == 2 else "two_shot"

@@ -15,7 +15,7 @@ def environment():
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def start(module, *arguments, **options):
+def start(module, *arguments):
     """Starts `python -m module arguments` in the checkout; its output is one text."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(
@@ -25,7 +25,6 @@ def start(module, *arguments, **options):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        **options,
     )
 
 

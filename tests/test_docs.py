@@ -45,6 +45,16 @@ def test_relative_links_resolve(path):
         )
 
 
+def test_every_document_is_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        path = waiting.pop()
+        reached.add(path)
+        targets = ((path.parent / link.partition("#")[0]).resolve() for link in links(path))
+        waiting += [t for t in targets if t.suffix == ".md" and t.exists() and t not in reached]
+    assert set(DOCUMENTS) <= reached
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_named_files_exist(path):
     for name in PATH.findall(path.read_text()):

@@ -35,9 +35,11 @@ CPP_LAYERS = [
     ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
     ["comm/python_hook", "engine/wire"],
     ["engine/coded_wire", "engine/python_codec"],
-    ["engine/bucket", "engine/bucket_finish"],
+    ["engine/bucket"],
+    ["engine/bucket_finish"],
     ["engine/usage"],
-    ["engine/reducer", "engine/reducer_state"],
+    ["engine/reducer"],
+    ["engine/reducer_state"],
     ["bindings.cpp"],
 ]
 

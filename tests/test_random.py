@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Wire
 from fastsync.testing import RankError, run_ranks
 
 CASES = 240
@@ -30,6 +30,12 @@ CASES_PER_RUN = 30
 WIDTH = 5
 REAL = (torch.float32, torch.float64, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
+# Coded, but without loss: the rule holds bit for bit.
+EXACT_WIRES = (
+    Wire("fp32", form="two_shot"),
+    Wire("fp32", form="two_shot", piece_bytes=100),
+    Wire("fp32", form="gather", piece_bytes=400),
+)
 KINDS = ("linear", "transposed", "expanded", "vector", "scalar", "empty", "conv", "complex", "conj")
 
 
@@ -135,6 +141,7 @@ class Case:
             "bucket_cap_mb": self.rng.choice((1e-6, 1e-4, 1e-3, None)),
             "gradient_as_bucket_view": self.rng.random() < 0.7,
             "find_unused_parameters": self.rng.choice((None, True)),
+            "wire": self.rng.choice((Wire(), Wire(), *EXACT_WIRES)),
         }
         self.zeroing = self.rng.choice(("none", "none", "zero", "nothing", "some"))
         self.twin = copy.deepcopy(tree)

@@ -22,6 +22,13 @@ uint64_t mixed(uint64_t value) {
   return value ^ (value >> 31);
 }
 
+// Parts of the buffers that travel together.
+struct Piece {
+  at::Tensor sent;
+  at::Tensor received;
+  at::Tensor sum;
+};
+
 // Buffers and what is needed to fill them: shared with collectives under way, which may outlive the bucket.
 struct Buffers {
   Buffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on)
@@ -46,26 +53,28 @@ struct Buffers {
     received = at::zeros({spec.pieces * ranks * spec.chunk_bytes}, bytes);
     if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
     sent_flags.clear();
+    pieces.clear();
+    for (int64_t i = 0; i < spec.pieces; ++i) pieces.push_back(piece(i));
   }
 
   int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
 
-  at::Tensor sent_piece(int64_t piece) const { return part(sent, piece, chunks() / spec.pieces); }
-  at::Tensor received_piece(int64_t piece) const { return part(received, piece, ranks); }
-  at::Tensor sum_of(int64_t piece) const { return part(sums, piece, 1); }
-
-  at::Tensor part(const at::Tensor& buffer, int64_t piece, int64_t chunks_each) const {
-    const int64_t bytes = chunks_each * spec.chunk_bytes;
-    return buffer.narrow(0, piece * bytes, bytes);
+  Piece piece(int64_t index) const {
+    const auto part = [&](const at::Tensor& buffer, int64_t chunks_each) {
+      const int64_t bytes = chunks_each * spec.chunk_bytes;
+      return buffer.narrow(0, index * bytes, bytes);
+    };
+    return Piece{part(sent, chunks() / spec.pieces), part(received, ranks),
+                 spec.gather ? at::Tensor() : part(sums, 1)};
   }
 
-  void sum(int64_t piece) const {
-    const int64_t mine = (piece * ranks + rank) * spec.chunk_numel;
+  void sum(int64_t index) const {
+    const Piece& piece = pieces[static_cast<size_t>(index)];
+    const int64_t mine = (index * ranks + rank) * spec.chunk_numel;
     const at::Tensor lost =
         residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
-    const at::Tensor from = received_piece(piece);
-    coder->reduce(from, sum_of(piece), lost, mine, mixed(seed));
-    if (flags_coder) flags_coder->reduce(from, sum_of(piece), at::Tensor(), 0, 0);
+    coder->reduce(piece.received, piece.sum, lost, mine, mixed(seed));
+    if (flags_coder) flags_coder->reduce(piece.received, piece.sum, at::Tensor(), 0, 0);
   }
 
   CodedSpec spec;
@@ -79,6 +88,7 @@ struct Buffers {
   at::Tensor sent;
   at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
   at::Tensor sums;
+  std::vector<Piece> pieces;  // of these buffers
   at::Tensor residual;
   std::vector<float> sent_flags;  // what the buffer to send holds already
   uint64_t seed = 0;              // of this step
@@ -86,41 +96,41 @@ struct Buffers {
 
 class TwoShot final : public comm::Links {
  public:
-  TwoShot(std::shared_ptr<const Buffers> buffers, int64_t piece)
-      : buffers_(std::move(buffers)), piece_(piece) {}
+  TwoShot(std::shared_ptr<const Buffers> buffers, int64_t index)
+      : buffers_(std::move(buffers)), index_(index) {}
 
   size_t count() const override { return 2; }
 
   std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
-    if (index == 0) {
-      return group.all_to_all(buffers_->received_piece(piece_), buffers_->sent_piece(piece_));
-    }
+    const Piece& piece = buffers_->pieces[static_cast<size_t>(index_)];
+    if (index == 0) return group.all_to_all(piece.received, piece.sent);
     if (index > 1) return nullptr;
     const at::NoGradGuard no_grad;
-    buffers_->sum(piece_);
-    return group.all_gather(buffers_->received_piece(piece_), buffers_->sum_of(piece_));
+    buffers_->sum(index_);
+    return group.all_gather(piece.received, piece.sum);
   }
 
  private:
   std::shared_ptr<const Buffers> buffers_;
-  int64_t piece_;
+  int64_t index_;
 };
 
 class Gather final : public comm::Links {
  public:
-  Gather(std::shared_ptr<const Buffers> buffers, int64_t piece)
-      : buffers_(std::move(buffers)), piece_(piece) {}
+  Gather(std::shared_ptr<const Buffers> buffers, int64_t index)
+      : buffers_(std::move(buffers)), index_(index) {}
 
   size_t count() const override { return 1; }
 
   std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
     if (index > 0) return nullptr;
-    return group.all_gather(buffers_->received_piece(piece_), buffers_->sent_piece(piece_));
+    const Piece& piece = buffers_->pieces[static_cast<size_t>(index_)];
+    return group.all_gather(piece.received, piece.sent);
   }
 
  private:
   std::shared_ptr<const Buffers> buffers_;
-  int64_t piece_;
+  int64_t index_;
 };
 
 class AllPieces final : public comm::InFlight {
@@ -195,6 +205,7 @@ class CodedWire final : public Wire {
 
   at::Tensor flag(int64_t index) const override {
     const int64_t each = buffers_->spec.flags_per_chunk;
+    if (buffers_->device.is_cpu()) return flag_on_host(index / each, index % each);
     return all_flags().select(0, index / each).select(1, index % each).sum().reshape({1});
   }
 
@@ -242,7 +253,22 @@ class CodedWire final : public Wire {
         .narrow(2, spec.flags_offset / 4, spec.flags_per_chunk);
   }
 
+  // Asked for in every step: no dispatched operation.
+  at::Tensor flag_on_host(int64_t chunk, int64_t place) const {
+    const CodedSpec& spec = buffers_->spec;
+    const auto* flags = buffers_->received.const_data_ptr<uint8_t>() + spec.flags_offset +
+                        chunk * sources() * spec.chunk_bytes;
+    float sum = 0;
+    for (int32_t r = 0; r < sources(); ++r) {
+      sum += reinterpret_cast<const float*>(flags + r * spec.chunk_bytes)[place];
+    }
+    if (!flag_.defined()) flag_ = at::zeros({1}, at::kFloat);
+    flag_.mutable_data_ptr<float>()[0] = sum;
+    return flag_;
+  }
+
   std::shared_ptr<Buffers> buffers_;
+  mutable at::Tensor flag_;
   uint64_t steps_ = 0;
   bool taking_ = false;  // this step has begun
 };

@@ -1,0 +1,112 @@
+"""Checkpoints of a data-parallel training: written by rank 0, read by rank 0, complete for all.
+
+Weights, buffers and the optimizer's state are the same on every rank, so rank 0's are everyone's;
+random states are not, so they are gathered. Reading needs no shared file system: rank 0 reads the
+file and broadcasts its bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint has to restore: objects with `state_dict` and `load_state_dict`."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    device: torch.device
+
+
+def save(path: Path, trained: Trained, steps: int, settings: dict[str, Any]) -> None:
+    """Collective. Rank 0 writes; a crash while it does leaves the former file as it was."""
+    random = _random_states(trained.device)
+    if dist.get_rank() != 0:
+        return
+    content = {
+        "steps": steps,
+        "settings": settings,
+        "world": dist.get_world_size(),
+        "random": random,
+        "module": trained.module.state_dict(),
+        "optimizer": trained.optimizer.state_dict(),
+        "scaler": trained.scaler.state_dict(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def resume(path: Path, trained: Trained, settings: dict[str, Any]) -> int:
+    """Collective. Restores what `save` wrote and returns its step; 0 where rank 0 has no file.
+
+    Raises:
+        ValueError: the checkpoint is of another number of ranks or other settings; on every rank.
+    """
+    raw = _broadcast_file(path, trained.device)
+    if not raw:
+        return 0
+    content = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    _check(content, settings)
+    trained.module.load_state_dict(content["module"])
+    trained.optimizer.load_state_dict(content["optimizer"])
+    trained.scaler.load_state_dict(content["scaler"])
+    _set_random_state(content["random"][dist.get_rank()], trained.device)
+    return int(content["steps"])
+
+
+def _check(content: dict[str, Any], settings: dict[str, Any]) -> None:
+    found = {"ranks": content["world"], **content["settings"]}
+    wanted = {"ranks": dist.get_world_size(), **settings}
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"the checkpoint was made with {name} = {found.get(name)}, but this run has "
+                f"{value}; continue with the same settings, or without --resume"
+            )
+
+
+def _broadcast_file(path: Path, device: torch.device) -> bytes:
+    """The bytes of rank 0's file on every rank; empty where there is none."""
+    raw = path.read_bytes() if dist.get_rank() == 0 and path.exists() else b""
+    size = torch.tensor(len(raw), device=device)
+    dist.broadcast(size, 0)
+    if not size:
+        return b""
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if raw:
+        buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    dist.broadcast(buffer, 0)
+    return buffer.cpu().numpy().tobytes()
+
+
+def _random_states(device: torch.device) -> Tensor:
+    """uint8 [ranks, bytes]: the state of every rank's generators, the device's after the CPU's."""
+    mine = torch.get_rng_state()
+    if device.type == "cuda":
+        mine = torch.cat([mine, torch.cuda.get_rng_state(device)])
+    mine = mine.to(device)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    return torch.stack(everyones).cpu()
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    of_cpu = len(torch.get_rng_state())
+    torch.set_rng_state(state[:of_cpu].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[of_cpu:].clone(), device)

@@ -1,0 +1,364 @@
+"""Data parallelism by hand, step by step towards DDP, and what each step saves.
+
+  none           every rank trains alone: the floor, and the proof that ranks drift apart
+  per parameter  after backward, one blocking all-reduce per gradient
+  bucketed       after backward, gradients flattened into buckets, one all-reduce each
+  overlapped     the same buckets, each sent by hooks as soon as backward has filled it
+  ddp            torch's DistributedDataParallel
+  fastsync       fastsync's FastDDP
+
+    python -m examples.manual_parallel --ranks 2
+
+Every rank builds other weights, which are then broadcast from rank 0. All strategies but `none`
+must train the same weights: the same bits on two ranks, up to the order of sums on more. Then their
+steps are timed in turn. Exits with 1 where weights differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fastsync
+from bench import cli
+from bench.errors import UsageError
+from bench.harness import Progress
+from bench.launch import Group, launch
+from bench.stats import Spread
+from bench.tables import milliseconds, render
+
+FLOOR, REFERENCE = "none", "ddp"
+WIDTH, LAYERS, BATCH = 256, 24, 32
+BUCKET_MB = 1.0
+CHECK_STEPS = 6
+BAR = 40
+BUSY = 0.2  # of the median, between the quartiles of a step without any synchronisation
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A rank's model under one strategy.
+
+    Attributes:
+        module: the bare model, whose weights are trained.
+        model: what is called in training.
+        finish: to be called after each backward; gradients are averages from then on.
+    """
+
+    module: nn.Module
+    model: nn.Module
+    finish: Callable[[], None]
+
+
+def build(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
+
+
+def broadcast_weights(module: nn.Module) -> None:
+    """Gives every rank rank 0's parameters and buffers."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+
+
+def average_each(params: Sequence[nn.Parameter]) -> None:
+    """One all-reduce per gradient, each waited for before the next begins."""
+    for param in params:
+        assert param.grad is not None
+        param.grad.div_(dist.get_world_size())
+        dist.all_reduce(param.grad)
+
+
+class Bucket:
+    """Parameters whose gradients travel in one all-reduce."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = list(params)
+        self.missing = len(self.params)
+
+    def launch(self) -> None:
+        """Flattens, divides and sends; returns while the collective is under way."""
+        self.flat = torch.cat([_gradient(p).flatten() for p in self.params])
+        self.flat.div_(dist.get_world_size())
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def finish(self) -> None:
+        """Waits, and copies the averages back."""
+        self.work.wait()
+        parts = self.flat.split([p.numel() for p in self.params])
+        for param, part in zip(self.params, parts, strict=True):
+            _gradient(param).copy_(part.view_as(param))
+        self.missing = len(self.params)
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    """The gradient, which every parameter of this model has after backward."""
+    assert param.grad is not None
+    return param.grad
+
+
+def make_buckets(params: Iterable[nn.Parameter], cap_mb: float) -> list[Bucket]:
+    """Buckets of at least `cap_mb` MiB, last layers first: the order of backward."""
+    buckets, group, size = [], [], 0
+    for param in reversed(list(params)):
+        group.append(param)
+        size += param.numel() * param.element_size()
+        if size >= cap_mb * 2**20:
+            buckets.append(Bucket(group))
+            group, size = [], 0
+    return [*buckets, Bucket(group)] if group else buckets
+
+
+def average_buckets(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.launch()
+    for bucket in buckets:
+        bucket.finish()
+
+
+class Overlap:
+    """Sends each bucket as soon as backward has produced its last gradient."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = buckets
+        self.sent = 0
+        for bucket in buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+
+    def _arrived(self, bucket: Bucket, param: Tensor) -> None:
+        bucket.missing -= 1
+        # In order, whichever is complete: all ranks must issue the same collectives in one order.
+        while self.sent < len(self.buckets) and self.buckets[self.sent].missing == 0:
+            self.buckets[self.sent].launch()
+            self.sent += 1
+
+    def finish(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish()
+        self.sent = 0
+
+
+def _nothing() -> None:
+    pass
+
+
+def alone(module: nn.Module) -> Replica:
+    broadcast_weights(module)
+    return Replica(module, module, _nothing)
+
+
+def per_parameter(module: nn.Module) -> Replica:
+    broadcast_weights(module)
+    return Replica(module, module, partial(average_each, list(module.parameters())))
+
+
+def bucketed(module: nn.Module) -> Replica:
+    broadcast_weights(module)
+    buckets = make_buckets(module.parameters(), BUCKET_MB)
+    return Replica(module, module, partial(average_buckets, buckets))
+
+
+def overlapped(module: nn.Module) -> Replica:
+    broadcast_weights(module)
+    overlap = Overlap(make_buckets(module.parameters(), BUCKET_MB))
+    return Replica(module, module, overlap.finish)
+
+
+def torch_ddp(module: nn.Module) -> Replica:
+    return Replica(module, DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB), _nothing)
+
+
+def fast_ddp(module: nn.Module) -> Replica:
+    return Replica(module, fastsync.FastDDP(module, bucket_cap_mb=BUCKET_MB), _nothing)
+
+
+STRATEGIES: dict[str, Callable[[nn.Module], Replica]] = {
+    FLOOR: alone,
+    "per parameter": per_parameter,
+    "bucketed": bucketed,
+    "overlapped": overlapped,
+    REFERENCE: torch_ddp,
+    "fastsync": fast_ddp,
+}
+
+
+class Lane:
+    """One strategy in training; ranks draw different data, and all strategies the same."""
+
+    def __init__(self, strategy: str, group: Group) -> None:
+        module = build(seed=group.rank).to(group.device)  # other weights on every rank
+        self.replica = STRATEGIES[strategy](module)
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        generator = torch.Generator().manual_seed(1 + group.rank)
+        self.batch = torch.randn(BATCH, WIDTH, generator=generator).to(group.device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.replica.model(self.batch).square().mean().backward()
+        self.replica.finish()
+        self.optimizer.step()
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.replica.module.parameters()])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What training with a strategy gave.
+
+    Attributes:
+        alike: all ranks hold the same weights.
+        distance: of the weights from DDP's, relative to the way that training moved them.
+        collectives: all-reduces in one step.
+    """
+
+    alike: bool
+    distance: float
+    collectives: int
+
+    def good(self, world: int) -> bool:
+        """Two ranks leave no room for the order of a sum."""
+        return self.alike and self.distance <= (0.0 if world <= 2 else 1e-4)
+
+
+def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
+    """Weights before and after training, and the all-reduces of one more step."""
+    lane = Lane(strategy, group)
+    start = lane.weights()
+    for _ in range(CHECK_STEPS):
+        lane.step()
+    end = lane.weights()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        lane.step()
+    events = recorded.events() or []
+    return start, end, sum(event.name == "c10d::allreduce_" for event in events)
+
+
+def check(group: Group, progress: Progress) -> dict[str, Verdict]:
+    """Trains with every strategy and compares the weights with DDP's and between the ranks."""
+    start, expected, _ = trained(REFERENCE, group)
+    moved = (expected - start).norm()
+    verdicts = {}
+    for strategy in STRATEGIES:
+        progress.show(f"checking {strategy}")
+        _, weights, collectives = trained(strategy, group)
+        first = weights.clone()
+        dist.broadcast(first, 0)
+        alike = group.all_agree(torch.equal(weights, first))
+        distance = group.max((weights - expected).norm() / moved).item()
+        verdicts[strategy] = Verdict(alike, distance, collectives)
+    progress.clear()
+    return verdicts
+
+
+def measure(group: Group, rounds: int, steps: int, progress: Progress) -> dict[str, list[float]]:
+    """Seconds per step of the slowest rank, by strategy, one number per round.
+
+    The strategies of a round follow each other, in another order every time: a machine that drifts
+    slows all of them alike.
+    """
+    lanes = {strategy: Lane(strategy, group) for strategy in STRATEGIES}
+    names, times = list(lanes), torch.zeros(len(lanes), rounds, dtype=torch.float64)
+    for index in range(rounds):
+        progress.show(f"round {index + 1} of {rounds}")
+        for place in range(len(names)):
+            which = (index + place) % len(names)
+            times[which, index] = _seconds(lanes[names[which]], group, steps)
+    progress.clear()
+    return dict(zip(names, group.max(times).tolist(), strict=True))
+
+
+def _seconds(lane: Lane, group: Group, steps: int) -> float:
+    dist.barrier()
+    lane.step()
+    group.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        lane.step()
+    group.synchronize()
+    return (time.perf_counter() - started) / steps
+
+
+def report(times: dict[str, list[float]], verdicts: dict[str, Verdict], world: int) -> str:
+    overheads = {
+        name: Spread.of([a - b for a, b in zip(steps, times[FLOOR], strict=True)])
+        for name, steps in times.items()
+    }
+    longest = max(spread.median for spread in overheads.values())
+    rows = []
+    for name, steps in times.items():
+        verdict, overhead = verdicts[name], overheads[name]
+        bar = "#" * max(0, round(BAR * overhead.median / longest)) if longest > 0 else ""
+        cells = (*milliseconds(Spread.of(steps)), *milliseconds(overhead))
+        rows.append(
+            (name, str(verdict.collectives), *cells, _words(verdict, world), bar.ljust(BAR))
+        )
+    headers = ("strategy", "all-reduces", "step ms", "±", "overhead ms", "±", "weights", "overhead")
+    return render(headers, rows)
+
+
+def _words(verdict: Verdict, world: int) -> str:
+    if not verdict.alike:
+        return "differ between ranks"
+    if verdict.distance == 0:
+        return "DDP's bits"
+    return f"{verdict.distance:.0e} off DDP's" if verdict.good(world) else "NOT DDP'S"
+
+
+def run(args: argparse.Namespace, group: Group) -> int:
+    progress = Progress(group)
+    verdicts = check(group, progress)
+    failed = [n for n, v in verdicts.items() if n != FLOOR and not v.good(group.world)]
+    if verdicts[FLOOR].alike and group.world > 1:
+        failed.append(f"{FLOOR} (ranks that do not synchronise must drift apart)")
+    times = measure(group, args.rounds, args.steps, progress)
+    if group.is_main:
+        module = build(0)
+        count, size = len(list(module.parameters())), sum(p.nbytes for p in module.parameters())
+        print(f"\n  {count} parameters, {size / 1e6:.1f} MB of gradients, {group.world} ranks over")
+        print(f"  {group.transport}, buckets of {BUCKET_MB:g} MiB\n")
+        print(report(times, verdicts, group.world))
+        print(f"\n  overhead: step less that of `{FLOOR}` in the same round; ±: half the range")
+        print("  between the quartiles of the rounds; all-reduces: per step, by torch's profiler")
+        floor = Spread.of(times[FLOOR])
+        if floor.width > BUSY * floor.median:
+            spread = floor.width / floor.median
+            print(f"\n  this machine was busy: `{FLOOR}` itself spread by {spread:.0%}")
+        if failed:
+            print(f"\n  weights are not what they should be: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.manual_parallel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
+    add("--rounds", type=int, default=12, help="how often each is timed (default: 12)")
+    add("--steps", type=int, default=5, help="steps per round (default: 5)")
+    args = parser.parse_args()
+
+    def start() -> int:
+        if min(args.rounds, args.steps) < 1:
+            raise UsageError("expects at least one round and one step")
+        return launch(lambda group: run(args, group), args.ranks)
+
+    return cli.guarded(start)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

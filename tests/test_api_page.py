@@ -1,0 +1,84 @@
+"""docs/api.md says what the code says: names, arguments, defaults, counters."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastsync
+import fastsync.testing
+from fastsync.testing import run_ranks
+
+PAGE = (Path(__file__).parent.parent / "docs/api.md").read_text()
+
+
+def section(heading):
+    """The text below a heading, up to the next one of any level."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/api.md has no heading {heading!r}"
+    return found[1]
+
+
+def rows(heading):
+    return [
+        [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
+        for line in section(heading).splitlines()
+        if line.startswith("| `")
+    ]
+
+
+def parameters(function):
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+
+def documented(function, name):
+    """Whether a heading shows a function's parameters in their order."""
+    shown = [f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters(function)]
+    return f"### `{name}({', '.join(shown)})`\n" in PAGE
+
+
+def test_arguments_and_defaults():
+    wanted = [
+        [p.name, "required" if p.default is p.empty else repr(p.default)]
+        for p in parameters(fastsync.FastDDP.__init__)
+    ]
+    assert [row[:2] for row in rows("Arguments")] == wanted
+    assert all(len(row) == 3 and row[2] for row in rows("Arguments"))
+
+
+def test_methods_of_its_own():
+    own = {n: f for n, f in vars(fastsync.FastDDP).items() if not n.startswith("_")}
+    assert own
+    for name, method in own.items():
+        assert documented(method, name), f"docs/api.md lacks {name}{inspect.signature(method)}"
+
+
+def plain_name(name):
+    return name.replace("_", r"\_") if name.startswith("__") else name
+
+
+@pytest.mark.parametrize("name", fastsync.__all__)
+def test_public_names(name):
+    section(f"fastsync.{plain_name(name)}")
+
+
+@pytest.mark.parametrize("name", fastsync.testing.__all__)
+def test_names_for_tests(name):
+    value = getattr(fastsync.testing, name)
+    if inspect.isclass(value):
+        section(name)
+    else:
+        assert documented(value, name), f"docs/api.md lacks {name}{inspect.signature(value)}"
+
+
+def counters(rank, world):
+    model = fastsync.FastDDP(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    return list(model.sync_stats())
+
+
+def test_counters():
+    described = [row[0] for row in rows("`sync_stats()`")]
+    assert sorted(described) == sorted(run_ranks(counters, 1)[0])
