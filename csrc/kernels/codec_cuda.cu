@@ -1,14 +1,8 @@
-// The wire formats on the device. A thread codes a group of eight consecutive elements; the threads of a block of the
-// format, at most a warp, find its largest magnitude together.
-//
-// [Note: every thread of a warp shuffles]
-// Which threads have elements differs within a warp at the end of a segment, and a shuffle must be executed by all that it
-// names. So a warp goes on while one of its groups is inside, and groups outside hold zeros and store nothing.
+// The wire formats on the device: kernels over groups of elements (codec_group.h), and tables of work for them.
 #include <algorithm>
 #include <cstdint>
 
-#include "codec_dispatch.h"
-#include "cuda_access.h"
+#include "codec_group.h"
 #include "cuda_launch.h"
 #include "cuda_table.h"
 
@@ -16,8 +10,6 @@ namespace fastsync::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr int kGroup = 8;   // elements
 constexpr int kRounds = 2;  // groups per thread
 constexpr int kTile = kThreads * kGroup * kRounds;
 constexpr int64_t kMaxRun = int64_t{1} << 30;  // elements, a multiple of kTile
@@ -47,12 +39,6 @@ struct EncodeCall {
   bool stochastic;
 };
 
-struct DecodeCall {
-  const uint8_t* wire;
-  int64_t source_bytes;
-  int32_t sources;
-};
-
 struct ReduceCall {
   DecodeCall sum;
   uint8_t* result;
@@ -70,180 +56,6 @@ using SmallTable = Table<(kSmallParameters - kOtherBytes) / kBytesPerRun>;
 using LargeTable = Table<(kLargeParameters - kOtherBytes) / kBytesPerRun>;
 static_assert(sizeof(SmallTable) + sizeof(EncodeCall) <= kSmallParameters);
 static_assert(sizeof(LargeTable) + sizeof(EncodeCall) <= kLargeParameters);
-
-// --- Groups of elements ---
-
-// numel elements from `from` on, then zeros.
-template <class T>
-__device__ __forceinline__ void load_group(float (&x)[kGroup], const T* from, int numel) {
-  Vec<T, kGroup> in;
-  if (numel >= kGroup && aligned(from)) {
-    in = load<kGroup>(from);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) in.item[i] = i < numel ? from[i] : T{};
-  }
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) x[i] = widen(in.item[i]);
-}
-
-template <class T>
-__device__ __forceinline__ void store_group(T* to, const float (&x)[kGroup], int numel) {
-  Vec<T, kGroup> out;
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) out.item[i] = narrow<T>(x[i]);
-  if (numel >= kGroup && aligned(to)) {
-    store(to, out);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (i < numel) to[i] = out.item[i];
-    }
-  }
-}
-
-// A group's codes, as they lie in the wire.
-template <class Codec>
-using Codes = Vec<typename Codec::Code,
-                  kGroup * Codec::kBits / 8 / static_cast<int>(sizeof(typename Codec::Code))>;
-
-template <class Codec>
-__device__ __forceinline__ void set_code(Codes<Codec>& codes, int i, uint32_t code) {
-  if constexpr (Codec::kFormat != Format::kInt4) {
-    codes.item[i] = static_cast<typename Codec::Code>(code);
-  } else if (i % 2 == 0) {
-    codes.item[i / 2] = static_cast<uint8_t>(code & 15);
-  } else {
-    codes.item[i / 2] |= static_cast<uint8_t>(code << 4);
-  }
-}
-
-template <class Codec>
-__device__ __forceinline__ uint32_t get_code(const Codes<Codec>& codes, int i) {
-  if constexpr (Codec::kFormat != Format::kInt4) {
-    return codes.item[i];
-  } else {
-    return codes.item[i / 2] >> (i % 2 * 4) & 15;
-  }
-}
-
-// Where a group's codes and its block's scale lie.
-struct GroupPlace {
-  int64_t code;
-  int64_t scale;
-};
-
-template <class Codec>
-__device__ __forceinline__ GroupPlace place_in(const Place& run, int64_t element) {
-  return {run.code + element * Codec::kBits / 8,
-          run.scale + element / Codec::kBlock * Codec::kScaleBytes};
-}
-
-template <class Codec>
-__device__ __forceinline__ void decode_group(float (&x)[kGroup], const uint8_t* wire,
-                                             const GroupPlace& place) {
-  using Code = typename Codec::Code;
-  const Codes<Codec> codes =
-      load<sizeof(Codes<Codec>) / sizeof(Code)>(reinterpret_cast<const Code*>(wire + place.code));
-  float factor = 1;
-  if constexpr (Codec::kScaled) {
-    factor = Codec::factor(*reinterpret_cast<const typename Codec::Scale*>(wire + place.scale));
-  }
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const float value = Codec::value(get_code<Codec>(codes, i));
-    x[i] = Codec::kScaled ? value * factor : value;
-  }
-}
-
-template <class Codec>
-__device__ __forceinline__ void sum_group(float (&x)[kGroup], const DecodeCall& call,
-                                          const GroupPlace& place) {
-  decode_group<Codec>(x, call.wire, place);
-#pragma unroll 2
-  for (int32_t r = 1; r < call.sources; ++r) {
-    float next[kGroup];
-    decode_group<Codec>(next, call.wire + r * call.source_bytes, place);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) x[i] += next[i];
-  }
-}
-
-// --- Coding a group ---
-
-// Over the threads that share a block.
-template <int kBlock>
-__device__ __forceinline__ uint32_t largest_magnitude(const float (&x)[kGroup]) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const uint32_t magnitude = bits_of(x[i]) & kMagnitudeMask;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-#pragma unroll
-  for (int lanes = kBlock / kGroup / 2; lanes > 0; lanes /= 2) {
-    const uint32_t other = __shfl_xor_sync(0xffffffff, largest, lanes);
-    largest = other > largest ? other : largest;
-  }
-  return largest;
-}
-
-struct Random {
-  RandomKey key;
-  uint32_t first;  // index of the group's first element
-};
-
-// Codes of x, and in x what they lost; a poisoned block's factor is NaN.
-template <class Codec, bool kStochastic>
-__device__ __forceinline__ Codes<Codec> code_elements(float (&x)[kGroup], float inverse,
-                                                      float factor, const Random& random) {
-  Codes<Codec> codes;
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const float y = Codec::kScaled ? x[i] * inverse : x[i];
-    const Coded coded =
-        code_element<Codec, kStochastic>(y, random.key, random.first + static_cast<uint32_t>(i));
-    const bool poisoned = Codec::kScaled && !is_finite(factor);
-    set_code<Codec>(codes, i, poisoned ? 0 : coded.code);
-    x[i] -= Codec::kScaled ? coded.value * factor : coded.value;
-  }
-  return codes;
-}
-
-// As above; also stores codes and scale where the group is inside.
-template <class Codec>
-__device__ __forceinline__ void code_group(float (&x)[kGroup], uint8_t* wire,
-                                           const GroupPlace& place, const Random& random,
-                                           bool stochastic, bool inside) {
-  float inverse = 1;
-  float factor = 1;
-  if constexpr (Codec::kScaled) {
-    const uint32_t largest = largest_magnitude<Codec::kBlock>(x);
-    const auto scale = largest < kTooLarge ? Codec::choose(largest) : Codec::kPoison;
-    inverse = Codec::inverse(scale);
-    factor = Codec::factor(scale);
-    const bool first = threadIdx.x % (Codec::kBlock / kGroup) == 0;
-    if (inside && first) {
-      *reinterpret_cast<typename Codec::Scale*>(wire + place.scale) = scale;
-    }
-  }
-  const Codes<Codec> codes = stochastic ? code_elements<Codec, true>(x, inverse, factor, random)
-                                        : code_elements<Codec, false>(x, inverse, factor, random);
-  if (inside) store(reinterpret_cast<typename Codec::Code*>(wire + place.code), codes);
-}
-
-// residual = lost, plus the old one when kAdd, where that is finite.
-template <bool kAdd>
-__device__ __forceinline__ void keep_group(float* residual, const float (&lost)[kGroup],
-                                           const float (&old)[kGroup], int numel) {
-  float kept[kGroup];
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const float wanted = kAdd ? old[i] + lost[i] : lost[i];
-    kept[i] = is_finite(wanted) ? wanted : old[i];
-  }
-  store_group(residual, kept, numel);
-}
 
 // --- Kernels ---
 
@@ -271,11 +83,6 @@ __device__ __forceinline__ int group_begin(uint32_t block, int round) {
          (round * kThreads + static_cast<int>(threadIdx.x)) * kGroup;
 }
 
-// [Note: every thread of a warp shuffles]
-__device__ __forceinline__ bool warp_inside(int64_t begin, int64_t numel) {
-  return begin - static_cast<int>(threadIdx.x) % kWarp * kGroup < numel;
-}
-
 template <class Codec, class T, class AnyTable>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ AnyTable table, const EncodeCall call) {
@@ -298,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
                  call.scale);
     }
     const Random random{call.key, static_cast<uint32_t>(run.first + begin)};
-    code_group<Codec>(x, call.wire, place_in<Codec>(run.place, begin), random, call.stochastic,
+    code_group<Codec>(x, call.wire, place_after<Codec>(run.place, begin), random, call.stochastic,
                       begin < padded);
     if (kept) keep_group<false>(residual, x, old, numel - begin);
   }
@@ -315,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
     const int left = table.numel[segment] - begin;
     if (left <= 0) return;
     float x[kGroup];
-    sum_group<Codec>(x, call, place_in<Codec>(run.place, begin));
+    sum_group<Codec>(x, call, place_after<Codec>(run.place, begin));
     store_group(static_cast<T*>(run.tensor) + begin, x, left);
   }
 }
@@ -327,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const ReduceCall call)
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile + group_begin(0, round);
     if (!warp_inside(begin, call.numel)) return;
     const bool inside = begin < call.numel;
-    const GroupPlace place = place_in<Codec>(call.place, begin);
+    const Place place = place_after<Codec>(call.place, begin);
     float* residual = inside && call.residual != nullptr ? call.residual + begin : nullptr;
     float x[kGroup] = {};
     float old[kGroup];

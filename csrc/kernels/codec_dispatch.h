@@ -65,19 +65,25 @@ inline void check_offset(const Segment& segment, const WireLayout& layout) {
                  traits_of(layout.format).block, " (", name_of(layout.format), ")");
 }
 
-// Where the code of an element that starts a block lies, and the scale of that block: bytes from the start of the wire.
+// Where an element's code lies, and the scale of its block: bytes from the start of the wire.
 struct Place {
   int64_t code;
   int64_t scale;
 };
 
+// Of an element of the same chunk, `elements` after one that starts a block. Two codes of int4 share a byte.
+template <class Codec>
+FS_HOST_DEVICE Place place_after(const Place& start, int64_t elements) {
+  return {start.code + elements * Codec::kBits / 8,
+          start.scale + elements / Codec::kBlock * Codec::kScaleBytes};
+}
+
 template <class Codec>
 Place place_of(const WireLayout& layout, int64_t element) {
   const int64_t chunk = element / layout.chunk_numel;
-  const int64_t inside = element - chunk * layout.chunk_numel;
   const int64_t codes = chunk * layout.chunk_bytes + layout.section;
-  const int64_t scales = codes + layout.chunk_numel * Codec::kBits / 8;
-  return {codes + inside * Codec::kBits / 8, scales + inside / Codec::kBlock * Codec::kScaleBytes};
+  const Place start{codes, codes + layout.chunk_numel * Codec::kBits / 8};
+  return place_after<Codec>(start, element - chunk * layout.chunk_numel);
 }
 
 }  // namespace fastsync::kernels
