@@ -79,13 +79,14 @@ void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tens
 }
 
 void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
-            int32_t sources) {
+            int32_t sources, int64_t begin, int64_t end) {
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
   check_wire(wire, chunks(plan) * chunk_bytes * sources);
   const c10::DeviceGuard device(wire.device());
   SegmentTable table(items, Way::kScatter, plan.numel, wire.device(), at::kFloat);
-  table.for_each([&](DType dtype, const std::vector<Segment>& segments) {
+  table.for_each([&](DType dtype, const std::vector<Segment>& all) {
+    const auto segments = clip(all, begin, end, kernels::element_size(dtype));
     kernels::DecodeArgs args{plan.layout, dtype, sources, chunk_bytes};
     args.layout.chunk_bytes *= sources;  // the same chunk of all sources lies together
     if (wire.is_cpu()) {

@@ -31,8 +31,9 @@ void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tens
             const WirePlan& plan, int64_t first, uint64_t seed);
 
 // tensor = decoded average for every item. `sources` is 1 where the wire holds finished chunks one after the other; else it
-// holds, for every chunk, that of each source in rank order, and they are summed.
+// holds, for every chunk, that of each source in rank order, and they are summed. Only elements in [begin, end) of the flat
+// buffer, multiples of the block, are written; tensors must then be in their slots' order.
 void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
-            int32_t sources);
+            int32_t sources, int64_t begin, int64_t end);
 
 }  // namespace fastsync::ops

@@ -119,6 +119,25 @@ void SegmentTable::finish() {
   for (const auto& [tensor, memory] : reordered_) tensor.copy_(memory);
 }
 
+std::vector<Segment> clip(const std::vector<Segment>& segments, int64_t begin, int64_t end,
+                          size_t element_size) {
+  std::vector<Segment> pieces;
+  for (const Segment& segment : segments) {
+    const int64_t from = std::max(begin, segment.offset);
+    const int64_t to = std::min(end, segment.offset + segment.numel);
+    if (from >= to) continue;
+    Segment piece = segment;
+    const int64_t skipped = from - segment.offset;
+    if (piece.tensor != nullptr) {
+      piece.tensor = static_cast<char*>(piece.tensor) + skipped * int64_t(element_size);
+    }
+    piece.offset = from;
+    piece.numel = to - from;
+    pieces.push_back(piece);
+  }
+  return pieces;
+}
+
 std::vector<Segment> slice(const std::vector<Segment>& segments, int64_t begin, int64_t end,
                            size_t element_size, int64_t block) {
   std::vector<Segment> pieces;

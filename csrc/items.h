@@ -77,6 +77,10 @@ class SegmentTable {
 std::vector<kernels::Segment> slice(const std::vector<kernels::Segment>& segments, int64_t begin,
                                     int64_t end, size_t element_size, int64_t block);
 
+// The parts of `segments` that lie in elements [begin, end) of the flat buffer.
+std::vector<kernels::Segment> clip(const std::vector<kernels::Segment>& segments, int64_t begin,
+                                   int64_t end, size_t element_size);
+
 // Elements below which another CPU thread costs more than it saves (128 KiB of fp32).
 constexpr int64_t kGrain = 32768;
 

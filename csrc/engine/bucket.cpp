@@ -203,7 +203,7 @@ void Bucket::pack_early(size_t index, double scale) {
   if (!arrived || bytes < kEarlyBytes || spec_.sparse || !device().is_cpu()) return;
   check_gradient(slot, grad);
   if (wire_) {
-    slot.early = wire_->takes_early();
+    slot.early = wire_->works_on_parts();
     if (slot.early) wire_->take({{grad, &slot.layout}}, scale);
     return;
   }
@@ -287,7 +287,21 @@ void Bucket::launch(comm::Collective& collective) {
 
 void Bucket::launch(comm::Chains& chains) {
   move_to(BucketState::kPacked, BucketState::kInFlight);
-  in_flight_ = wire_->launch(chains);
+  in_flight_ = wire_->launch(chains, delivery());
+}
+
+// What this rank used is certain to get an average.
+Delivery Bucket::delivery() {
+  Delivery delivery;
+  if (!wire_->works_on_parts()) return delivery;
+  for (Slot& slot : slots_) {
+    const at::Tensor& grad = slot.param->tensor.grad();
+    if (!slot.param->used || !grad.defined() || !ops::in_slot_order(grad, slot.layout)) continue;
+    slot.delivered = grad.unsafeGetTensorImpl();
+    delivery.tensors.push_back(grad);
+    delivery.layouts.push_back(slot.layout);
+  }
+  return delivery;
 }
 
 void Bucket::launch(comm::Hook& hook, size_t index, size_t count) {
@@ -322,6 +336,7 @@ void Bucket::abandon() {
     slot.fires = 0;
     slot.in_place = false;
     slot.early = false;
+    slot.delivered = nullptr;
     slot.kept = at::Tensor();
     slot.stream.reset();
   }
@@ -339,7 +354,7 @@ Shadow Bucket::shadow(comm::Chains& chains) {
   std::vector<ops::Item> nothing;
   for (const Slot& slot : slots_) nothing.push_back({at::Tensor(), &slot.layout, 0.0F});
   wire_->pack(nothing, std::vector<float>(slots_.size() + 1, 0.0F), 1.0);
-  return Shadow{wire_->launch(chains), [this] { return vote(); }};
+  return Shadow{wire_->launch(chains, {}), [this] { return vote(); }};
 }
 
 Shadow Bucket::shadow(comm::Hook& hook, size_t index, size_t count) const {

@@ -143,9 +143,10 @@ class Bucket {
     Parameter* param = nullptr;
     ops::SlotLayout layout;
     int fires = 0;
-    bool in_place = false;  // the gradient already lives in this slot
-    bool early = false;     // and was packed when it arrived
-    at::Tensor kept;        // copy of an unused in-place gradient, put back if no rank used it
+    bool in_place = false;            // the gradient already lives in this slot
+    bool early = false;               // and was packed when it arrived
+    const void* delivered = nullptr;  // the gradient that its average is written into on arrival
+    at::Tensor kept;  // copy of an unused in-place gradient, put back if no rank used it
     std::optional<c10::Stream> stream;
   };
 
@@ -156,6 +157,7 @@ class Bucket {
   void pack_sparse(const PackOptions& options);
   void pack_coded(const PackOptions& options);
   bool has_flags() const;
+  Delivery delivery();
   void find_in_place();
   void ensure_flat();
   void keep_unused();

@@ -100,6 +100,7 @@ void Bucket::finish_copies(const std::vector<bool>& used) {
     if (!used[i]) continue;
     const Slot& slot = slots_[i];
     at::Tensor& grad = slot.param->tensor.mutable_grad();
+    if (grad.defined() && slot.delivered == grad.unsafeGetTensorImpl()) continue;
     if (!grad.defined()) {
       grad = at::empty_strided(slot.layout.sizes, slot.layout.strides,
                                slot.param->tensor.options().requires_grad(false));

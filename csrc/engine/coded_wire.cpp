@@ -57,6 +57,7 @@ struct Buffers {
     for (int64_t i = 0; i < spec.pieces; ++i) pieces.push_back(piece(i));
   }
 
+  int32_t sources() const { return spec.gather ? ranks : 1; }
   int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
 
   Piece piece(int64_t index) const {
@@ -94,43 +95,61 @@ struct Buffers {
   uint64_t seed = 0;              // of this step
 };
 
-class TwoShot final : public comm::Links {
+// One piece on its way; the last thing done with it is to deliver its averages.
+class OnePiece : public comm::Links {
  public:
-  TwoShot(std::shared_ptr<const Buffers> buffers, int64_t index)
-      : buffers_(std::move(buffers)), index_(index) {}
+  OnePiece(std::shared_ptr<const Buffers> buffers, std::shared_ptr<const Delivery> delivery,
+           int64_t index)
+      : buffers_(std::move(buffers)), delivery_(std::move(delivery)), index_(index) {}
 
-  size_t count() const override { return 2; }
+ protected:
+  const Piece& piece() const { return buffers_->pieces[static_cast<size_t>(index_)]; }
+  void sum() const { buffers_->sum(index_); }
 
-  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
-    const Piece& piece = buffers_->pieces[static_cast<size_t>(index_)];
-    if (index == 0) return group.all_to_all(piece.received, piece.sent);
-    if (index > 1) return nullptr;
-    const at::NoGradGuard no_grad;
-    buffers_->sum(index_);
-    return group.all_gather(piece.received, piece.sum);
+  void deliver() const {
+    if (delivery_->tensors.empty()) return;
+    std::vector<ops::Item> items;
+    for (size_t i = 0; i < delivery_->tensors.size(); ++i) {
+      items.push_back({delivery_->tensors[i], &delivery_->layouts[i]});
+    }
+    const int64_t numel = buffers_->plan.numel / buffers_->spec.pieces;
+    buffers_->coder->decode_part(items, buffers_->received, buffers_->sources(), index_ * numel,
+                                 (index_ + 1) * numel);
   }
 
  private:
   std::shared_ptr<const Buffers> buffers_;
+  std::shared_ptr<const Delivery> delivery_;
   int64_t index_;
 };
 
-class Gather final : public comm::Links {
+class TwoShot final : public OnePiece {
  public:
-  Gather(std::shared_ptr<const Buffers> buffers, int64_t index)
-      : buffers_(std::move(buffers)), index_(index) {}
+  using OnePiece::OnePiece;
+  size_t count() const override { return 2; }
 
+  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
+    const at::NoGradGuard no_grad;
+    if (index == 0) return group.all_to_all(piece().received, piece().sent);
+    if (index == 1) {
+      sum();
+      return group.all_gather(piece().received, piece().sum);
+    }
+    deliver();
+    return nullptr;
+  }
+};
+
+class Gather final : public OnePiece {
+ public:
+  using OnePiece::OnePiece;
   size_t count() const override { return 1; }
 
   std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
-    if (index > 0) return nullptr;
-    const Piece& piece = buffers_->pieces[static_cast<size_t>(index_)];
-    return group.all_gather(piece.received, piece.sent);
+    if (index == 0) return group.all_gather(piece().received, piece().sent);
+    deliver();
+    return nullptr;
   }
-
- private:
-  std::shared_ptr<const Buffers> buffers_;
-  int64_t index_;
 };
 
 class AllPieces final : public comm::InFlight {
@@ -179,16 +198,17 @@ class CodedWire final : public Wire {
   }
 
   // A user's codec sees whole chunks.
-  bool takes_early() const override { return !buffers_->spec.codec; }
+  bool works_on_parts() const override { return buffers_->coder->works_on_parts(); }
 
-  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains) override {
+  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) override {
+    const auto shared = std::make_shared<const Delivery>(std::move(delivery));
     std::vector<std::unique_ptr<comm::InFlight>> pieces;
     for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
       std::shared_ptr<comm::Links> links;
       if (buffers_->spec.gather) {
-        links = std::make_shared<Gather>(buffers_, i);
+        links = std::make_shared<Gather>(buffers_, shared, i);
       } else {
-        links = std::make_shared<TwoShot>(buffers_, i);
+        links = std::make_shared<TwoShot>(buffers_, shared, i);
       }
       pieces.push_back(chains.run(std::move(links), buffers_->device));
     }
@@ -228,7 +248,7 @@ class CodedWire final : public Wire {
   at::Tensor residual() const override { return buffers_->residual; }
 
  private:
-  int32_t sources() const { return buffers_->spec.gather ? buffers_->ranks : 1; }
+  int32_t sources() const { return buffers_->sources(); }
 
   void begin_step() {
     if (!std::exchange(taking_, true)) buffers_->seed = mixed(buffers_->spec.seed + ++steps_);

@@ -9,6 +9,7 @@
 
 #include <utility>
 
+#include "../check.h"
 #include "../ops.h"
 
 namespace fastsync::engine {
@@ -28,7 +29,12 @@ class BlockCoder final : public Coder {
   }
   void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
               int32_t sources) override {
-    ops::decode(items, wire, plan_, sources);
+    ops::decode(items, wire, plan_, sources, 0, plan_.numel);
+  }
+  bool works_on_parts() const override { return true; }
+  void decode_part(const std::vector<ops::Item>& items, const at::Tensor& wire, int32_t sources,
+                   int64_t begin, int64_t end) override {
+    ops::decode(items, wire, plan_, sources, begin, end);
   }
 
  private:
@@ -114,6 +120,11 @@ class FlatCoder final : public Coder {
 };
 
 }  // namespace
+
+void Coder::decode_part(const std::vector<ops::Item>& /*items*/, const at::Tensor& /*wire*/,
+                        int32_t /*sources*/, int64_t /*begin*/, int64_t /*end*/) {
+  FS_ASSERT(false, "this coder decodes whole buckets");
+}
 
 std::shared_ptr<Coder> make_block_coder(const ops::WirePlan& plan) {
   return std::make_shared<BlockCoder>(plan);

@@ -22,6 +22,10 @@ class Coder {
                       const at::Tensor& residual, int64_t first, uint64_t seed) = 0;
   virtual void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
                       int32_t sources) = 0;
+  // The same for elements [begin, end) of the flat buffer; only where the coder works on parts.
+  virtual bool works_on_parts() const { return false; }
+  virtual void decode_part(const std::vector<ops::Item>& items, const at::Tensor& wire,
+                           int32_t sources, int64_t begin, int64_t end);
 };
 
 // A format of the kernels.

@@ -12,6 +12,12 @@
 
 namespace fastsync::engine {
 
+// Gradients that averages are written into as they arrive, and where they lie. Kept alive until then.
+struct Delivery {
+  std::vector<at::Tensor> tensors;
+  std::vector<ops::SlotLayout> layouts;
+};
+
 class Wire {
  public:
   virtual ~Wire() = default;
@@ -20,9 +26,10 @@ class Wire {
   virtual void take(const std::vector<ops::Item>& items, double scale) = 0;
   virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
                     double scale) = 0;
-  // Whether take() may be called for single gradients ahead of pack().
-  virtual bool takes_early() const = 0;
-  virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains) = 0;
+  // Whether take() may be called for single gradients ahead of pack(), and launch() may deliver.
+  virtual bool works_on_parts() const = 0;
+  // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in their slots' order.
+  virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
   // Writes averages; only behind the end of what launch() returned.
   virtual void unpack(const std::vector<ops::Item>& items) = 0;
   virtual at::Tensor flags() const = 0;
