@@ -6,8 +6,19 @@
 """
 
 from fastsync._build import BuildError
+from fastsync.config import TimelinePolicy
 from fastsync.consensus import RankMismatchError
 from fastsync.ddp import FastDDP
+from fastsync.stats import BucketTiming, SyncStats, log_to_tensorboard
 
-__all__ = ["BuildError", "FastDDP", "RankMismatchError", "__version__"]
+__all__ = [
+    "BucketTiming",
+    "BuildError",
+    "FastDDP",
+    "RankMismatchError",
+    "SyncStats",
+    "TimelinePolicy",
+    "__version__",
+    "log_to_tensorboard",
+]
 __version__ = "0.1.0"

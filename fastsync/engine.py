@@ -44,6 +44,10 @@ class Engine:
         group: the process group whose ranks average their gradients.
         buckets: how large buckets may grow.
         policy: how gradients travel and where they live.
+
+    Attributes:
+        plan: the current plan; `plans`: every one so far.
+        on_step: called with the C++ reducer before every step, at the same steps on all ranks.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class Engine:
         self.regrouped = False
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
+        self.plans: list[BucketPlan] = []
+        self.on_step: Callable[[Any], None] | None = None
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
@@ -99,6 +105,8 @@ class Engine:
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
+        if self.on_step is not None:
+            self.on_step(self.core)
         advice = self.core.prepare_forward()
         if advice.unused and self._policy.warn_unused:
             self._warn_unused(advice.unused)
@@ -113,6 +121,8 @@ class Engine:
 
     def shadow_step(self) -> None:
         """Takes part in one step of the other ranks, without gradients of its own."""
+        if self.on_step is not None:
+            self.on_step(self.core)
         self.core.shadow_step()
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -157,6 +167,7 @@ class Engine:
     def _install(self, order: Sequence[int]) -> None:
         self.plan = self._plan(order)
         self.core.set_plan([self._spec(b) for b in self.plan.buckets])
+        self.plans.append(self.plan)
 
     def _spec(self, bucket: Any) -> Any:
         layout = bucket.layout

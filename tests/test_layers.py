@@ -16,9 +16,9 @@ LONGEST_FILE = 450
 PYTHON_LAYERS = [
     ["env", "_build"],
     ["layout", "config", "_torch_private", "consensus"],
-    ["plan", "meeting", "_ext"],
-    ["engine"],
-    ["logging_data"],
+    ["plan", "meeting", "_ext", "clocks", "timeline_data"],
+    ["engine", "recorder", "stats", "timeline_views"],
+    ["logging_data", "timeline"],
     ["_torch_front"],
     ["ddp"],
     ["__init__"],
