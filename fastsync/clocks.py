@@ -8,6 +8,7 @@ at most.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -48,17 +49,17 @@ def clock_name() -> str:
 class Mailbox:
     """A part of the rendezvous store that one exchange uses, with a deadline.
 
-    Not a collective: a rank that is gone costs the others `timeout` seconds, and no more.
+    Not a collective: ranks that are gone cost the others `timeout` seconds, and no more.
 
     Args:
         store: shared by all ranks.
         place: a name that no other exchange uses.
-        timeout: seconds to wait for any one letter.
+        timeout: seconds from now until which letters are waited for, all of them together.
     """
 
     def __init__(self, store: Store, place: str, timeout: float) -> None:
         self._store = PrefixStore(f"fastsync/{place}", store)
-        self._timeout = timedelta(seconds=timeout)
+        self._deadline = time.monotonic() + timeout
 
     def put(self, key: str, text: str) -> None:
         self._store.set(key, text)
@@ -69,7 +70,11 @@ class Mailbox:
         Raises:
             RuntimeError: nothing came in time, or the store is gone.
         """
-        self._store.wait([key], self._timeout)
+        left = self._deadline - time.monotonic()
+        if left > 0:
+            self._store.wait([key], timedelta(seconds=left))
+        elif not self._store.check([key]):
+            raise RuntimeError(f"nothing came under {key!r} in time")
 
     def take(self, key: str) -> bytes:
         """What is under `key`, once it is there; raises as `wait`."""
@@ -85,15 +90,14 @@ class Mailbox:
         return letter
 
 
-def align_clocks(mail: Mailbox, rank: int, world: int, clock: str = "") -> list[ClockOffset]:
-    """Every rank calls it and learns the offset of each.
+def align_clocks(mail: Mailbox, rank: int, world: int, clock: str = "") -> list[ClockOffset | None]:
+    """Every rank calls it and learns the offset of each; None for ranks that did not come.
 
     Args:
-        mail: used for nothing before.
         clock: the name of this rank's clock; `clock_name()` by default.
 
     Raises:
-        RuntimeError: a rank did not answer in time.
+        RuntimeError: rank 0 did not answer in time.
     """
     mail.put(f"clock/{rank}", clock or clock_name())
     if rank == 0:
@@ -101,20 +105,29 @@ def align_clocks(mail: Mailbox, rank: int, world: int, clock: str = "") -> list[
     if rank in json.loads(mail.read("leaders")):
         best = min((_ping(mail, rank, i) for i in range(_PINGS)), key=lambda o: o.error_ns)
         mail.put(f"offset/{rank}", json.dumps([best.offset_ns, best.error_ns]))
-    return [ClockOffset(*entry) for entry in json.loads(mail.read("offsets"))]
+    entries = json.loads(mail.read("offsets"))
+    return [None if entry is None else ClockOffset(*entry) for entry in entries]
 
 
-def _lead(mail: Mailbox, world: int) -> list[ClockOffset]:
+def _lead(mail: Mailbox, world: int) -> list[ClockOffset | None]:
     """Rank 0's part: one rank of each other clock asks for the time."""
-    clocks = [mail.take(f"clock/{rank}").decode() for rank in range(world)]
-    leaders = {clock: clocks.index(clock) for clock in clocks if clock != clocks[0]}
+    clocks = [_clock_of(mail, rank) for rank in range(world)]
+    leaders = {clock: clocks.index(clock) for clock in clocks if clock not in (None, clocks[0])}
     mail.put("leaders", json.dumps(list(leaders.values())))
     offsets = {clocks[0]: ClockOffset(0, 0)}
     for clock, leader in leaders.items():
-        offsets[clock] = _answer(mail, leader)
-    result = [offsets[clock] for clock in clocks]
-    mail.put("offsets", json.dumps([[o.offset_ns, o.error_ns] for o in result]))
+        with contextlib.suppress(RuntimeError):  # it has gone
+            offsets[clock] = _answer(mail, leader)
+    result = [offsets.get(clock) for clock in clocks]
+    mail.put("offsets", json.dumps([o and [o.offset_ns, o.error_ns] for o in result]))
     return result
+
+
+def _clock_of(mail: Mailbox, rank: int) -> str | None:
+    try:
+        return mail.take(f"clock/{rank}").decode()
+    except RuntimeError:
+        return None
 
 
 def _ping(mail: Mailbox, rank: int, number: int) -> ClockOffset:

@@ -13,7 +13,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fastsync.clocks import ClockOffset, Mailbox, align_clocks
 from fastsync.config import TimelinePolicy
 from fastsync.env import Env
 from fastsync.plan import BucketPlan
-from fastsync.timeline_data import BucketInfo, Event, RankRecord, RankStep, Run, steps_of
+from fastsync.timeline_data import BucketInfo, RankRecord, RankStep, Run, steps_of
 
 __all__ = ["RecordedModel", "Recorder"]
 
@@ -109,51 +109,48 @@ class Recorder:
         """
         atexit.unregister(self._at_exit)
         self._writes += 1
-        mail = self._mail(timeout)
-        try:
-            offsets = self._offsets(mail)
-        except RuntimeError as error:
-            _say(
-                f"rank {self._rank} wrote its own marks only, as other ranks did not come: {error}"
-            )
-            mail, offsets = None, [ClockOffset(0, 0)] * self._world
-        mine = self._record(offsets[self._rank])
-        if "{rank}" in path:
-            self._dump(path.replace("{rank}", str(self._rank)), [mine])
-        elif self._rank == 0:
-            self._dump(path, [mine, *(self._others(mail) if mail else [])])
-        elif mail:
+        mail, apart = self._mail(timeout), "{rank}" in path
+        mine = self._record()
+        if mail and self._rank > 0 and not apart:
             mail.put(f"marks/{self._rank}", _packed(mine))
+        offsets = self._offsets(mail)
+        if apart:
+            own = offsets[self._rank] or ClockOffset(0, 0)
+            self._dump(path.replace("{rank}", str(self._rank)), [_on_clock(mine, own)])
+        elif self._rank == 0:
+            self._dump(path, [mine, *(self._others(mail, offsets) if mail else [])])
 
     def _mail(self, timeout: float) -> Mailbox | None:
         if self._store is None or self._world == 1:
             return None
         return Mailbox(self._store, f"{self._place}/{self._writes}", timeout)
 
-    def _offsets(self, mail: Mailbox | None) -> list[ClockOffset]:
+    def _offsets(self, mail: Mailbox | None) -> Sequence[ClockOffset | None]:
         if mail is None:
             return [ClockOffset(0, 0)] * self._world
-        return align_clocks(mail, self._rank, self._world)
+        try:
+            return align_clocks(mail, self._rank, self._world)
+        except RuntimeError as error:
+            _say(f"rank {self._rank} could not align its clock with rank 0's: {error}")
+            return [None] * self._world
 
-    def _others(self, mail: Mailbox) -> list[RankRecord]:
+    def _others(self, mail: Mailbox, offsets: Sequence[ClockOffset | None]) -> list[RankRecord]:
         records = []
-        for rank in range(1, self._world):
-            try:
-                letter = mail.take(f"marks/{rank}")
-            except RuntimeError as error:
-                _say(f"the marks of rank {rank} did not come: {error}")
+        for rank, offset in enumerate(offsets):
+            if rank == 0:
                 continue
-            records.append(_unpacked(letter))
+            if offset is None:
+                _say(f"the timeline lacks rank {rank}, which did not come in time")
+                continue
+            try:
+                records.append(_on_clock(_unpacked(mail.take(f"marks/{rank}")), offset))
+            except RuntimeError as error:
+                _say(f"the timeline lacks rank {rank}: {error}")
         return records
 
-    def _record(self, clock: ClockOffset) -> RankRecord:
-        events: list[Event] = [
-            (step, mark, index, size, at + clock.offset_ns)
-            for step, mark, index, size, at in self._timeline.events()
-        ]
-        dropped = self._timeline.dropped()
-        host = socket.gethostname()
-        return RankRecord(self._rank, host, clock.error_ns, dropped, tuple(events))
+    def _record(self) -> RankRecord:
+        events = tuple(self._timeline.events())
+        return RankRecord(self._rank, socket.gethostname(), 0, self._timeline.dropped(), events)
 
     def _dump(self, path: str, records: Sequence[RankRecord]) -> None:
         run = Run(
@@ -191,6 +188,12 @@ class Recorder:
                 self.write(self._policy.path, _EXIT_TIMEOUT)
             except RuntimeError as error:  # the store may be gone already
                 _say(f"rank {self._rank} could not hand over its timeline: {error}")
+
+
+def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:
+    """The record on rank 0's clock."""
+    events = tuple((s, m, i, b, time + clock.offset_ns) for s, m, i, b, time in record.events)
+    return replace(record, clock_error_ns=clock.error_ns, events=events)
 
 
 def _packed(record: RankRecord) -> str:

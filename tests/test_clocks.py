@@ -32,17 +32,44 @@ def test_the_true_offset_lies_within_the_error():
     assert answers[0][1].error_ns == 0 < answers[0][2].error_ns < SECOND
 
 
-def wait_for_nobody(rank, world):
-    if rank == 1:
-        return ""
-    mail = Mailbox(group_store(default_group()), "absent", timeout=0.2)
+def some_come(rank, world, coming):
+    if rank not in coming:
+        return None
+    mail = Mailbox(group_store(default_group()), "absent", timeout=1)
     try:
-        align_clocks(mail, rank, world)
+        return align_clocks(mail, rank, world)
     except RuntimeError as error:
         return str(error)
-    return "came"
 
 
 def test_a_rank_that_does_not_come():
-    first, _ = run_ranks(wait_for_nobody, 2)
-    assert first not in ("", "came")
+    here = ClockOffset(0, 0)
+    assert run_ranks(some_come, 3, [0, 2]) == [[here, None, here], None, [here, None, here]]
+
+
+def test_rank_zero_does_not_come():
+    _, second, third = run_ranks(some_come, 3, [1, 2])
+    assert "leaders" in second and "leaders" in third
+
+
+def leave_after_saying_hello(rank, world):
+    mail = Mailbox(group_store(default_group()), "gone", timeout=1)
+    if rank == 1:
+        return mail.put("clock/1", "another clock")
+    return align_clocks(mail, rank, world)
+
+
+def test_a_rank_that_leaves_before_it_asks():
+    assert run_ranks(leave_after_saying_hello, 2) == [[ClockOffset(0, 0), None], None]
+
+
+def send_late(rank, world):
+    mail = Mailbox(group_store(default_group()), "late", timeout=0)
+    if rank == 1:
+        mail.put("letter", "hello")
+    default_group().barrier().wait()
+    return mail.read("letter").decode()
+
+
+def test_what_is_there_is_read_after_the_deadline_too():
+    assert run_ranks(send_late, 2) == ["hello"] * 2

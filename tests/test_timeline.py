@@ -111,6 +111,20 @@ def test_a_rank_that_does_not_come_is_named_as_missing(tmp_path):
     assert "nothing recorded of rank 1" in summary_text(run)
 
 
+def out_of_inputs(rank, world, path):
+    policy = TimelinePolicy(path, skip=1, steps=5)
+    model = FastDDP(Sleeper(), bucket_cap_mb=0.001, timeline=policy)
+    with model.join():
+        train(model, 9 if rank == 0 else 4)
+
+
+def test_a_rank_that_runs_out_of_inputs_still_hands_over(tmp_path):
+    run_ranks(out_of_inputs, 2, str(tmp_path / "run.json"))
+    run = load(tmp_path / "run.json")
+    assert run.missing == ()
+    assert list(by_step(run)) == [1, 2, 3]  # those that both ranks computed
+
+
 def without_timeline(rank, world):
     model = FastDDP(Sleeper())
     train(model, 2)
