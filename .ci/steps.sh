@@ -9,6 +9,27 @@ slow_tests() {
   timeout 900 make test ARGS="-m slow"
 }
 
+# Libraries beside .venv, whose torch they take. An index may lack them, or lack a version.
+training_libraries() {
+  local venv=$STATE/ecosystem log=$WORK/ecosystem.log
+  if [[ ! -e $venv/.complete ]]; then
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
+  fi
+  # Of this clone, whichever clone made the environment.
+  .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' >"$(echo "$venv"/lib/python*/site-packages)/development.pth"
+  if [[ ! -e $venv/.complete ]]; then
+    if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -r requirements-ecosystem.txt 2>"$log"; then
+      cat "$log"
+      grep -q 'No matching distribution found' "$log" || return 1
+      skip "the package index lacks $(sed -n 's/.*No matching distribution found for //p' "$log")"
+      return
+    fi
+    touch "$venv/.complete"
+  fi
+  timeout 900 "$venv/bin/python" -m pytest tests/test_ecosystem.py
+}
+
 install_tools() {
   new_venv tools -r requirements-ci.txt
 }

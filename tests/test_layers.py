@@ -21,6 +21,7 @@ PYTHON_LAYERS = [
     ["logging_data", "timeline"],
     ["_torch_front"],
     ["ddp"],
+    ["integrations"],
     ["__init__"],
     ["_forkserver", "testing"],
 ]
