@@ -22,7 +22,7 @@ On links below 500 Mbit/s the model has a quarter of its size by default.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,54 +31,20 @@ from bench.harness import Settings
 from bench.launch import Group
 from bench.link_steps import LinkRun, measure_link
 from bench.machine import command_line, describe, environment
+from bench.netns import parse_links
 from bench.record import write_json
 from bench.tables import links_table
 from bench.wrappers import BASELINE, FLOOR, VARIANTS, select
 
 KIND = "links"
 SCHEMA = 1
-LOOPBACK = "loopback"
-UNSHAPED = "veth"
-SLOW = 500e6  # bit/s
-SLOW_SCALE = 0.25
 DEFAULTS = Settings(rounds=9, steps=1, warmup=1, check_steps=2, seconds=45.0)
-
-
-@dataclass(frozen=True)
-class LinkName:
-    """A link as asked for: "loopback", "veth" or a rate."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        if self.rate is not None:
-            netns.bits_per_second(self.rate)
-
-    @property
-    def rate(self) -> str | None:
-        """What to shape the link to, in tc's notation."""
-        return None if self.name in (LOOPBACK, UNSHAPED) else self.name
-
-    @property
-    def scale(self) -> float:
-        """The size of the model that suits the link."""
-        slow = self.rate is not None and netns.bits_per_second(self.rate) < SLOW
-        return SLOW_SCALE if slow else 1.0
-
-
-def parse_links(names: str) -> list[LinkName]:
-    """Parses a comma-separated list.
-
-    Raises:
-        UsageError: a name is neither "loopback", nor "veth", nor a rate.
-    """
-    return [LinkName(name.strip()) for name in names.split(",")]
 
 
 def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
     """What each rank does: measures those of the links that its place allows, one by one."""
     link = netns.Link.here(group.world)
-    names = [n for n in parse_links(args.links) if (n.name == LOOPBACK) == (link.seat is None)]
+    names = [n for n in parse_links(args.links) if n.on_links == (link.seat is not None)]
     selection = select(args.wrappers, required=(FLOOR, args.baseline))
     work = LinkRun(args.model, args.wait, selection.variants, _settings(args), link)
     facts = environment(group)
@@ -116,7 +82,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _start(args: argparse.Namespace) -> int:
     links, worlds = parse_links(args.links), jobs.worlds(args.ranks, least=2)
     select(args.wrappers, required=(FLOOR, args.baseline))  # an unknown name fails here
-    kinds = [k for k in (True, False) if any((link.name != LOOPBACK) == k for link in links)]
+    kinds = [k for k in (True, False) if any(link.on_links == k for link in links)]
     todo = [jobs.Job(world, on_links) for world in worlds for on_links in kinds]
     return jobs.run_jobs(
         lambda group, report: run(args, group, report),

@@ -13,7 +13,7 @@ import pytest
 from bench import cli, netns
 from bench.errors import UsageError
 from bench.launch import INTERRUPTED
-from bench.links import LinkName, parse_links
+from bench.netns import LinkName, parse_links
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--scale", "0.01", "--rounds", "1", "--seconds", "1", "--check-steps", "2")
@@ -119,4 +119,4 @@ def test_bad_input_is_refused():
     done = links("--links", "loopback", "--wrappers", "fastsync_nonsense")
     assert done.returncode == cli.USAGE and "unknown wrapper ['fastsync_nonsense']" in done.stderr
     done = links("--links", "loopback", "--ranks", "1")
-    assert done.returncode == cli.USAGE and "at least two ranks" in done.stderr
+    assert done.returncode == cli.USAGE and "at least 2 rank(s)" in done.stderr
