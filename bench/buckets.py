@@ -132,7 +132,8 @@ def _start(args: argparse.Namespace) -> int:
     return jobs.run_jobs(lambda *context: run(args, *context), todo, args.threads, save)
 
 
-def main() -> int:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = points.parser(KIND, __doc__)
     add = parser.add_argument
     add("--models", default="wide,transformer", help="see bench.step (default: %(default)s)")
@@ -144,7 +145,11 @@ def main() -> int:
     add("--steps", type=int, default=2, help="timed steps in a burst (default: %(default)s)")
     add("--seconds", type=float, default=45.0, help="per model, about (default: 45)")
     points.add_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

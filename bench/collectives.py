@@ -158,9 +158,9 @@ def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
     if group.is_main:
         print(describe(facts), flush=True)
     for size in parse_sizes(args.sizes):
-        progress.show(f"{link.name}: {_readable(size)}")
+        progress.show(f"{link.name}: {readable(size)}")
         for name, seconds in measure_size(size // 4, args, group).items():
-            of = (link.name, f"{group.world} ranks", name, _readable(size))
+            of = (link.name, f"{group.world} ranks", name, readable(size))
             rate = size / sorted(seconds)[len(seconds) // 2]
             bandwidths = {"algorithm_gbps": rate * 1e-9}
             bandwidths["bus_gbps"] = bandwidths["algorithm_gbps"] * bus_factor(group.world)
@@ -196,7 +196,8 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _readable(size: int) -> str:
+def readable(size: float) -> str:
+    """A size in bytes, in KiB or MiB."""
     return f"{size / 1024:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"
 
 
@@ -209,7 +210,8 @@ def _start(args: argparse.Namespace) -> int:
     return jobs.run_jobs(lambda *context: run(args, *context), todo, args.threads, save)
 
 
-def main() -> int:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = points.parser(KIND, __doc__)
     add = parser.add_argument
     add("--sizes", default="4,64,1024,8192,65536", help="in KiB of fp32 (default: %(default)s)")
@@ -217,7 +219,11 @@ def main() -> int:
     add("--link", default="loopback", help="loopback, veth or a rate; see bench.links")
     add("--rounds", type=int, default=15, help="turns of every way (default: %(default)s)")
     points.add_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

@@ -116,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.kernels",
         description=__doc__,
@@ -131,7 +132,11 @@ def main() -> int:
     add("--threads", type=int, default=1, help="torch CPU threads (default: 1)")
     add("--markdown", action="store_true", help="print tables as Markdown")
     add("--json", type=Path, help="write the result to this file")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = command().parse_args()
     return cli.guarded(lambda: run(args))
 
 

@@ -16,7 +16,7 @@ sends 2(N-1)/N of its bytes. A variant that sends b bits for each of G elements 
 hide a part. Synchronisation is the step less that of `no_sync` in the same round. Bytes are counted
 by the interface, headers and acknowledgements included.
 
-On links below 500 Mbit/s the model has a quarter of its size by default.
+On links below 500 Mbit/s the model has an eighth of its size by default.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _write(parts: list[jobs.Part], args: argparse.Namespace) -> None:
     write_json(result, args.json)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.links",
         description=__doc__,
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = _parser().parse_args()
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

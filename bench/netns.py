@@ -41,7 +41,7 @@ QUEUE = "4mb"
 LOOPBACK = "loopback"
 UNSHAPED = "veth"
 SLOW = 500e6  # bit/s
-SLOW_SCALE = 0.25
+SLOW_SCALE = 0.125
 
 LINK_VARIABLE = "BENCH_LINK"  # tells a rank its namespace and its port of the switch
 

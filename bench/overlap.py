@@ -224,7 +224,8 @@ def _start(args: argparse.Namespace) -> int:
     return jobs.run_jobs(lambda *context: run(args, *context), todo, args.threads, save)
 
 
-def main() -> int:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = points.parser(KIND, __doc__)
     add = parser.add_argument
     add("--links", default="1gbit", help="see bench.links (default: %(default)s)")
@@ -234,10 +235,14 @@ def main() -> int:
     add("--baseline", default="ddp", help="the first of the variants (default: ddp)")
     add("--scale", type=float, default=1.0, help="share of the 25 M parameters (default: 1)")
     add("--rounds", type=int, default=5, help="at most (default: %(default)s)")
-    add("--warmup", type=int, default=2, help="steps before the first round (default: 2)")
+    add("--warmup", type=int, default=1, help="steps before the first round (default: 1)")
     add("--seconds", type=float, default=30.0, help="per table, about (default: 30)")
     points.add_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

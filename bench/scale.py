@@ -199,7 +199,8 @@ def _start(args: argparse.Namespace) -> int:
     )
 
 
-def main() -> int:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = points.parser(KIND, __doc__)
     add = parser.add_argument
     add("--parameters", default="10,100,1000,10000", help="default: %(default)s")
@@ -207,7 +208,11 @@ def main() -> int:
     add("--ranks", default="2", help="of real groups (default: 2)")
     add("--rounds", type=int, default=7, help="turns of every way (default: %(default)s)")
     points.add_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

@@ -108,7 +108,8 @@ def _start(args: argparse.Namespace) -> int:
     return jobs.run_jobs(lambda *context: run(args, *context), todo, args.threads, finish)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.step",
         description=__doc__,
@@ -129,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = _parser().parse_args()
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

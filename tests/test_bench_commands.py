@@ -6,15 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import compare
+from bench import all as run_everything
+from bench import buckets, cli, collectives, compare, kernels, links, overlap, report, scale, step
+from bench.launch import Group
+from fastsync.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 OURS = {"fastsync", "fastsync_bf16", "fastsync_fp16"}
 SOME = ("--wrappers", "ddp,ddp_fp16,fastsync,fastsync_bf16")
 
 COMMANDS = {
-    "step": ("--models", "small", "--scale", "0.01", "--ranks", "2,3", "--rounds", "1", *SOME),
+    "step": ("--models", "small", "--scale", "0.01", "--rounds", "1", *SOME),
     "links": ("--links", "loopback", "--scale", "0.01", "--rounds", "1", *SOME),
     "kernels": ("--models", "small,gpt2", "--scale", "0.001", "--rounds", "1"),
     "collectives": ("--sizes", "0.5,64", "--rounds", "1"),
@@ -24,10 +28,29 @@ COMMANDS = {
 }
 
 
+# Their work is done in ranks; the others do some of it in the process that a user starts.
+IN_RANKS = {
+    "step": step,
+    "links": links,
+    "collectives": collectives,
+    "overlap": overlap,
+    "buckets": buckets,
+}
+
+
+def run_rank(rank, world, name, arguments):
+    """What one rank of a command reports."""
+    module = IN_RANKS[name]
+    parts = []
+    group = Group(rank, world, torch.device("cpu"))
+    assert module.run(module.command().parse_args(arguments), group, parts.append) == 0
+    return parts
+
+
 def bench(name, *arguments):
     command = [sys.executable, "-m", f"bench.{name}", *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -36,7 +59,7 @@ def names(result, place):
 
 
 def check_step(result):
-    assert set(result["models"]) == {"small, 2 ranks", "small, 3 ranks"}
+    assert set(result["models"]) == {"small"}
     for model in result["models"].values():
         assert {"no_sync", "ddp", "ddp_fp16", "fastsync"} <= set(model["variants"])
         assert model["variants"]["ddp"]["check"] == "bit-identical"
@@ -87,7 +110,16 @@ def check_scale(result):
     assert {"plan", "wrap", "backward", "ddp", "fastsync"} <= names(result, 2)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", IN_RANKS)
+def test_ranks_report_complete_results(name):
+    reports, *others = run_ranks(run_rank, 2, name, COMMANDS[name], timeout=300)
+    assert reports and not any(others), "the main rank reports"
+    part = json.loads(json.dumps(reports[-1]))
+    globals()[f"check_{name}"](part)
+    assert part["environment"]["torch"]
+
+
+@pytest.mark.parametrize("name", ["links", "kernels", "scale"])
 def test_command(name, tmp_path):
     path = tmp_path / f"{name}.json"
     done = bench(name, *COMMANDS[name], "--json", str(path))
@@ -99,8 +131,10 @@ def test_command(name, tmp_path):
     assert compare.kind_of(compare.load(path)) == name
     changes = compare.compare(result, result, compare.TIME)
     assert len(changes) > 2 and not any(change.verdict(0.05) for change in changes)
+    assert len(report.figures(name, tmp_path).splitlines()) > len(changes) / 4
 
 
+MODULES = {**IN_RANKS, "kernels": kernels, "scale": scale}
 BAD_INPUT = {
     "step": ("--ranks", "two"),
     "kernels": ("--cases", "pack fp7>fp32"),
@@ -112,8 +146,28 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_one_line(name):
-    done = bench(name, *BAD_INPUT[name])
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and BAD_INPUT[name][1] in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_is_one_line(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *BAD_INPUT[name]])
+    assert MODULES[name].main() == cli.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and BAD_INPUT[name][1] in said and said.count("\n") == 1
+
+
+def test_jobs_of_several_worlds_make_one_result(tmp_path):
+    """Started as a user does; a model's name tells the number of ranks."""
+    path = tmp_path / "step.json"
+    done = bench("step", *COMMANDS["step"], "--ranks", "1,2", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert set(result["models"]) == {"small, 1 ranks", "small, 2 ranks"}
+    assert result["environment"]["ranks"] == "1 and 2"
+
+
+def test_everything_is_listed_and_chosen(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["all", "--list", "--only", "ops,links", "--skip", "links"])
+    assert run_everything.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ops"]
+    for wrong in (["--only", "nothing"], ["--only", "ops", "--skip", "ops"]):
+        monkeypatch.setattr(sys, "argv", ["all", "--list", *wrong])
+        assert run_everything.main() == run_everything.USAGE
+    assert sum(part.seconds for part in run_everything.PARTS) < 25 * 60

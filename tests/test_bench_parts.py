@@ -1,9 +1,12 @@
 """What benchmarks compute from what they measure."""
 
+from xml.etree import ElementTree
+
 import pytest
 import torch
 
 from bench import compare, wrappers
+from bench.charts import Labels, Line, bar_chart, line_chart, nice_marks
 from bench.errors import CheckFailed, UsageError
 from bench.harness import Measured, summarise
 from bench.kernel_cases import CASES, make_scattered, methods
@@ -82,3 +85,18 @@ def test_wire_formats_are_those_of_the_package():
         variant = wrappers.VARIANTS[wrappers.fastsync_name(wire)]
         assert variant.wire == wire
         assert variant.lossy == (wire != "fp32")
+
+
+def test_charts_are_wellformed_and_hold_what_they_are_given():
+    labels = Labels("a < b", "x", "y")
+    lines = [Line("one", [(1, 2.0), (1024, 3.0)]), Line("other", [(1, 2.5)], dashed=True)]
+    bars = {"first": {"one": 1.0, "other": 2.0}, "second": {"one": 0.0}}
+    for svg in (line_chart(labels, lines), bar_chart(labels, bars, {"first": {"one": 0.5}})):
+        words = [element.text for element in ElementTree.fromstring(svg).iter() if element.text]
+        assert {"a < b", "x", "y", "one", "other"} <= set(words)
+
+
+@pytest.mark.parametrize("largest", [0.003, 1, 7, 1234])
+def test_marks_are_round_and_reach_the_largest(largest):
+    marks = nice_marks(largest)
+    assert marks[0] == 0 and marks[-1] >= largest * (1 - 1e-9) and 3 <= len(marks) <= 8

@@ -90,6 +90,11 @@ def test_measurements_are_what_the_results_say(path):
     assert len(report.MARKED.findall(text)) == text.count("<!-- bench:")
 
 
+def test_charts_are_what_the_results_say():
+    for path, wanted in report.renewed().items():
+        assert path.exists() and path.read_text() == wanted, "run: python -m bench.report"
+
+
 def test_report_fills_a_table(tmp_path):
     spread = {"median": 0.5, "q1": 0.4, "q3": 0.6}
     timing = {"step": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "ratio": spread}
