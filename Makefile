@@ -14,7 +14,8 @@ PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test torch-suite bench bench-links lint format clean check-python check-compiler
+.PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap \
+  bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -59,8 +60,17 @@ torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only
 bench: $(STAMP) ## step times of all variants, into out/step.json
 	$(IN_CHECKOUT) -m bench.step --json out/step.json $(ARGS)
 
-bench-links: $(STAMP) ## the same over shaped links, into bench/results (needs root)
-	$(IN_CHECKOUT) -m bench.links --ranks 2,4 --json bench/results/links.json $(ARGS)
+bench-all: $(STAMP) ## all benchmarks, into bench/results and the documents (ARGS='--only step')
+	$(IN_CHECKOUT) -m bench.all $(ARGS)
+
+bench-links: $(STAMP) ## steps over shaped links, into out/links.json (needs root)
+	$(IN_CHECKOUT) -m bench.links --ranks 2,4 --json out/links.json $(ARGS)
+
+bench-overlap: $(STAMP) ## exposed communication against the least, into out/overlap.json (needs root)
+	$(IN_CHECKOUT) -m bench.overlap --json out/overlap.json $(ARGS)
+
+bench-kernels bench-collectives bench-buckets bench-scale: bench-%: $(STAMP)
+	$(IN_CHECKOUT) -m bench.$* --json out/$*.json $(ARGS)
 
 docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
 	$(IN_CHECKOUT) -m docs.build $(ARGS)

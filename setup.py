@@ -61,10 +61,14 @@ def source_packages():
     return {".".join(("fastsync", *folder.parts)): str(folder) for folder in folders}
 
 
-packages = {"fastsync": "fastsync", **source_packages()}
+sources = source_packages()
+packages = {"fastsync": "fastsync", **sources}
 setup(
     packages=list(packages),
     package_dir=packages,
-    package_data={"fastsync": ["py.typed"], **{p: ["*.h", "*.cpp", "*.cu"] for p in packages}},
+    package_data={
+        "fastsync": ["py.typed", "page/*"],
+        **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
+    },
     **extension_arguments(),
 )

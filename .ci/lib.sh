@@ -63,7 +63,7 @@ repeat_test_results() {
 open_state() {
   local prefix hash other
   prefix=${TMPDIR:-/tmp}/fastsync-ci-$(id -u)
-  hash=$(cat requirements-dev.txt requirements-ci.txt pyproject.toml | sha256sum | head -c 12)
+  hash=$(cat requirements-*.txt pyproject.toml | sha256sum | head -c 12)
   STATE=$prefix-$hash
   mkdir -p -m 700 "$STATE"
   exec 9>"$STATE/lock"

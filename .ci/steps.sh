@@ -9,6 +9,27 @@ slow_tests() {
   timeout 900 make test ARGS="-m slow"
 }
 
+# Libraries beside .venv, whose torch they take. An index may lack them, or lack a version.
+training_libraries() {
+  local venv=$STATE/ecosystem log=$WORK/ecosystem.log
+  if [[ ! -e $venv/.complete ]]; then
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
+  fi
+  # Of this clone, whichever clone made the environment.
+  .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' >"$(echo "$venv"/lib/python*/site-packages)/development.pth"
+  if [[ ! -e $venv/.complete ]]; then
+    if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -r requirements-ecosystem.txt 2>"$log"; then
+      cat "$log"
+      grep -q 'No matching distribution found' "$log" || return 1
+      skip "the package index lacks $(sed -n 's/.*No matching distribution found for //p' "$log")"
+      return
+    fi
+    touch "$venv/.complete"
+  fi
+  timeout 900 "$venv/bin/python" -m pytest tests/test_ecosystem.py
+}
+
 install_tools() {
   new_venv tools -r requirements-ci.txt
 }
@@ -101,4 +122,17 @@ prebuilt() {
     echo "error: importing the installed package compiled something into the cache"
     return 1
   fi
+}
+
+# Skipped, and said so, where no browser can be had: Playwright's own comes over the network and is not pinned by us.
+browser_page() {
+  local log=$WORK/browser.log
+  .venv/bin/python -m pip install --disable-pip-version-check -q --target "$WORK/playwright" \
+    "$(grep '^playwright==' requirements-ci.txt)" || { skip "playwright cannot be installed"; return 0; }
+  export PYTHONPATH=$WORK/playwright
+  if ! command -v chromium chromium-headless-shell chromium-browser google-chrome >/dev/null; then
+    timeout 300 .venv/bin/python -m playwright install chromium-headless-shell >"$log" 2>&1 || cat "$log"
+  fi
+  timeout 300 .venv/bin/python -m pytest tests/test_timeline_page.py 2>&1 | tee "$log"
+  if grep -q 'no Chromium can be started' "$log"; then skip "no Chromium here"; fi
 }

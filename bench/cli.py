@@ -6,9 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from bench.errors import CheckFailed, MissingRights, UsageError
-from bench.models import WORKLOADS
+from bench.models import WORKLOADS, Workload
 from bench.wrappers import VARIANTS
 
 FAILED = 1
@@ -16,20 +19,30 @@ USAGE = 2
 NO_RIGHTS = 3
 
 
-def add_arguments(parser: argparse.ArgumentParser, models: str) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, models: str, several_worlds: bool = False
+) -> None:
     """Adds the options every benchmark has.
 
     Args:
         models: the default of --models.
+        several_worlds: --ranks is a text of several numbers, for bench.jobs.worlds.
     """
     parser.add_argument(
         "--models", default=models, help=f"of {', '.join(WORKLOADS)} (default: {models})"
     )
     parser.add_argument(
-        "--wrappers", default="all", help=f"all, or of {', '.join(VARIANTS)} (default: all)"
+        "--scale",
+        type=float,
+        help="share of a model's parameters, 1 being its true size (default: what suits 2 cores)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)"
+        "--wrappers", default="all", help=f"all, or of {', '.join(VARIANTS)} (default: all)"
+    )
+    how: dict[str, Any] = {"default": "2"} if several_worlds else {"type": int, "default": 2}
+    example = ", one number or several, such as 2,4" if several_worlds else ""
+    parser.add_argument(
+        "--ranks", help=f"processes to start{example}; torchrun's wins (default: 2)", **how
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="torch CPU threads per rank (default: 1)"
@@ -48,6 +61,20 @@ def models(names: str) -> list[str]:
     if unknown:
         raise UsageError(f"unknown model {unknown}; expects some of {', '.join(WORKLOADS)}")
     return wanted
+
+
+def workload(name: str, args: argparse.Namespace) -> Workload:
+    """The model of that name, at the scale asked for, which is 1 by default where there is a GPU.
+
+    Raises:
+        UsageError: the scale is not positive.
+    """
+    scale = 1.0 if args.scale is None and torch.cuda.is_available() else args.scale
+    if scale is None:
+        return WORKLOADS[name]()
+    if scale <= 0.0:
+        raise UsageError(f"expects a positive --scale but got {scale}")
+    return WORKLOADS[name](scale=scale)
 
 
 def guarded(run: Callable[[], int]) -> int:

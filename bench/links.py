@@ -16,88 +16,35 @@ sends 2(N-1)/N of its bytes. A variant that sends b bits for each of G elements 
 hide a part. Synchronisation is the step less that of `no_sync` in the same round. Bytes are counted
 by the interface, headers and acknowledgements included.
 
-On links below 500 Mbit/s the model has a quarter of its size by default.
+On links below 500 Mbit/s the model has an eighth of its size by default.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
-import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import cli, netns
-from bench.errors import UsageError
+from bench import cli, jobs, netns
 from bench.harness import Settings
-from bench.launch import INTERRUPTED, Group, is_rank, launch
+from bench.launch import Group
 from bench.link_steps import LinkRun, measure_link
 from bench.machine import command_line, describe, environment
+from bench.netns import parse_links
+from bench.record import write_json
 from bench.tables import links_table
 from bench.wrappers import BASELINE, FLOOR, VARIANTS, select
 
 KIND = "links"
 SCHEMA = 1
-PART_VARIABLE = "BENCH_PART"  # where rank 0 leaves what it measured
-LOOPBACK = "loopback"
-UNSHAPED = "veth"
-SLOW = 500e6  # bit/s
-SLOW_SCALE = 0.25
 DEFAULTS = Settings(rounds=9, steps=1, warmup=1, check_steps=2, seconds=45.0)
 
 
-@dataclass(frozen=True)
-class LinkName:
-    """A link as asked for: "loopback", "veth" or a rate."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        if self.rate is not None:
-            netns.bits_per_second(self.rate)
-
-    @property
-    def rate(self) -> str | None:
-        """What to shape the link to, in tc's notation."""
-        return None if self.name in (LOOPBACK, UNSHAPED) else self.name
-
-    @property
-    def scale(self) -> float:
-        """The size of the model that suits the link."""
-        slow = self.rate is not None and netns.bits_per_second(self.rate) < SLOW
-        return SLOW_SCALE if slow else 1.0
-
-
-def parse_links(names: str) -> list[LinkName]:
-    """Parses a comma-separated list.
-
-    Raises:
-        UsageError: a name is neither "loopback", nor "veth", nor a rate.
-    """
-    return [LinkName(name.strip()) for name in names.split(",")]
-
-
-def _worlds(text: str) -> list[int]:
-    try:
-        worlds = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"expects numbers of ranks such as 2,4 but got {text!r}") from None
-    if min(worlds) < 2:
-        raise UsageError(f"a link joins at least two ranks, but got --ranks {text}")
-    return worlds
-
-
-def run(args: argparse.Namespace, group: Group) -> int:
+def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
     """What each rank does: measures those of the links that its place allows, one by one."""
     link = netns.Link.here(group.world)
-    names = [n for n in parse_links(args.links) if (n.name == LOOPBACK) == (link.seat is None)]
+    names = [n for n in parse_links(args.links) if n.on_links == (link.seat is not None)]
     selection = select(args.wrappers, required=(FLOOR, args.baseline))
     work = LinkRun(args.model, args.wait, selection.variants, _settings(args), link)
     facts = environment(group)
@@ -113,7 +60,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
         records.append(record)
         if group.is_main:
             print(f"\n{title(record)}\n{links_table(record, args.markdown)}", flush=True)
-            _leave_part({"environment": facts, "links": records})
+            report({"environment": facts, "links": records})
     return 0
 
 
@@ -132,80 +79,22 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _leave_part(part: dict[str, Any]) -> None:
-    path = os.environ.get(PART_VARIABLE)
-    if path:
-        Path(path).write_text(json.dumps(part), encoding="utf-8")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, so that links are removed."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def launch_on_links(
-    main: Callable[[Group], int], worlds: Sequence[int], links: Sequence[LinkName], threads: int
-) -> tuple[int, list[dict[str, Any]]]:
-    """Runs `main` on every number of ranks, on shaped links and on loopback as `links` demand.
-
-    Returns:
-        An exit code, and what the main ranks left behind.
-
-    Raises:
-        MissingRights: a link other than loopback was asked for and cannot be made.
-    """
-    kinds = [s for s in (True, False) if any((link.name != LOOPBACK) == s for link in links)]
-    parts: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="fastsync-links-") as folder, _terminable():
-        try:
-            if True in kinds:
-                netns.require()
-            for world, shaped in itertools.product(worlds, kinds):
-                path = Path(folder) / f"{world}-{shaped}.json"
-                os.environ[PART_VARIABLE] = str(path)
-                code = _launch_one(main, world, shaped, threads)
-                if path.exists():
-                    parts.append(json.loads(path.read_text(encoding="utf-8")))
-                if code:
-                    return code, parts
-        except KeyboardInterrupt:
-            print("\ninterrupted: links removed", file=sys.stderr)
-            return INTERRUPTED, parts
-    return 0, parts
-
-
-def _launch_one(main: Callable[[Group], int], world: int, shaped: bool, threads: int) -> int:
-    if not shaped:
-        return launch(main, world, threads)
-    with netns.Network(world) as network:
-        return launch(main, world, threads, network.placement)
-
-
 def _start(args: argparse.Namespace) -> int:
-    def main(group: Group) -> int:
-        return run(args, group)
-
-    links, worlds = parse_links(args.links), _worlds(args.ranks)
+    links, worlds = parse_links(args.links), jobs.worlds(args.ranks, least=2)
     select(args.wrappers, required=(FLOOR, args.baseline))  # an unknown name fails here
-    if is_rank():
-        return launch(main, 0, args.threads)
-    code, parts = launch_on_links(main, worlds, links, args.threads)
-    if parts and args.json:
-        _write(parts, args)
-    return code
+    kinds = [k for k in (True, False) if any(link.on_links == k for link in links)]
+    todo = [jobs.Job(world, on_links) for world in worlds for on_links in kinds]
+    return jobs.run_jobs(
+        lambda group, report: run(args, group, report),
+        todo,
+        args.threads,
+        lambda parts: _write(parts, args),
+    )
 
 
-def _write(parts: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def _write(parts: list[jobs.Part], args: argparse.Namespace) -> None:
+    if args.json is None:
+        return
     result = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -214,11 +103,11 @@ def _write(parts: list[dict[str, Any]], args: argparse.Namespace) -> None:
         "settings": asdict(_settings(args)),
         "links": [record for part in parts for record in part["links"]],
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(result, args.json)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.links",
         description=__doc__,
@@ -244,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = _parser().parse_args()
+    args = command().parse_args()
     return cli.guarded(lambda: _start(args))
 
 

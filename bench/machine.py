@@ -39,10 +39,12 @@ def environment(group: Group) -> dict[str, Any]:
 def describe(facts: dict[str, Any]) -> str:
     """One line for people."""
     device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
+    threads = f"{facts['threads_per_rank']} thread(s)"
+    ranks = f"{facts['ranks']} ranks over {facts['transport']}, {threads} each"
     return (
-        f"{facts['ranks']} ranks over {facts['transport']}, {facts['threads_per_rank']} thread(s) "
-        f"each; {device}, {facts['memory_gib']:.0f} GiB; torch {facts['torch']}, "
-        f"Python {facts['python']}; commit {facts['commit'] or 'unknown'}"
+        f"{f'1 process, {threads}' if facts['ranks'] == 1 else ranks}; {device}, "
+        f"{facts['memory_gib']:.0f} GiB; torch {facts['torch']}, Python {facts['python']}; "
+        f"commit {facts['commit'] or 'unknown'}"
     )
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from bench import cli
 from bench.launch import Group, launch
-from bench.models import WORKLOADS, Workload
+from bench.models import Workload
 from bench.record import add_json_argument, publish
 from bench.training import OPTIMIZERS, Lane, make_batches
 from bench.wrappers import Variant, select
@@ -129,7 +129,7 @@ def main() -> int:
         models = cli.models(args.models)
         rows = []
         for variant in selection.variants:
-            ratios = [gradient_memory(WORKLOADS[name](), variant, group) for name in models]
+            ratios = [gradient_memory(cli.workload(name, args), variant, group) for name in models]
             rows.append((variant.name, *("n/a" if r is None else f"{r:.2f}x" for r in ratios)))
         title = "memory of gradients and buckets, in bytes per byte of gradients"
         publish(title, ("variant", *models), rows, group, args)

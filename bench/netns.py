@@ -38,6 +38,11 @@ UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 BURST = "256kb"
 QUEUE = "4mb"
 
+LOOPBACK = "loopback"
+UNSHAPED = "veth"
+SLOW = 500e6  # bit/s
+SLOW_SCALE = 0.125
+
 LINK_VARIABLE = "BENCH_LINK"  # tells a rank its namespace and its port of the switch
 
 
@@ -51,6 +56,42 @@ def bits_per_second(rate: str) -> float:
     if match is None or not float(match["number"]):
         raise UsageError(f"unknown rate {rate!r}; expects a number and a unit, such as 100mbit")
     return float(match["number"]) * UNITS[match["unit"]]
+
+
+@dataclass(frozen=True)
+class LinkName:
+    """A link as asked for: "loopback", "veth" or a rate."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            bits_per_second(self.rate)
+
+    @property
+    def on_links(self) -> bool:
+        """Whether ranks need namespaces of their own."""
+        return self.name != LOOPBACK
+
+    @property
+    def rate(self) -> str | None:
+        """What to shape the link to, in tc's notation."""
+        return None if self.name in (LOOPBACK, UNSHAPED) else self.name
+
+    @property
+    def scale(self) -> float:
+        """The size of the model that suits the link."""
+        slow = self.rate is not None and bits_per_second(self.rate) < SLOW
+        return SLOW_SCALE if slow else 1.0
+
+
+def parse_links(names: str) -> list[LinkName]:
+    """Parses a comma-separated list.
+
+    Raises:
+        UsageError: a name is neither "loopback", nor "veth", nor a rate.
+    """
+    return [LinkName(name.strip()) for name in names.split(",")]
 
 
 def missing_rights() -> str | None:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import cli
 from bench.launch import Group, launch
-from bench.models import WORKLOADS, Workload
+from bench.models import Workload
 from bench.record import add_json_argument, publish
 from bench.training import make_lane
 from bench.wrappers import Variant, select
@@ -44,7 +44,7 @@ def main() -> int:
         models = cli.models(args.models)
         rows = []
         for variant in select(args.wrappers).variants:
-            counts = [dispatched_ops(WORKLOADS[name](), variant, group) for name in models]
+            counts = [dispatched_ops(cli.workload(name, args), variant, group) for name in models]
             rows.append((variant.name, *map(str, counts)))
         title = "operators dispatched per step (zero_grad, forward, backward)"
         publish(title, ("variant", *models), rows, group, args)

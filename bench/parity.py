@@ -14,7 +14,6 @@ import argparse
 from bench import cli
 from bench.check import judge, train
 from bench.launch import Group, launch
-from bench.models import WORKLOADS
 from bench.record import add_json_argument, publish
 from bench.training import OPTIMIZERS
 from bench.wrappers import BASELINE, VARIANTS, select
@@ -22,7 +21,7 @@ from bench.wrappers import BASELINE, VARIANTS, select
 
 def verdicts(model: str, optimizer: str, args: argparse.Namespace, group: Group) -> list[str]:
     """What became of each variant on one model."""
-    workload = WORKLOADS[model]()
+    workload = cli.workload(model, args)
     expected = train(workload, VARIANTS[BASELINE], group, optimizer, args.steps)
     found = []
     for variant in select(args.wrappers).variants:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.launch import Group
 from bench.machine import command_line, environment
@@ -36,5 +37,10 @@ def publish(
             "headers": list(headers),
             "rows": [list(row) for row in rows],
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(result, args.json)
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Writes a result, and the folder it belongs into where that is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

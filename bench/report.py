@@ -5,8 +5,8 @@
 
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file.
-With --check nothing is written; the exit code is 1 where a document does not say what its result
-says.
+Charts are drawn into docs/bench-*.svg. With --check nothing is written; the exit code is 1 where a
+document or a chart does not say what its result says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench import links
+from bench.figures import DRAWN, chart_text, drawn
 from bench.machine import describe
+from bench.point_reports import LAYOUTS, links_report, point_report
 from bench.record import TABLE
 from bench.tables import render
 
@@ -80,6 +83,11 @@ def figures(name: str, results: Path = RESULTS) -> str:
     if not path.exists():
         return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
+    if result.get("kind") == links.KIND:
+        return links_report(result)
+    if result.get("kind") in LAYOUTS:
+        chart = f"![{chart_text(result)}](bench-{name}.svg)\n\n" if name in DRAWN else ""
+        return chart + point_report(result)
     return table_report(result) if result.get("kind") == TABLE else step_report(result)
 
 
@@ -97,10 +105,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     stale = 0
-    for path in documents():
-        text = path.read_text(encoding="utf-8")
-        wanted = filled(text)
-        if text == wanted:
+    for path, wanted in renewed().items():
+        if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
         if check:
             print(f"{path.name} does not say what bench/results say", file=sys.stderr)
@@ -109,6 +115,12 @@ def main() -> int:
             path.write_text(wanted, encoding="utf-8")
             print(f"{path.name} updated")
     return 1 if stale else 0
+
+
+def renewed() -> dict[Path, str]:
+    """Every document and chart as the results would have it."""
+    texts = {path: filled(path.read_text(encoding="utf-8")) for path in documents()}
+    return texts | {ROOT / "docs" / name: svg for name, svg in drawn(RESULTS).items()}
 
 
 if __name__ == "__main__":

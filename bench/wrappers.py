@@ -51,6 +51,7 @@ class Variant:
         cost: what its wire format saves and costs.
         unavailable: the reason why this variant cannot run here, or None.
         wire: the wire format of fastsync's variants; None for torch's.
+        takes_sparse: whether it can reduce sparse gradients.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Variant:
     cost: WireCost = EXACT
     unavailable: Callable[[], str | None] = field(default=_always)
     wire: str | None = None
+    takes_sparse: bool = True
 
     @property
     def lossy(self) -> bool:
@@ -144,7 +146,13 @@ _TORCH_VARIANTS = (
         "static_graph + gradient_as_bucket_view",
         _ddp(static_graph=True, gradient_as_bucket_view=True),
     ),
-    Variant("ddp_fp16", "torch's fp16_compress_hook", _ddp_fp16, WireCost(16.0, 0.01)),
+    Variant(
+        "ddp_fp16",
+        "torch's fp16_compress_hook",
+        _ddp_fp16,
+        WireCost(16.0, 0.01),
+        takes_sparse=False,  # the hook divides, which torch has not for sparse halves
+    ),
 )
 
 # What is known of wire formats; one that is not listed is held to UNKNOWN_WIRE.

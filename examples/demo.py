@@ -30,8 +30,9 @@ from bench.machine import describe  # noqa: E402
 from bench.memory import gradient_memory  # noqa: E402
 from bench.models import Workload  # noqa: E402
 from bench.ops import dispatched_ops  # noqa: E402
+from bench.record import write_json  # noqa: E402
 from bench.stats import Spread  # noqa: E402
-from bench.step import document, model_record, write  # noqa: E402
+from bench.step import document, model_record  # noqa: E402
 from bench.tables import milliseconds, ratio, render  # noqa: E402
 from bench.wrappers import BASELINE, FLOOR, VARIANTS, Selection, Variant, select  # noqa: E402
 from examples import data, gpt, plot, train  # noqa: E402
@@ -226,7 +227,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
     result["models"]["gpt"] = model_record(workload, timings)
     result["costs"] = {name: asdict(cost) for name, cost in costs.items()}
     if group.is_main:
-        write(result, args.out / "demo.json")
+        write_json(result, args.out / "demo.json")
         print(f"\nAll numbers: {args.out.name}/demo.json")
     return 0
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fastsync._torch_private import GradBucket
 from fastsync.engine import Engine
 from fastsync.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
+from fastsync.recorder import Recorder
 
 __all__ = ["FrontLogger", "FrontReducer"]
 
@@ -23,8 +24,9 @@ __all__ = ["FrontLogger", "FrontReducer"]
 class FrontReducer:
     """Stands where torch's front expects a `torch.distributed.Reducer`."""
 
-    def __init__(self, engine: Engine, logger: FrontLogger) -> None:
+    def __init__(self, engine: Engine, logger: FrontLogger, recorder: Recorder | None) -> None:
         self.engine = engine
+        self.recorder = recorder
         self._logger = logger
         self._initial_world = dist.get_world_size(engine.group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,9 +25,12 @@ from fastsync._torch_private import (
     untraced,
 )
 from fastsync.codec import Wire
-from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.config import BucketPolicy, SyncPolicy, TimelinePolicy
 from fastsync.engine import Engine, NamedParam
+from fastsync.env import Env
 from fastsync.logging_data import WrapFacts
+from fastsync.recorder import RecordedModel, Recorder
+from fastsync.stats import SyncStats, make_stats
 
 __all__ = ["FastDDP"]
 
@@ -52,6 +56,10 @@ class FastDDP(DistributedDataParallel):
             "int4", the name of a registered codec, a `fastsync.Codec`, or a `fastsync.Wire` with
             everything else that can be chosen. Sums are computed in fp32. 16-bit gradients are
             compressed below 16 bits only; fp64 ones travel as they are.
+        timeline: a path: records when each bucket is ready, packed, launched and done on every
+            rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
+            records until training ends, for `sync_stats()` and `write_timeline()`. A
+            `TimelinePolicy` says more. The same on every rank.
 
     Raises:
         RuntimeError: there is no process group, or no parameter to train.
@@ -84,9 +92,10 @@ class FastDDP(DistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         wire: Any = "fp32",
+        timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
     ) -> None:
         request = _Request(module, process_group, device_mesh, device_ids, output_device)
-        self._buckets, self._policy = request.settle(
+        self._buckets, self._policy, self._timeline = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
                 wire=Wire.of(wire),
@@ -96,6 +105,7 @@ class FastDDP(DistributedDataParallel):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
             ),
+            lambda: TimelinePolicy.of(timeline),
             {"mixed_precision": mixed_precision},
         )
         super().__init__(
@@ -133,10 +143,20 @@ class FastDDP(DistributedDataParallel):
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         facts = self._facts(static_graph)
         logger = FrontLogger(engine, facts)
-        self.reducer = cast(Any, FrontReducer(engine, logger))
+        self.reducer = cast(Any, FrontReducer(engine, logger, self._record(engine)))
         self.logger = cast(Any, logger)
         cast(Any, self)._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
+
+    def _record(self, engine: Engine) -> Recorder | None:
+        if self._timeline is None:
+            return None
+        names = tuple(param.name for param in engine.params)
+        device = engine.params[0].tensor.device
+        model = RecordedModel(type(self.module).__name__, names, device, engine.plans)
+        recorder = Recorder(self._timeline, model, self.process_group)
+        engine.on_step = recorder.before_step
+        return recorder
 
     def _facts(self, static_graph: bool) -> WrapFacts:
         group = self.process_group
@@ -159,6 +179,10 @@ class FastDDP(DistributedDataParallel):
     @property
     def _engine(self) -> Engine:
         return cast(FrontReducer, self.reducer).engine
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return cast(FrontReducer, self.reducer).recorder
 
     def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Asked while torch.compile splits a graph of the module."""
@@ -218,17 +242,36 @@ class FastDDP(DistributedDataParallel):
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
         self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
 
-    def sync_stats(self) -> dict[str, Any]:
-        """Counters of this rank since wrapping.
+    def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
+        """What synchronising has cost this rank: counters, and times where `timeline=` records.
 
-        Returns:
-            `steps` (synchronised backwards), `plans` (bucket plans installed), `collectives`,
-            `bytes` (handed to collectives), `exposed_seconds` (host time at the end of backward
-            spent waiting for collectives), `buckets` (bytes of each bucket of the current plan).
+        Args:
+            one_rank_step: seconds of a training step without other ranks, on as much data as each
+                rank has here; gives the scaling efficiency.
+
+        Raises:
+            ValueError: `one_rank_step` is not positive, or no two steps have been recorded.
         """
         engine = self._engine
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
-        return {**engine.core.stats(), "buckets": sizes}
+        steps = self._recorder.steps() if self._recorder is not None else []
+        return make_stats(engine.core.stats(), sizes, steps, one_rank_step)
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Writes what has been recorded so far; every rank calls it.
+
+        Args:
+            path: as in `TimelinePolicy`: rank 0 writes this file; with "{rank}", each its own.
+
+        Raises:
+            RuntimeError: nothing is recorded.
+        """
+        if self._recorder is None:
+            raise RuntimeError(
+                "write_timeline() finds no recording; wrap the model with "
+                "FastDDP(model, timeline=True), on every rank"
+            )
+        self._recorder.write(os.fspath(path), Env.read().agree_timeout)
 
 
 @dataclass(frozen=True)
@@ -245,8 +288,9 @@ class _Request:
         self,
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
+        timeline: Callable[[], TimelinePolicy | None],
         unsupported: dict[str, Any],
-    ) -> tuple[BucketPolicy, SyncPolicy]:
+    ) -> tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]:
         """Checks the arguments and agrees on them with all ranks.
 
         A rank with an error still takes part, so that the others do not wait for it; it raises
@@ -255,7 +299,7 @@ class _Request:
         group = self._group()
         try:
             self._check_module(unsupported)
-            settled = buckets(), policy()
+            settled = buckets(), policy(), timeline()
             self._check_wire(settled[1].wire)
             _ext.load()
         except Exception as error:
@@ -272,6 +316,7 @@ class _Request:
             "gradient_as_bucket_view": str(settled[1].views),
             "find_unused_parameters=False": str(settled[1].fail_on_unused),
             "static_graph": str(settled[1].static_graph),
+            "timeline": str(settled[2]),
         }
         self._agree(group, settings, "")
         return settled

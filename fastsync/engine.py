@@ -53,6 +53,10 @@ class Engine:
         group: the process group whose ranks average their gradients.
         buckets: how large buckets may grow.
         policy: how gradients travel and where they live.
+
+    Attributes:
+        plan: the current plan; `plans`: every one so far.
+        on_step: called with the C++ reducer before every step, at the same steps on all ranks.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Engine:
         self.regrouped = False
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
+        self.plans: list[BucketPlan] = []
+        self.on_step: Callable[[Any], None] | None = None
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
@@ -110,6 +116,8 @@ class Engine:
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
+        if self.on_step is not None:
+            self.on_step(self.core)
         advice = self.core.prepare_forward()
         warmed_up = self._warming_up and not self._is_warming_up()
         if advice.unused and self._policy.warn_unused:
@@ -126,6 +134,8 @@ class Engine:
 
     def shadow_step(self) -> None:
         """Takes part in one step of the other ranks, without gradients of its own."""
+        if self.on_step is not None:
+            self.on_step(self.core)
         self.core.shadow_step()
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -181,6 +191,7 @@ class Engine:
         if self.plan.coded and dist.get_world_size(self._group) > 1 and not self._chained:
             self._make_chains()
         self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)])
+        self.plans.append(self.plan)
 
     def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
         param = self._params[index]

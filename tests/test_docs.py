@@ -1,13 +1,16 @@
 """The documents: links resolve, every variable is described, figures are what their sources say."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 from bench import report
+from fastsync import FastDDP
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*report.documents(ROOT), *sorted(ROOT.glob("examples/*.md"))]
@@ -87,6 +90,11 @@ def test_measurements_are_what_the_results_say(path):
     assert len(report.MARKED.findall(text)) == text.count("<!-- bench:")
 
 
+def test_charts_are_what_the_results_say():
+    for path, wanted in report.renewed().items():
+        assert path.exists() and path.read_text() == wanted, "run: python -m bench.report"
+
+
 def test_report_fills_a_table(tmp_path):
     spread = {"median": 0.5, "q1": 0.4, "q3": 0.6}
     timing = {"step": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "ratio": spread}
@@ -112,6 +120,37 @@ def test_report_fills_a_table(tmp_path):
     assert "old" not in filled
     assert report.filled(filled, tmp_path) == filled
     assert report.NOT_MEASURED in report.filled(text, tmp_path / "nowhere")
+
+
+def table_rows(heading):
+    """First and last cells of the tables under a heading of docs/drop-in.md."""
+    text = (ROOT / "docs/drop-in.md").read_text()
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and not cells[-1].startswith("test"):
+            yield cells[0], cells[-1]
+
+
+def test_every_argument_and_method_of_ddp_has_a_row():
+    described = {name for first, _ in table_rows("Arguments") for name in re.findall(r"\w+", first)}
+    arguments = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"}
+    assert arguments <= described <= set(inspect.signature(FastDDP.__init__).parameters)
+    rows = [first for first, _ in table_rows("Methods and properties")]
+    described = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert {name for name in vars(DistributedDataParallel) if not name.startswith("_")} <= described
+
+
+def test_every_row_names_tests_that_exist():
+    named = r"`(test_\w+)::(test_\w+)`"
+    headings = ["Arguments", "Methods and properties", "Communication hooks of torch", "Behaviour"]
+    for heading in [*headings, "torch.compile", "Libraries"]:
+        rows = list(table_rows(heading))
+        assert rows
+        for first, last in rows:
+            assert re.findall(named, last), f"the row of {first} names no test"
+    for file, test in re.findall(named, (ROOT / "docs/drop-in.md").read_text()):
+        assert f"def {test}(" in (ROOT / f"tests/{file}.py").read_text(), f"{file}::{test}"
 
 
 def quoted_errors():

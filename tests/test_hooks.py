@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,14 +28,16 @@ def model():
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8))
 
 
-def train(wrapped, rank, steps=STEPS):
+def train(wrapped, rank, steps=STEPS, idle=0):
+    """All weights after `steps` steps, of which the first `idle` change nothing."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
         torch.manual_seed(5)  # PowerSGD draws its start
         wrapped(torch.randn(16, 32, generator=generator)).square().mean().backward()
-        optimizer.step()
+        if step >= idle:
+            optimizer.step()
     return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
 
 
@@ -47,8 +51,18 @@ def local_sgd():
     )
 
 
+def local_sgd_alone():
+    """From the fourth step on, every rank trains for itself."""
+    alone, _ = dist.new_subgroups(1)
+    return post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, alone, start_localSGD_iter=3)
+
+
 def no_state():
     return None
+
+
+def world_group():
+    return dist.group.WORLD
 
 
 HOOKS = {
@@ -58,20 +72,50 @@ HOOKS = {
         default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
         no_state,
     ),
+    "fp16 around PowerSGD": (
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        power_sgd,
+    ),
     "PowerSGD": (powerSGD_hook.powerSGD_hook, power_sgd),
+    "batched PowerSGD": (powerSGD_hook.batched_powerSGD_hook, power_sgd),
     "post-local SGD": (post_localSGD_hook.post_localSGD_hook, local_sgd),
+    "post-local SGD, alone": (post_localSGD_hook.post_localSGD_hook, local_sgd_alone),
+    "quantized": (quantization_hooks.quantization_pertensor_hook, world_group),
+    "quantized by channel": (quantization_hooks.quantization_perchannel_hook, world_group),
     "no-op": (debugging_hooks.noop_hook, no_state),
 }
 
 
+def gather_stacked(outputs, tensor, group=None, async_op=False):
+    work = dist.all_gather(outputs, tensor, group=group, async_op=True)
+    stacked = work.get_future().then(lambda done: [torch.stack(done.value())])
+    return SimpleNamespace(get_future=lambda: stacked)
+
+
+def repair_torchs_hooks():
+    """Three of torch's hooks fail on Gloo or everywhere, whoever calls them.
+
+    The quantizing ones expect one tensor from a gather that yields a list, and batched PowerSGD
+    hands a matrix to a function for batches of them.
+    """
+    quantization_hooks.dist = SimpleNamespace(group=dist.group, all_gather=gather_stacked)
+    of_batches = powerSGD_hook._orthogonalize
+    powerSGD_hook._orthogonalize = lambda m, epsilon=0: of_batches(
+        m.view(-1, *m.shape[-2:]), epsilon
+    )
+
+
 def against_ddp(rank, world, name, options):
+    repair_torchs_hooks()
     hook, state = HOOKS[name]
     ours = FastDDP(model(), **options)
     shared = {k: v for k, v in options.items() if k == "bucket_cap_mb"}
     theirs = DistributedDataParallel(model(), **shared)
     ours.register_comm_hook(state(), hook)
     theirs.register_comm_hook(state(), hook)
-    return torch.equal(train(ours, rank), train(theirs, rank))
+    # Channels are cut from the bucket, where gradients lie in DDP's order from the second step on.
+    idle = 1 if "channel" in name else 0
+    return torch.equal(train(ours, rank, idle=idle), train(theirs, rank, idle=idle))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +129,59 @@ def test_torchs_own_hooks_give_the_same_bits(name, options):
 @pytest.mark.parametrize("name", ["allreduce", "fp16"])
 def test_hooks_on_many_small_buckets(name):
     assert all(run_ranks(against_ddp, 2, name, {"bucket_cap_mb": 0.001}))
+
+
+BF16_HOOKS = [
+    default_hooks.bf16_compress_hook,
+    default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+]
+
+
+def bf16_refused(rank, world):
+    texts = []
+    for hook in BF16_HOOKS:
+        for kind in (FastDDP, DistributedDataParallel):
+            with pytest.raises(TypeError) as caught:
+                kind(model()).register_comm_hook(None, hook)
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_bf16_on_gloo_is_refused_as_by_ddp():
+    for texts in run_ranks(bf16_refused, 2):
+        assert len(set(texts)) == 1
+
+
+class Turning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, forwards):
+        for layer in self.layers if forwards else reversed(self.layers):
+            x = layer(x).relu()
+        return x
+
+
+def turn_under_a_hook(rank, world):
+    plans = []
+    for hooked in (True, False):
+        wrapped = FastDDP(Turning(), bucket_cap_mb=1e-4)
+        if hooked:
+            wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        for step in range(30):
+            wrapped(torch.randn(4, 32), step < 5).sum().backward()
+        plans.append(wrapped.sync_stats()["plans"])
+    return plans
+
+
+def test_plans_stay_under_a_hook():
+    """Hooks keep states of buckets, which another plan would put to the wrong ones."""
+    for hooked, plain in run_ranks(turn_under_a_hook, 2):
+        assert hooked == 3, "one at the start, one for the hook, one in the order of the first step"
+        assert plain > 2, "without a hook the plan would have followed"
 
 
 def sum_instead(state, bucket):

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.models.classic import conv, ops400, small, transformer, wide
+from bench.models.dlrm import dlrm, dlrm_sparse
+from bench.models.images import resnet50, vit
+from bench.models.language import gpt2, lstm
 from bench.models.waiting import waiting
 from bench.models.workload import WEIGHT_SEED, Workload, data_generator
 
@@ -20,6 +23,12 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "transformer": transformer,
     "wide": wide,
     "conv": conv,
+    "resnet50": resnet50,
+    "gpt2": gpt2,
+    "vit": vit,
+    "lstm": lstm,
+    "dlrm": dlrm,
+    "dlrm_sparse": dlrm_sparse,
     "ops400": ops400,
     "waiting": waiting,
 }

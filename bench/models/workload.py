@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 WEIGHT_SEED = 20_13
+CPU_SCALE = 1 / 16  # of models of real size, so that two CPU cores take a fraction of a second
 
 
 @dataclass(frozen=True)

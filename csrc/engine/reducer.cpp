@@ -361,19 +361,19 @@ void Reducer::finish_buckets() {
   if (!hook_) watch_.note_votes(last ? last->vote() : at::Tensor());
 }
 
-// What rides in the buckets where no hook owns them, in a collective of its own. Empty: nobody asks.
+// The flags that ride in the buckets where no hook owns them, in a collective of their own. Empty: nobody asks. There is
+// no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a hook the plan made after the first
+// step stays, as it does in DDP, unless parameters are thawed.
 std::vector<bool> Reducer::exchange_flags() {
   if (!votes() || options_.static_graph) return {};
   const auto count = static_cast<int64_t>(params_.size());
-  at::Tensor flags = at::zeros({count + 1}, at::TensorOptions().dtype(at::kFloat));
+  at::Tensor flags = at::zeros({count}, at::TensorOptions().dtype(at::kFloat));
   auto* values = flags.mutable_data_ptr<float>();
   for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
-  values[count] = watch_.vote() ? 1.0F : 0.0F;
   const at::Tensor sum = flags.to(buckets_.front().device());
   collective_->all_reduce(sum)->wait();
   flags = sum.to(at::kCPU);
   values = flags.mutable_data_ptr<float>();
-  watch_.note_votes(flags.narrow(0, count, 1));
   hook_counts_.assign(values, values + count);
   return std::vector<bool>(values, values + count);
 }

@@ -1,0 +1,74 @@
+"""FastDDP in training libraries that build their own DistributedDataParallel.
+
+Accelerate, and with it the Trainer of Transformers, names the class it wraps models in::
+
+    with fastsync.integrations.in_place_of_ddp(wire="bf16"):
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+Lightning asks its strategy::
+
+    trainer = lightning.Trainer(strategy=fastsync.integrations.FastDDPStrategy(wire="bf16"))
+
+None of these libraries is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from fastsync.ddp import FastDDP
+
+__all__ = ["in_place_of_ddp"]
+
+
+@contextmanager
+def in_place_of_ddp(**options: Any) -> Iterator[type[FastDDP]]:
+    """While it is entered, whoever builds `torch.nn.parallel.DistributedDataParallel` gets FastDDP.
+
+    Meant for libraries that offer no other way to choose the class. Models that were wrapped
+    inside stay what they are; code that had imported the class by its name does not notice.
+
+    Args:
+        options: arguments of FastDDP; they win over those that the library passes.
+    """
+
+    class Configured(FastDDP):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, **options})
+
+    replacement = Configured if options else FastDDP
+    former = nn.parallel.DistributedDataParallel
+    nn.parallel.DistributedDataParallel = replacement  # type: ignore[misc]
+    try:
+        yield replacement
+    finally:
+        nn.parallel.DistributedDataParallel = former  # type: ignore[misc]
+
+
+@cache
+def _lightning_strategy() -> Any:
+    try:
+        from lightning.pytorch.strategies import DDPStrategy
+    except ModuleNotFoundError:
+        from pytorch_lightning.strategies import DDPStrategy
+
+    class FastDDPStrategy(DDPStrategy):  # type: ignore[misc]
+        """Lightning's DDPStrategy with FastDDP; takes the arguments of both."""
+
+        __qualname__ = "FastDDPStrategy"
+
+        def _setup_model(self, model: nn.Module) -> FastDDP:
+            return FastDDP(model, self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    return FastDDPStrategy
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FastDDPStrategy":
+        return _lightning_strategy()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

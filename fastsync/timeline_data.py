@@ -1,0 +1,348 @@
+"""A recorded run: what every rank's buckets did and when, and what follows from it.
+
+Pure: reads and writes JSON, needs neither the extension nor a process group. Times are nanoseconds
+on rank 0's steady clock; durations are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+__all__ = [
+    "BucketInfo",
+    "BucketTimes",
+    "RankRecord",
+    "RankStep",
+    "Run",
+    "Straggler",
+    "by_step",
+    "find_straggler",
+    "launch_lag",
+    "load",
+    "merge",
+    "steps_of",
+]
+
+FORMAT = "fastsync timeline"
+VERSION = 1
+_NS = 1e-9
+# A rank is named as the straggler where it costs at least this share of the step.
+_NOTEWORTHY = 0.01
+
+Event = tuple[int, str, int, int, int]  # step, mark, bucket or plan, bytes, nanoseconds
+
+
+@dataclass(frozen=True)
+class BucketInfo:
+    """A bucket of a plan.
+
+    Attributes:
+        parameters: names, in slot order.
+        bytes: of the flat buffer, as it is handed to the backend.
+        wire: the dtype it travels in.
+    """
+
+    parameters: tuple[str, ...]
+    bytes: int
+    wire: str
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank recorded.
+
+    Attributes:
+        clock_error_ns: how far its times may be off rank 0's clock.
+        dropped: marks that the ring had overwritten.
+        events: (step, mark, bucket or plan, bytes, time).
+    """
+
+    rank: int
+    host: str
+    clock_error_ns: int
+    dropped: int
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recording of all ranks.
+
+    Attributes:
+        plans: the buckets of each plan; a step's marks count plans from 1.
+        missing: ranks whose marks could not be had.
+    """
+
+    model: str
+    world_size: int
+    backend: str
+    device: str
+    torch: str
+    plans: tuple[tuple[BucketInfo, ...], ...]
+    ranks: tuple[RankRecord, ...]
+    missing: tuple[int, ...] = ()
+
+    def dump(self, path: Path) -> None:
+        """Writes the run as JSON; the folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Run:
+    """Reads a run.
+
+    Raises:
+        ValueError: the file is no recorded run, or of another version.
+        OSError: it cannot be read.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not a timeline that fastsync has recorded")
+    if (version := document.pop("version", None)) != VERSION:
+        raise ValueError(f"{path} has format version {version}; this fastsync reads {VERSION}")
+    try:
+        return _run_of(document)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _run_of(document: Mapping[str, Any]) -> Run:
+    fields = dict(document)
+    plans = fields.pop("plans")
+    ranks = fields.pop("ranks")
+    return Run(
+        **{**fields, "missing": tuple(fields["missing"])},
+        plans=tuple(
+            tuple(BucketInfo(tuple(b["parameters"]), b["bytes"], b["wire"]) for b in plan)
+            for plan in plans
+        ),
+        ranks=tuple(
+            RankRecord(**{**r, "events": tuple((s, m, i, b, t) for s, m, i, b, t in r["events"])})
+            for r in ranks
+        ),
+    )
+
+
+def merge(runs: Sequence[Run]) -> Run:
+    """Joins the files that ranks wrote each for itself.
+
+    Raises:
+        ValueError: two hold the same rank, or they are not of one run.
+    """
+    first = runs[0]
+    ranks = sorted((r for run in runs for r in run.ranks), key=lambda r: r.rank)
+    if len({r.rank for r in ranks}) != len(ranks):
+        raise ValueError("two of the files hold the same rank")
+    if len({(run.world_size, run.plans) for run in runs}) != 1:
+        raise ValueError("the files are not of one run: world sizes or buckets differ")
+    missing = sorted(set(range(first.world_size)) - {r.rank for r in ranks})
+    facts = {f: getattr(first, f) for f in ("model", "world_size", "backend", "device", "torch")}
+    return Run(**facts, plans=first.plans, ranks=tuple(ranks), missing=tuple(missing))
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in one step of one rank."""
+
+    bucket: int
+    ready: int
+    packed: int
+    launched: int
+    done: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One synchronised step of one rank, with everything that was recorded about it.
+
+    Attributes:
+        plan: how many plans had been installed; index of its plan plus 1.
+        forwards: start and end of each forward that belongs to it.
+        backward_start, backward_end: of the gradients' computation.
+        end: all averages are there.
+    """
+
+    rank: int
+    step: int
+    plan: int
+    forwards: tuple[tuple[int, int], ...]
+    backward_start: int
+    backward_end: int
+    end: int
+    buckets: tuple[BucketTimes, ...]
+
+    @property
+    def start(self) -> int:
+        return self.forwards[0][0] if self.forwards else self.backward_start
+
+    @property
+    def computing(self) -> float:
+        """Seconds of forward and backward."""
+        return sum(_NS * (b - a) for a, b in (*self.forwards, self._backward))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds between the last gradient and the last average: what synchronising costs."""
+        return _NS * (self.end - self.backward_end) if self.buckets else 0.0
+
+    @property
+    def busy(self) -> tuple[tuple[int, int], ...]:
+        """When at least one collective was under way."""
+        return _union((b.launched, b.done) for b in self.buckets)
+
+    @property
+    def communicating(self) -> float:
+        """Seconds in which at least one collective was under way."""
+        return sum(_NS * (b - a) for a, b in self.busy)
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of that which lie within backward."""
+        start, end = self._backward
+        inside = ((max(a, start), min(b, end)) for a, b in self.busy)
+        return sum(_NS * (b - a) for a, b in inside if b > a)
+
+    @property
+    def _backward(self) -> tuple[int, int]:
+        return self.backward_start, self.backward_end
+
+
+def _union(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:
+    """The complete steps among a rank's marks, by number.
+
+    A step is complete where its backward began, ended and was followed by all averages. A backward
+    that failed leaves marks behind, under the number of the next one: the latest count.
+    """
+    grouped: dict[int, list[Event]] = {}
+    for event in events:
+        grouped.setdefault(event[0], []).append(event)
+    steps = {number: _step_of(rank, number, marks) for number, marks in grouped.items()}
+    return {number: step for number, step in steps.items() if step is not None}
+
+
+def _step_of(rank: int, number: int, events: Sequence[Event]) -> RankStep | None:
+    latest = {mark: (index, time) for _, mark, index, _, time in events}
+    if not {"backward_start", "backward_end", "step_end"} <= latest.keys():
+        return None
+    plan, start = latest["backward_start"]
+    buckets: dict[int, dict[str, int]] = {}
+    sizes: dict[int, int] = {}
+    for _, mark, index, size, time in events:
+        if mark in ("ready", "packed", "launched", "done"):
+            buckets.setdefault(index, {})[mark] = time
+        if mark == "launched":
+            sizes[index] = size
+    whole = (
+        BucketTimes(index, bytes=sizes[index], **times)
+        for index, times in sorted(buckets.items())
+        if len(times) == 4
+    )
+    return RankStep(
+        rank=rank,
+        step=number,
+        plan=plan,
+        forwards=_forwards(events),
+        backward_start=start,
+        backward_end=latest["backward_end"][1],
+        end=latest["step_end"][1],
+        buckets=tuple(whole),
+    )
+
+
+def _forwards(events: Sequence[Event]) -> tuple[tuple[int, int], ...]:
+    spans = []
+    start: int | None = None
+    for _, mark, _, _, time in sorted(events, key=lambda event: event[4]):
+        if mark == "forward_start":
+            start = time
+        elif mark == "forward_end" and start is not None:
+            spans.append((start, time))
+            start = None
+    return tuple(spans)
+
+
+def launch_lag(steps: Sequence[RankStep]) -> tuple[int, float] | None:
+    """Who launched latest in one step, and how many seconds after the others.
+
+    Per bucket, the lag is that of the last rank to launch it behind the median of the others; the
+    step's is the largest of its buckets'. None where there is nothing to compare.
+    """
+    worst: tuple[int, float] | None = None
+    launched: dict[int, list[tuple[int, int]]] = {}
+    for step in steps:
+        for bucket in step.buckets:
+            launched.setdefault(bucket.bucket, []).append((bucket.launched, step.rank))
+    for times in launched.values():
+        if len(times) < 2:
+            continue
+        *others, (last, rank) = sorted(times)
+        lag = _NS * (last - median(time for time, _ in others))
+        if worst is None or lag > worst[1]:
+            worst = rank, lag
+    return worst
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that the others wait for.
+
+    Attributes:
+        lag: seconds that it launches after the others: the median of its late steps.
+        late_steps: steps in which it was the last.
+        steps: steps that were compared.
+    """
+
+    rank: int
+    lag: float
+    late_steps: int
+    steps: int
+
+
+def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Straggler | None:
+    """The rank with the largest sum of lags, or None where nobody is late enough to speak of.
+
+    Late enough is more than the clocks' error and 1 % of the median step, in at least half of the
+    steps.
+    """
+    lags: dict[int, list[float]] = {}
+    compared = 0
+    for steps in by_step.values():
+        if (worst := launch_lag(steps)) is not None:
+            compared += 1
+            lags.setdefault(worst[0], []).append(worst[1])
+    if not lags:
+        return None
+    rank = max(lags, key=lambda r: sum(lags[r]))
+    lag = median(lags[rank])
+    length = median(_NS * (s.end - s.start) for steps in by_step.values() for s in steps)
+    error = _NS * max(r.clock_error_ns for r in run.ranks)
+    if lag <= max(error, _NOTEWORTHY * length) or 2 * len(lags[rank]) < compared:
+        return None
+    return Straggler(rank, lag, len(lags[rank]), compared)
+
+
+def by_step(run: Run) -> dict[int, list[RankStep]]:
+    """Every step that all recorded ranks have in whole, in order; ranks in order."""
+    per_rank = [steps_of(record.rank, record.events) for record in run.ranks]
+    common = set.intersection(*(set(steps) for steps in per_rank)) if per_rank else set()
+    return {number: [steps[number] for steps in per_rank] for number in sorted(common)}

@@ -1,0 +1,173 @@
+"""Every benchmark as it is typed, with tiny settings: what it writes is complete and compares."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import all as run_everything
+from bench import buckets, cli, collectives, compare, kernels, links, overlap, report, scale, step
+from bench.launch import Group
+from fastsync.testing import run_ranks
+
+ROOT = Path(__file__).parent.parent
+OURS = {"fastsync", "fastsync_bf16", "fastsync_fp16"}
+SOME = ("--wrappers", "ddp,ddp_fp16,fastsync,fastsync_bf16")
+
+COMMANDS = {
+    "step": ("--models", "small", "--scale", "0.01", "--rounds", "1", *SOME),
+    "links": ("--links", "loopback", "--scale", "0.01", "--rounds", "1", *SOME),
+    "kernels": ("--models", "small,gpt2", "--scale", "0.001", "--rounds", "1"),
+    "collectives": ("--sizes", "0.5,64", "--rounds", "1"),
+    "overlap": ("--links", "loopback", "--backward", "1,2", "--scale", "0.01", "--rounds", "1"),
+    "buckets": ("--models", "wide", "--scale", "0.01", "--sizes", "0.1,1", "--rounds", "1"),
+    "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
+}
+
+
+# Their work is done in ranks; the others do some of it in the process that a user starts.
+IN_RANKS = {
+    "step": step,
+    "links": links,
+    "collectives": collectives,
+    "overlap": overlap,
+    "buckets": buckets,
+}
+
+
+def run_rank(rank, world, name, arguments):
+    """What one rank of a command reports."""
+    module = IN_RANKS[name]
+    parts = []
+    group = Group(rank, world, torch.device("cpu"))
+    assert module.run(module.command().parse_args(arguments), group, parts.append) == 0
+    return parts
+
+
+def bench(name, *arguments):
+    command = [sys.executable, "-m", f"bench.{name}", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def names(result, place):
+    return {point["of"][place] for point in result["points"]}
+
+
+def check_step(result):
+    assert set(result["models"]) == {"small"}
+    for model in result["models"].values():
+        assert {"no_sync", "ddp", "ddp_fp16", "fastsync"} <= set(model["variants"])
+        assert model["variants"]["ddp"]["check"] == "bit-identical"
+
+
+def check_links(result):
+    assert [record["link"] for record in result["links"]] == ["loopback"]
+
+
+def check_kernels(result):
+    assert names(result, 0) == {"small", "gpt2"}
+    assert {"pack fp32>bf16", "unpack bf16>fp32"} <= names(result, 1)
+    assert names(result, 2) == {"copy", "fastsync", "foreach_copy", "loop", "cat"}
+    for point in result["points"]:
+        assert point["gbps"] > 0
+        if point["of"][2] == "copy":
+            assert point["ratio"]["median"] == 1.0
+
+
+def check_collectives(result):
+    assert OURS | {"all_reduce_fp32", "all_reduce_fp16"} <= names(result, 2)
+    assert names(result, 3) == {"0.5 KiB", "64 KiB"}
+    for point in result["points"]:
+        bytes_per_second = point["size"] / point["time"]["median"]
+        assert point["algorithm_gbps"] == pytest.approx(bytes_per_second * 1e-9)
+        assert point["bus_gbps"] == pytest.approx(point["algorithm_gbps"])  # 2(N-1)/N = 1
+
+
+def check_overlap(result):
+    assert names(result, 2) == {"1", "2"}
+    for point in result["points"]:
+        if point["of"][3] == "no_sync":
+            assert point["least"] is None
+        else:
+            assert point["least"] >= 0
+            assert (point["least_of_plan"] is None) == (point["of"][3] not in OURS)
+
+
+def check_buckets(result):
+    found = {tuple(point["of"][3:]): point for point in result["points"]}
+    assert {size for _, size in found} == {"default", "0.1 MiB", "1 MiB", "-"}
+    assert len(found["fastsync", "0.1 MiB"]["plan"]) > len(found["fastsync", "1 MiB"]["plan"])
+
+
+def check_scale(result):
+    assert names(result, 0) == {"fake group", "loopback"}
+    assert names(result, 1) == {"2 ranks", "4096 ranks"}
+    assert {"plan", "wrap", "backward", "ddp", "fastsync"} <= names(result, 2)
+
+
+@pytest.mark.parametrize("name", IN_RANKS)
+def test_ranks_report_complete_results(name):
+    reports, *others = run_ranks(run_rank, 2, name, COMMANDS[name], timeout=300)
+    assert reports and not any(others), "the main rank reports"
+    part = json.loads(json.dumps(reports[-1]))
+    globals()[f"check_{name}"](part)
+    assert part["environment"]["torch"]
+
+
+@pytest.mark.parametrize("name", ["links", "kernels", "scale"])
+def test_command(name, tmp_path):
+    path = tmp_path / f"{name}.json"
+    done = bench(name, *COMMANDS[name], "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    globals()[f"check_{name}"](result)
+    assert result["environment"]["torch"] and result["command"].startswith("python")
+    assert str(tmp_path) not in path.read_text(), "results hold no paths"
+    assert compare.kind_of(compare.load(path)) == name
+    changes = compare.compare(result, result, compare.TIME)
+    assert len(changes) > 2 and not any(change.verdict(0.05) for change in changes)
+    assert len(report.figures(name, tmp_path).splitlines()) > len(changes) / 4
+
+
+MODULES = {**IN_RANKS, "kernels": kernels, "scale": scale}
+BAD_INPUT = {
+    "step": ("--ranks", "two"),
+    "kernels": ("--cases", "pack fp7>fp32"),
+    "collectives": ("--sizes", "small"),
+    "overlap": ("--backward", "0"),
+    "buckets": ("--sizes", "-1"),
+    "scale": ("--worlds", "0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *BAD_INPUT[name]])
+    assert MODULES[name].main() == cli.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and BAD_INPUT[name][1] in said and said.count("\n") == 1
+
+
+def test_jobs_of_several_worlds_make_one_result(tmp_path):
+    """Started as a user does; a model's name tells the number of ranks."""
+    path = tmp_path / "step.json"
+    done = bench("step", *COMMANDS["step"], "--ranks", "1,2", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert set(result["models"]) == {"small, 1 ranks", "small, 2 ranks"}
+    assert result["environment"]["ranks"] == "1 and 2"
+
+
+def test_everything_is_listed_and_chosen(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["all", "--list", "--only", "ops,links", "--skip", "links"])
+    assert run_everything.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ops"]
+    for wrong in (["--only", "nothing"], ["--only", "ops", "--skip", "ops"]):
+        monkeypatch.setattr(sys, "argv", ["all", "--list", *wrong])
+        assert run_everything.main() == run_everything.USAGE
+    assert sum(part.seconds for part in run_everything.PARTS) < 25 * 60

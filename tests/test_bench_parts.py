@@ -1,0 +1,102 @@
+"""What benchmarks compute from what they measure."""
+
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from bench import compare, wrappers
+from bench.charts import Labels, Line, bar_chart, line_chart, nice_marks
+from bench.errors import CheckFailed, UsageError
+from bench.harness import Measured, summarise
+from bench.kernel_cases import CASES, make_scattered, methods
+from bench.kernel_timing import check
+from bench.models import WORKLOADS
+from bench.overlap_model import bucketed, finish, least_exposed
+from bench.stats import Spread
+
+
+def test_the_least_exposed_time_is_the_largest_tail():
+    ready, durations = [0.1, 0.2, 0.5], [0.3, 0.1, 0.2]
+    tails = [at + sum(durations[i:]) for i, at in enumerate(ready)]
+    assert finish(ready, durations) == pytest.approx(max(tails))
+    assert least_exposed(ready, durations, 0.6) == pytest.approx(max(tails) - 0.6)
+    assert least_exposed(ready, durations, 10.0) == 0.0
+    # One bucket for all waits for the last gradient; no buckets can beat single gradients.
+    alone = bucketed(ready, durations, [[0], [1], [2]])
+    whole = bucketed(ready, durations, [[0, 1, 2]])
+    assert finish(*alone) == pytest.approx(0.7) and finish(*whole) == pytest.approx(0.5 + 0.6)
+
+
+def measured(*seconds):
+    return Measured(list(seconds), [0.0] * len(seconds))
+
+
+def test_ratios_are_taken_round_by_round():
+    rounds = {
+        "no_sync": measured(1.0, 2.0, 4.0),
+        "ddp": measured(2.0, 4.0, 8.0),
+        "fastsync": measured(1.5, 3.0, 6.0),
+    }
+    by_name = {t.variant: t for t in summarise(rounds, {}, "ddp")}
+    assert by_name["fastsync"].ratio == Spread(0.75, 0.75, 0.75)
+    assert by_name["fastsync"].exposed_ratio == Spread(0.5, 0.5, 0.5)
+    assert by_name["ddp"].exposed == Spread(2.0, 1.5, 3.0)
+
+
+def result(**medians):
+    of = [
+        {"of": ["scene", name], "time": {"median": m, "q1": 0.99 * m, "q3": 1.01 * m}}
+        for name, m in medians.items()
+    ]
+    return {"kind": "scale", "schema": 1, "points": of}
+
+
+def test_comparison_flags_what_is_beyond_noise():
+    before, after = result(a=1.0, b=1.0, c=1.0), result(a=1.2, b=1.015, c=0.8)
+    verdicts = {c.name: c.verdict(0.05) for c in compare.compare(before, after, compare.RATIO)}
+    assert verdicts == {"scene/a": "REGRESSION", "scene/b": "", "scene/c": "better"}
+    gone = compare.compare(before, result(a=1.0), compare.RATIO)
+    assert [c.verdict(0.05) for c in gone] == ["", "MISSING", "MISSING"]
+    with pytest.raises(UsageError, match="measure different things"):
+        compare.compare(before, {**after, "kind": "buckets"}, compare.RATIO)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_kernel_that_does_too_little_is_found_out(case):
+    data = make_scattered(WORKLOADS["small"](scale=0.01), case, torch.device("cpu"))
+    for name, way in methods(case, data).items():
+        check(name, case, data, way)
+    with pytest.raises(CheckFailed):
+        check("nothing", case, data, lambda: None)
+    targets = data.views if case.kind == "pack" else data.gradients
+    honest = methods(case, data)["fastsync"]
+
+    def wrong():
+        honest()
+        targets[-1].view(-1)[-1] += 1
+
+    with pytest.raises(CheckFailed, match="by fastsync"):
+        check("fastsync", case, data, wrong)
+
+
+def test_wire_formats_are_those_of_the_package():
+    for wire in wrappers.wire_formats():
+        variant = wrappers.VARIANTS[wrappers.fastsync_name(wire)]
+        assert variant.wire == wire
+        assert variant.lossy == (wire != "fp32")
+
+
+def test_charts_are_wellformed_and_hold_what_they_are_given():
+    labels = Labels("a < b", "x", "y")
+    lines = [Line("one", [(1, 2.0), (1024, 3.0)]), Line("other", [(1, 2.5)], dashed=True)]
+    bars = {"first": {"one": 1.0, "other": 2.0}, "second": {"one": 0.0}}
+    for svg in (line_chart(labels, lines), bar_chart(labels, bars, {"first": {"one": 0.5}})):
+        words = [element.text for element in ElementTree.fromstring(svg).iter() if element.text]
+        assert {"a < b", "x", "y", "one", "other"} <= set(words)
+
+
+@pytest.mark.parametrize("largest", [0.003, 1, 7, 1234])
+def test_marks_are_round_and_reach_the_largest(largest):
+    marks = nice_marks(largest)
+    assert marks[0] == 0 and marks[-1] >= largest * (1 - 1e-9) and 3 <= len(marks) <= 8

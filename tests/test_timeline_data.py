@@ -1,0 +1,128 @@
+"""What follows from the marks: exposed time, overlap, stragglers; and files that are wrong."""
+
+import json
+
+import pytest
+
+from fastsync.timeline_data import by_step, find_straggler, launch_lag, load, merge, steps_of
+from tests.runs import MS, made_up_run, record, step_events
+
+
+def one_step(buckets, **more):
+    return steps_of(0, step_events(7, 100, buckets, **more))[7]
+
+
+def test_times_of_a_step():
+    step = one_step([(20, 21, 21, 35), (40, 45, 45, 58)])
+    assert step.computing == pytest.approx(0.050)
+    assert step.exposed == pytest.approx(0.010)
+    assert step.communicating == pytest.approx(0.014 + 0.013)
+    assert step.overlapped == pytest.approx(0.014 + 0.005)
+    assert (step.start, step.end) == (100 * MS, 160 * MS)
+
+
+def test_collectives_at_the_same_time_count_once():
+    step = one_step([(20, 20, 20, 40), (20, 20, 30, 45), (20, 20, 45, 48)])
+    assert step.communicating == pytest.approx(0.028)
+
+
+def test_a_step_that_sends_nothing_exposes_nothing():
+    assert one_step([]).exposed == 0
+    assert one_step([]).communicating == 0
+
+
+def test_incomplete_steps_are_left_out():
+    whole = step_events(1, 0, [(20, 21, 21, 35)])
+    cut = step_events(2, 100, [(20, 21, 21, 35)])[:-1]
+    headless = step_events(0, 0, [(20, 21, 21, 35)])[3:]
+    assert list(steps_of(0, [*headless, *whole, *cut])) == [1]
+
+
+def test_a_bucket_that_never_completed_is_left_out():
+    events = [e for e in step_events(1, 0, [(20, 21, 21, 35)] * 2) if e[1:3] != ("done", 1)]
+    assert [b.bucket for b in steps_of(0, events)[1].buckets] == [0]
+
+
+def test_the_marks_of_a_failed_backward_give_way():
+    failed = step_events(1, 0, [(20, 21, 21, 35)])[:4]
+    step = steps_of(0, [*failed, *step_events(1, 500, [(20, 21, 21, 35)])])[1]
+    assert step.backward_start == 510 * MS
+    assert step.buckets[0].ready == 520 * MS
+
+
+def test_several_forwards_belong_to_one_step():
+    first = [(1, "forward_start", 1, 0, 0), (1, "forward_end", 1, 0, 5 * MS)]
+    step = steps_of(0, [*first, *step_events(1, 20, [])])[1]
+    assert step.forwards == ((0, 5 * MS), (20 * MS, 30 * MS))
+    assert step.computing == pytest.approx(0.055)
+
+
+def test_lag_is_behind_the_median_of_the_others():
+    steps = []
+    for rank, launch in enumerate((20, 22, 90, 21)):
+        events = step_events(1, 0, [(20, 20, launch, 100)])
+        steps.append(steps_of(rank, events)[1])
+    assert launch_lag(steps) == (2, pytest.approx(0.069))
+    assert launch_lag(steps[:1]) is None
+
+
+def test_the_straggler_is_named():
+    run = made_up_run(late=8)
+    straggler = find_straggler(run, by_step(run))
+    assert (straggler.rank, straggler.late_steps, straggler.steps) == (1, 4, 4)
+    assert straggler.lag == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize("run", [made_up_run(late=0.1), made_up_run(late=8, error=9 * MS)])
+def test_no_straggler_within_a_percent_or_the_clocks_error(run):
+    assert find_straggler(run, by_step(run)) is None
+
+
+def test_only_steps_that_all_ranks_have():
+    run = made_up_run(steps=3)
+    short = record(1, [e for e in run.ranks[1].events if e[0] != 2])
+    cut = type(run)(**{**vars(run), "ranks": (run.ranks[0], short)})
+    assert list(by_step(cut)) == [0, 1]
+
+
+def test_a_run_survives_its_file(tmp_path):
+    run = made_up_run(late=3)
+    run.dump(tmp_path / "deep" / "run.json")
+    assert load(tmp_path / "deep" / "run.json") == run
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nonsense", "is not JSON"),
+        ("[1]", "not a timeline"),
+        ('{"traceEvents": []}', "not a timeline"),
+        ('{"format": "fastsync timeline", "version": 99}', "format version 99"),
+        ('{"format": "fastsync timeline", "version": 1}', "damaged"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, words):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / "x.json")
+
+
+def test_files_of_single_ranks_are_joined():
+    run = made_up_run()
+    halves = [
+        type(run)(**{**vars(run), "ranks": (r,), "missing": (1 - r.rank,)}) for r in run.ranks
+    ]
+    assert merge(halves[::-1]) == run
+    assert merge(halves[:1]).missing == (1,)
+    with pytest.raises(ValueError, match="same rank"):
+        merge([halves[0], halves[0]])
+    other = type(run)(**{**vars(halves[1]), "plans": ()})
+    with pytest.raises(ValueError, match="not of one run"):
+        merge([halves[0], other])
+
+
+def test_the_file_is_plain_json(tmp_path):
+    made_up_run().dump(tmp_path / "run.json")
+    document = json.loads((tmp_path / "run.json").read_text())
+    assert document["format"] == "fastsync timeline"
+    assert document["ranks"][1]["events"][0] == [0, "forward_start", 1, 0, 0]
