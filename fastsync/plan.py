@@ -65,11 +65,6 @@ class ParamSpec:
         return cls(index, numel, real, param.device, sparse, param.is_complex(), codec)
 
     @property
-    def format_name(self) -> str:
-        """What the bucket travels as."""
-        return self.coded.codec.name if self.coded else str(self.wire).removeprefix("torch.")
-
-    @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -102,6 +97,11 @@ class PlannedBucket:
     views: bool
     sparse: bool
     coded: CodedPlan | None = None
+
+    @property
+    def format_name(self) -> str:
+        """What the bucket travels as."""
+        return self.coded.codec.name if self.coded else str(self.wire).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:

@@ -43,6 +43,7 @@ class SyncStats(Mapping[str, Any]):
         plans: bucket plans installed.
         collectives: buckets handed to the backend.
         bytes: handed to the backend.
+        sent_bytes: that left this rank, where the backend's all-reduces are rings.
         exposed_seconds: host time at the end of backwards spent waiting for collectives, in all.
         buckets: bytes of each bucket of the current plan.
         recorded_steps: how many steps the times below are medians of.
@@ -62,6 +63,7 @@ class SyncStats(Mapping[str, Any]):
     plans: int
     collectives: int
     bytes: int
+    sent_bytes: int
     exposed_seconds: float
     buckets: tuple[int, ...]
     recorded_steps: int = 0

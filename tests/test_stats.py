@@ -10,7 +10,14 @@ from fastsync.testing import run_ranks
 from fastsync.timeline_data import steps_of
 from tests.runs import step_events
 
-COUNTERS = {"steps": 9, "plans": 2, "collectives": 18, "bytes": 90, "exposed_seconds": 0.5}
+COUNTERS = {
+    "steps": 9,
+    "plans": 2,
+    "collectives": 18,
+    "bytes": 90,
+    "sent_bytes": 90,
+    "exposed_seconds": 0.5,
+}
 TIMES = ("step_time", "compute_time", "communication_time", "exposed_time", "overlap")
 
 
