@@ -128,6 +128,7 @@ class Warp {
 
   void shuffle_round(unsigned count) {
     if (waiting_.size() != count) {
+      fibers_.clear();  // those that wait will never go on
       throw std::logic_error("threads of a warp disagree on whether to shuffle");
     }
     const std::vector<Fiber*> ready = std::move(waiting_);
