@@ -6,10 +6,18 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["WIRE_DTYPES", "BucketPolicy", "SyncPolicy", "TimelinePolicy", "wire_dtype"]
+__all__ = [
+    "WIRE_DTYPES",
+    "BucketPolicy",
+    "MixedPolicy",
+    "SyncPolicy",
+    "TimelinePolicy",
+    "wire_dtype",
+]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
@@ -58,6 +66,45 @@ class BucketPolicy:
 
 
 @dataclass(frozen=True)
+class MixedPolicy:
+    """The dtypes of DistributedDataParallel's `mixed_precision`; None leaves them as they are.
+
+    Attributes:
+        param: of parameters and inputs in forward and backward.
+        reduce: of gradients while they are averaged.
+        buffer: of buffers, for good.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> MixedPolicy:
+        """From the argument: None, or anything with the attributes of torch's `_MixedPrecision`.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: a dtype is none that the engine can pack.
+        """
+        if given is None:
+            return cls()
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        if not all(hasattr(given, name) for name in names):
+            raise TypeError(
+                f"mixed_precision must have the attributes {', '.join(names)}, as torch's "
+                f"_MixedPrecision has, but is a {type(given).__name__}"
+            )
+        param, reduce, buffer = (getattr(given, name) for name in names)
+        known = tuple(WIRE_DTYPES.values())
+        for name, dtype in zip(names, (param, reduce, buffer), strict=True):
+            if dtype is not None and dtype not in known:
+                choice = ", ".join(map(str, known))
+                raise ValueError(f"{name} of mixed_precision is {dtype}; choose one of {choice}")
+        return cls(param, reduce or param, buffer)
+
+
+@dataclass(frozen=True)
 class SyncPolicy:
     """How gradients travel and where they live.
 
@@ -69,6 +116,7 @@ class SyncPolicy:
         skip_unused: buckets without any gradient are not sent, which must be the same on all ranks.
         warn_unused: name parameters without gradient in one warning.
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
+        mixed: the dtypes of mixed precision.
     """
 
     wire: str = "fp32"
@@ -78,11 +126,17 @@ class SyncPolicy:
     skip_unused: bool = False
     warn_unused: bool = True
     hooked: bool = False
+    mixed: MixedPolicy = MixedPolicy()
 
     def __post_init__(self) -> None:
         if self.wire not in WIRE_DTYPES:
             known = ", ".join(repr(name) for name in WIRE_DTYPES)
             raise ValueError(f"unknown wire format {self.wire!r}; choose one of {known}")
+        if self.wire != "fp32" and self.mixed.reduce is not None:
+            raise ValueError(
+                f"wire={self.wire!r} and mixed_precision both choose what gradients travel as; "
+                "leave wire out and set reduce_dtype"
+            )
 
 
 @dataclass(frozen=True)
@@ -125,6 +179,8 @@ def wire_dtype(policy: SyncPolicy, gradient: torch.dtype) -> torch.dtype:
     """The dtype that gradients of real dtype `gradient` travel in.
 
     Only fp32 gradients are compressed: 16-bit gradients travel as they are, and whoever trains in
-    fp64 wants fp64.
+    fp64 wants fp64. Mixed precision names the dtype for all of them.
     """
+    if policy.mixed.reduce is not None:
+        return policy.mixed.reduce
     return WIRE_DTYPES[policy.wire] if gradient is torch.float32 else gradient

@@ -24,10 +24,11 @@ from fastsync._torch_private import (
     split_graphs_at_buckets,
     untraced,
 )
-from fastsync.config import BucketPolicy, SyncPolicy, TimelinePolicy
+from fastsync.config import BucketPolicy, MixedPolicy, SyncPolicy, TimelinePolicy
 from fastsync.engine import Engine, NamedParam
 from fastsync.env import Env
 from fastsync.logging_data import WrapFacts
+from fastsync.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.recorder import RecordedModel, Recorder
 from fastsync.stats import SyncStats, make_stats
 
@@ -102,9 +103,9 @@ class FastDDP(DistributedDataParallel):
                 static_graph=static_graph,
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
+                mixed=MixedPolicy.of(mixed_precision),
             ),
             lambda: TimelinePolicy.of(timeline),
-            {"mixed_precision": mixed_precision},
         )
         super().__init__(
             module,
@@ -128,6 +129,15 @@ class FastDDP(DistributedDataParallel):
         if forward_sync_buffers is not None:
             # On a torch without that argument this is the name of the same switch.
             self.broadcast_buffers = forward_sync_buffers
+        self._set_mixed_precision(mixed_precision)
+
+    def _set_mixed_precision(self, mixed_precision: Any) -> None:
+        """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
+        self.mixed_precision = mixed_precision
+        if mixed_precision is not None:
+            ignored = self.parameters_to_ignore
+            announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
+            cast_buffers(self.module, ignored, self._policy.mixed.buffer)
 
     def _ddp_init_helper(
         self,
@@ -190,6 +200,12 @@ class FastDDP(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return cast(Any, super())._pre_forward(*inputs, **kwargs)
 
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._policy.mixed.param is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        with self._engine.computing():
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
     @untraced
     def _post_forward(self, output: Any) -> Any:
         front = cast(Any, self)  # its methods carry no annotations
@@ -199,11 +215,8 @@ class FastDDP(DistributedDataParallel):
         if front._check_sync_bufs_post_fwd():
             front._sync_buffers()
         if torch.is_grad_enabled():
-            self.require_forward_param_sync = self.require_backward_grad_sync
-            if self.require_backward_grad_sync:
-                self._engine.after_forward(find_tensors(output))
-            else:
-                self._engine.core.pause()
+            sync = self.require_forward_param_sync = self.require_backward_grad_sync
+            self._engine.after_forward(find_tensors(output), sync)
         else:
             self.require_forward_param_sync = False
         front._clear_grad_buffer()
@@ -224,9 +237,14 @@ class FastDDP(DistributedDataParallel):
         hook may be replaced by another between two steps.
 
         Raises:
-            ValueError: `wire` compresses gradients already.
+            ValueError: `wire` or `mixed_precision` compresses gradients already.
         """
         cast(Any, self)._check_comm_hook(hook)
+        if self._policy.mixed.reduce is not None:
+            raise ValueError(
+                "mixed_precision and a communication hook would both choose what gradients travel "
+                "as; leave one of them out"
+            )
         if self._policy.wire != "fp32":
             raise ValueError(
                 f"wire={self._policy.wire!r} and a communication hook would both compress "
@@ -287,7 +305,6 @@ class _Request:
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
         timeline: Callable[[], TimelinePolicy | None],
-        unsupported: dict[str, Any],
     ) -> tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]:
         """Checks the arguments and agrees on them with all ranks.
 
@@ -296,8 +313,9 @@ class _Request:
         """
         group = self._group()
         try:
-            self._check_module(unsupported)
+            self._check_module()
             settled = buckets(), policy(), timeline()
+            self._check_dtypes(settled[1])
             _ext.load()
         except Exception as error:
             try:
@@ -314,6 +332,7 @@ class _Request:
             "find_unused_parameters=False": str(settled[1].fail_on_unused),
             "static_graph": str(settled[1].static_graph),
             "timeline": str(settled[2]),
+            "mixed_precision": str(settled[1].mixed),
         }
         self._agree(group, settings, "")
         return settled
@@ -332,16 +351,23 @@ class _Request:
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return _named_params(self.module, ignored)
 
-    def _check_module(self, unsupported: dict[str, Any]) -> None:
+    def _check_dtypes(self, policy: SyncPolicy) -> None:
+        if policy.mixed.reduce is None:
+            return
+        wide = [p.name for p in self._params() if p.tensor.dtype is torch.float64]
+        if wide:
+            raise ValueError(
+                f"mixed_precision cannot reduce parameters of float64, as {wide[0]!r} is; convert "
+                "the model to float32 before wrapping it"
+            )
+
+    def _check_module(self) -> None:
         if has_python_reducer():
             raise RuntimeError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
                 "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
                 "DistributedDataParallel"
             )
-        for name, value in unsupported.items():
-            if value is not None:
-                raise NotImplementedError(f"FastDDP does not support {name} yet")
         params = [p.tensor for p in self._params()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
             raise RuntimeError(

@@ -138,7 +138,8 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
 def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:
     gradient = group[0].dtype
     sparse = group[0].sparse
-    wire = gradient if sparse else wire_dtype(policy, gradient)
+    complex_mixed = group[0].pairs and policy.mixed.reduce is not None
+    wire = gradient if sparse or complex_mixed else wire_dtype(policy, gradient)
     numels = [spec.numel for spec in group]
     flags = not policy.fail_on_unused
     return PlannedBucket(

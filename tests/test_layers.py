@@ -15,7 +15,7 @@ LONGEST_FILE = 450
 # A module may import from earlier rows only.
 PYTHON_LAYERS = [
     ["env", "_build"],
-    ["layout", "config", "_torch_private", "consensus"],
+    ["layout", "config", "_torch_private", "consensus", "mixed_precision"],
     ["plan", "meeting", "_ext", "clocks", "timeline_data"],
     ["engine", "recorder", "stats", "timeline_views"],
     ["logging_data", "timeline"],
@@ -30,7 +30,7 @@ CPP_LAYERS = [
     ["kernels"],
     ["ops", "comm/collective", "engine/timeline"],
     ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
-    ["comm/python_hook", "engine/bucket"],
+    ["comm/python_hook", "engine/bucket", "engine/precision"],
     ["engine/usage"],
     ["engine/reducer"],
     ["bindings.cpp"],
