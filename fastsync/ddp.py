@@ -18,12 +18,12 @@ from fastsync._torch_private import (
     builtin_comm_hook,
     default_group,
     find_tensors,
-    front_accepts,
     gloo_threads,
     has_python_reducer,
     split_graphs_at_buckets,
     untraced,
 )
+from fastsync.buffers import BufferWatch, buffer_arguments
 from fastsync.config import BucketPolicy, MixedPolicy, SyncPolicy, TimelinePolicy
 from fastsync.engine import Engine, NamedParam
 from fastsync.env import Env
@@ -107,6 +107,7 @@ class FastDDP(DistributedDataParallel):
             ),
             lambda: TimelinePolicy.of(timeline),
         )
+        self._buffer_watch = BufferWatch()
         super().__init__(
             module,
             device_ids=device_ids,
@@ -124,7 +125,7 @@ class FastDDP(DistributedDataParallel):
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
-            **_buffer_arguments(broadcast_buffers, forward_sync_buffers),
+            **buffer_arguments(broadcast_buffers, forward_sync_buffers),
         )
         if forward_sync_buffers is not None:
             # On a torch without that argument this is the name of the same switch.
@@ -206,9 +207,22 @@ class FastDDP(DistributedDataParallel):
         with self._engine.computing():
             return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
+    def _sync_buffers(self) -> None:
+        """Broadcasts rank 0's buffers, unless no forward can have changed any since the last time.
+
+        Under join() the ranks do not share a history.
+        """
+        front, watch = cast(Any, super()), self._buffer_watch
+        usual = not (hasattr(self, "buffer_hook") or cast(Any, self)._join_config.enable)
+        if not usual or (watch.stale and dist.get_world_size(self.process_group) > 1):
+            front._sync_buffers()
+        watch.stale = False
+
     @untraced
     def _post_forward(self, output: Any) -> Any:
         front = cast(Any, self)  # its methods carry no annotations
+        if self.modules_buffers:
+            self._buffer_watch.after_forward(self.module)
         if self._delay_all_reduce_all_params:
             front._clear_grad_buffer()
             return output
@@ -221,6 +235,10 @@ class FastDDP(DistributedDataParallel):
             self.require_forward_param_sync = False
         front._clear_grad_buffer()
         return output
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        cast(Any, super())._sync_final_model(is_last_joiner)
+        self._buffer_watch.stale = True  # the ranks' forwards differ in number
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """A rank that ran out of inputs takes part in the others' step."""
@@ -418,14 +436,3 @@ def _named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedPara
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
-
-
-def _buffer_arguments(broadcast: bool | None, forward_sync: bool | None) -> dict[str, Any]:
-    """The arguments about buffers, in the form that this torch's front takes."""
-    if front_accepts("forward_sync_buffers"):
-        return {"broadcast_buffers": broadcast, "forward_sync_buffers": forward_sync}
-    # There, one switch rules both the initial broadcast, which always takes place where
-    # forward_sync_buffers is given, and those at each forward.
-    return {
-        "broadcast_buffers": True if broadcast is None or forward_sync is not None else broadcast
-    }

@@ -16,7 +16,7 @@ LONGEST_FILE = 450
 PYTHON_LAYERS = [
     ["env", "_build"],
     ["layout", "config", "_torch_private", "consensus", "mixed_precision"],
-    ["plan", "meeting", "_ext", "clocks", "timeline_data"],
+    ["plan", "meeting", "_ext", "buffers", "clocks", "timeline_data"],
     ["engine", "recorder", "stats", "timeline_views"],
     ["logging_data", "timeline"],
     ["_torch_front"],
