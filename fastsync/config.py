@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastsync.codec import Wire
+import torch
+
+from fastsync.codec import FORMATS, Wire
 
 __all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "TimelinePolicy"]
 
@@ -86,7 +88,7 @@ class MixedPolicy:
                 f"_MixedPrecision has, but is a {type(given).__name__}"
             )
         param, reduce, buffer = (getattr(given, name) for name in names)
-        known = tuple(WIRE_DTYPES.values())
+        known = tuple(f.native for f in FORMATS.values() if f.native is not None)
         for name, dtype in zip(names, (param, reduce, buffer), strict=True):
             if dtype is not None and dtype not in known:
                 choice = ", ".join(map(str, known))

@@ -53,10 +53,9 @@ class FastDDP(DistributedDataParallel):
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; 25 by default, with a first bucket of 1.
-        wire: what gradients travel as: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8",
-            "int4", the name of a registered codec, a `fastsync.Codec`, or a `fastsync.Wire` with
-            everything else that can be chosen. Sums are computed in fp32. 16-bit gradients are
-            compressed below 16 bits only; fp64 ones travel as they are.
+        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a
+            `fastsync.Codec`, or a `fastsync.Wire` with everything else that can be chosen. Sums are
+            computed in fp32. 16-bit gradients are compressed below 16 bits only, fp64 ones never.
         timeline: a path: records when each bucket is ready, packed, launched and done on every
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
