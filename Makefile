@@ -14,7 +14,7 @@ PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap \
+.PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap bench-unused \
   bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
@@ -71,6 +71,9 @@ bench-overlap: $(STAMP) ## exposed communication against the least, into out/ove
 
 bench-kernels bench-collectives bench-buckets bench-scale: bench-%: $(STAMP)
 	$(IN_CHECKOUT) -m bench.$* --json out/$*.json $(ARGS)
+
+bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused.json
+	$(IN_CHECKOUT) -m bench.unused --json out/unused.json $(ARGS)
 
 docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
 	$(IN_CHECKOUT) -m docs.build $(ARGS)

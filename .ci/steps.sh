@@ -9,6 +9,15 @@ slow_tests() {
   timeout 900 make test ARGS="-m slow"
 }
 
+torch_suite() {
+  timeout 600 make torch-suite ARGS=--quiet
+}
+
+# A suite that a wrapper without any synchronisation passed would show nothing.
+torch_suite_sees_faults() {
+  timeout 600 make torch-suite ARGS='--wrapper broken-no-sync --must-fail 0.5 --timeout 15 --quiet'
+}
+
 # Libraries beside .venv, whose torch they take. An index may lack them, or lack a version.
 training_libraries() {
   local venv=$STATE/ecosystem log=$WORK/ecosystem.log

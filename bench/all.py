@@ -58,6 +58,7 @@ PARTS = (
     Part("ops", (), 15),
     Part("memory", ("--models", "transformer,wide"), 40),
     Part("parity", ("--steps", "50", "--models", CLASSIC_MODELS), 100),
+    Part("unused", (), 40),
     Part("kernels", (), 40),
     Part("scale", (), 50),
     Part("collectives", (), 45),

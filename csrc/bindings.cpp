@@ -83,12 +83,14 @@ engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slo
 std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
                                               const std::vector<std::string>& names,
                                               const std::string& group_name, bool static_graph,
-                                              bool fail_on_unused, bool skip_unused) {
+                                              bool fail_on_unused, bool skip_unused,
+                                              std::shared_ptr<engine::Precision> precision) {
   engine::ReducerOptions options;
   options.static_graph = static_graph;
   options.fail_on_unused = fail_on_unused;
   options.skip_unused = skip_unused;
-  return std::make_shared<engine::Reducer>(params, names, group_name, options);
+  return std::make_shared<engine::Reducer>(params, names, group_name, options,
+                                           std::move(precision));
 }
 
 void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook) {
@@ -220,15 +222,20 @@ void bind_engine(py::module_& m) {
       .def_readonly("replan", &engine::ForwardAdvice::replan)
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
       .def_readonly("unused", &engine::ForwardAdvice::unused);
+  using engine::Precision;
+  py::class_<Precision, std::shared_ptr<Precision>>(m, "Precision")
+      .def(py::init<Tensors, at::ScalarType>(), py::arg("params"), py::arg("compute"))
+      .def("begin_forward", &Precision::begin_forward, release)
+      .def("end_forward", &Precision::end_forward, release);
   using engine::Reducer;
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
            py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
-           py::arg("skip_unused"))
+           py::arg("skip_unused"), py::arg("precision") = nullptr)
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"))
       .def("prepare_forward", &Reducer::prepare_forward, release)
-      .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"))
-      .def("pause", &Reducer::pause, release)
+      .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"),
+           py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)
       .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"))
       .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"))

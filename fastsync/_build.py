@@ -35,6 +35,7 @@ CPP_SOURCES = (
     "comm/python_hook.cpp",
     "engine/autograd_hooks.cpp",
     "engine/plan_watch.cpp",
+    "engine/precision.cpp",
     "engine/timeline.cpp",
     "engine/step_log.cpp",
     "engine/coder.cpp",

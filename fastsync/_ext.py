@@ -65,7 +65,7 @@ def _built(env: Env) -> Path:
     folder = _writable(env.cache_dir) / f"torch{version}-{digest}"
     library = folder / f"{_build.MODULE}.so"
     if not library.exists():
-        with _lock(folder.with_suffix(".lock")):
+        with _lock(_beside(folder, ".lock")):
             if not library.exists():
                 _compile(env, folder)
     return library
@@ -82,6 +82,11 @@ def _writable(folder: Path) -> Path:
         return fallback
 
 
+def _beside(folder: Path, ending: str) -> Path:
+    """A file that goes with `folder`, whose name has dots of its own."""
+    return folder.with_name(folder.name + ending)
+
+
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
@@ -95,7 +100,7 @@ def _compile(env: Env, folder: Path) -> None:
     say(f"building the extension ({what}); once per environment, about a minute ...")
     start = time.monotonic()
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + ".building."))
-    log = folder.with_suffix(".log")
+    log = _beside(folder, ".log")
     command = [sys.executable, _build.__file__, "--out", str(work), "--cuda", env.cuda]
     command += ["--archs", ";".join(env.cuda_archs), "--sanitize", env.sanitize]
     try:

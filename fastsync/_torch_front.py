@@ -37,7 +37,7 @@ class FrontReducer:
         return self.engine.before_forward()
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        self.engine.after_forward(list(outputs))
+        self.engine.after_forward(outputs)
 
     def _set_static_graph(self) -> None:
         self.engine.core.set_static_graph()

@@ -6,10 +6,13 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from fastsync.codec import Wire
+import torch
 
-__all__ = ["BucketPolicy", "SyncPolicy", "TimelinePolicy"]
+from fastsync.codec import FORMATS, Wire
+
+__all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "TimelinePolicy"]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
@@ -55,6 +58,45 @@ class BucketPolicy:
 
 
 @dataclass(frozen=True)
+class MixedPolicy:
+    """The dtypes of DistributedDataParallel's `mixed_precision`; None leaves them as they are.
+
+    Attributes:
+        param: of parameters and inputs in forward and backward.
+        reduce: of gradients while they are averaged.
+        buffer: of buffers, for good.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> MixedPolicy:
+        """From the argument: None, or anything with the attributes of torch's `_MixedPrecision`.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: a dtype is none that the engine can pack.
+        """
+        if given is None:
+            return cls()
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        if not all(hasattr(given, name) for name in names):
+            raise TypeError(
+                f"mixed_precision must have the attributes {', '.join(names)}, as torch's "
+                f"_MixedPrecision has, but is a {type(given).__name__}"
+            )
+        param, reduce, buffer = (getattr(given, name) for name in names)
+        known = tuple(f.native for f in FORMATS.values() if f.native is not None)
+        for name, dtype in zip(names, (param, reduce, buffer), strict=True):
+            if dtype is not None and dtype not in known:
+                choice = ", ".join(map(str, known))
+                raise ValueError(f"{name} of mixed_precision is {dtype}; choose one of {choice}")
+        return cls(param, reduce or param, buffer)
+
+
+@dataclass(frozen=True)
 class SyncPolicy:
     """How gradients travel and where they live.
 
@@ -66,6 +108,7 @@ class SyncPolicy:
         skip_unused: buckets without any gradient are not sent, which must be the same on all ranks.
         warn_unused: name parameters without gradient in one warning.
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
+        mixed: the dtypes of mixed precision.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -75,6 +118,14 @@ class SyncPolicy:
     skip_unused: bool = False
     warn_unused: bool = True
     hooked: bool = False
+    mixed: MixedPolicy = MixedPolicy()
+
+    def __post_init__(self) -> None:
+        if not self.wire.plain and self.mixed.reduce is not None:
+            raise ValueError(
+                f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "
+                "travel as; leave wire out and set reduce_dtype"
+            )
 
 
 @dataclass(frozen=True)

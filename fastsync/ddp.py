@@ -18,17 +18,18 @@ from fastsync._torch_private import (
     builtin_comm_hook,
     default_group,
     find_tensors,
-    front_accepts,
     gloo_threads,
     has_python_reducer,
     split_graphs_at_buckets,
     untraced,
 )
+from fastsync.buffers import BufferWatch, buffer_arguments
 from fastsync.codec import Wire
-from fastsync.config import BucketPolicy, SyncPolicy, TimelinePolicy
+from fastsync.config import BucketPolicy, MixedPolicy, SyncPolicy, TimelinePolicy
 from fastsync.engine import Engine, NamedParam
 from fastsync.env import Env
 from fastsync.logging_data import WrapFacts
+from fastsync.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.recorder import RecordedModel, Recorder
 from fastsync.stats import SyncStats, make_stats
 
@@ -52,10 +53,9 @@ class FastDDP(DistributedDataParallel):
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; 25 by default, with a first bucket of 1.
-        wire: what gradients travel as: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8",
-            "int4", the name of a registered codec, a `fastsync.Codec`, or a `fastsync.Wire` with
-            everything else that can be chosen. Sums are computed in fp32. 16-bit gradients are
-            compressed below 16 bits only; fp64 ones travel as they are.
+        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a
+            `fastsync.Codec`, or a `fastsync.Wire` with everything else that can be chosen. Sums are
+            computed in fp32. 16-bit gradients are compressed below 16 bits only, fp64 ones never.
         timeline: a path: records when each bucket is ready, packed, launched and done on every
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
@@ -104,10 +104,11 @@ class FastDDP(DistributedDataParallel):
                 static_graph=static_graph,
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
+                mixed=MixedPolicy.of(mixed_precision),
             ),
             lambda: TimelinePolicy.of(timeline),
-            {"mixed_precision": mixed_precision},
         )
+        self._buffer_watch = BufferWatch()
         super().__init__(
             module,
             device_ids=device_ids,
@@ -125,11 +126,20 @@ class FastDDP(DistributedDataParallel):
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
-            **_buffer_arguments(broadcast_buffers, forward_sync_buffers),
+            **buffer_arguments(broadcast_buffers, forward_sync_buffers),
         )
         if forward_sync_buffers is not None:
             # On a torch without that argument this is the name of the same switch.
             self.broadcast_buffers = forward_sync_buffers
+        self._set_mixed_precision(mixed_precision)
+
+    def _set_mixed_precision(self, mixed_precision: Any) -> None:
+        """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
+        self.mixed_precision = mixed_precision
+        if mixed_precision is not None:
+            ignored = self.parameters_to_ignore
+            announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
+            cast_buffers(self.module, ignored, self._policy.mixed.buffer)
 
     def _ddp_init_helper(
         self,
@@ -192,24 +202,44 @@ class FastDDP(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return cast(Any, super())._pre_forward(*inputs, **kwargs)
 
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._policy.mixed.param is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        with self._engine.computing():
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _sync_buffers(self) -> None:
+        """Broadcasts rank 0's buffers, unless no forward can have changed any since the last time.
+
+        Under join() the ranks do not share a history.
+        """
+        front, watch = cast(Any, super()), self._buffer_watch
+        usual = not (hasattr(self, "buffer_hook") or cast(Any, self)._join_config.enable)
+        if not usual or (watch.stale and dist.get_world_size(self.process_group) > 1):
+            front._sync_buffers()
+        watch.stale = False
+
     @untraced
     def _post_forward(self, output: Any) -> Any:
         front = cast(Any, self)  # its methods carry no annotations
+        if self.modules_buffers:
+            self._buffer_watch.after_forward(self.module)
         if self._delay_all_reduce_all_params:
             front._clear_grad_buffer()
             return output
         if front._check_sync_bufs_post_fwd():
             front._sync_buffers()
         if torch.is_grad_enabled():
-            self.require_forward_param_sync = self.require_backward_grad_sync
-            if self.require_backward_grad_sync:
-                self._engine.after_forward(find_tensors(output))
-            else:
-                self._engine.core.pause()
+            sync = self.require_forward_param_sync = self.require_backward_grad_sync
+            self._engine.after_forward(find_tensors(output), sync)
         else:
             self.require_forward_param_sync = False
         front._clear_grad_buffer()
         return output
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        cast(Any, super())._sync_final_model(is_last_joiner)
+        self._buffer_watch.stale = True  # the ranks' forwards differ in number
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """A rank that ran out of inputs takes part in the others' step."""
@@ -226,9 +256,14 @@ class FastDDP(DistributedDataParallel):
         hook may be replaced by another between two steps.
 
         Raises:
-            ValueError: `wire` compresses gradients already.
+            ValueError: `wire` or `mixed_precision` compresses gradients already.
         """
         cast(Any, self)._check_comm_hook(hook)
+        if self._policy.mixed.reduce is not None:
+            raise ValueError(
+                "mixed_precision and a communication hook would both choose what gradients travel "
+                "as; leave one of them out"
+            )
         if not self._policy.wire.plain:
             raise ValueError(
                 f"wire={self._policy.wire.describe()!r} and a communication hook would both "
@@ -289,7 +324,6 @@ class _Request:
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
         timeline: Callable[[], TimelinePolicy | None],
-        unsupported: dict[str, Any],
     ) -> tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]:
         """Checks the arguments and agrees on them with all ranks.
 
@@ -298,9 +332,10 @@ class _Request:
         """
         group = self._group()
         try:
-            self._check_module(unsupported)
+            self._check_module()
             settled = buckets(), policy(), timeline()
             self._check_wire(settled[1].wire)
+            self._check_dtypes(settled[1])
             _ext.load()
         except Exception as error:
             try:
@@ -317,6 +352,7 @@ class _Request:
             "find_unused_parameters=False": str(settled[1].fail_on_unused),
             "static_graph": str(settled[1].static_graph),
             "timeline": str(settled[2]),
+            "mixed_precision": str(settled[1].mixed),
         }
         self._agree(group, settings, "")
         return settled
@@ -335,16 +371,23 @@ class _Request:
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return _named_params(self.module, ignored)
 
-    def _check_module(self, unsupported: dict[str, Any]) -> None:
+    def _check_dtypes(self, policy: SyncPolicy) -> None:
+        if policy.mixed.reduce is None:
+            return
+        wide = [p.name for p in self._params() if p.tensor.dtype is torch.float64]
+        if wide:
+            raise ValueError(
+                f"mixed_precision cannot reduce parameters of float64, as {wide[0]!r} is; convert "
+                "the model to float32 before wrapping it"
+            )
+
+    def _check_module(self) -> None:
         if has_python_reducer():
             raise RuntimeError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
                 "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
                 "DistributedDataParallel"
             )
-        for name, value in unsupported.items():
-            if value is not None:
-                raise NotImplementedError(f"FastDDP does not support {name} yet")
         params = [p.tensor for p in self._params()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
             raise RuntimeError(
@@ -405,14 +448,3 @@ def _named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedPara
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
-
-
-def _buffer_arguments(broadcast: bool | None, forward_sync: bool | None) -> dict[str, Any]:
-    """The arguments about buffers, in the form that this torch's front takes."""
-    if front_accepts("forward_sync_buffers"):
-        return {"broadcast_buffers": broadcast, "forward_sync_buffers": forward_sync}
-    # There, one switch rules both the initial broadcast, which always takes place where
-    # forward_sync_buffers is given, and those at each forward.
-    return {
-        "broadcast_buffers": True if broadcast is None or forward_sync is not None else broadcast
-    }

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,13 +75,18 @@ class Engine:
         self._chained = False  # the reducer has process groups for coded buckets
         self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
         self._check_devices()
+        tensors = [p.tensor for p in params]
+        self.precision = (
+            None if policy.mixed.param is None else self._ext.Precision(tensors, policy.mixed.param)
+        )
         self.core = self._ext.Reducer(
-            params=[p.tensor for p in params],
+            params=tensors,
             names=[p.name for p in params],
             group_name=group.group_name,
             static_graph=policy.static_graph,
             fail_on_unused=policy.fail_on_unused,
             skip_unused=policy.skip_unused,
+            precision=self.precision,
         )
         self._warming_up = False
         self.regrouped = False
@@ -118,6 +124,8 @@ class Engine:
         """
         if self.on_step is not None:
             self.on_step(self.core)
+        if self.precision is not None:
+            self.precision.end_forward()  # where an earlier one was not followed by a backward
         advice = self.core.prepare_forward()
         warmed_up = self._warming_up and not self._is_warming_up()
         if advice.unused and self._policy.warn_unused:
@@ -128,9 +136,21 @@ class Engine:
             self._install([index for bucket in self.plan.buckets for index in bucket.params])
         return bool(advice.replan or warmed_up)
 
-    def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Makes the backward of `outputs` synchronise gradients."""
-        self.core.prepare_backward([t for t in outputs if t.requires_grad])
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A forward, for which parameters are in the precision that they compute in."""
+        if self.precision is None:
+            yield
+            return
+        self.precision.begin_forward()
+        try:
+            yield
+        finally:
+            self.precision.end_forward()
+
+    def after_forward(self, outputs: Iterable[torch.Tensor], sync: bool = True) -> None:
+        """Makes the backward of `outputs` synchronise gradients, or only accumulate them."""
+        self.core.prepare_backward([t for t in outputs if t.requires_grad], sync)
 
     def shadow_step(self) -> None:
         """Takes part in one step of the other ranks, without gradients of its own."""

@@ -213,7 +213,7 @@ def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) ->
         form = policy.wire.form_for(codec, world_size, group[0].device)
         if form != "native":
             return _coded(group, policy, codec, form, world_size)
-    native = gradient if codec is None else codec.native
+    native = _native_dtype(group[0], codec, policy)
     numels = [spec.numel for spec in group]
     flags = not policy.fail_on_unused
     return PlannedBucket(
@@ -223,6 +223,14 @@ def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) ->
         views=policy.views and native == gradient,
         sparse=group[0].sparse,
     )
+
+
+def _native_dtype(spec: ParamSpec, codec: Any, policy: SyncPolicy) -> torch.dtype:
+    """What the backend sums. Mixed precision names the dtype of all real gradients."""
+    if policy.mixed.reduce is not None and not spec.sparse and not spec.pairs:
+        return policy.mixed.reduce
+    native: torch.dtype = spec.dtype if codec is None else codec.native
+    return native
 
 
 def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:

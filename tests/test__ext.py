@@ -66,6 +66,19 @@ def test_many_builders_build_once(monkeypatch, tmp_path):
     assert not list(env.cache_dir.glob("*.building.*"))
 
 
+def test_each_build_has_its_own_lock_and_log(monkeypatch, tmp_path):
+    env = fake_build(monkeypatch, tmp_path, "(out / '_C.so').touch()")
+    for digest in ("one", "two"):
+        monkeypatch.setattr(_build, "fingerprint", lambda *args, digest=digest: digest)
+        _ext._built(env)
+    version = _ext.torch.__version__.split("+")[0]
+    assert sorted(path.name for path in env.cache_dir.iterdir()) == sorted(
+        f"torch{version}-{digest}{ending}"
+        for digest in ("one", "two")
+        for ending in ("", ".lock", ".log")
+    )
+
+
 def test_a_failed_build_shows_the_log_and_leaves_nothing(monkeypatch, tmp_path):
     env = fake_build(monkeypatch, tmp_path, "sys.exit('undefined reference to nonsense')")
     with pytest.raises(BuildError, match="undefined reference to nonsense"):

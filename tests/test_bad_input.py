@@ -122,7 +122,7 @@ CASES = {
         linear,
         {"mixed_precision": object()},
         {"mixed_precision": object()},
-        ("mixed_precision",),
+        ("mixed_precision must have the attributes param_dtype, reduce_dtype, buffer_dtype",),
     ),
     "several device ids": (
         linear,

@@ -15,9 +15,9 @@ LONGEST_FILE = 450
 # A module may import from earlier rows only.
 PYTHON_LAYERS = [
     ["env", "_build"],
-    ["layout", "codec", "_torch_private", "consensus"],
+    ["layout", "codec", "_torch_private", "consensus", "mixed_precision"],
     ["config"],
-    ["plan", "meeting", "_ext", "clocks", "timeline_data"],
+    ["plan", "meeting", "_ext", "buffers", "clocks", "timeline_data"],
     ["engine", "recorder", "stats", "timeline_views"],
     ["logging_data", "timeline"],
     ["_torch_front"],
@@ -34,7 +34,7 @@ CPP_LAYERS = [
     ["codec_ops", "comm/chain"],
     ["engine/coder"],
     ["comm/hook", "engine/autograd_hooks", "engine/plan_watch", "engine/step_log"],
-    ["comm/python_hook", "engine/wire"],
+    ["comm/python_hook", "engine/wire", "engine/precision"],
     ["engine/coded_wire", "engine/python_codec"],
     ["engine/bucket"],
     ["engine/bucket_finish"],

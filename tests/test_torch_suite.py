@@ -53,6 +53,23 @@ def test_a_broken_wrapper_fails(tmp_path, wrapper, only):
     assert [r["status"] for r in results.values() if r["status"] in ("failed", "timed out")], output
 
 
+def test_the_share_that_must_fail(tmp_path):
+    broken = ("broken-no-sync", "DataParallelCPU$", "--timeout", "15")
+    assert run_suite(tmp_path, *broken, "--must-fail", "0.5")[0] == 0
+    assert run_suite(tmp_path, *broken, "--must-fail", "1")[0] == 1
+    assert run_suite(tmp_path, "fastddp", "DataParallelCPU$", "--must-fail", "0")[0] == 1
+
+
+def test_without_a_list_torchs_own_class_is_asked(tmp_path):
+    only = "mixed_precision|DataParallelCPU$"
+    status, results, output = run_suite(tmp_path, "fastddp", only, "--measure-baseline")
+    assert status == 0, output
+    assert "DataParallelCPU" in "".join(results)
+    listed = [name for name in read_baseline("gloo") if name in results]
+    assert sorted(results) == sorted(listed), "torch fails most of mixed precision on the CPU"
+    assert read_baseline("no such backend") == []
+
+
 def test_the_lists_hold_what_they_say():
     names = read_baseline("gloo")
     assert len(names) == 73

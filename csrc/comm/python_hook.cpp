@@ -2,6 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
+#include <future>
+#include <memory>
 #include <optional>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
@@ -20,16 +22,23 @@ class HookInFlight final : public InFlight {
 
   at::Tensor wait() override {
     future_->wait();
+    if (told_.valid()) told_.wait();
     FS_CHECK(!future_->hasError(),
              "the communication hook failed: ", future_->tryRetrieveErrorMessage());
     return hook_->parseHookResult(future_->value());
   }
 
   void on_done(std::function<void()> fn) override {
-    future_->addCallback([fn = std::move(fn)](c10::ivalue::Future&) { fn(); });
+    const auto told = std::make_shared<std::promise<void>>();
+    told_ = told->get_future();
+    future_->addCallback([fn = std::move(fn), told](c10::ivalue::Future&) {
+      fn();
+      told->set_value();
+    });
   }
 
  private:
+  std::future<void> told_;  // a future's callbacks run after its waiters have been woken
   std::shared_ptr<c10d::CommHookInterface> hook_;
   c10d::GradBucket bucket_;  // hooks may set another buffer, and refer to it until they are done
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -1,5 +1,6 @@
 #include "autograd_hooks.h"
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -44,15 +45,41 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
   std::function<void()> fn_;
 };
 
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
+
+// The node that accumulates gradients of another dtype than the tensor's own. Nodes are made for the dtype that they find.
+Accumulator accumulator_of(const at::Tensor& tensor, at::ScalarType dtype) {
+  const at::Tensor data = tensor.variable_data();
+  const auto one = at::zeros({}, tensor.options().dtype(dtype).requires_grad(false));
+  tensor.set_data(one.expand(tensor.sizes()));
+  auto node = torch::autograd::impl::grad_accumulator(tensor);
+  tensor.set_data(data);
+  return node;
+}
+
+// Versions of torch differ in the type of the weak pointer.
+template <typename Weak>
+void make_own(void (*set)(const torch::autograd::Variable&, Weak), const at::Tensor& tensor,
+              const Accumulator& node) {
+  set(tensor, Weak(node));
+}
+
 }  // namespace
 
-GradientHooks::GradientHooks(std::vector<at::Tensor> params, Ready ready)
-    : params_(std::move(params)), ready_(std::move(ready)), detach_(params_.size()) {}
+GradientHooks::GradientHooks(std::vector<at::Tensor> params, Ready ready,
+                             std::optional<at::ScalarType> compute)
+    : params_(std::move(params)),
+      ready_(std::move(ready)),
+      compute_(compute),
+      detach_(params_.size()),
+      adopt_(params_.size()) {}
 
 void GradientHooks::attach(size_t param) {
   const at::Tensor& tensor = params_[param];
   if (detach_[param] || !tensor.requires_grad()) return;
-  auto node = torch::autograd::impl::grad_accumulator(tensor);
+  const bool converted = compute_ && tensor.is_floating_point();
+  auto node = converted ? accumulator_of(tensor, *compute_)
+                        : torch::autograd::impl::grad_accumulator(tensor);
   auto hook = [ready = ready_, param](const variable_list& outputs, const variable_list& grads) {
     ready(param, !grads.empty() && grads.front().defined());
     return outputs;
@@ -61,6 +88,16 @@ void GradientHooks::attach(size_t param) {
       node->add_post_hook(std::make_unique<LambdaPostHook>(std::move(hook), refuse_to_compile));
   // Keeps the node alive: autograd itself holds it only weakly, and a new one would lack the hook.
   detach_[param] = [node, key] { node->del_post_hook(key); };
+  if (!converted) return;
+  adopt_[param] = [tensor, node] {
+    make_own(torch::autograd::impl::set_grad_accumulator, tensor, node);
+  };
+}
+
+void GradientHooks::adopt() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (adopt_[i] && params_[i].requires_grad()) adopt_[i]();
+  }
 }
 
 void GradientHooks::update() {
@@ -69,6 +106,7 @@ void GradientHooks::update() {
       attach(i);
     } else if (detach_[i]) {
       std::exchange(detach_[i], nullptr)();
+      adopt_[i] = nullptr;
     }
   }
 }
@@ -77,6 +115,7 @@ void GradientHooks::detach() {
   for (auto& detach : detach_) {
     if (detach) std::exchange(detach, nullptr)();
   }
+  std::fill(adopt_.begin(), adopt_.end(), nullptr);
 }
 
 bool GradientHooks::accumulating() const {

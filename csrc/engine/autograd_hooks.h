@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace fastsync::engine {
@@ -15,7 +16,8 @@ class GradientHooks {
   // `ready` is called with the index of the parameter whose gradient has arrived, and whether that is a tensor at all: a
   // function's backward may return none. It must hold no reference to what owns these hooks.
   using Ready = std::function<void(size_t param, bool defined)>;
-  GradientHooks(std::vector<at::Tensor> params, Ready ready);
+  // Where `compute` is given, gradients of floating-point parameters arrive in that dtype: see adopt().
+  GradientHooks(std::vector<at::Tensor> params, Ready ready, std::optional<at::ScalarType> compute);
   ~GradientHooks() { detach(); }
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
@@ -26,6 +28,9 @@ class GradientHooks {
   // it is thawed.
   void update();
   void detach();
+  // To be called whenever the parameters' data has been exchanged for that of dtype `compute`: exchanging it made autograd
+  // forget the hooked nodes.
+  void adopt();
 
   // Whether the running backward may accumulate into one of the parameters; autograd.grad() does not.
   bool accumulating() const;
@@ -33,7 +38,9 @@ class GradientHooks {
  private:
   std::vector<at::Tensor> params_;
   Ready ready_;
+  std::optional<at::ScalarType> compute_;
   std::vector<std::function<void()>> detach_;  // one per parameter; empty without a hook
+  std::vector<std::function<void()>> adopt_;   // likewise; empty where the dtype stays
 };
 
 // Calls `fn` when a backward reaches the node that produced `output`, before anything in front of it.

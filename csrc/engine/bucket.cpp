@@ -23,12 +23,13 @@ ops::SlotLayout flat_run(int64_t offset, int64_t numel) {
 
 // No rows of a sparse gradient: indices along the first dimension, dense behind it, as embeddings have them. Backends
 // exchange indices and values as they are, so all ranks must have them in one form.
-at::Tensor empty_rows(const at::Tensor& param) {
-  std::vector<int64_t> row = param.sizes().vec();
+at::Tensor empty_rows(const Parameter& param) {
+  std::vector<int64_t> row = param.tensor.sizes().vec();
   row.front() = 0;
-  const auto indices = at::empty({1, 0}, param.options().dtype(at::kLong).requires_grad(false));
-  const auto values = at::empty(row, param.options().requires_grad(false));
-  return at::_sparse_coo_tensor_unsafe(indices, values, param.sizes())._coalesced_(true);
+  const auto options = param.tensor.options().requires_grad(false);
+  const auto indices = at::empty({1, 0}, options.dtype(at::kLong));
+  const auto values = at::empty(row, options.dtype(param.dtype()));
+  return at::_sparse_coo_tensor_unsafe(indices, values, param.tensor.sizes())._coalesced_(true);
 }
 
 }  // namespace
@@ -122,13 +123,14 @@ void Bucket::check_gradient(const Slot& slot, const at::Tensor& grad) const {
            "' received a gradient with layout ", grad.layout(),
            ", but its module does not announce sparse gradients; only nn.Embedding and "
            "nn.EmbeddingBag with sparse=True are reduced as sparse tensors");
-  FS_CHECK(grad.scalar_type() == param.scalar_type() && grad.device() == param.device() &&
-               grad.sizes() == param.sizes(),
+  const bool right_dtype =
+      grad.scalar_type() == param.scalar_type() || grad.scalar_type() == slot.param->dtype();
+  FS_CHECK(right_dtype && grad.device() == param.device() && grad.sizes() == param.sizes(),
            "the gradient of parameter '", slot.param->name, "' is ", grad.scalar_type(), " ",
            grad.sizes(), " on ", grad.device(), ", but the parameter is ", param.scalar_type(), " ",
            param.sizes(), " on ", param.device(),
            "; was the model moved or converted after it was wrapped? Wrap it afterwards");
-  FS_CHECK(!spec_.views || c10::toRealValueType(grad.scalar_type()) == spec_.wire, "parameter '",
+  FS_CHECK(!spec_.views || c10::toRealValueType(slot.param->dtype()) == spec_.wire, "parameter '",
            slot.param->name, "' is ", grad.scalar_type(), " but was ", spec_.wire,
            " when the model was wrapped; convert the model first, then wrap it");
 }
@@ -170,8 +172,13 @@ void Bucket::pack(const PackOptions& options) {
 // A rank without a gradient takes part with an empty one.
 void Bucket::pack_sparse(const PackOptions& options) {
   const at::NoGradGuard no_grad;
-  const at::Tensor& param = slots_.front().param->tensor;
-  flat_ = param.grad().defined() ? param.grad().mul(options.scale).coalesce() : empty_rows(param);
+  const Parameter& param = *slots_.front().param;
+  const at::Tensor& grad = param.tensor.grad();
+  if (grad.defined()) {
+    flat_ = grad.to(param.dtype()).mul(options.scale).coalesce();
+  } else {
+    flat_ = empty_rows(param);
+  }
 }
 
 void Bucket::pack_coded(const PackOptions& options) {
@@ -277,7 +284,7 @@ void Bucket::append_flags(std::vector<ops::Item>& items, bool vote) {
 void Bucket::install_view(Slot& slot) {
   at::Tensor& grad = slot.param->tensor.mutable_grad();
   if (!spec_.views || !grad.defined()) return;
-  grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
+  grad = ops::view_of(flat_, slot.layout, slot.param->dtype());
 }
 
 void Bucket::launch(comm::Collective& collective) {
@@ -296,7 +303,10 @@ Delivery Bucket::delivery() {
   if (!wire_->works_on_parts()) return delivery;
   for (Slot& slot : slots_) {
     const at::Tensor& grad = slot.param->tensor.grad();
-    if (!slot.param->used || !grad.defined() || !ops::in_slot_order(grad, slot.layout)) continue;
+    if (!slot.param->used || !grad.defined() || grad.scalar_type() != slot.param->dtype() ||
+        !ops::in_slot_order(grad, slot.layout)) {
+      continue;
+    }
     slot.delivered = grad.unsafeGetTensorImpl();
     delivery.tensors.push_back(grad);
     delivery.layouts.push_back(slot.layout);
@@ -344,7 +354,7 @@ void Bucket::abandon() {
 
 Shadow Bucket::shadow(comm::Collective& collective) const {
   const at::NoGradGuard no_grad;
-  const at::Tensor flat = spec_.sparse ? empty_rows(slots_.front().param->tensor)
+  const at::Tensor flat = spec_.sparse ? empty_rows(*slots_.front().param)
                                        : ops::make_flat(spec_.numel, spec_.wire, device());
   auto in_flight = collective.all_reduce(flat);
   return Shadow{std::move(in_flight), [vote = vote_in(flat)] { return vote; }};

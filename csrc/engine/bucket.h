@@ -47,6 +47,10 @@ struct Parameter {
   bool used = false;  // a gradient arrived since the last synchronisation
   int expected_fires =
       1;  // gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints)
+  // Mixed precision: what the parameter is stored in, and its gradient in the end; both are of another dtype in backward.
+  std::optional<at::ScalarType> stored = std::nullopt;
+
+  at::ScalarType dtype() const { return stored.value_or(tensor.scalar_type()); }
 };
 
 struct SlotSpec {

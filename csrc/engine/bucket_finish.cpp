@@ -86,7 +86,7 @@ void Bucket::finish_views(const std::vector<bool>& used) {
     if (slot.param->used) continue;
     at::Tensor& grad = slot.param->tensor.mutable_grad();
     if (used[i] && !slot.in_place) {
-      grad = ops::view_of(flat_, slot.layout, slot.param->tensor.scalar_type());
+      grad = ops::view_of(flat_, slot.layout, slot.param->dtype());
     } else if (!used[i] && slot.kept.defined()) {
       grad.copy_(slot.kept);
     }
@@ -101,9 +101,10 @@ void Bucket::finish_copies(const std::vector<bool>& used) {
     const Slot& slot = slots_[i];
     at::Tensor& grad = slot.param->tensor.mutable_grad();
     if (grad.defined() && slot.delivered == grad.unsafeGetTensorImpl()) continue;
-    if (!grad.defined()) {
-      grad = at::empty_strided(slot.layout.sizes, slot.layout.strides,
-                               slot.param->tensor.options().requires_grad(false));
+    if (!grad.defined() || grad.scalar_type() != slot.param->dtype()) {
+      const auto options = slot.param->tensor.options().dtype(slot.param->dtype());
+      grad =
+          at::empty_strided(slot.layout.sizes, slot.layout.strides, options.requires_grad(false));
     }
     items.push_back({grad, &slot.layout});
   }

@@ -22,8 +22,10 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
 }  // namespace
 
 Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
-                 const std::string& group_name, ReducerOptions options)
+                 const std::string& group_name, ReducerOptions options,
+                 std::shared_ptr<Precision> precision)
     : options_(options),
+      precision_(std::move(precision)),
       collective_(comm::Collective::resolve(group_name)),
       usage_(params_, collective_->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
@@ -32,6 +34,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
+    if (precision_) params_.back()->stored = precision_->stored_dtype(params[i]);
   }
 }
 
@@ -40,10 +43,15 @@ GradientHooks& Reducer::hooks() {
     std::vector<at::Tensor> tensors;
     for (const auto& param : params_) tensors.push_back(param->tensor);
     const std::weak_ptr<Reducer> weak = weak_from_this();
-    hooks_ =
-        std::make_unique<GradientHooks>(std::move(tensors), [weak](size_t param, bool defined) {
-          if (const auto self = weak.lock()) self->on_grad_ready(param, defined);
-        });
+    auto ready = [weak](size_t param, bool defined) {
+      if (const auto self = weak.lock()) self->on_grad_ready(param, defined);
+    };
+    const auto compute = precision_ ? std::optional(precision_->compute()) : std::nullopt;
+    hooks_ = std::make_unique<GradientHooks>(std::move(tensors), std::move(ready), compute);
+    if (!precision_) return *hooks_;
+    precision_->on_exchange([weak] {
+      if (const auto self = weak.lock()) self->hooks_->adopt();
+    });
   }
   return *hooks_;
 }
@@ -141,10 +149,11 @@ ForwardAdvice Reducer::advise() {
   return advice;
 }
 
-void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
+void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   const Lock lock(mutex_);
-  syncing_ = true;
-  log_.end_forward();
+  syncing_ = sync;
+  if (!sync && !precision_) return;
+  if (sync) log_.end_forward();
   const std::weak_ptr<Reducer> weak = weak_from_this();
   for (const at::Tensor& output : outputs) {
     on_backward(output, [weak] {
@@ -155,13 +164,10 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs) {
 
 void Reducer::on_outputs_reached() {
   const Lock lock(mutex_);
-  if (!syncing_ || backward_running_ || buckets_.empty()) return;
-  if (hooks().accumulating()) begin_backward();
-}
-
-void Reducer::pause() {
-  const Lock lock(mutex_);
-  syncing_ = false;
+  if (precision_) precision_->begin_backward();
+  const bool waiting = syncing_ && !backward_running_ && !buckets_.empty();
+  if (waiting && hooks().accumulating()) begin_backward();
+  if (precision_) precision_->restore_at_end();  // behind the end of the step
 }
 
 void Reducer::set_static_graph() {
@@ -219,8 +225,9 @@ void Reducer::begin_backward() {
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
+  if (syncing_ && !backward_running_) begin_backward();
+  if (precision_) precision_->restore_at_end();
   if (!syncing_) return;
-  if (!backward_running_) begin_backward();
   noting_errors([&] { place_gradient(param); });
 }
 
@@ -388,7 +395,6 @@ bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used
 
 void Reducer::end_step() {
   std::vector<bool> used;
-  used.reserve(params_.size());
   for (const auto& param : params_) used.push_back(param->used);
   log_.end_step(std::move(used));
   std::vector<int64_t> missing;

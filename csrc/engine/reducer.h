@@ -34,6 +34,7 @@
 #include "autograd_hooks.h"
 #include "bucket.h"
 #include "plan_watch.h"
+#include "precision.h"
 #include "step_log.h"
 #include "usage.h"
 
@@ -65,7 +66,8 @@ struct ReducerStats {
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
-          const std::string& group_name, ReducerOptions options);
+          const std::string& group_name, ReducerOptions options,
+          std::shared_ptr<Precision> precision = nullptr);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
@@ -75,8 +77,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Start of a forward that will be differentiated. Throws what the previous backward left to say.
   ForwardAdvice prepare_forward();
   // End of such a forward. See [Note: which backwards synchronise].
-  void prepare_backward(const std::vector<at::Tensor>& outputs);
-  void pause();
+  void prepare_backward(const std::vector<at::Tensor>& outputs, bool sync);
 
   void set_static_graph();
   // Gradients are divided by this from now on (world size by default; fewer when ranks have joined).
@@ -150,6 +151,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   std::vector<std::unique_ptr<Parameter>> params_;
   std::unique_ptr<GradientHooks> hooks_;
+  std::shared_ptr<Precision>
+      precision_;  // null: parameters compute in the dtype that they are stored in
   std::unique_ptr<comm::Collective> collective_;
   std::unique_ptr<comm::Chains> chains_;
   std::unique_ptr<comm::Hook> hook_;

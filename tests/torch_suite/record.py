@@ -17,15 +17,11 @@ _EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
 def read_baseline(backend: str) -> list[str]:
     """Names of the tests that torch's own class passes, for this torch or else the newest known.
 
-    Raises:
-        RuntimeError: there is no list for this backend; names the command that writes it.
+    Empty where there is no list for this backend.
     """
-    known = _read().get(backend, {})
+    known = _read().get(backend)
     if not known:
-        raise RuntimeError(
-            f"{_BASELINE.name} has no list for {backend}; write it with --wrapper ddp "
-            f"--backend {backend} --write-baseline"
-        )
+        return []
     newest = max(known, key=lambda version: [int(part) for part in version.split(".")])
     return known.get(_version(), known[newest])
 

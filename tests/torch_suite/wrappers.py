@@ -48,7 +48,7 @@ class SumInsteadOfMean(SuiteDDP):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        self._engine.core.set_divisor(1.0, True)
+        self._engine.core.set_divisor(1.0)
 
 
 class NoInitialBroadcast(SuiteDDP):
