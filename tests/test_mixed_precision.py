@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Wire
 from fastsync.testing import run_ranks
 
 HALF = _MixedPrecision(torch.float16, torch.float16, torch.float16)
@@ -358,7 +358,8 @@ def test_sparse_gradients():
 def only_reduced(rank, world, dtype):
     mixed = _MixedPrecision(reduce_dtype=dtype)
     wrapped = FastDDP(net(), mixed_precision=mixed)
-    narrow = FastDDP(net(), wire="bf16" if dtype is torch.bfloat16 else "fp16")
+    wire = Wire("bf16" if dtype is torch.bfloat16 else "fp16", form="native")
+    narrow = FastDDP(net(), wire=wire)
     for model in (wrapped, narrow):
         model(image(rank, 0)).square().mean().backward()
     assert wrapped.module.seen == [torch.float32] * 3
