@@ -253,6 +253,7 @@ void bind_engine(py::module_& m) {
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)
       .def("steps", &Reducer::steps)
+      .def("wire_rate", &Reducer::wire_rate)
       .def("stats", &stats_dict);
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ __all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "TimelinePolicy"]
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
 _DEFAULT_CAP_MB = 25
+# A bucket should spend about this long on the wire, but a collective has costs of its own.
+_BUCKET_SECONDS = 0.02
+_LEAST_CAP_BYTES = 4 * _MIB
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,11 @@ class BucketPolicy:
     Attributes:
         caps: cap of the first bucket, the second, and so on; the last one holds for the rest. A
             bucket is closed by the gradient that reaches its cap.
+        adaptive: the caps are nobody's wish, and may follow the speed of the network.
     """
 
     caps: tuple[int, ...]
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if not self.caps or min(self.caps) <= 0:
@@ -39,7 +44,7 @@ class BucketPolicy:
         """From DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
 
         By default the first bucket is small, so that communication starts early, and the others
-        hold 25 MiB.
+        hold 25 MiB, or less where the network turns out to be slow.
 
         Raises:
             ValueError: a size is not positive.
@@ -54,7 +59,18 @@ class BucketPolicy:
             return cls(tuple(max(1, int(cap * _MIB)) for cap in caps_mb))
         if cap_mb is not None:
             return cls((max(1, int(cap_mb * _MIB)),))
-        return cls((_FIRST_BUCKET_BYTES, _DEFAULT_CAP_MB * _MIB))
+        return cls((_FIRST_BUCKET_BYTES, _DEFAULT_CAP_MB * _MIB), adaptive=True)
+
+    def at_rate(self, rate: float) -> BucketPolicy:
+        """Smaller buckets for a slow network, where the last one's time on the wire shows.
+
+        Args:
+            rate: bytes of gradients per second; 0 where that is unknown.
+        """
+        if not self.adaptive or rate <= 0:
+            return self
+        cap = min(max(int(rate * _BUCKET_SECONDS), _LEAST_CAP_BYTES), self.caps[-1])
+        return replace(self, caps=(*self.caps[:-1], cap))
 
 
 @dataclass(frozen=True)

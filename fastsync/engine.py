@@ -72,6 +72,7 @@ class Engine:
         self._group = group
         self._buckets = buckets
         self._policy = policy
+        self._rate = 0.0  # bytes of gradients per second, once known
         self._chained = False  # the reducer has process groups for coded buckets
         self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
         self._check_devices()
@@ -199,7 +200,9 @@ class Engine:
         wire = Wire() if self._is_warming_up() else self._policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = dist.get_world_size(self._group)
-        return make_plan(specs, order, self._buckets, replace(self._policy, wire=wire), world)
+        # Compiled graphs have been split where the first plan's buckets end.
+        buckets = self._buckets if self._graphs else self._buckets.at_rate(self._rate)
+        return make_plan(specs, order, buckets, replace(self._policy, wire=wire), world)
 
     def _is_warming_up(self) -> bool:
         return bool(self.core.steps() < self._policy.wire.warmup_steps)
@@ -272,16 +275,23 @@ class Engine:
             count = sum(p.tensor.requires_grad for p in self._params)
             reason = f"the others to train the same parameters ({count} on this rank)"
             meet(self._group, place, reason, Env.read().agree_timeout)
-        trained, order = self._agreed()
+        trained, order, self._rate = self._agreed()
         seen = set(order)
         rest = [i for i in reversed(range(len(self._params))) if i not in seen]
         before = self.plan
         self._install([i for i in [*order, *rest] if trained[i]])
         self.regrouped = self.regrouped or self.plan != before
 
-    def _agreed(self) -> tuple[list[bool], list[int]]:
+    def _agreed(self) -> tuple[list[bool], list[int], float]:
+        """What any rank trains, rank 0's ready order, and how fast the fastest bucket travelled.
+
+        Ranks that sent it early waited for others; the fastest one has measured the network.
+        """
         device = self._params[0].tensor.device
-        mine = torch.tensor(self.core.trainable(), dtype=torch.uint8, device=device)
+        count = len(self._params)
+        rate = torch.tensor([self.core.wire_rate()], dtype=torch.float64).view(torch.uint8)
+        flags = torch.tensor(self.core.trainable(), dtype=torch.uint8)
+        mine = torch.cat([rate, flags]).to(device)
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         ready = settled_order(self.core.ready_order(), self._graphs)
         padded = [*ready, *[-1] * (len(self._params) - len(ready))]
@@ -291,8 +301,10 @@ class Engine:
             dist.broadcast(order, group_src=0, group=self._group)
         else:
             everyones = [mine]
-        trained = torch.stack(everyones).amax(dim=0)
-        return [bool(t) for t in trained.tolist()], [i for i in order.tolist() if i >= 0]
+        rows = torch.stack(everyones).cpu()
+        fastest = rows[:, :8].contiguous().view(torch.float64).amax().item()
+        trained = rows[:, -count:].amax(dim=0).tolist()
+        return [bool(t) for t in trained], [i for i in order.tolist() if i >= 0], fastest
 
     def _warn_unused(self, names: Sequence[str]) -> None:
         shown = ", ".join(names[:_NAMES_SHOWN])

@@ -25,6 +25,15 @@ def test_bucket_caps(cap, caps, wanted):
     assert BucketPolicy.from_mb(cap, caps).caps == wanted
 
 
+def test_buckets_shrink_on_slow_networks_where_nobody_chose_their_size():
+    free, chosen = BucketPolicy.from_mb(None), BucketPolicy.from_mb(25)
+    assert free.at_rate(0) == free
+    assert free.at_rate(1e12).caps == (MIB, 25 * MIB)
+    assert free.at_rate(500e6).caps == (MIB, 10_000_000)
+    assert free.at_rate(1e6).caps == (MIB, 4 * MIB)
+    assert chosen.at_rate(1e6) == chosen
+
+
 @pytest.mark.parametrize("cap", [0, -1, -0.5, float("nan"), float("inf")])
 def test_wrong_bucket_caps(cap):
     with pytest.raises(ValueError, match="bucket_cap_mb"):

@@ -78,6 +78,15 @@ int64_t Bucket::wire_bytes() const {
   return spec_.numel * static_cast<int64_t>(c10::elementSize(spec_.wire));
 }
 
+int64_t Bucket::gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const Slot& slot : slots_) {
+    const at::ScalarType real = c10::toRealValueType(slot.param->dtype());
+    bytes += slot.layout.numel * static_cast<int64_t>(c10::elementSize(real));
+  }
+  return bytes;
+}
+
 int64_t Bucket::sent_bytes(int ranks) const {
   return wire_ ? wire_->sent_bytes() : 2 * wire_bytes() * (ranks - 1) / ranks;
 }

@@ -93,6 +93,7 @@ class Bucket {
   BucketState state() const { return state_; }
   at::Device device() const { return slots_.front().param->tensor.device(); }
   int64_t wire_bytes() const;
+  int64_t gradient_bytes() const;
   // Bytes that leave this rank in one step, of `ranks`; a ring all-reduce where the backend decides.
   int64_t sent_bytes(int ranks) const;
   // "12 parameters, 'layer4.weight' to 'fc.bias', 25.0 MiB"

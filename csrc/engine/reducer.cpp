@@ -288,7 +288,9 @@ void Reducer::launch(Bucket& bucket) {
   } else {
     bucket.launch(*collective_);
   }
-  if (auto done = log_.on_done(index)) bucket.on_done(std::move(done));
+  auto done = log_.on_done(index);
+  if (stats_.steps == 0 && !hook_) done = rate_.timed(bucket.gradient_bytes(), std::move(done));
+  if (done) bucket.on_done(std::move(done));
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
   stats_.sent_bytes += bucket.sent_bytes(collective_->size());

@@ -35,6 +35,7 @@
 #include "bucket.h"
 #include "plan_watch.h"
 #include "precision.h"
+#include "rate_meter.h"
 #include "step_log.h"
 #include "usage.h"
 
@@ -100,6 +101,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ReducerStats stats() const;
   int64_t steps() const { return stats_.steps; }
   StepReport last_step() const;
+  // Bytes of gradients per second that the fastest bucket of the first step travelled at; 0 before.
+  double wire_rate() const { return rate_.best(); }
   // Records when buckets are ready, packed, launched and done; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -172,6 +175,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   PlanWatch watch_;
   UsageCheck usage_;
   StepLog log_;
+  RateMeter rate_;
   std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;
 };
