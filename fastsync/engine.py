@@ -302,7 +302,7 @@ class Engine:
         else:
             everyones = [mine]
         rows = torch.stack(everyones).cpu()
-        fastest = rows[:, :8].contiguous().view(torch.float64).amax().item()
+        fastest = rows[:, :8].reshape(-1).view(torch.float64).amax().item()
         trained = rows[:, -count:].amax(dim=0).tolist()
         return [bool(t) for t in trained], [i for i in order.tolist() if i >= 0], fastest
 
