@@ -194,7 +194,7 @@ def replaced(rank, world):
         assert isinstance(model, nn.parallel.DistributedDataParallel)
     assert nn.parallel.DistributedDataParallel is DistributedDataParallel
     assert isinstance(model, FastDDP)
-    return model._policy.wire
+    return model._policy.wire.format
 
 
 def test_only_inside_the_context():
