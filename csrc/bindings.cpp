@@ -8,8 +8,10 @@
 
 #include "check.h"
 #include "comm/python_hook.h"
+#include "engine/plugin_codec.h"
 #include "engine/python_codec.h"
 #include "engine/reducer.h"
+#include "lossy_ops.h"
 #include "ops.h"
 
 namespace py = pybind11;
@@ -68,7 +70,8 @@ void bind_ops(py::module_& m) {
 
 engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
                              int64_t flags_offset, at::ScalarType wire, bool views, bool sparse,
-                             std::optional<engine::CodedSpec> coded) {
+                             std::optional<engine::CodedSpec> coded,
+                             std::optional<engine::PowerSpec> low_rank) {
   engine::BucketSpec spec;
   for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
   spec.numel = numel;
@@ -77,6 +80,7 @@ engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slo
   spec.views = views;
   spec.sparse = sparse;
   spec.coded = std::move(coded);
+  spec.low_rank = std::move(low_rank);
   return spec;
 }
 
@@ -201,6 +205,12 @@ void bind_wire(py::module_& m) {
            [](CodedSpec& spec, py::object codec) {
              spec.codec = engine::make_python_codec(std::move(codec));
            })
+      .def("use_plugin",
+           [](CodedSpec& spec, uintptr_t table) {
+             // NOLINTNEXTLINE: the address that the library's entry returned
+             spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
+           })
+      .def_readwrite("kept", &CodedSpec::kept)
       .def_readwrite("gather", &CodedSpec::gather)
       .def_readwrite("chunk_numel", &CodedSpec::chunk_numel)
       .def_readwrite("chunk_bytes", &CodedSpec::chunk_bytes)
@@ -213,11 +223,68 @@ void bind_wire(py::module_& m) {
       .def_readwrite("seed", &CodedSpec::seed);
 }
 
+void bind_low_rank(py::module_& m) {
+  using engine::PowerSpec;
+  py::class_<PowerSpec>(m, "PowerSpec")
+      .def(py::init<>())
+      .def(
+          "add_matrix",
+          [](PowerSpec& spec, int64_t offset, std::pair<int64_t, int64_t> sizes, int64_t rank,
+             std::pair<int64_t, int64_t> places) {
+            spec.matrices.push_back(
+                {offset, sizes.first, sizes.second, rank, places.first, places.second});
+          },
+          py::arg("offset"), py::arg("sizes"), py::arg("rank"), py::arg("places"))
+      .def(
+          "add_run",
+          [](PowerSpec& spec, int64_t offset, int64_t numel, int64_t place) {
+            spec.runs.push_back({offset, numel, place});
+          },
+          py::arg("offset"), py::arg("numel"), py::arg("place"))
+      .def_readwrite("numel", &PowerSpec::numel)
+      .def_readwrite("first_numel", &PowerSpec::first_numel)
+      .def_readwrite("second_numel", &PowerSpec::second_numel)
+      .def_readwrite("flags_offset", &PowerSpec::flags_offset)
+      .def_readwrite("flags", &PowerSpec::flags)
+      .def_readwrite("error_feedback", &PowerSpec::error_feedback)
+      .def_readwrite("warm_start", &PowerSpec::warm_start)
+      .def_readwrite("seed", &PowerSpec::seed);
+}
+
+// `by_torch`: what runs on devices for which there is no kernel.
+void bind_lossy_ops(py::module_& m) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "select_largest",
+      [](const at::Tensor& values, const at::Tensor& positions, bool by_torch) {
+        (by_torch ? ops::select_largest_by_torch : ops::select_largest)(values, positions);
+      },
+      release, py::arg("values"), py::arg("positions"), py::arg("by_torch") = false);
+  m.def(
+      "orthonormalise",
+      [](const at::Tensor& vectors, const std::optional<at::Tensor>& refill, bool by_torch) {
+        (by_torch ? ops::orthonormalise_by_torch : ops::orthonormalise)(
+            vectors, refill.value_or(at::Tensor()));
+      },
+      release, py::arg("vectors"), py::arg("refill") = py::none(), py::arg("by_torch") = false);
+  m.def(
+      "low_rank_product",
+      [](const std::pair<at::Tensor, at::Tensor>& factors, double share, const at::Tensor& matrix,
+         const std::optional<at::Tensor>& residual, bool by_torch) {
+        (by_torch ? ops::low_rank_product_by_torch : ops::low_rank_product)(
+            factors.first, factors.second, share, matrix, residual.value_or(at::Tensor()));
+      },
+      release, py::arg("factors"), py::arg("share"), py::arg("matrix"),
+      py::arg("residual") = py::none(), py::arg("by_torch") = false);
+  m.def("fill_random", &ops::fill_random, release, py::arg("values"), py::arg("seed"));
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::BucketSpec>(m, "BucketSpec")
       .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
-           py::arg("wire"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none());
+           py::arg("wire"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
+           py::arg("low_rank") = py::none());
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("replan", &engine::ForwardAdvice::replan)
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
@@ -264,5 +331,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_ops(m);
   bind_timeline(m);
   bind_wire(m);
+  bind_low_rank(m);
+  bind_lossy_ops(m);
   bind_engine(m);
 }

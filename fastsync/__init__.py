@@ -6,10 +6,12 @@
 """
 
 from fastsync._build import BuildError
-from fastsync.codec import Codec, Wire, register_codec
+from fastsync._build import source_dir as include_dir
+from fastsync.codec import Codec, PowerSGD, TopK, Wire, register_codec
 from fastsync.config import TimelinePolicy
 from fastsync.consensus import RankMismatchError
 from fastsync.ddp import FastDDP
+from fastsync.plugin import load_codec
 from fastsync.stats import BucketTiming, SyncStats, log_to_tensorboard
 
 __all__ = [
@@ -17,11 +19,15 @@ __all__ = [
     "BuildError",
     "Codec",
     "FastDDP",
+    "PowerSGD",
     "RankMismatchError",
     "SyncStats",
     "TimelinePolicy",
+    "TopK",
     "Wire",
     "__version__",
+    "include_dir",
+    "load_codec",
     "log_to_tensorboard",
     "register_codec",
 ]

@@ -1,13 +1,15 @@
 """Wire formats: what gradients travel as, chosen before training; and codecs that users bring.
 
 A built-in format codes blocks of elements, each with a scale of its own (`csrc/kernels/codec.h`
-says how). A `Codec` codes chunks of a flat fp32 buffer in Python or C++. `Wire` is the policy:
-which format, for which parameters, from which step on, over which collectives.
+says how). `TopK` and `PowerSGD` send parts of a gradient. A `Codec` codes chunks of a flat fp32
+buffer in Python or C++. `Wire` is the policy: which format, for which parameters, from which step
+on, over which collectives.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,6 +21,8 @@ __all__ = [
     "FORMS",
     "Codec",
     "Format",
+    "PowerSGD",
+    "TopK",
     "Wire",
     "make_codec",
     "register_codec",
@@ -80,12 +84,19 @@ class Codec:
         form: "two_shot", where sums are coded again, or "gather", where every rank sums what all
             ranks sent.
         error_feedback: whether what a chunk's code lost is added to the next step's gradient.
+        whole: a bucket is one chunk, whatever its size. It holds zeros between gradients, and
+            `coded_bytes` is asked for the number of elements without them. Gather form only.
     """
 
     name: str = "codec"
     block: int = 16
     form: str = "two_shot"
     error_feedback: bool = True
+    whole: bool = False
+
+    def describe(self) -> str:
+        """Name and parameters, as they must be equal on all ranks."""
+        return self.name
 
     def coded_bytes(self, numel: int) -> int:
         """Bytes of a coded chunk of `numel` elements."""
@@ -100,22 +111,133 @@ class Codec:
         raise NotImplementedError
 
 
-_REGISTRY: Final[dict[str, Callable[[], Any]]] = {}
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Of a bucket's elements those of largest magnitude travel, the others in later steps.
+
+    A bucket of n elements sends k = max(1, round(density * n)): 8 k bytes to every other rank,
+    int32 positions and then fp32 values. Of equal magnitudes the first ones are kept; NaN and
+    infinities count as largest. All ranks sum what all ranks sent, so the bytes received grow with
+    the number of ranks. (Stich et al., "Sparsified SGD with memory", 2018.)
+
+    The engine runs it in C++; `encode` and `decode` are the same by torch's operations.
+
+    Attributes:
+        density: part of the elements that travels, above 0 and at most 1.
+
+    Raises:
+        ValueError: the density is out of range.
+    """
+
+    density: float = 0.01
+
+    name = "topk"
+    block = 1
+    form = "gather"
+    whole = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be above 0 and at most 1, but is {self.density}")
+
+    def describe(self) -> str:
+        return f"topk(density={self.density})"
+
+    def kept(self, numel: int) -> int:
+        """How many of `numel` elements travel."""
+        return max(1, round(self.density * numel))
+
+    def coded_bytes(self, numel: int) -> int:
+        """Bytes of a bucket of `numel` elements.
+
+        Raises:
+            ValueError: there are more than int32 can number.
+        """
+        if numel >= 1 << 31:
+            raise ValueError(
+                f"topk numbers the elements of a bucket with 32 bits, but one has {numel}; choose "
+                "a smaller bucket_cap_mb"
+            )
+        return 8 * self.kept(numel)
+
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        positions, kept = self._parts(wire)
+        magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+        order = magnitudes.argsort(descending=True, stable=True)[: kept.numel()]
+        positions.copy_(order)
+        kept.copy_(values[order])
+
+    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+        positions, kept = self._parts(wire)
+        values.zero_()
+        values[positions.long()] = kept
+
+    def _parts(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = wire.numel() // 2
+        return wire[:half].view(torch.int32), wire[half:].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Gradients travel as products of two thin matrices (Vogels et al., "PowerSGD", 2019).
+
+    A gradient is viewed as [first dimension, the rest]: [n, m] becomes P [n, r] and Q [m, r], with
+    r = min(rank, n, m). They are summed in two all-reduces, 4 (n + m) r bytes in all. Where
+    (n + m) r min_compression is not below n m, for vectors above all, the gradient is sent with P
+    as it is, in fp32. Elements that are not finite make the whole matrix NaN.
+
+    Attributes:
+        rank: of the matrices that arrive.
+        warm_start: begin each step with the Q of the last one.
+        min_compression: compress only what becomes smaller by more than this factor.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    rank: int = 4
+    warm_start: bool = True
+    min_compression: float = 2.0
+
+    name = "powersgd"
+    block = 1
+    form = "low_rank"
+    error_feedback = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"the rank must be a whole number of at least 1, but is {self.rank}")
+        if not self.min_compression >= 1:
+            raise ValueError(f"min_compression must be at least 1, but is {self.min_compression}")
+
+    def describe(self) -> str:
+        settings = f"rank={self.rank}, warm_start={self.warm_start}"
+        return f"powersgd({settings}, min_compression={self.min_compression})"
+
+    def rank_for(self, rows: int, cols: int) -> int:
+        """The rank at which a gradient of these sizes travels; 0: it is not compressed."""
+        rank = min(rows, cols, self.rank)
+        return rank if (rows + cols) * rank * self.min_compression < rows * cols else 0
+
+
+_REGISTRY: Final[dict[str, Callable[[], Any]]] = {"topk": TopK, "powersgd": PowerSGD}
 
 
 def register_codec(name: str, factory: Callable[[], Any]) -> None:
     """Makes `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
+
+    The factory is called once, when the name is used for the first time.
 
     Raises:
         ValueError: the name is taken.
     """
     if name in FORMATS or name in _REGISTRY:
         raise ValueError(f"a wire format named {name!r} exists already; choose another name")
-    _REGISTRY[name] = factory
+    _REGISTRY[name] = functools.cache(factory)
 
 
 def wire_formats() -> tuple[str, ...]:
-    """Every name that `wire=` may be: built-in formats, then registered codecs."""
+    """Every name that `wire=` may be: block formats, topk and powersgd, registered codecs."""
     return (*FORMATS, *_REGISTRY)
 
 
@@ -134,11 +256,31 @@ def make_codec(wire: Any) -> Format | Any:
         raise ValueError(
             f"unknown wire format {wire!r}; choose one of {known}, or pass a fastsync.Codec"
         )
+    if isinstance(wire, PowerSGD):
+        return wire
     needs = ("name", "block", "form", "error_feedback", "coded_bytes", "encode", "decode")
     lacks = [name for name in needs if not hasattr(wire, name)]
     if lacks:
         raise ValueError(f"{wire!r} is no wire format: it lacks {', '.join(lacks)}")
+    if wire.form not in _forms_of(wire):
+        known = " or ".join(repr(form) for form in _forms_of(wire))
+        raise ValueError(f"the form of {wire.name} must be {known}, but is {wire.form!r}")
     return wire
+
+
+def _forms_of(codec: Any) -> tuple[str, ...]:
+    """The forms that a codec can travel in."""
+    if isinstance(codec, PowerSGD):
+        return (codec.form,)
+    if getattr(codec, "whole", False):
+        return ("gather",)
+    native = ("native",) if getattr(codec, "native", None) else ()
+    return (*native, "two_shot", "gather")
+
+
+def _describe(codec: Any) -> str:
+    describe = getattr(codec, "describe", None)
+    return str(describe() if describe else codec.name)
 
 
 @dataclass(frozen=True)
@@ -146,13 +288,15 @@ class Wire:
     """How gradients travel.
 
     Attributes:
-        format: a built-in format, the name of a registered codec, or a `Codec`.
+        format: the name of a format or registered codec, a `TopK`, a `PowerSGD`, or a `Codec`.
         form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
-            "gather", or "auto": what measures fastest (see `docs/wire.md`).
+            "gather", or "auto": what measures fastest (see `docs/wire.md`). Top-k and PowerSGD
+            have forms of their own and take "auto" alone.
         error_feedback: add what coding lost to the next step's gradients; None: as the format
             recommends. Costs 4 bytes per element.
         stochastic: round stochastically instead of to the nearest (built-in formats).
-        overrides: format by parameter name pattern, as `fnmatch` has them; the first match counts.
+        overrides: format or codec by parameter name pattern, as `fnmatch` has them; the first
+            match counts.
         min_bytes: buckets with fewer bytes of gradients travel as fp32.
         warmup_steps: synchronised steps that travel as fp32 before the format is used.
         seed: of stochastic rounding.
@@ -164,7 +308,7 @@ class Wire:
     form: str = "auto"
     error_feedback: bool | None = None
     stochastic: bool = False
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     min_bytes: int = 0
     warmup_steps: int = 0
     seed: int = 0
@@ -188,6 +332,10 @@ class Wire:
                 f"no backend sums {codec.name} natively; leave form out, or choose 'two_shot' or "
                 "'gather'"
             )
+        if self.form not in ("auto", *_forms_of(codec)):
+            raise ValueError(
+                f"{codec.name} does not travel in the form {self.form!r}; leave form out"
+            )
 
     @classmethod
     def of(cls, wire: Any) -> Wire:
@@ -204,8 +352,12 @@ class Wire:
         default = Wire()
         others = [name for name in self.__dataclass_fields__ if name != "format"]
         chosen = [name for name in others if getattr(self, name) != getattr(default, name)]
-        parts = [f"{name}={getattr(self, name)}" for name in chosen]
-        return ", ".join([str(make_codec(self.format).name), *parts])
+        values = {name: getattr(self, name) for name in chosen}
+        if self.overrides:
+            named = {key: _describe(make_codec(wire)) for key, wire in self.overrides.items()}
+            values["overrides"] = named
+        parts = [f"{name}={value}" for name, value in values.items()]
+        return ", ".join([_describe(make_codec(self.format)), *parts])
 
     def codec_for(self, name: str) -> Any:
         """The format or codec of the parameter called `name`."""

@@ -30,6 +30,7 @@ from fastsync.engine import Engine, NamedParam
 from fastsync.env import Env
 from fastsync.logging_data import WrapFacts
 from fastsync.mixed_precision import announce_mixed_precision, cast_buffers
+from fastsync.plugin import check_device
 from fastsync.recorder import RecordedModel, Recorder
 from fastsync.stats import SyncStats, make_stats
 
@@ -53,9 +54,8 @@ class FastDDP(DistributedDataParallel):
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; 25 by default, with a first bucket of 1.
-        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a
-            `fastsync.Codec`, or a `fastsync.Wire` with everything else that can be chosen. Sums are
-            computed in fp32. 16-bit gradients are compressed below 16 bits only, fp64 ones never.
+        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a codec, or a
+            `fastsync.Wire`. Sums are fp32. 16-bit gradients only become narrower, fp64 ones never.
         timeline: a path: records when each bucket is ready, packed, launched and done on every
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
@@ -417,11 +417,11 @@ class _Request:
     def _check_wire(self, wire: Wire) -> None:
         for param in self._params():
             codec = wire.codec_for(param.name)
+            check_device(codec, param.name, param.tensor.device)
             if param.tensor.is_complex() and param.tensor.requires_grad and codec.name != "fp32":
                 raise ValueError(
                     f"parameter {param.name!r} is {param.tensor.dtype}, which {codec.name} cannot "
-                    "carry; keep it as it is with "
-                    f"wire=fastsync.Wire({wire.describe()!r}, overrides={{{param.name!r}: 'fp32'}})"
+                    f"carry; wire=fastsync.Wire(..., overrides={{{param.name!r}: 'fp32'}}) keeps it"
                 )
 
     def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from fastsync import _ext
 from fastsync._torch_private import group_timeout
-from fastsync.codec import Format, Wire
+from fastsync.codec import Format, TopK, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.env import Env
+from fastsync.layout import FlatLayout, LowRankLayout, WireLayout
 from fastsync.meeting import meet
 from fastsync.plan import (
     BucketPlan,
@@ -30,6 +31,7 @@ from fastsync.plan import (
     make_plan,
     settled_order,
 )
+from fastsync.plugin import PluginCodec
 
 __all__ = ["Engine", "NamedParam"]
 
@@ -238,8 +240,12 @@ class Engine:
         self._chained = True
 
     def _spec(self, index: int, bucket: PlannedBucket) -> Any:
-        layout = bucket.layout
-        coded = None if bucket.coded is None else self._coded_spec(index, bucket.coded)
+        layout, plan = bucket.layout, bucket.coded
+        coded = low_rank = None
+        if plan is not None and isinstance(plan.layout, LowRankLayout):
+            low_rank = self._low_rank_spec(index, layout, plan, plan.layout)
+        elif plan is not None and isinstance(plan.layout, WireLayout):
+            coded = self._coded_spec(index, plan, plan.layout)
         return self._ext.BucketSpec(
             slots=list(zip(bucket.params, layout.offsets, strict=True)),
             numel=layout.numel,
@@ -248,24 +254,50 @@ class Engine:
             views=bucket.views,
             sparse=bucket.sparse,
             coded=coded,
+            low_rank=low_rank,
         )
 
-    def _coded_spec(self, index: int, coded: CodedPlan) -> Any:
+    def _coded_spec(self, index: int, coded: CodedPlan, layout: WireLayout) -> Any:
         wire = self._policy.wire
         spec = self._ext.CodedSpec()
         if isinstance(coded.codec, Format):
             spec.format = coded.codec.name
+        elif isinstance(coded.codec, TopK):
+            spec.kept = layout.coded_bytes // 8
+        elif isinstance(coded.codec, PluginCodec):
+            spec.use_plugin(coded.codec.address)
         else:
             spec.use_codec(coded.codec)
         for name in ("pieces", "chunk_numel", "chunk_bytes", "coded_bytes"):
-            setattr(spec, name, getattr(coded.layout, name))
-        spec.flags_offset = coded.layout.flags_offset
-        spec.flags_per_chunk = coded.layout.flags_per_chunk
+            setattr(spec, name, getattr(layout, name))
+        spec.flags_offset = layout.flags_offset
+        spec.flags_per_chunk = layout.flags_per_chunk
         spec.gather = coded.form == "gather"
         spec.error_feedback = coded.error_feedback
         spec.stochastic = wire.stochastic
         rank = dist.get_rank(self._group)
         spec.seed = zlib.crc32(f"{wire.seed} {rank} {index}".encode())
+        return spec
+
+    def _low_rank_spec(
+        self, index: int, slots: FlatLayout, coded: CodedPlan, layout: LowRankLayout
+    ) -> Any:
+        spec = self._ext.PowerSpec()
+        for matrix in layout.matrices:
+            spec.add_matrix(
+                offset=slots.offsets[matrix.slot],
+                sizes=(matrix.rows, matrix.cols),
+                rank=matrix.rank,
+                places=(matrix.left, matrix.right),
+            )
+        for slot, place in layout.places:
+            spec.add_run(offset=slots.offsets[slot], numel=slots.numels[slot], place=place)
+        spec.numel = slots.numel
+        for name in ("first_numel", "second_numel", "flags_offset", "flags"):
+            setattr(spec, name, getattr(layout, name))
+        spec.error_feedback = coded.error_feedback
+        spec.warm_start = coded.codec.warm_start
+        spec.seed = zlib.crc32(f"{self._policy.wire.seed} {index}".encode())
         return spec
 
     def _replan(self, regrouped: bool) -> None:

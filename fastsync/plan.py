@@ -5,19 +5,22 @@ A plan is a pure function of its arguments, so ranks that agree on those hold th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fastsync.codec import FORMATS, Format
+from fastsync.codec import FORMATS, Format, PowerSGD
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.layout import (
     FlatLayout,
+    LowRankLayout,
     WireLayout,
     dense_layout,
     flat_layout,
+    low_rank_layout,
     slot_layout,
     wire_layout,
 )
@@ -46,6 +49,7 @@ class ParamSpec:
         sparse: its gradient may be a sparse tensor, which travels alone.
         pairs: its elements are complex; hooks must not see them mixed with real ones.
         codec: the format it is meant to travel in.
+        rows: size of the dimension that is outermost in memory, the first one as a rule.
     """
 
     index: int
@@ -55,6 +59,7 @@ class ParamSpec:
     sparse: bool = False
     pairs: bool = False
     codec: Any = _FP32
+    rows: int = 1
 
     @classmethod
     def of(
@@ -62,7 +67,10 @@ class ParamSpec:
     ) -> ParamSpec:
         real = param.dtype.to_real() if param.is_complex() else param.dtype
         numel = param.numel() * (2 if param.is_complex() else 1)
-        return cls(index, numel, real, param.device, sparse, param.is_complex(), codec)
+        strides = param.stride()
+        outermost = max(range(param.dim()), key=lambda dim: strides[dim], default=None)
+        rows = 1 if outermost is None else param.shape[outermost]
+        return cls(index, numel, real, param.device, sparse, param.is_complex(), codec, rows)
 
     @property
     def nbytes(self) -> int:
@@ -71,16 +79,17 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """How a bucket travels as bytes.
+    """How a bucket travels as something else than gradients in one all-reduce.
 
     Attributes:
-        codec: a `Format` or a user's codec.
-        form: "two_shot" or "gather".
+        codec: a `Format`, a `PowerSGD` or a user's codec.
+        form: "two_shot", "gather" or "low_rank".
+        layout: of what travels; a `LowRankLayout` in the form "low_rank".
     """
 
     codec: Any
     form: str
-    layout: WireLayout
+    layout: WireLayout | LowRankLayout
     error_feedback: bool
 
 
@@ -108,8 +117,7 @@ class PlannedBucket:
         """Bytes that a rank hands to collectives."""
         if self.coded is None:
             return self.layout.numel * self.wire.itemsize
-        wire = self.coded.layout
-        return wire.chunk_bytes * -(-self.layout.numel // wire.chunk_numel)
+        return self.coded.layout.bytes_for(self.layout.numel)
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class BucketPlan:
 
     @property
     def coded(self) -> bool:
-        """Whether any bucket travels as bytes."""
+        """Whether any bucket travels coded."""
         return any(bucket.coded for bucket in self.buckets)
 
 
@@ -209,6 +217,11 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
 def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:
     gradient = group[0].dtype
     codec = _codec_of(group, policy)
+    if isinstance(codec, PowerSGD):
+        low_rank = _low_rank(group, policy, codec)
+        if low_rank is not None:
+            return low_rank
+        codec = None
     if codec is not None:
         form = policy.wire.form_for(codec, world_size, group[0].device)
         if form != "native":
@@ -246,13 +259,39 @@ def _coded(
 ) -> PlannedBucket:
     slots = slot_layout([spec.numel for spec in group], codec.block)
     parts = world_size if form == "two_shot" else 1
-    flags = 0 if policy.fail_on_unused else len(group) + 1
-    wire = wire_layout(slots, parts, codec.coded_bytes, flags, policy.wire.piece_bytes)
+    coded_bytes, piece_bytes = codec.coded_bytes, policy.wire.piece_bytes
+    if getattr(codec, "whole", False):
+        whole = codec.coded_bytes(sum(slots.numels))
+        coded_bytes, piece_bytes = lambda _: whole, sys.maxsize
+    wire = wire_layout(slots, parts, coded_bytes, _flags(group, policy), piece_bytes)
+    return _coded_bucket(
+        group, slots, CodedPlan(codec, form, wire, policy.wire.feedback_for(codec))
+    )
+
+
+def _low_rank(
+    group: Sequence[ParamSpec], policy: SyncPolicy, codec: PowerSGD
+) -> PlannedBucket | None:
+    """None where nothing in the bucket becomes smaller."""
+    slots = slot_layout([spec.numel for spec in group], codec.block)
+    rows = [spec.rows for spec in group]
+    wire = low_rank_layout(slots, rows, codec.rank_for, _flags(group, policy))
+    if not wire.matrices:
+        return None
+    feedback = policy.wire.feedback_for(codec)
+    return _coded_bucket(group, slots, CodedPlan(codec, codec.form, wire, feedback))
+
+
+def _flags(group: Sequence[ParamSpec], policy: SyncPolicy) -> int:
+    return 0 if policy.fail_on_unused else len(group) + 1
+
+
+def _coded_bucket(group: Sequence[ParamSpec], slots: FlatLayout, coded: CodedPlan) -> PlannedBucket:
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
         layout=slots,
         wire=group[0].dtype,
         views=False,
         sparse=False,
-        coded=CodedPlan(codec, form, wire, policy.wire.feedback_for(codec)),
+        coded=coded,
     )

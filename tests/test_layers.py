@@ -16,7 +16,7 @@ LONGEST_FILE = 450
 PYTHON_LAYERS = [
     ["env", "_build"],
     ["layout", "codec", "_torch_private", "consensus", "mixed_precision"],
-    ["config"],
+    ["config", "plugin"],
     ["plan", "meeting", "_ext", "buffers", "clocks", "timeline_data"],
     ["engine", "recorder", "stats", "timeline_views"],
     ["logging_data", "timeline"],
@@ -27,12 +27,13 @@ PYTHON_LAYERS = [
     ["_forkserver", "testing"],
 ]
 CPP_LAYERS = [
-    ["check.h"],
+    ["check.h", "codec_plugin.h"],
     ["kernels"],
     ["items"],
     ["ops", "comm/collective", "comm/worker", "engine/timeline"],
-    ["codec_ops", "comm/chain"],
+    ["codec_ops", "lossy_ops", "comm/chain"],
     ["engine/coder"],
+    ["engine/topk_coder"],
     [
         "comm/hook",
         "engine/autograd_hooks",
@@ -41,7 +42,7 @@ CPP_LAYERS = [
         "engine/rate_meter",
     ],
     ["comm/python_hook", "engine/wire", "engine/precision"],
-    ["engine/coded_wire", "engine/python_codec"],
+    ["engine/coded_wire", "engine/power_wire", "engine/python_codec", "engine/plugin_codec"],
     ["engine/bucket"],
     ["engine/bucket_finish"],
     ["engine/usage"],

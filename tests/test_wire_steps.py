@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from fastsync import FastDDP, Wire
+from fastsync import FastDDP, TopK, Wire
 from fastsync.testing import run_ranks
 from tests.models import many
 
@@ -15,6 +15,7 @@ EXACT = (
     Wire("fp32", form="two_shot"),
     Wire("fp32", form="two_shot", piece_bytes=500),
     Wire("fp32", form="gather"),
+    Wire(TopK(1.0), error_feedback=False),
 )
 
 

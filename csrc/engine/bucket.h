@@ -37,6 +37,7 @@
 #include "../comm/hook.h"
 #include "../ops.h"
 #include "coded_wire.h"
+#include "power_wire.h"
 
 namespace fastsync::engine {
 
@@ -64,10 +65,11 @@ struct BucketSpec {
   int64_t numel = 0;          // real elements of the flat buffer, padding and flags included
   int64_t flags_offset = -1;  // first of slots.size() + 1 flag elements; -1: no flags
   at::ScalarType wire = at::kFloat;
-  bool views = true;  // gradients live in the flat buffer; needs wire == gradient dtype
-  std::optional<CodedSpec>
-      coded;            // travels as bytes instead; no views, no flags in the flat buffer
+  bool views = true;    // gradients live in the flat buffer; needs wire == gradient dtype
   bool sparse = false;  // one parameter whose gradient may be a sparse tensor
+  // Travels over a Wire instead; no views, no flags in the flat buffer.
+  std::optional<CodedSpec> coded;
+  std::optional<PowerSpec> low_rank;
 };
 
 enum class BucketState { kFilling, kReady, kPacked, kInFlight, kReceived };
@@ -99,7 +101,7 @@ class Bucket {
   // "12 parameters, 'layer4.weight' to 'fc.bias', 25.0 MiB"
   std::string describe() const;
 
-  // Sends it over `wire` instead of summing a flat buffer. As made from the spec's `coded`.
+  // Sends it over `wire` instead of summing a flat buffer; null: does not.
   void use(std::unique_ptr<Wire> wire) { wire_ = std::move(wire); }
   bool is_coded() const { return wire_ != nullptr; }
 

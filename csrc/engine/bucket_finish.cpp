@@ -59,9 +59,7 @@ std::vector<bool> Bucket::globally_used(const std::vector<bool>& used_anywhere) 
   return used;
 }
 
-bool Bucket::has_flags() const {
-  return wire_ ? spec_.coded->flags_per_chunk > 0 : !flag_layouts_.empty();
-}
+bool Bucket::has_flags() const { return wire_ ? wire_->has_flags() : !flag_layouts_.empty(); }
 
 at::Tensor Bucket::flags_on_host() const {
   if (wire_) return wire_->flags().to(at::kCPU);

@@ -8,6 +8,7 @@
 
 #include "../check.h"
 #include "../ops.h"
+#include "topk_coder.h"
 
 namespace fastsync::engine {
 namespace {
@@ -39,10 +40,15 @@ struct Buffers {
     flags_plan.layout = {kernels::Format::kFloat32, spec.flags_per_chunk, spec.chunk_bytes,
                          spec.flags_offset};
     flags_plan.numel = chunks() * spec.flags_per_chunk;
-    coder =
-        spec.codec ? make_flat_coder(spec.codec, plan, spec.coded_bytes) : make_block_coder(plan);
+    coder = make_coder();
     if (spec.flags_per_chunk > 0) flags_coder = make_block_coder(flags_plan);
     allocate();
+  }
+
+  std::shared_ptr<Coder> make_coder() const {
+    if (spec.codec) return make_flat_coder(spec.codec, plan, spec.coded_bytes);
+    if (spec.kept > 0) return make_topk_coder(plan, spec.kept);
+    return make_block_coder(plan);
   }
 
   // Zeros where nothing is ever written: between the slots.
@@ -197,7 +203,6 @@ class CodedWire final : public Wire {
     if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
   }
 
-  // A user's codec sees whole chunks.
   bool works_on_parts() const override { return buffers_->coder->works_on_parts(); }
 
   std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) override {
@@ -220,6 +225,8 @@ class CodedWire final : public Wire {
     if (items.empty()) return;
     buffers_->coder->decode(items, buffers_->received, sources());
   }
+
+  bool has_flags() const override { return buffers_->spec.flags_per_chunk > 0; }
 
   at::Tensor flags() const override { return all_flags().sum(1).reshape({-1}); }
 

@@ -33,10 +33,11 @@ namespace fastsync::engine {
 struct CodedSpec {
   kernels::Format format = kernels::Format::kFloat32;
   std::shared_ptr<Codec> codec;  // a user's, instead of the format
-  bool gather = false;           // the gather form
-  int64_t chunk_numel = 0;       // elements: a piece in the gather form, else a rank's part of it
-  int64_t chunk_bytes = 0;       // codes, flags and padding
-  int64_t coded_bytes = 0;       // codes alone
+  int64_t kept = 0;         // elements that top-k keeps, instead of the format; 0: it is not top-k
+  bool gather = false;      // the gather form
+  int64_t chunk_numel = 0;  // elements: a piece in the gather form, else a rank's part of it
+  int64_t chunk_bytes = 0;  // codes, flags and padding
+  int64_t coded_bytes = 0;  // codes alone
   int64_t pieces = 1;
   int64_t flags_offset = 0;     // byte of the first flag in a chunk
   int64_t flags_per_chunk = 0;  // floats; 0: no flags travel

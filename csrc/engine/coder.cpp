@@ -7,7 +7,9 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "../check.h"
 #include "../ops.h"
@@ -41,6 +43,19 @@ class BlockCoder final : public Coder {
   ops::WirePlan plan_;
 };
 
+// Zeroes what lies between items: a codec may decode zeros to something else, and would be given that again.
+void clear_gaps(const std::vector<ops::Item>& items, const at::Tensor& flat) {
+  std::vector<std::pair<int64_t, int64_t>> taken;
+  for (const ops::Item& item : items) taken.emplace_back(item.layout->offset, item.layout->numel);
+  std::sort(taken.begin(), taken.end());
+  taken.emplace_back(flat.numel(), 0);
+  int64_t end = 0;
+  for (const auto& [offset, numel] : taken) {
+    if (offset > end) flat.narrow(0, end, offset - end).zero_();
+    end = offset + numel;
+  }
+}
+
 class FlatCoder final : public Coder {
  public:
   FlatCoder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan, int64_t coded_bytes)
@@ -52,6 +67,7 @@ class FlatCoder final : public Coder {
     const at::Tensor flat = buffer(wire.device());
     ops::pack(items, flat, scale);
     if (residual.defined()) flat.add_(residual);
+    clear_gaps(items, flat);
     for (int64_t i = 0; i < chunks(); ++i) {
       encode_chunk(chunk(flat, i), residual.defined() ? chunk(residual, i) : at::Tensor(),
                    coded(wire, i), /*add=*/false);

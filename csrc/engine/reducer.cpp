@@ -14,6 +14,14 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
+// Null where the bucket's gradients are summed in place.
+std::unique_ptr<Wire> wire_of(const Bucket& bucket, const comm::Collective& group) {
+  const BucketSpec& spec = bucket.spec();
+  if (spec.low_rank) return make_power_wire(*spec.low_rank, group.size(), bucket.device());
+  if (!spec.coded) return nullptr;
+  return make_coded_wire(*spec.coded, group.rank(), group.size(), bucket.device());
+}
+
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
@@ -81,12 +89,10 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
       place = Place{static_cast<int64_t>(b), s};
     }
     buckets.emplace_back(std::move(specs[b]), params_);
-    if (buckets.back().spec().coded && communicates()) {
-      FS_CHECK(chains_, "coded buckets need process groups for their chains");
-      Bucket& bucket = buckets.back();
-      bucket.use(make_coded_wire(*bucket.spec().coded, collective_->rank(), collective_->size(),
-                                 bucket.device()));
-    }
+    if (!communicates()) continue;
+    auto wire = wire_of(buckets.back(), *collective_);
+    FS_CHECK(!wire || chains_, "coded buckets need process groups for their chains");
+    buckets.back().use(std::move(wire));
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     if (planned_[i] != (places[i].bucket >= 0)) log_.forget_used();

@@ -32,6 +32,7 @@ class Wire {
   virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
   // Writes averages; only behind the end of what launch() returned.
   virtual void unpack(const std::vector<ops::Item>& items) = 0;
+  virtual bool has_flags() const = 0;
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor flag(int64_t index) const = 0;
   // What is under way keeps its buffers; the next step gets others.

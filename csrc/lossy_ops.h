@@ -1,0 +1,35 @@
+// What sparse and low-rank codes do to at::Tensors: by `kernels/` on the CPU, by torch's own operations elsewhere.
+//
+// All tensors are fp32, contiguous and on one device, unless said.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace fastsync::ops {
+
+// `positions`, int32 [count], become those of the `count` elements of `values` [numel] with the largest magnitude; of equals the
+// first are taken. They ascend on the CPU and have any order elsewhere. See kernels/select.h.
+void select_largest(const at::Tensor& values, const at::Tensor& positions);
+// The same by torch's operations, on any device.
+void select_largest_by_torch(const at::Tensor& values, const at::Tensor& positions);
+
+// to = from where that is finite.
+void keep_finite(const at::Tensor& from, const at::Tensor& to);
+
+// Makes the rows of `vectors` [count, numel] orthonormal. `refill` is undefined or of the same sizes. See kernels/low_rank.h.
+void orthonormalise(const at::Tensor& vectors, const at::Tensor& refill);
+void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill);
+
+// matrix [rows, cols] = leftᵀ right, where these are [rank, rows] and [rank, cols]; and, where `residual` is defined, residual =
+// (what was in matrix) - share * matrix, unless that is not finite.
+void low_rank_product(const at::Tensor& left, const at::Tensor& right, double share,
+                      const at::Tensor& matrix, const at::Tensor& residual);
+void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, double share,
+                               const at::Tensor& matrix, const at::Tensor& residual);
+
+// Uniform random numbers in [-1, 1), the same on every machine.
+void fill_random(const at::Tensor& values, uint64_t seed);
+
+}  // namespace fastsync::ops
