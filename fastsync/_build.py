@@ -41,6 +41,7 @@ CPP_SOURCES = (
     "engine/coder.cpp",
     "engine/python_codec.cpp",
     "engine/coded_wire.cpp",
+    "engine/hierarchical_wire.cpp",
     "engine/bucket.cpp",
     "engine/bucket_finish.cpp",
     "engine/usage.cpp",

@@ -64,7 +64,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     )
 }
 
-FORMS: Final = ("auto", "native", "two_shot", "gather")
+FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
 
 
 class Codec:
@@ -148,7 +148,8 @@ class Wire:
     Attributes:
         format: a built-in format, the name of a registered codec, or a `Codec`.
         form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
-            "gather", or "auto": what measures fastest (see `docs/wire.md`).
+            "gather", "hierarchical" (summed as fp32 inside a node, coded between nodes), or
+            "auto": what measures fastest (see `docs/wire.md`).
         error_feedback: add what coding lost to the next step's gradients; None: as the format
             recommends. Costs 4 bytes per element.
         stochastic: round stochastically instead of to the nearest (built-in formats).
@@ -158,6 +159,9 @@ class Wire:
         seed: of stochastic rounding.
         piece_bytes: a coded bucket travels in pieces of about this size, so that one is summed
             while the next is on the wire.
+        node_group: for the hierarchical form, the process group of the ranks in this rank's node;
+            None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
+        cross_group: likewise, the ranks that have this rank's place in each node.
     """
 
     format: Any = "fp32"
@@ -169,6 +173,8 @@ class Wire:
     warmup_steps: int = 0
     seed: int = 0
     piece_bytes: int = 4 << 20
+    node_group: Any = field(default=None, repr=False, compare=False)
+    cross_group: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for wire in (self.format, *self.overrides.values()):
@@ -178,6 +184,12 @@ class Wire:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.piece_bytes <= 0:
             raise ValueError(f"piece_bytes must be positive, but is {self.piece_bytes}")
+        given = [group for group in (self.node_group, self.cross_group) if group is not None]
+        if given and (len(given) == 1 or self.form != "hierarchical"):
+            raise ValueError(
+                "node_group and cross_group go together, with form='hierarchical'; pass both or "
+                "leave both out"
+            )
 
     def _check_form(self, codec: Any) -> None:
         if self.form not in FORMS:
@@ -202,7 +214,8 @@ class Wire:
     def describe(self) -> str:
         """Everything that ranks must agree on, in words."""
         default = Wire()
-        others = [name for name in self.__dataclass_fields__ if name != "format"]
+        unsaid = ("format", "node_group", "cross_group")  # other ones on every rank
+        others = [name for name in self.__dataclass_fields__ if name not in unsaid]
         chosen = [name for name in others if getattr(self, name) != getattr(default, name)]
         parts = [f"{name}={getattr(self, name)}" for name in chosen]
         return ", ".join([str(make_codec(self.format).name), *parts])
@@ -221,7 +234,7 @@ class Wire:
         return self.error_feedback and codec is not FORMATS["fp32"]
 
     def form_for(self, codec: Any, world_size: int, device: torch.device) -> str:
-        """The form that `codec` travels in.
+        """The form that `codec` travels in between `world_size` ranks.
 
         The backend sums fp32, and on devices with streams, whose links are fast, bf16. It would
         let fp16 overflow, which blocks with scales of their own do not. Between two ranks the
@@ -230,10 +243,10 @@ class Wire:
         native = getattr(codec, "native", None)
         if native is torch.float32 and (self.form == "auto" or self.format != "fp32"):
             return "native"
-        if self.form != "auto":
+        if self.form not in ("auto", "hierarchical"):
             return self.form
         if not isinstance(codec, Format):
             return str(codec.form)
-        if native is torch.bfloat16 and device.type != "cpu":
+        if self.form == "auto" and native is torch.bfloat16 and device.type != "cpu":
             return "native"
         return "gather" if world_size == 2 else "two_shot"

@@ -115,6 +115,7 @@ class WireLayout:
         flags_offset: byte of a chunk's first flag.
         flags_per_chunk: flags in a chunk, 4 bytes each.
         chunk_bytes: bytes of a chunk, a multiple of `ALIGNMENT`.
+        chunks: in the whole bucket.
     """
 
     pieces: int
@@ -123,6 +124,7 @@ class WireLayout:
     flags_offset: int
     flags_per_chunk: int
     chunk_bytes: int
+    chunks: int
 
 
 def wire_layout(
@@ -147,4 +149,5 @@ def wire_layout(
     per_chunk = align_up(-(-flags // (pieces * parts)), ALIGNMENT)
     coded = coded_bytes(chunk)
     offset = align_up(coded, ALIGNMENT)
-    return WireLayout(pieces, chunk, coded, offset, per_chunk, offset + 4 * per_chunk)
+    size = offset + 4 * per_chunk
+    return WireLayout(pieces, chunk, coded, offset, per_chunk, size, pieces * parts)

@@ -5,6 +5,7 @@ A plan is a pure function of its arguments, so ranks that agree on those hold th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,12 +77,14 @@ class CodedPlan:
     Attributes:
         codec: a `Format` or a user's codec.
         form: "two_shot" or "gather".
+        node_ranks: ranks that first sum a bucket as it is; the form is then that between nodes.
     """
 
     codec: Any
     form: str
     layout: WireLayout
     error_feedback: bool
+    node_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class PlannedBucket:
         if self.coded is None:
             return self.layout.numel * self.wire.itemsize
         wire = self.coded.layout
-        return wire.chunk_bytes * -(-self.layout.numel // wire.chunk_numel)
+        if self.coded.node_ranks > 1:  # as fp32, inside the node
+            return 4 * wire.chunks * (wire.chunk_numel + wire.flags_per_chunk)
+        return wire.chunks * wire.chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ def make_plan(
     buckets: BucketPolicy,
     policy: SyncPolicy,
     world_size: int,
+    node_ranks: int = 1,
 ) -> BucketPlan:
     """Fills buckets with gradients in the order in which they become ready.
 
@@ -151,13 +157,14 @@ def make_plan(
     Args:
         specs: the parameters to plan for.
         order: their indices in expected ready order; it may name others too.
+        node_ranks: ranks of a node in the hierarchical form.
     """
     by_index = {spec.index: spec for spec in specs}
     ordered = [by_index[i] for i in order if i in by_index]
     if len({spec.index for spec in ordered}) != len(specs) or len(ordered) != len(specs):
         raise ValueError("the order must name every planned parameter exactly once")
     groups = _group(ordered, buckets)
-    return BucketPlan(tuple(_planned(group, policy, world_size) for group in groups))
+    return BucketPlan(tuple(_planned(group, policy, world_size, node_ranks) for group in groups))
 
 
 def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
@@ -206,13 +213,18 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
     return [group.specs for group in by_last_gradient]
 
 
-def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:
+def _planned(
+    group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
+) -> PlannedBucket:
     gradient = group[0].dtype
     codec = _codec_of(group, policy)
+    nodes = world_size // node_ranks
+    if node_ranks > 1 and nodes == 1:
+        codec = None  # nothing leaves the node
     if codec is not None:
-        form = policy.wire.form_for(codec, world_size, group[0].device)
+        form = policy.wire.form_for(codec, nodes, group[0].device)
         if form != "native":
-            return _coded(group, policy, codec, form, world_size)
+            return _coded(group, policy, codec, (form, nodes, node_ranks))
     native = _native_dtype(group[0], codec, policy)
     numels = [spec.numel for spec in group]
     flags = not policy.fail_on_unused
@@ -242,17 +254,21 @@ def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
 
 
 def _coded(
-    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, form: str, world_size: int
+    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, way: tuple[str, int, int]
 ) -> PlannedBucket:
+    form, nodes, node_ranks = way
     slots = slot_layout([spec.numel for spec in group], codec.block)
-    parts = world_size if form == "two_shot" else 1
+    parts = node_ranks * (nodes if form == "two_shot" else 1)
     flags = 0 if policy.fail_on_unused else len(group) + 1
-    wire = wire_layout(slots, parts, codec.coded_bytes, flags, policy.wire.piece_bytes)
+    # In the hierarchical form a user's codec sees its shard as a whole.
+    whole = node_ranks > 1 and not isinstance(codec, Format)
+    piece_bytes = sys.maxsize if whole else policy.wire.piece_bytes
+    wire = wire_layout(slots, parts, codec.coded_bytes, flags, piece_bytes)
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
         layout=slots,
         wire=group[0].dtype,
         views=False,
         sparse=False,
-        coded=CodedPlan(codec, form, wire, policy.wire.feedback_for(codec)),
+        coded=CodedPlan(codec, form, wire, policy.wire.feedback_for(codec), node_ranks),
     )

@@ -8,11 +8,17 @@
 #include <utility>
 
 #include "../check.h"
+#include "hierarchical_wire.h"
 
 namespace fastsync::engine {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
+
+std::unique_ptr<Wire> make_wire(const CodedSpec& spec, int rank, int ranks, at::Device device) {
+  if (spec.node_ranks > 1) return make_hierarchical_wire(spec, device);
+  return make_coded_wire(spec, rank, ranks, device);
+}
 
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return std::nullopt;
@@ -32,6 +38,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
   divisor_ = collective_->size();
   counting_fires_ = options_.static_graph;
   planned_.resize(params.size());
+  parked_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
     if (precision_) params_.back()->stored = precision_->stored_dtype(params[i]);
@@ -84,8 +91,8 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
     if (buckets.back().spec().coded && communicates()) {
       FS_CHECK(chains_, "coded buckets need process groups for their chains");
       Bucket& bucket = buckets.back();
-      bucket.use(make_coded_wire(*bucket.spec().coded, collective_->rank(), collective_->size(),
-                                 bucket.device()));
+      bucket.use(make_wire(*bucket.spec().coded, collective_->rank(), collective_->size(),
+                           bucket.device()));
     }
   }
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -246,7 +253,7 @@ void Reducer::place_gradient(size_t param) {
     advance();
   } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
     // Not in the first step, which tells how often each gradient arrives.
-    bucket.pack_early(place.slot, scale());
+    bucket.pack_early(place.slot, packing());
   }
 }
 
@@ -272,12 +279,13 @@ void Reducer::advance() {
   }
 }
 
+PackOptions Reducer::packing() const {
+  return {hook_ ? 1.0 : 1.0 / divisor_, watch_.vote(), static_cast<uint64_t>(steps())};
+}
+
 void Reducer::launch(Bucket& bucket) {
-  PackOptions pack;
-  pack.scale = scale();
-  pack.vote = watch_.vote();
   log_.sending();
-  bucket.pack(pack);
+  bucket.pack(packing());
   const auto index = static_cast<int64_t>(next_);
   log_.mark(Mark::kPacked, index);
   log_.mark(Mark::kLaunched, index, bucket.wire_bytes());
@@ -294,6 +302,7 @@ void Reducer::launch(Bucket& bucket) {
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
   stats_.sent_bytes += bucket.sent_bytes(collective_->size());
+  stats_.between_nodes_bytes += bucket.between_nodes_bytes();
 }
 
 template <typename Fn>
@@ -426,7 +435,7 @@ void Reducer::shadow_step() {
     if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
     Bucket& bucket = buckets_[i];
     shadows.push_back(hook_               ? bucket.shadow(*hook_, i, buckets_.size())
-                      : bucket.is_coded() ? bucket.shadow(*chains_)
+                      : bucket.is_coded() ? bucket.shadow(*chains_, packing().step)
                                           : bucket.shadow(*collective_));
   }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();
