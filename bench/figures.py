@@ -64,6 +64,31 @@ def overlap(result: Result) -> str:
     return bar_chart(Labels(title, "length of backward", "exposed, ms"), exposed, least)
 
 
+def table_charts(name: str, result: Result) -> dict[str, str]:
+    """SVG texts by file name, of a result that is a table and has the points of lines besides."""
+    lines = result.get("lines", {})
+    if name == "accuracy":
+        drawn_lines = [
+            Line(way, [(x, y) for x, y in points], dashed="native" in way)
+            for way, points in lines.items()
+        ]
+        labels = Labels("Error of averages", "ranks", "error against fp64, relative")
+        return {"bench-accuracy.svg": line_chart(labels, drawn_lines, log_y=True)}
+    if name == "curves":
+        return {f"bench-curves-{task}.svg": loss_chart(task, lines[task]) for task in lines}
+    return {}
+
+
+def loss_chart(task: str, curves: dict[str, list[tuple[float, float]]]) -> str:
+    """Training loss by step, a line per wire format; the reference is dashed."""
+    drawn_lines = [
+        Line(wire, [(x, y) for x, y in points], dashed=wire == "fp32")
+        for wire, points in curves.items()
+    ]
+    labels = Labels(f"Training in every wire format: {task}", "step", "training loss")
+    return line_chart(labels, drawn_lines)
+
+
 def chart_text(result: Result) -> str:
     """What the chart of a result shows, for those who do not see it."""
     return f"Chart of {result['kind']}; its numbers are in the tables below"
@@ -83,4 +108,8 @@ def drawn(results: Path) -> dict[str, str]:
         path = results / f"{name}.json"
         if path.exists():
             found[f"bench-{name}.svg"] = draw(json.loads(path.read_text(encoding="utf-8")))
+    for name in ("accuracy", "curves"):
+        path = results / f"{name}.json"
+        if path.exists():
+            found |= table_charts(name, json.loads(path.read_text(encoding="utf-8")))
     return found

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import links
-from bench.figures import DRAWN, chart_text, drawn
+from bench.figures import DRAWN, chart_text, drawn, table_charts
 from bench.machine import describe
 from bench.point_reports import LAYOUTS, links_report, point_report
 from bench.record import TABLE
@@ -88,7 +88,11 @@ def figures(name: str, results: Path = RESULTS) -> str:
     if result.get("kind") in LAYOUTS:
         chart = f"![{chart_text(result)}](bench-{name}.svg)\n\n" if name in DRAWN else ""
         return chart + point_report(result)
-    return table_report(result) if result.get("kind") == TABLE else step_report(result)
+    if result.get("kind") == TABLE:
+        shown = f"Chart: {result['title']}; its numbers are in the table below"
+        files = table_charts(name, result)
+        return "".join(f"![{shown}]({file})\n\n" for file in files) + table_report(result)
+    return step_report(result)
 
 
 def filled(text: str, results: Path = RESULTS) -> str:

@@ -137,6 +137,8 @@ py::dict stats_dict(const engine::Reducer& reducer) {
   result["collectives"] = stats.collectives;
   result["bytes"] = stats.bytes;
   result["sent_bytes"] = stats.sent_bytes;
+  result["between_nodes_bytes"] = stats.between_nodes_bytes;
+  result["residual_bytes"] = stats.residual_bytes;
   result["exposed_seconds"] = stats.exposed_seconds;
   return result;
 }
@@ -196,6 +198,22 @@ void bind_wire(py::module_& m) {
     const kernels::FormatTraits traits = kernels::traits_of(format_named(name));
     return py::make_tuple(traits.block, traits.bits, traits.scale_bytes);
   });
+  m.def(
+      "wire_average",
+      [](const Tensors& tensors, const std::string& format, bool gather) {
+        return ops::wire_average(tensors, format_named(format), gather);
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("tensors"), py::arg("format"),
+      py::arg("gather"));
+  m.def(
+      "probe_links",
+      [](const std::string& group_name, const std::string& device, bool all_to_all,
+         bool reduce_scatter) {
+        comm::probe_links(*comm::Collective::resolve(group_name), at::Device(device),
+                          {all_to_all, reduce_scatter});
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("group_name"), py::arg("device"),
+      py::arg("all_to_all"), py::arg("reduce_scatter"));
   py::class_<CodedSpec>(m, "CodedSpec")
       .def(py::init<>())
       .def_property(
@@ -218,6 +236,10 @@ void bind_wire(py::module_& m) {
       .def_readwrite("pieces", &CodedSpec::pieces)
       .def_readwrite("flags_offset", &CodedSpec::flags_offset)
       .def_readwrite("flags_per_chunk", &CodedSpec::flags_per_chunk)
+      .def_readwrite("node_ranks", &CodedSpec::node_ranks)
+      .def_readwrite("node_rank", &CodedSpec::node_rank)
+      .def_readwrite("nodes", &CodedSpec::nodes)
+      .def_readwrite("node", &CodedSpec::node)
       .def_readwrite("error_feedback", &CodedSpec::error_feedback)
       .def_readwrite("stochastic", &CodedSpec::stochastic)
       .def_readwrite("seed", &CodedSpec::seed);
@@ -312,6 +334,8 @@ void bind_engine(py::module_& m) {
       .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
       .def("residuals", &residuals)
       .def("load_residuals", &load_residuals, py::arg("residuals"))
+      .def("drop_parked", &Reducer::drop_parked, release, py::arg("params"))
+      .def("resume", &Reducer::resume, release, py::arg("steps"))
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)

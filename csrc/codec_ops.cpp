@@ -1,7 +1,10 @@
 #include "codec_ops.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
 
 #include "check.h"
 
@@ -101,6 +104,37 @@ void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePl
 #endif
   });
   table.finish();
+}
+
+at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format format,
+                        bool gather) {
+  FS_CHECK_VALUE(!tensors.empty(), "an average needs at least one tensor");
+  const at::NoGradGuard no_grad;
+  const int64_t numel = tensors.front().numel();
+  const int64_t block = kernels::traits_of(format).block;
+  const auto ranks = static_cast<int64_t>(tensors.size());
+  WirePlan plan;
+  plan.numel = std::max<int64_t>(1, (numel + block - 1) / block) * block;
+  const int64_t bytes = (kernels::coded_bytes(format, plan.numel) + 15) / 16 * 16;
+  plan.layout = {format, plan.numel, bytes, 0};
+  const SlotLayout run{0, numel, {numel}, {1}};
+  const auto options = tensors.front().options();
+  const at::Tensor received = at::zeros({ranks * bytes}, options.dtype(at::kByte));
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const at::Tensor& mine = tensors[static_cast<size_t>(rank)];
+    FS_CHECK_VALUE(mine.numel() == numel, "ranks have tensors of different sizes");
+    encode({{mine.reshape({numel}), &run}}, at::Tensor(), received.narrow(0, rank * bytes, bytes),
+           plan, 1.0 / static_cast<double>(ranks), 0);
+  }
+  const at::Tensor result = at::zeros({numel}, options.dtype(at::kFloat));
+  if (gather) {
+    decode({{result, &run}}, received, plan, static_cast<int32_t>(ranks), 0, plan.numel);
+    return result;
+  }
+  const at::Tensor sum = at::zeros({bytes}, received.options());
+  reduce(received, sum, at::Tensor(), plan, 0, 0);
+  decode({{result, &run}}, sum, plan, 1, 0, plan.numel);
+  return result;
 }
 
 }  // namespace fastsync::ops

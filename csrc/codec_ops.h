@@ -36,4 +36,9 @@ void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tens
 void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
             int32_t sources, int64_t begin, int64_t end);
 
+// The average of equally sized tensors, one per rank, as it comes out of coded buckets: in the gather form rounded once, else
+// once more as an average. Simulates any number of ranks in one process; fp32.
+at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format format,
+                        bool gather);
+
 }  // namespace fastsync::ops

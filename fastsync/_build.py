@@ -47,6 +47,7 @@ CPP_SOURCES = (
     "engine/topk_coder.cpp",
     "engine/power_wire.cpp",
     "engine/coded_wire.cpp",
+    "engine/hierarchical_wire.cpp",
     "engine/bucket.cpp",
     "engine/bucket_finish.cpp",
     "engine/usage.cpp",

@@ -68,7 +68,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     )
 }
 
-FORMS: Final = ("auto", "native", "two_shot", "gather")
+FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
 
 
 class Codec:
@@ -290,8 +290,9 @@ class Wire:
     Attributes:
         format: the name of a format or registered codec, a `TopK`, a `PowerSGD`, or a `Codec`.
         form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
-            "gather", or "auto": what measures fastest (see `docs/wire.md`). Top-k and PowerSGD
-            have forms of their own and take "auto" alone.
+            "gather", "hierarchical" (summed as fp32 inside a node, coded between nodes), or
+            "auto": what measures fastest (see `docs/wire.md`). Top-k and PowerSGD have forms of
+            their own and take "auto" alone.
         error_feedback: add what coding lost to the next step's gradients; None: as the format
             recommends. Costs 4 bytes per element.
         stochastic: round stochastically instead of to the nearest (built-in formats).
@@ -302,6 +303,9 @@ class Wire:
         seed: of stochastic rounding.
         piece_bytes: a coded bucket travels in pieces of about this size, so that one is summed
             while the next is on the wire.
+        node_group: for the hierarchical form, the process group of the ranks in this rank's node;
+            None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
+        cross_group: likewise, the ranks that have this rank's place in each node.
     """
 
     format: Any = "fp32"
@@ -313,6 +317,8 @@ class Wire:
     warmup_steps: int = 0
     seed: int = 0
     piece_bytes: int = 4 << 20
+    node_group: Any = field(default=None, repr=False, compare=False)
+    cross_group: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for wire in (self.format, *self.overrides.values()):
@@ -322,6 +328,12 @@ class Wire:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.piece_bytes <= 0:
             raise ValueError(f"piece_bytes must be positive, but is {self.piece_bytes}")
+        given = [group for group in (self.node_group, self.cross_group) if group is not None]
+        if given and (len(given) == 1 or self.form != "hierarchical"):
+            raise ValueError(
+                "node_group and cross_group go together, with form='hierarchical'; pass both or "
+                "leave both out"
+            )
 
     def _check_form(self, codec: Any) -> None:
         if self.form not in FORMS:
@@ -350,7 +362,8 @@ class Wire:
     def describe(self) -> str:
         """Everything that ranks must agree on, in words."""
         default = Wire()
-        others = [name for name in self.__dataclass_fields__ if name != "format"]
+        unsaid = ("format", "node_group", "cross_group")  # other ones on every rank
+        others = [name for name in self.__dataclass_fields__ if name not in unsaid]
         chosen = [name for name in others if getattr(self, name) != getattr(default, name)]
         values = {name: getattr(self, name) for name in chosen}
         if self.overrides:
@@ -373,7 +386,7 @@ class Wire:
         return self.error_feedback and codec is not FORMATS["fp32"]
 
     def form_for(self, codec: Any, world_size: int, device: torch.device) -> str:
-        """The form that `codec` travels in.
+        """The form that `codec` travels in between `world_size` ranks.
 
         The backend sums fp32, and on devices with streams, whose links are fast, bf16. It would
         let fp16 overflow, which blocks with scales of their own do not. Between two ranks the
@@ -382,10 +395,10 @@ class Wire:
         native = getattr(codec, "native", None)
         if native is torch.float32 and (self.form == "auto" or self.format != "fp32"):
             return "native"
-        if self.form != "auto":
+        if self.form not in ("auto", "hierarchical"):
             return self.form
         if not isinstance(codec, Format):
             return str(codec.form)
-        if native is torch.bfloat16 and device.type != "cpu":
+        if self.form == "auto" and native is torch.bfloat16 and device.type != "cpu":
             return "native"
         return "gather" if world_size == 2 else "two_shot"

@@ -46,10 +46,18 @@ class Statement:
         return hashlib.sha256(text.encode()).digest()
 
 
-def agree(statement: Statement, group: dist.ProcessGroup, device: torch.device) -> None:
+def agree(
+    statement: Statement,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    failure: str = "FastDDP cannot be built on every rank;",
+) -> None:
     """Returns once every rank is known to have made the same, error-free statement.
 
     Collective: every rank of `group` must call it, with its own error if it has one.
+
+    Args:
+        failure: how the report of errors begins.
 
     Raises:
         RankMismatchError: on every rank, where statements differ or another rank has an error.
@@ -64,13 +72,13 @@ def agree(statement: Statement, group: dist.ProcessGroup, device: torch.device) 
         return
     statements: list[Any] = [None] * len(digests)
     dist.all_gather_object(statements, statement, group=group)
-    raise RankMismatchError(_report(statements))
+    raise RankMismatchError(_report(statements, failure))
 
 
-def _report(statements: Sequence[Statement]) -> str:
+def _report(statements: Sequence[Statement], failure: str) -> str:
     failed = [f"rank {r}: {s.error}" for r, s in enumerate(statements) if s.error]
     if failed:
-        return "FastDDP cannot be built on every rank; " + "; ".join(failed)
+        return f"{failure} " + "; ".join(failed)
     for rank, other in enumerate(statements[1:], start=1):
         difference = find_difference(statements[0], other)
         if difference:

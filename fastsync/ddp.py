@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,26 +12,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync import _ext, consensus
+from fastsync import wire_state
 from fastsync._torch_front import FrontLogger, FrontReducer
 from fastsync._torch_private import (
     builtin_comm_hook,
-    default_group,
     find_tensors,
     gloo_threads,
-    has_python_reducer,
     split_graphs_at_buckets,
     untraced,
 )
 from fastsync.buffers import BufferWatch, buffer_arguments
 from fastsync.codec import Wire
 from fastsync.config import BucketPolicy, MixedPolicy, SyncPolicy, TimelinePolicy
-from fastsync.engine import Engine, NamedParam
+from fastsync.engine import Engine
 from fastsync.env import Env
 from fastsync.logging_data import WrapFacts
 from fastsync.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.plugin import check_device
 from fastsync.recorder import RecordedModel, Recorder
+from fastsync.request import Request, named_params
 from fastsync.stats import SyncStats, make_stats
 
 __all__ = ["FastDDP"]
@@ -94,7 +92,7 @@ class FastDDP(DistributedDataParallel):
         wire: Any = "fp32",
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
     ) -> None:
-        request = _Request(module, process_group, device_mesh, device_ids, output_device)
+        request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
@@ -149,7 +147,7 @@ class FastDDP(DistributedDataParallel):
         static_graph: bool,
     ) -> None:
         """Where DistributedDataParallel builds its engine, FastDDP builds another."""
-        named = _named_params(self.module, self.parameters_to_ignore)
+        named = named_params(self.module, self.parameters_to_ignore)
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         facts = self._facts(static_graph)
         logger = FrontLogger(engine, facts)
@@ -277,6 +275,59 @@ class FastDDP(DistributedDataParallel):
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
         self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
 
+    def set_wire(self, wire: Any) -> None:
+        """Has gradients travel as `wire` from the next step on.
+
+        Collective: every rank calls it, between the same two steps. What error feedback has kept
+        back stays where `wire` has error feedback, and is freed where it has not.
+
+        Raises:
+            ValueError: `wire` makes no sense, or a communication hook is registered.
+            RankMismatchError: the ranks differ in it, or another rank raised.
+        """
+        request = Request(self.module, self.process_group, None, None, None)
+        steps = self._engine.core.steps()
+        settled = request.settle_wire(lambda: self._new_wire(wire), steps)
+        self._policy = replace(self._policy, wire=settled)
+        self._engine.set_wire(settled)
+
+    def _new_wire(self, wire: Any) -> Wire:
+        if self._policy.hooked or self._comm_hooks:
+            raise ValueError(
+                "a communication hook reduces the gradients, so they cannot travel in a wire "
+                "format too; wrap the model again to leave the hook"
+            )
+        return replace(self._policy, wire=Wire.of(wire)).wire
+
+    def sync_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of this rank's synchronisation beside model and optimizer.
+
+        Save it on every rank; it differs from rank to rank. No collective.
+
+        Returns:
+            `residuals` (by parameter name, what error feedback has kept back of the averages:
+            fp32, of the parameter's shape), `steps` (synchronised steps: schedules and random
+            numbers follow them), `order` (names of parameters in the order of the buckets), `rate`
+            (bytes of gradients per second, which decides how large buckets grow),
+            `rank`, `world_size`, `wire` and `version`: plain values and tensors, which torch.save
+            and torch.load(weights_only=True) take.
+        """
+        return wire_state.capture(self._engine)
+
+    def load_sync_state_dict(self, state: Any) -> None:
+        """Goes on where `sync_state_dict()` was called.
+
+        Collective: every rank calls it, before a forward. After a restart with as many ranks, each
+        passes its own state, and the training continues with the same bits. After a change of
+        world size all ranks pass the list of the states of all old ranks. The sum over ranks of
+        every residual is then kept: exactly with more ranks, rounded once to fp32 with fewer.
+
+        Raises:
+            ValueError, TypeError: the state does not fit the model, its wire or the ranks.
+            RankMismatchError: another rank raised, or the states are of different steps.
+        """
+        wire_state.restore(self._engine, state)
+
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
         """What synchronising has cost this rank: counters, and times where `timeline=` records.
 
@@ -307,144 +358,3 @@ class FastDDP(DistributedDataParallel):
                 "FastDDP(model, timeline=True), on every rank"
             )
         self._recorder.write(os.fspath(path), Env.read().agree_timeout)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What a constructor was asked to wrap; checked here before torch's front sees it."""
-
-    module: nn.Module
-    process_group: dist.ProcessGroup | None
-    device_mesh: Any
-    device_ids: Sequence[int | torch.device] | None
-    output_device: int | torch.device | None
-
-    def settle(
-        self,
-        buckets: Callable[[], BucketPolicy],
-        policy: Callable[[], SyncPolicy],
-        timeline: Callable[[], TimelinePolicy | None],
-    ) -> tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]:
-        """Checks the arguments and agrees on them with all ranks.
-
-        A rank with an error still takes part, so that the others do not wait for it; it raises
-        that error itself, from the report that they raise.
-        """
-        group = self._group()
-        try:
-            self._check_module()
-            settled = buckets(), policy(), timeline()
-            self._check_wire(settled[1].wire)
-            self._check_dtypes(settled[1])
-            _ext.load()
-        except Exception as error:
-            try:
-                self._agree(group, {}, str(error))
-            except consensus.RankMismatchError as report:
-                raise error from report
-            raise
-        settings = {
-            "torch": torch.__version__,
-            "the module's device": self._params()[0].tensor.device.type,
-            "bucket_cap_mb": str([cap / (1 << 20) for cap in settled[0].caps]),
-            "wire": settled[1].wire.describe(),
-            "gradient_as_bucket_view": str(settled[1].views),
-            "find_unused_parameters=False": str(settled[1].fail_on_unused),
-            "static_graph": str(settled[1].static_graph),
-            "timeline": str(settled[2]),
-            "mixed_precision": str(settled[1].mixed),
-        }
-        self._agree(group, settings, "")
-        return settled
-
-    def _group(self) -> dist.ProcessGroup:
-        if self.process_group is not None and self.device_mesh is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-        if self.device_mesh is not None:
-            if self.device_mesh.ndim != 1:
-                raise RuntimeError(f"Only 1D device mesh is supported, but got {self.device_mesh}.")
-            mesh_group: dist.ProcessGroup = self.device_mesh.get_group(mesh_dim=0)
-            return mesh_group
-        return self.process_group or default_group()
-
-    def _params(self) -> list[NamedParam]:
-        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        return _named_params(self.module, ignored)
-
-    def _check_dtypes(self, policy: SyncPolicy) -> None:
-        if policy.mixed.reduce is None:
-            return
-        wide = [p.name for p in self._params() if p.tensor.dtype is torch.float64]
-        if wide:
-            raise ValueError(
-                f"mixed_precision cannot reduce parameters of float64, as {wide[0]!r} is; convert "
-                "the model to float32 before wrapping it"
-            )
-
-    def _check_module(self) -> None:
-        if has_python_reducer():
-            raise RuntimeError(
-                "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
-                "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
-                "DistributedDataParallel"
-            )
-        params = [p.tensor for p in self._params()]
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
-            raise RuntimeError(
-                "FastDDP cannot wrap a module with uninitialized parameters. Run a dummy forward "
-                "pass to correctly initialize the modules"
-            )
-        if not any(p.requires_grad for p in params):
-            raise RuntimeError(
-                "FastDDP is not needed when a module doesn't have any parameter that requires a "
-                "gradient. Unfreeze what you want to train before wrapping, or use the module as "
-                "it is"
-            )
-        kinds = sorted({p.device.type for p in params})
-        if len(kinds) != 1:
-            raise ValueError(
-                "FastDDP's input module must be on the same type of devices, but its parameters "
-                f"are on {', '.join(kinds)}; move it with module.to(device) before wrapping it"
-            )
-        if self.device_ids is not None and len(self.device_ids) > 1:
-            raise ValueError("device_ids can only be None or contain a single element.")
-        if kinds == ["cpu"] and (self.device_ids or self.output_device is not None):
-            raise ValueError(
-                f"device_ids is {self.device_ids} and output_device {self.output_device}, but the "
-                "module is on the CPU; leave both out, or move the module before wrapping it"
-            )
-
-    def _check_wire(self, wire: Wire) -> None:
-        for param in self._params():
-            codec = wire.codec_for(param.name)
-            check_device(codec, param.name, param.tensor.device)
-            if param.tensor.is_complex() and param.tensor.requires_grad and codec.name != "fp32":
-                raise ValueError(
-                    f"parameter {param.name!r} is {param.tensor.dtype}, which {codec.name} cannot "
-                    f"carry; wire=fastsync.Wire(..., overrides={{{param.name!r}: 'fp32'}}) keeps it"
-                )
-
-    def _agree(self, group: dist.ProcessGroup, settings: dict[str, str], error: str) -> None:
-        params = [
-            (p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.requires_grad)
-            for p in self._params()
-            if not isinstance(p.tensor, nn.parameter.UninitializedParameter)
-        ]
-        devices = [p.tensor.device for p in self._params()]
-        device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-        consensus.agree(consensus.Statement(settings, params, error), group, device)
-
-
-def _named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:
-    """Every parameter once, under its first name, frozen ones included."""
-    sparse = {
-        id(parameter)
-        for child in module.modules()
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
-        for parameter in child.parameters(recurse=False)
-    }
-    return [
-        NamedParam(name, parameter, id(parameter) in sparse)
-        for name, parameter in module.named_parameters()
-        if name not in ignored
-    ]

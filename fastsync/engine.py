@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from fastsync import _ext
-from fastsync._torch_private import group_timeout
 from fastsync.codec import Format, TopK, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.env import Env
 from fastsync.layout import FlatLayout, LowRankLayout, WireLayout
+from fastsync.links import Nodes, find_nodes, make_links
 from fastsync.meeting import meet
 from fastsync.plan import (
     BucketPlan,
@@ -30,10 +30,11 @@ from fastsync.plan import (
     PlannedBucket,
     make_plan,
     settled_order,
+    travels_coded,
 )
 from fastsync.plugin import PluginCodec
 
-__all__ = ["Engine", "NamedParam"]
+__all__ = ["Engine", "NamedParam", "Progress"]
 
 _NAMES_SHOWN = 10
 
@@ -45,6 +46,22 @@ class NamedParam:
     name: str
     tensor: torch.Tensor
     sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training is, as far as its buckets and schedules depend on it.
+
+    Attributes:
+        steps: synchronised steps so far.
+        order: names of parameters, perhaps others than are trained now, in the order of the
+            buckets.
+        rate: bytes of gradients per second that this rank measured; 0: not yet.
+    """
+
+    steps: int
+    order: Sequence[str]
+    rate: float
 
 
 class Engine:
@@ -75,7 +92,10 @@ class Engine:
         self._buckets = buckets
         self._policy = policy
         self._rate = 0.0  # bytes of gradients per second, once known
-        self._chained = False  # the reducer has process groups for coded buckets
+        self._measured = 0.0  # by this rank, before a restart
+        self._nodes = self._find_nodes()
+        self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
+        self._linked: list[str] = []  # those that the reducer has
         self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
         self._check_devices()
         tensors = [p.tensor for p in params]
@@ -100,6 +120,9 @@ class Engine:
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
+
+    def _find_nodes(self) -> Nodes | None:
+        return find_nodes(self._policy.wire, self._group, Env.read().local_ranks)
 
     def _check_devices(self) -> None:
         for device in {p.tensor.device for p in self._params if p.tensor.requires_grad}:
@@ -136,7 +159,7 @@ class Engine:
         if advice.replan:
             self._replan(advice.regrouped)
         elif warmed_up:
-            self._install([index for bucket in self.plan.buckets for index in bucket.params])
+            self._install(self._order())
         return bool(advice.replan or warmed_up)
 
     @contextmanager
@@ -187,13 +210,80 @@ class Engine:
         """Averages over another process group from now on."""
         self._group = group
         self.core.use_group(group.group_name)
-        self._chained = False
+        self._nodes = self._find_nodes()
+        self._links, self._linked = {}, []
         if self.plan.coded:
-            self._install([index for bucket in self.plan.buckets for index in bucket.params])
+            self._install(self._order())
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel."""
+        return self._policy.wire
+
+    def set_wire(self, wire: Wire) -> None:
+        """Has gradients travel as `wire` from the next step on, the same on every rank."""
+        order = self._order()
+        self._policy = replace(self._policy, wire=wire)
+        self._nodes = self._find_nodes()
+        self._install(order)
+        kept = self.feedback_shapes()
+        self.core.drop_parked([i for i, p in enumerate(self._params) if p.name not in kept])
+
+    def feedback_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters whose coding errors are fed back, frozen ones included.
+
+        That some buckets are small, or that the first steps travel as fp32, changes nothing here.
+        """
+        shapes = {}
+        for param in self._params:
+            codec = self.wire.codec_for(param.name)
+            tensor = param.tensor
+            fixed = param.sparse or tensor.is_complex() or not travels_coded(codec, tensor.dtype)
+            native = self.wire.form_for(codec, 1, tensor.device) == "native"
+            if not fixed and not native and self.wire.feedback_for(codec):
+                shapes[param.name] = tuple(tensor.shape)
+        return shapes
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What error feedback has kept back on this rank, by name: copies, fp32."""
+        found = zip(self._params, self.core.residuals(), strict=True)
+        return {param.name: kept for param, kept in found if kept is not None}
+
+    def next_order(self) -> list[int]:
+        """The order that the buckets of the next step will follow, as far as this rank knows."""
+        ready = self.core.ready_order()
+        if self._order_is_known or not ready:
+            return self._order()
+        return settled_order(ready, self._graphs)
+
+    def measured_rate(self) -> float:
+        """How fast this rank saw buckets travel in the first step of training; 0 before."""
+        return self._measured or float(self.core.wire_rate())
+
+    def resume(self, progress: Progress, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Goes on where a training was left. Collective: rank 0's order decides."""
+        index_of = {param.name: index for index, param in enumerate(self._params)}
+        self.core.resume(progress.steps)
+        self._measured = progress.rate
+        order = [index_of[name] for name in progress.order if name in index_of]
+        trained, agreed, self._rate = self._agreed(order)
+        self._install([i for i in self._complete(agreed) if trained[i]])
+        kept = ((p.tensor, residuals.get(p.name)) for p in self._params)
+        self.core.load_residuals(
+            [None if r is None else r.to(t.device, torch.float32) for t, r in kept]
+        )
+
+    def _order(self) -> list[int]:
+        return [index for bucket in self.plan.buckets for index in bucket.params]
+
+    def _complete(self, order: Sequence[int]) -> list[int]:
+        """`order`, then the parameters that it lacks."""
+        seen = set(order)
+        return [*order, *(i for i in reversed(range(len(self._params))) if i not in seen)]
 
     def set_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
-        order = [index for bucket in self.plan.buckets for index in bucket.params]
+        order = self._order()
         self._policy = replace(self._policy, hooked=True)
         self._install(order)
         self.core.set_hook(state, hook)
@@ -202,9 +292,11 @@ class Engine:
         wire = Wire() if self._is_warming_up() else self._policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = dist.get_world_size(self._group)
+        policy = replace(self._policy, wire=wire)
         # Compiled graphs have been split where the first plan's buckets end.
         buckets = self._buckets if self._graphs else self._buckets.at_rate(self._rate)
-        return make_plan(specs, order, buckets, replace(self._policy, wire=wire), world)
+        node_ranks = len(self._nodes.node_ranks) if self._nodes else 1
+        return make_plan(specs, order, buckets, policy, world, node_ranks)
 
     def _is_warming_up(self) -> bool:
         return bool(self.core.steps() < self._policy.wire.warmup_steps)
@@ -213,7 +305,8 @@ class Engine:
         """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
         self._warming_up = self._is_warming_up()
         self.plan = self._plan(order)
-        if self.plan.coded and dist.get_world_size(self._group) > 1 and not self._chained:
+        self._order_is_known = self.core.stats()["steps"] > 0
+        if self.plan.coded and dist.get_world_size(self._group) > 1:
             self._make_chains()
         self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)])
         self.plans.append(self.plan)
@@ -223,21 +316,13 @@ class Engine:
         return ParamSpec.of(index, param.tensor, param.sparse, wire.codec_for(param.name))
 
     def _make_chains(self) -> None:
-        """A process group for each link of a coded bucket's chain (csrc/comm/worker.h says why).
-
-        On a device with streams all links are enqueued at once, in one order on every rank.
-        """
-        links = [self._group, self._group]
-        if self._params[0].tensor.device.type == "cpu":
-            links[1] = dist.new_group(
-                dist.get_process_group_ranks(self._group),
-                timeout=group_timeout(self._group),
-                backend=dist.get_backend(self._group),
-                use_local_synchronization=True,
-                group_desc="fastsync: sums on their way back",
-            )
-        self.core.use_chains([group.group_name for group in links])
-        self._chained = True
+        if self._nodes not in self._links:
+            device = self._params[0].tensor.device
+            links = make_links(self._group, self.wire, self._nodes, device)
+            self._links[self._nodes] = [group.group_name for group in links]
+        if self._linked != self._links[self._nodes]:
+            self._linked = self._links[self._nodes]
+            self.core.use_chains(self._linked)
 
     def _spec(self, index: int, bucket: PlannedBucket) -> Any:
         layout, plan = bucket.layout, bucket.coded
@@ -273,6 +358,9 @@ class Engine:
         spec.flags_offset = layout.flags_offset
         spec.flags_per_chunk = layout.flags_per_chunk
         spec.gather = coded.form == "gather"
+        if coded.node_ranks > 1 and self._nodes is not None:
+            spec.node_ranks, spec.node_rank = len(self._nodes.node_ranks), self._nodes.place
+            spec.nodes, spec.node = len(self._nodes.cross_ranks), self._nodes.node
         spec.error_feedback = coded.error_feedback
         spec.stochastic = wire.stochastic
         rank = dist.get_rank(self._group)
@@ -307,25 +395,23 @@ class Engine:
             count = sum(p.tensor.requires_grad for p in self._params)
             reason = f"the others to train the same parameters ({count} on this rank)"
             meet(self._group, place, reason, Env.read().agree_timeout)
-        trained, order, self._rate = self._agreed()
-        seen = set(order)
-        rest = [i for i in reversed(range(len(self._params))) if i not in seen]
+        ready = settled_order(self.core.ready_order(), self._graphs)
+        trained, order, self._rate = self._agreed(ready)
         before = self.plan
-        self._install([i for i in [*order, *rest] if trained[i]])
+        self._install([i for i in self._complete(order) if trained[i]])
         self.regrouped = self.regrouped or self.plan != before
 
-    def _agreed(self) -> tuple[list[bool], list[int], float]:
-        """What any rank trains, rank 0's ready order, and how fast the fastest bucket travelled.
+    def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int], float]:
+        """What any rank trains, rank 0's `ready`, and how fast the fastest bucket travelled.
 
         Ranks that sent it early waited for others; the fastest one has measured the network.
         """
         device = self._params[0].tensor.device
         count = len(self._params)
-        rate = torch.tensor([self.core.wire_rate()], dtype=torch.float64).view(torch.uint8)
+        rate = torch.tensor([self.measured_rate()], dtype=torch.float64).view(torch.uint8)
         flags = torch.tensor(self.core.trainable(), dtype=torch.uint8)
         mine = torch.cat([rate, flags]).to(device)
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        ready = settled_order(self.core.ready_order(), self._graphs)
         padded = [*ready, *[-1] * (len(self._params) - len(ready))]
         order = torch.tensor(padded, dtype=torch.int64, device=device)
         if dist.get_world_size(self._group) > 1:

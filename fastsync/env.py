@@ -31,6 +31,8 @@ class Env:
         verbose: ``FASTSYNC_VERBOSE=1``. Shows the compiler's output during a JIT build.
         agree_timeout: ``FASTSYNC_AGREE_TIMEOUT``, in seconds. How long a rank waits for the others
             where all of them have to change their plan together (default: 60).
+        local_ranks: ``LOCAL_WORLD_SIZE``, as torchrun sets it: ranks on this machine (default: 0,
+            unknown). The hierarchical wire form takes nodes from it.
         rank: ``RANK``, as torchrun sets it (default: 0). Only decides who reports progress.
     """
 
@@ -41,6 +43,7 @@ class Env:
     verbose: bool = False
     agree_timeout: float = 60.0
     rank: int = 0
+    local_ranks: int = 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Env:
@@ -59,6 +62,7 @@ class Env:
             verbose=environ.get("FASTSYNC_VERBOSE", "0") not in ("", "0"),
             agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
             rank=_integer(environ, "RANK", cls.rank),
+            local_ranks=_integer(environ, "LOCAL_WORLD_SIZE", cls.local_ranks),
         )
 
 
@@ -101,7 +105,7 @@ def _archs(text: str) -> tuple[str, ...]:
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name) or str(default)
     if not text.isdigit():
-        raise ValueError(f"{name}={text!r} is not a rank")
+        raise ValueError(f"{name}={text!r} is not a number")
     return int(text)
 
 

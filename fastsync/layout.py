@@ -118,6 +118,7 @@ class WireLayout:
         flags_offset: byte of a chunk's first flag.
         flags_per_chunk: flags in a chunk, 4 bytes each.
         chunk_bytes: bytes of a chunk, a multiple of `ALIGNMENT`.
+        chunks: in the whole bucket.
     """
 
     pieces: int
@@ -126,6 +127,7 @@ class WireLayout:
     flags_offset: int
     flags_per_chunk: int
     chunk_bytes: int
+    chunks: int
 
     def bytes_for(self, numel: int) -> int:
         """Bytes of a bucket of `numel` elements, padding of slots included."""
@@ -154,7 +156,8 @@ def wire_layout(
     per_chunk = align_up(-(-flags // (pieces * parts)), ALIGNMENT)
     coded = coded_bytes(chunk)
     offset = align_up(coded, ALIGNMENT)
-    return WireLayout(pieces, chunk, coded, offset, per_chunk, offset + 4 * per_chunk)
+    size = offset + 4 * per_chunk
+    return WireLayout(pieces, chunk, coded, offset, per_chunk, size, pieces * parts)
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,14 @@ class CodedPlan:
         codec: a `Format`, a `PowerSGD` or a user's codec.
         form: "two_shot", "gather" or "low_rank".
         layout: of what travels; a `LowRankLayout` in the form "low_rank".
+        node_ranks: ranks that first sum a bucket as it is; the form is then that between nodes.
     """
 
     codec: Any
     form: str
     layout: WireLayout | LowRankLayout
     error_feedback: bool
+    node_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class PlannedBucket:
         """Bytes that a rank hands to collectives."""
         if self.coded is None:
             return self.layout.numel * self.wire.itemsize
+        if self.coded.node_ranks > 1 and isinstance(self.coded.layout, WireLayout):
+            wire = self.coded.layout  # as fp32, inside the node
+            return 4 * wire.chunks * (wire.chunk_numel + wire.flags_per_chunk)
         return self.coded.layout.bytes_for(self.layout.numel)
 
 
@@ -149,6 +154,7 @@ def make_plan(
     buckets: BucketPolicy,
     policy: SyncPolicy,
     world_size: int,
+    node_ranks: int = 1,
 ) -> BucketPlan:
     """Fills buckets with gradients in the order in which they become ready.
 
@@ -159,13 +165,14 @@ def make_plan(
     Args:
         specs: the parameters to plan for.
         order: their indices in expected ready order; it may name others too.
+        node_ranks: ranks of a node in the hierarchical form.
     """
     by_index = {spec.index: spec for spec in specs}
     ordered = [by_index[i] for i in order if i in by_index]
     if len({spec.index for spec in ordered}) != len(specs) or len(ordered) != len(specs):
         raise ValueError("the order must name every planned parameter exactly once")
     groups = _group(ordered, buckets)
-    return BucketPlan(tuple(_planned(group, policy, world_size) for group in groups))
+    return BucketPlan(tuple(_planned(group, policy, world_size, node_ranks) for group in groups))
 
 
 def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
@@ -214,18 +221,23 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
     return [group.specs for group in by_last_gradient]
 
 
-def _planned(group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int) -> PlannedBucket:
+def _planned(
+    group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
+) -> PlannedBucket:
     gradient = group[0].dtype
     codec = _codec_of(group, policy)
+    nodes = world_size // node_ranks
+    if node_ranks > 1 and nodes == 1:
+        codec = None  # nothing leaves the node
     if isinstance(codec, PowerSGD):
         low_rank = _low_rank(group, policy, codec)
         if low_rank is not None:
             return low_rank
         codec = None
     if codec is not None:
-        form = policy.wire.form_for(codec, world_size, group[0].device)
+        form = policy.wire.form_for(codec, nodes, group[0].device)
         if form != "native":
-            return _coded(group, policy, codec, form, world_size)
+            return _coded(group, policy, codec, (form, nodes, node_ranks))
     native = _native_dtype(group[0], codec, policy)
     numels = [spec.numel for spec in group]
     flags = not policy.fail_on_unused
@@ -255,18 +267,20 @@ def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
 
 
 def _coded(
-    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, form: str, world_size: int
+    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, way: tuple[str, int, int]
 ) -> PlannedBucket:
+    form, nodes, node_ranks = way
     slots = slot_layout([spec.numel for spec in group], codec.block)
-    parts = world_size if form == "two_shot" else 1
+    parts = node_ranks * (nodes if form == "two_shot" else 1)
     coded_bytes, piece_bytes = codec.coded_bytes, policy.wire.piece_bytes
     if getattr(codec, "whole", False):
         whole = codec.coded_bytes(sum(slots.numels))
         coded_bytes, piece_bytes = lambda _: whole, sys.maxsize
+    if node_ranks > 1 and not isinstance(codec, Format):
+        piece_bytes = sys.maxsize  # a user's codec sees its shard as a whole
     wire = wire_layout(slots, parts, coded_bytes, _flags(group, policy), piece_bytes)
-    return _coded_bucket(
-        group, slots, CodedPlan(codec, form, wire, policy.wire.feedback_for(codec))
-    )
+    feedback = policy.wire.feedback_for(codec)
+    return _coded_bucket(group, slots, CodedPlan(codec, form, wire, feedback, node_ranks))
 
 
 def _low_rank(

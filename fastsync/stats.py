@@ -43,7 +43,9 @@ class SyncStats(Mapping[str, Any]):
         plans: bucket plans installed.
         collectives: buckets handed to the backend.
         bytes: handed to the backend.
-        sent_bytes: that left this rank, where the backend's all-reduces are rings.
+        sent_bytes: that left this rank, where all-reduces are rings.
+        between_nodes_bytes: those of them that left its node, in the hierarchical form.
+        residual_bytes: memory that error feedback holds.
         exposed_seconds: host time at the end of backwards spent waiting for collectives, in all.
         buckets: bytes of each bucket of the current plan.
         recorded_steps: how many steps the times below are medians of.
@@ -64,6 +66,8 @@ class SyncStats(Mapping[str, Any]):
     collectives: int
     bytes: int
     sent_bytes: int
+    between_nodes_bytes: int
+    residual_bytes: int
     exposed_seconds: float
     buckets: tuple[int, ...]
     recorded_steps: int = 0

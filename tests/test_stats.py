@@ -16,6 +16,8 @@ COUNTERS = {
     "collectives": 18,
     "bytes": 90,
     "sent_bytes": 90,
+    "between_nodes_bytes": 30,
+    "residual_bytes": 256,
     "exposed_seconds": 0.5,
 }
 TIMES = ("step_time", "compute_time", "communication_time", "exposed_time", "overlap")

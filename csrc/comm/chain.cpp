@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <utility>
 
 #include "../check.h"
@@ -72,7 +73,35 @@ class Rest {
   size_t index_ = 0;
 };
 
+class AllOf final : public InFlight {
+ public:
+  explicit AllOf(std::vector<std::unique_ptr<InFlight>> parts) : parts_(std::move(parts)) {}
+
+  at::Tensor wait() override {
+    for (const auto& part : parts_) part->wait();
+    return {};
+  }
+
+  void on_done(std::function<void()> fn) override {
+    if (parts_.empty()) return fn();
+    const auto left = std::make_shared<std::atomic<size_t>>(parts_.size());
+    for (const auto& part : parts_) {
+      part->on_done([left, fn] {
+        if (--*left == 0) fn();
+      });
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<InFlight>> parts_;
+};
+
 }  // namespace
+
+std::unique_ptr<InFlight> all_of(std::vector<std::unique_ptr<InFlight>> parts) {
+  if (parts.size() == 1) return std::move(parts.front());
+  return std::make_unique<AllOf>(std::move(parts));
+}
 
 std::unique_ptr<InFlight> Chains::run(std::shared_ptr<Links> links, at::Device device) {
   FS_ASSERT(links->count() <= groups_.size(), "a chain of ", links->count(),

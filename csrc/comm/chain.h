@@ -27,6 +27,9 @@ class Links {
   virtual size_t count() const = 0;
 };
 
+// Ends when all of them have; at once where there are none.
+std::unique_ptr<InFlight> all_of(std::vector<std::unique_ptr<InFlight>> parts);
+
 class Chains {
  public:
   // One process group for each link of the longest chain. See [Note: order on every rank].

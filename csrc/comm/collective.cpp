@@ -1,6 +1,7 @@
 #include "collective.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/ops/zeros.h>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -141,6 +142,26 @@ class ProcessGroupCollective final : public Collective {
 
 std::unique_ptr<Collective> Collective::resolve(const std::string& group_name) {
   return std::make_unique<ProcessGroupCollective>(c10d::resolve_process_group(group_name));
+}
+
+void probe_links(Collective& group, at::Device device, LinkKinds kinds) {
+  const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
+  const auto floats = bytes.dtype(at::kFloat);
+  const auto probe = [](const char* what, const auto& start) {
+    try {
+      start()->wait();
+    } catch (const std::exception& error) {
+      throw std::runtime_error(concat(what, ": ", error.what()));
+    }
+  };
+  const at::Tensor everyones = at::zeros({group.size()}, bytes);
+  const at::Tensor all = at::zeros({group.size()}, bytes);
+  if (kinds.all_to_all) probe("all-to-all", [&] { return group.all_to_all(everyones, all); });
+  probe("all-gather", [&] { return group.all_gather(everyones, at::zeros({1}, bytes)); });
+  if (!kinds.reduce_scatter) return;
+  const at::Tensor mine = at::zeros({1}, floats);
+  probe("reduce-scatter",
+        [&] { return group.reduce_scatter(mine, at::zeros({group.size()}, floats)); });
 }
 
 }  // namespace fastsync::comm

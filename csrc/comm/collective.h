@@ -52,4 +52,12 @@ class Collective {
                                                    const at::Tensor& all) = 0;
 };
 
+// The collectives of coded buckets' links.
+struct LinkKinds {
+  bool all_to_all = true;
+  bool reduce_scatter = false;  // of floats; the others are of bytes
+};
+// Runs each, and an all-gather, with a few bytes. Throws what the backend throws, behind the collective's name.
+void probe_links(Collective& group, at::Device device, LinkKinds kinds);
+
 }  // namespace fastsync::comm

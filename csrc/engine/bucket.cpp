@@ -194,7 +194,7 @@ void Bucket::pack_coded(const PackOptions& options) {
   std::vector<float> flags;
   for (const Slot& slot : slots_) flags.push_back(slot.param->used ? 1.0F : 0.0F);
   flags.push_back(options.vote ? 1.0F : 0.0F);
-  wire_->pack(gradient_items(/*all_in_place=*/false), flags, options.scale);
+  wire_->pack(gradient_items(/*all_in_place=*/false), flags, {options.scale, options.step});
 }
 
 void Bucket::pack_dense(const PackOptions& options) {
@@ -211,7 +211,7 @@ void Bucket::pack_dense(const PackOptions& options) {
   }
 }
 
-void Bucket::pack_early(size_t index, double scale) {
+void Bucket::pack_early(size_t index, const PackOptions& options) {
   Slot& slot = slots_.at(index);
   const at::Tensor& grad = slot.param->tensor.grad();
   const auto bytes = slot.layout.numel * static_cast<int64_t>(c10::elementSize(spec_.wire));
@@ -220,11 +220,11 @@ void Bucket::pack_early(size_t index, double scale) {
   check_gradient(slot, grad);
   if (wire_) {
     slot.early = wire_->works_on_parts();
-    if (slot.early) wire_->take({{grad, &slot.layout}}, scale);
+    if (slot.early) wire_->take({{grad, &slot.layout}}, {options.scale, options.step});
     return;
   }
   ensure_flat();
-  ops::pack({{grad, &slot.layout}}, flat_, scale);
+  ops::pack({{grad, &slot.layout}}, flat_, options.scale);
   slot.early = true;
   slot.in_place = spec_.views;
   install_view(slot);
@@ -369,10 +369,10 @@ Shadow Bucket::shadow(comm::Collective& collective) const {
   return Shadow{std::move(in_flight), [vote = vote_in(flat)] { return vote; }};
 }
 
-Shadow Bucket::shadow(comm::Chains& chains) {
+Shadow Bucket::shadow(comm::Chains& chains, uint64_t step) {
   std::vector<ops::Item> nothing;
   for (const Slot& slot : slots_) nothing.push_back({at::Tensor(), &slot.layout, 0.0F});
-  wire_->pack(nothing, std::vector<float>(slots_.size() + 1, 0.0F), 1.0);
+  wire_->pack(nothing, std::vector<float>(slots_.size() + 1, 0.0F), {1.0, step});
   return Shadow{wire_->launch(chains, {}), [this] { return vote(); }};
 }
 
@@ -386,9 +386,29 @@ at::Tensor Bucket::vote() const {
   return has_flags() ? wire_->flag(static_cast<int64_t>(slots_.size())) : at::Tensor();
 }
 
-at::Tensor Bucket::residual(size_t slot) const {
-  const at::Tensor all = wire_ ? wire_->residual() : at::Tensor();
-  return all.defined() ? ops::view_of(all, slots_.at(slot).layout, at::kFloat) : at::Tensor();
+void Bucket::read_residuals(std::vector<at::Tensor>& residuals) const {
+  if (!has_residual()) return;
+  const at::Tensor flat = wire_->residual();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    residuals.at(static_cast<size_t>(spec_.slots[i].param)) =
+        ops::view_of(flat, slots_[i].layout, at::kFloat);
+  }
+}
+
+void Bucket::load_residuals(const std::vector<at::Tensor>& residuals) {
+  if (!has_residual()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = wire_->residual();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const at::Tensor mine = ops::view_of(flat, slots_[i].layout, at::kFloat);
+    const at::Tensor& loaded = residuals.at(static_cast<size_t>(spec_.slots[i].param));
+    if (loaded.defined()) {
+      mine.copy_(loaded);
+    } else {
+      mine.zero_();
+    }
+  }
+  wire_->load_residual(flat);
 }
 
 at::Tensor Bucket::vote_in(const at::Tensor& flat) const {

@@ -78,6 +78,7 @@ const char* to_string(BucketState state);
 struct PackOptions {
   double scale = 1.0;  // 1 / divisor, applied before the sum
   bool vote = false;   // this rank asks for a new plan
+  uint64_t step = 0;   // see Taking
 };
 
 // A collective that this rank joins only so that the others do not wait for it.
@@ -98,6 +99,7 @@ class Bucket {
   int64_t gradient_bytes() const;
   // Bytes that leave this rank in one step, of `ranks`; a ring all-reduce where the backend decides.
   int64_t sent_bytes(int ranks) const;
+  int64_t between_nodes_bytes() const { return wire_ ? wire_->between_nodes_bytes() : 0; }
   // "12 parameters, 'layer4.weight' to 'fc.bias', 25.0 MiB"
   std::string describe() const;
 
@@ -109,7 +111,7 @@ class Bucket {
   // remembered, and waited for from the next step on.
   bool mark_ready(size_t slot, std::optional<c10::Stream> stream);
   // Packs a gradient that has arrived ahead of its bucket, where that pays. See [Note: early packing].
-  void pack_early(size_t slot, double scale);
+  void pack_early(size_t slot, const PackOptions& options);
   // Whether another gradient for this slot would come too late.
   bool is_settled(size_t slot) const { return slots_[slot].early && (spec_.views || wire_); }
   int fires(size_t slot) const { return slots_[slot].fires; }
@@ -136,14 +138,18 @@ class Bucket {
   // Takes part in a step of other ranks with zeros and no used parameter (uneven inputs).
   Shadow shadow(comm::Collective& collective) const;
   Shadow shadow(comm::Hook& hook, size_t index, size_t count) const;
-  Shadow shadow(comm::Chains& chains);
+  Shadow shadow(comm::Chains& chains, uint64_t step);
 
   // The summed vote of the last finished step, still on the device; undefined without flags.
   at::Tensor vote() const;
   // Writes how many ranks used each of its parameters in the last finished step; nothing without flags.
   void count_uses(std::vector<int64_t>& counts) const;
-  // What error feedback has kept back of a slot's gradient, fp32, on its own memory; undefined without error feedback.
-  at::Tensor residual(size_t slot) const;
+  bool has_residual() const { return residual_bytes() > 0; }
+  int64_t residual_bytes() const { return wire_ ? wire_->residual_bytes() : 0; }
+  // By parameter index, what error feedback has kept back of each of its gradients, fp32: perhaps views of its memory.
+  void read_residuals(std::vector<at::Tensor>& residuals) const;
+  // The other way; undefined: nothing.
+  void load_residuals(const std::vector<at::Tensor>& residuals);
 
  private:
   struct Slot {

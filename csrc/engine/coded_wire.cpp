@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
-#include <atomic>
 #include <utility>
 
 #include "../check.h"
@@ -11,17 +10,16 @@
 #include "topk_coder.h"
 
 namespace fastsync::engine {
-namespace {
 
-ops::SlotLayout run_of(int64_t numel) { return ops::SlotLayout{0, numel, {numel}, {1}}; }
-
-// A step's own random numbers (the finaliser of SplitMix64, Steele et al., 2014).
+// The finaliser of SplitMix64 (Steele et al., 2014).
 uint64_t mixed(uint64_t value) {
   value += 0x9e3779b97f4a7c15ULL;
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
   return value ^ (value >> 31);
 }
+
+namespace {
 
 // Parts of the buffers that travel together.
 struct Piece {
@@ -158,29 +156,6 @@ class Gather final : public OnePiece {
   }
 };
 
-class AllPieces final : public comm::InFlight {
- public:
-  explicit AllPieces(std::vector<std::unique_ptr<comm::InFlight>> pieces)
-      : pieces_(std::move(pieces)) {}
-
-  at::Tensor wait() override {
-    for (const auto& piece : pieces_) piece->wait();
-    return {};
-  }
-
-  void on_done(std::function<void()> fn) override {
-    const auto left = std::make_shared<std::atomic<size_t>>(pieces_.size());
-    for (const auto& piece : pieces_) {
-      piece->on_done([left, fn] {
-        if (--*left == 0) fn();
-      });
-    }
-  }
-
- private:
-  std::vector<std::unique_ptr<comm::InFlight>> pieces_;
-};
-
 class CodedWire final : public Wire {
  public:
   CodedWire(const CodedSpec& spec, int rank, int ranks, at::Device device)
@@ -190,16 +165,14 @@ class CodedWire final : public Wire {
     buffers_->residual = ops::make_flat(buffers_->plan.numel, at::kFloat, device);
   }
 
-  void take(const std::vector<ops::Item>& items, double scale) override {
-    begin_step();
-    buffers_->coder->encode(items, buffers_->residual, buffers_->sent, scale, buffers_->seed);
+  void take(const std::vector<ops::Item>& items, Taking how) override {
+    buffers_->seed = mixed(buffers_->spec.seed + (how.step << 32));
+    buffers_->coder->encode(items, buffers_->residual, buffers_->sent, how.scale, buffers_->seed);
   }
 
   void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
-            double scale) override {
-    if (!items.empty()) take(items, scale);
-    begin_step();
-    taking_ = false;
+            Taking how) override {
+    if (!items.empty()) take(items, how);
     if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
   }
 
@@ -217,8 +190,7 @@ class CodedWire final : public Wire {
       }
       pieces.push_back(chains.run(std::move(links), buffers_->device));
     }
-    if (pieces.size() == 1) return std::move(pieces.front());
-    return std::make_unique<AllPieces>(std::move(pieces));
+    return comm::all_of(std::move(pieces));
   }
 
   void unpack(const std::vector<ops::Item>& items) override {
@@ -241,7 +213,6 @@ class CodedWire final : public Wire {
     fresh->allocate();
     if (fresh->residual.defined()) fresh->residual = fresh->residual.clone();
     buffers_ = std::move(fresh);
-    taking_ = false;
   }
 
   int64_t bytes() const override { return buffers_->sent.numel(); }
@@ -254,12 +225,16 @@ class CodedWire final : public Wire {
 
   at::Tensor residual() const override { return buffers_->residual; }
 
+  void load_residual(const at::Tensor& flat) override {
+    if (!flat.is_same(buffers_->residual)) buffers_->residual.copy_(flat);
+  }
+
+  int64_t residual_bytes() const override {
+    return buffers_->residual.defined() ? static_cast<int64_t>(buffers_->residual.nbytes()) : 0;
+  }
+
  private:
   int32_t sources() const { return buffers_->sources(); }
-
-  void begin_step() {
-    if (!std::exchange(taking_, true)) buffers_->seed = mixed(buffers_->spec.seed + ++steps_);
-  }
 
   void send_flags(const std::vector<float>& flags) {
     const at::NoGradGuard no_grad;
@@ -267,7 +242,7 @@ class CodedWire final : public Wire {
     FS_ASSERT(static_cast<int64_t>(flags.size()) <= host.numel(), "more flags than room for them");
     std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
     const at::Tensor values = host.to(buffers_->device);
-    const ops::SlotLayout layout = run_of(host.numel());
+    const ops::SlotLayout layout = ops::SlotLayout{0, host.numel(), {host.numel()}, {1}};
     buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent, 1.0, 0);
     buffers_->sent_flags = flags;
   }
@@ -296,8 +271,6 @@ class CodedWire final : public Wire {
 
   std::shared_ptr<Buffers> buffers_;
   mutable at::Tensor flag_;
-  uint64_t steps_ = 0;
-  bool taking_ = false;  // this step has begun
 };
 
 }  // namespace

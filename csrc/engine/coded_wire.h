@@ -41,11 +41,19 @@ struct CodedSpec {
   int64_t pieces = 1;
   int64_t flags_offset = 0;     // byte of the first flag in a chunk
   int64_t flags_per_chunk = 0;  // floats; 0: no flags travel
+  int64_t node_ranks = 1;       // ranks of a node; more than 1: the hierarchical form
+  int64_t node_rank = 0;        // this one's place among them
+  int64_t nodes = 1;            // and then, between how many
+  int64_t node = 0;
   bool error_feedback = false;
   bool stochastic = false;
-  uint64_t seed = 0;  // of stochastic rounding; another one on every rank and bucket
+  uint64_t seed = 0;  // of stochastic rounding; 32 bits, others on every rank and bucket
 };
 
+// Scatters the bits of a seed: sums of seeds and counters do for random numbers.
+uint64_t mixed(uint64_t value);
+
+// Between `ranks` ranks, of which this is number `rank`.
 std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
                                       at::Device device);
 

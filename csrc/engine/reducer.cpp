@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "hierarchical_wire.h"
 
 namespace fastsync::engine {
 namespace {
@@ -19,6 +20,7 @@ std::unique_ptr<Wire> wire_of(const Bucket& bucket, const comm::Collective& grou
   const BucketSpec& spec = bucket.spec();
   if (spec.low_rank) return make_power_wire(*spec.low_rank, group.size(), bucket.device());
   if (!spec.coded) return nullptr;
+  if (spec.coded->node_ranks > 1) return make_hierarchical_wire(*spec.coded, bucket.device());
   return make_coded_wire(*spec.coded, group.rank(), group.size(), bucket.device());
 }
 
@@ -40,6 +42,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
   divisor_ = collective_->size();
   counting_fires_ = options_.static_graph;
   planned_.resize(params.size());
+  parked_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
     if (precision_) params_.back()->stored = precision_->stored_dtype(params[i]);
@@ -252,7 +255,7 @@ void Reducer::place_gradient(size_t param) {
     advance();
   } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
     // Not in the first step, which tells how often each gradient arrives.
-    bucket.pack_early(place.slot, scale());
+    bucket.pack_early(place.slot, packing());
   }
 }
 
@@ -278,12 +281,13 @@ void Reducer::advance() {
   }
 }
 
+PackOptions Reducer::packing() const {
+  return {hook_ ? 1.0 : 1.0 / divisor_, watch_.vote(), static_cast<uint64_t>(steps())};
+}
+
 void Reducer::launch(Bucket& bucket) {
-  PackOptions pack;
-  pack.scale = scale();
-  pack.vote = watch_.vote();
   log_.sending();
-  bucket.pack(pack);
+  bucket.pack(packing());
   const auto index = static_cast<int64_t>(next_);
   log_.mark(Mark::kPacked, index);
   log_.mark(Mark::kLaunched, index, bucket.wire_bytes());
@@ -300,6 +304,7 @@ void Reducer::launch(Bucket& bucket) {
   ++stats_.collectives;
   stats_.bytes += bucket.wire_bytes();
   stats_.sent_bytes += bucket.sent_bytes(collective_->size());
+  stats_.between_nodes_bytes += bucket.between_nodes_bytes();
 }
 
 template <typename Fn>
@@ -432,7 +437,7 @@ void Reducer::shadow_step() {
     if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
     Bucket& bucket = buckets_[i];
     shadows.push_back(hook_               ? bucket.shadow(*hook_, i, buckets_.size())
-                      : bucket.is_coded() ? bucket.shadow(*chains_)
+                      : bucket.is_coded() ? bucket.shadow(*chains_, packing().step)
                                           : bucket.shadow(*collective_));
   }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();

@@ -56,11 +56,13 @@ struct ForwardAdvice {
 
 // Counters of this rank. Durations in seconds, sizes in bytes.
 struct ReducerStats {
-  int64_t steps = 0;           // synchronised backwards
-  int64_t plans = 0;           // plans installed
-  int64_t collectives = 0;     // buckets launched
-  int64_t bytes = 0;           // bytes handed to collectives
-  int64_t sent_bytes = 0;      // bytes that left this rank, where all-reduces are rings
+  int64_t steps = 0;                // synchronised backwards
+  int64_t plans = 0;                // plans installed
+  int64_t collectives = 0;          // buckets launched
+  int64_t bytes = 0;                // bytes handed to collectives
+  int64_t sent_bytes = 0;           // bytes that left this rank, where all-reduces are rings
+  int64_t between_nodes_bytes = 0;  // those of them that left its node, in the hierarchical form
+  int64_t residual_bytes = 0;       // memory that error feedback holds
   double exposed_seconds = 0;  // host time at the end of backward spent waiting for collectives
 };
 
@@ -99,7 +101,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> ready_order() const;
   std::vector<bool> trainable() const;
   ReducerStats stats() const;
-  int64_t steps() const { return stats_.steps; }
+  // Synchronised steps of the whole training, restarts included. Random numbers and schedules follow them.
+  int64_t steps() const { return earlier_steps_ + stats_.steps; }
+  // Goes on where a training of so many steps was left.
+  void resume(int64_t steps);
   StepReport last_step() const;
   // Bytes of gradients per second that the fastest bucket of the first step travelled at; 0 before.
   double wire_rate() const { return rate_.best(); }
@@ -116,6 +121,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // What error feedback has kept back of each parameter's gradient, by index; undefined where there is none.
   std::vector<at::Tensor> residuals() const;
   void load_residuals(const std::vector<at::Tensor>& residuals);
+  // Frees what is kept for parameters of which no bucket keeps a residual. See [Note: parked residuals].
+  void drop_parked(const std::vector<int64_t>& params);
 
  private:
   struct Place {
@@ -141,7 +148,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_step();
   void abandon();
   bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
-  double scale() const { return hook_ ? 1.0 : 1.0 / divisor_; }
+  PackOptions packing() const;
   bool votes() const { return !options_.fail_on_unused && collective_->size() > 1; }
   std::vector<bool> exchange_flags();
   template <typename Fn>
@@ -164,7 +171,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;
-  std::vector<bool> planned_;  // parameters in the current plan
+  std::vector<at::Tensor> parked_;  // residuals by parameter; see [Note: parked residuals]
+  std::vector<bool> planned_;       // parameters in the current plan
 
   bool syncing_ = false;
   bool backward_running_ = false;
@@ -178,6 +186,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   RateMeter rate_;
   std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;
+  int64_t earlier_steps_ = 0;
 };
 
 }  // namespace fastsync::engine

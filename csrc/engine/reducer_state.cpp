@@ -1,4 +1,9 @@
 // What others may ask a reducer, and the state of error feedback that they may take and give.
+//
+// [Note: parked residuals]
+// A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
+// error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
+// error feedback off.
 #include "../check.h"
 #include "reducer.h"
 
@@ -6,6 +11,12 @@ namespace fastsync::engine {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
+
+// Not a view that keeps a whole bucket's memory.
+at::Tensor own(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.storage().nbytes() == tensor.nbytes()) return tensor;
+  return tensor.clone();
+}
 
 }  // namespace
 
@@ -37,16 +48,17 @@ std::vector<int64_t> Reducer::used_counts() const {
 
 ReducerStats Reducer::stats() const {
   const Lock lock(mutex_);
-  return stats_;
+  ReducerStats stats = stats_;
+  for (const Bucket& bucket : buckets_) stats.residual_bytes += bucket.residual_bytes();
+  for (const at::Tensor& parked : parked_) {
+    if (parked.defined()) stats.residual_bytes += static_cast<int64_t>(parked.nbytes());
+  }
+  return stats;
 }
 
 std::vector<at::Tensor> Reducer::residual_views() const {
-  std::vector<at::Tensor> views(params_.size());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const Place& place = places_.empty() ? Place{} : places_[i];
-    if (place.bucket < 0) continue;
-    views[i] = buckets_[static_cast<size_t>(place.bucket)].residual(place.slot);
-  }
+  std::vector<at::Tensor> views = parked_;
+  for (const Bucket& bucket : buckets_) bucket.read_residuals(views);
   return views;
 }
 
@@ -63,10 +75,27 @@ void Reducer::load_residuals(const std::vector<at::Tensor>& residuals) {
   const Lock lock(mutex_);
   FS_CHECK(!backward_running_, "cannot load residuals during a backward");
   FS_CHECK_VALUE(residuals.size() == params_.size(), "expects one residual per parameter");
-  const std::vector<at::Tensor> views = residual_views();
-  for (size_t i = 0; i < views.size(); ++i) {
-    if (views[i].defined() && residuals[i].defined()) views[i].copy_(residuals[i]);
+  std::vector<at::Tensor> parked(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Place& place = places_[i];
+    const bool taken =
+        place.bucket >= 0 && buckets_[static_cast<size_t>(place.bucket)].has_residual();
+    if (!taken) parked[i] = own(residuals[i]);
   }
+  for (Bucket& bucket : buckets_) bucket.load_residuals(residuals);
+  parked_ = std::move(parked);
+}
+
+void Reducer::drop_parked(const std::vector<int64_t>& params) {
+  const Lock lock(mutex_);
+  for (const int64_t param : params) parked_.at(static_cast<size_t>(param)) = at::Tensor();
+}
+
+void Reducer::resume(int64_t steps) {
+  const Lock lock(mutex_);
+  FS_CHECK(!backward_running_, "cannot resume a training during a backward");
+  FS_CHECK_VALUE(steps >= 0, "a training cannot have ", steps, " steps");
+  earlier_steps_ = steps - stats_.steps;
 }
 
 }  // namespace fastsync::engine

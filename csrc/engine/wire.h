@@ -18,14 +18,20 @@ struct Delivery {
   std::vector<ops::SlotLayout> layouts;
 };
 
+// How a step takes its gradients.
+struct Taking {
+  double scale = 1.0;
+  uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
+};
+
 class Wire {
  public:
   virtual ~Wire() = default;
 
   // Takes gradients, scaled. pack() comes once per step and ends the taking; `flags` are summed over ranks exactly.
-  virtual void take(const std::vector<ops::Item>& items, double scale) = 0;
+  virtual void take(const std::vector<ops::Item>& items, Taking how) = 0;
   virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
-                    double scale) = 0;
+                    Taking how) = 0;
   // Whether take() may be called for single gradients ahead of pack(), and launch() may deliver.
   virtual bool works_on_parts() const = 0;
   // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in their slots' order.
@@ -41,8 +47,14 @@ class Wire {
   // Bytes that this rank hands to collectives, and that leave it, in one step.
   virtual int64_t bytes() const = 0;
   virtual int64_t sent_bytes() const = 0;
-  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without.
+  // Those of them that leave this rank's node, where the form knows of nodes.
+  virtual int64_t between_nodes_bytes() const { return 0; }
+  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without. The wire's own
+  // memory, or a copy.
   virtual at::Tensor residual() const = 0;
+  // Takes the place of residual(), and may be its result, changed.
+  virtual void load_residual(const at::Tensor& flat) = 0;
+  virtual int64_t residual_bytes() const = 0;
 };
 
 }  // namespace fastsync::engine
