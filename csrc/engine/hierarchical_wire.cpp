@@ -205,6 +205,7 @@ class HierarchicalWire final : public Wire {
     if (!items.empty()) ops::unpack(items, buffers_->values.averaged, 1.0, false);
   }
 
+  bool has_flags() const override { return buffers_->has_flags(); }
   at::Tensor flags() const override { return buffers_->flags.averaged; }
   at::Tensor flag(int64_t index) const override { return flags().narrow(0, index, 1); }
 

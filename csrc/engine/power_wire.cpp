@@ -190,14 +190,14 @@ class PowerWire final : public Wire {
   PowerWire(const PowerSpec& spec, int ranks, at::Device device)
       : factors_(std::make_shared<Factors>(spec, ranks, device)) {}
 
-  void take(const std::vector<ops::Item>& items, double scale) override {
-    ops::pack(items, factors_->flat(), scale);
+  void take(const std::vector<ops::Item>& items, Taking how) override {
+    ops::pack(items, factors_->flat(), how.scale);
   }
 
   void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
-            double scale) override {
-    if (!items.empty()) take(items, scale);
-    factors_->compress(++steps_);
+            Taking how) override {
+    if (!items.empty()) take(items, how);
+    factors_->compress(how.step + 1);
     if (has_flags()) factors_->set_flags(flags);
   }
 
@@ -227,10 +227,18 @@ class PowerWire final : public Wire {
   }
 
   at::Tensor residual() const override { return factors_->residual(); }
+  void load_residual(const at::Tensor& flat) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor residual = factors_->residual();
+    if (!flat.is_same(residual)) residual.copy_(flat);
+  }
+  int64_t residual_bytes() const override {
+    const at::Tensor residual = factors_->residual();
+    return residual.defined() ? static_cast<int64_t>(residual.nbytes()) : 0;
+  }
 
  private:
   std::shared_ptr<const Factors> factors_;
-  uint64_t steps_ = 0;
 };
 
 }  // namespace

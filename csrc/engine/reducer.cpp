@@ -67,13 +67,6 @@ GradientHooks& Reducer::hooks() {
   return *hooks_;
 }
 
-void Reducer::use_chains(const std::vector<std::string>& group_names) {
-  const Lock lock(mutex_);
-  std::vector<std::shared_ptr<comm::Collective>> groups;
-  for (const std::string& name : group_names) groups.push_back(comm::Collective::resolve(name));
-  chains_ = std::make_unique<comm::Chains>(std::move(groups));
-}
-
 void Reducer::detach_hooks() {
   const Lock lock(mutex_);
   hooks().detach();

@@ -98,4 +98,11 @@ void Reducer::resume(int64_t steps) {
   earlier_steps_ = steps - stats_.steps;
 }
 
+void Reducer::use_chains(const std::vector<std::string>& group_names) {
+  const Lock lock(mutex_);
+  std::vector<std::shared_ptr<comm::Collective>> groups;
+  for (const std::string& name : group_names) groups.push_back(comm::Collective::resolve(name));
+  chains_ = std::make_unique<comm::Chains>(std::move(groups));
+}
+
 }  // namespace fastsync::engine
