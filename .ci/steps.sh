@@ -1,7 +1,7 @@
 # What each step does. Sourced by .ci/run.
 
 tests() {
-  timeout 900 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
+  timeout 2400 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 
 # What `make test` leaves out.

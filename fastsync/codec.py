@@ -275,7 +275,7 @@ def _forms_of(codec: Any) -> tuple[str, ...]:
     if getattr(codec, "whole", False):
         return ("gather",)
     native = ("native",) if getattr(codec, "native", None) else ()
-    return (*native, "two_shot", "gather")
+    return (*native, "two_shot", "gather", "hierarchical")
 
 
 def _describe(codec: Any) -> str:
