@@ -35,7 +35,7 @@ def test_the_true_offset_lies_within_the_error():
 def some_come(rank, world, coming):
     if rank not in coming:
         return None
-    mail = Mailbox(group_store(default_group()), "absent", timeout=1)
+    mail = Mailbox(group_store(default_group()), "absent", timeout=4)
     try:
         return align_clocks(mail, rank, world)
     except RuntimeError as error:
