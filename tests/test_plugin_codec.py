@@ -162,9 +162,9 @@ def test_tensors_elsewhere_or_of_other_types_are_refused(library):
 
 def test_the_device_is_checked_before_training(library):
     """No rank and no GPU needed: the check asks only where parameters are."""
-    from fastsync.ddp import _Request
+    from fastsync.request import Request
 
-    request = _Request(torch.nn.Linear(4, 4, device="meta"), None, None, None, None)
+    request = Request(torch.nn.Linear(4, 4, device="meta"), None, None, None, None)
     with pytest.raises(ValueError, match=r"'weight' is on meta, but signs-cpp .* CPU only"):
         request._check_wire(Wire(load_codec(library)))
 
