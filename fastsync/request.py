@@ -101,7 +101,7 @@ class Request:
         Raises:
             ValueError: the model, or the ranks, cannot travel as `wire`.
         """
-        self._check_complex(wire)
+        self._check_wire(wire)
         nodes = find_nodes(wire, self._group(), Env.read().local_ranks)
         grid = {"the hierarchical form's grid": nodes.describe()} if nodes else {}
         return {"wire": wire.describe(), **grid}
@@ -182,7 +182,7 @@ class Request:
                 "module is on the CPU; leave both out, or move the module before wrapping it"
             )
 
-    def _check_complex(self, wire: Wire) -> None:
+    def _check_wire(self, wire: Wire) -> None:
         for param in self._params():
             codec = wire.codec_for(param.name)
             check_device(codec, param.name, param.tensor.device)
