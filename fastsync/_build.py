@@ -78,8 +78,8 @@ NVCC_FLAGS = (
 )
 CUDA_LINK_FLAGS = ("-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL")
 DEFAULT_ARCHS = ("80", "90", "100")
-# Instrumented code at -O3 takes minutes to compile and finds nothing more. gcc, which then inlines less, takes optional
-# values in torch's headers for uninitialised.
+# Instrumented code at -O3 takes minutes to compile and finds nothing more. gcc, which then inlines
+# less, takes optional values in torch's headers for uninitialised.
 _SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized")
 
 
