@@ -78,7 +78,7 @@ class Case:
     """
 
     name: str
-    wire: fastsync.Wire = fastsync.Wire()
+    wire: fastsync.Wire = field(default_factory=fastsync.Wire)
     twin: torch.dtype | None = None
     within: float = 0.0
     ours: dict[str, Any] = field(default_factory=dict)
