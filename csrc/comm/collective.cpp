@@ -61,34 +61,41 @@ class WorkInFlight final : public InFlight {
   std::function<void()> at_wait_;
 };
 
-// torch 2.13 gave these collectives other names and deprecated the old ones.
+// torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int` are better for the
+// argument 0, where the group has the function that their result is declared by.
 using Equal = std::vector<int64_t>;
 
 template <typename Group>
-auto all_to_all_on(Group& group, at::Tensor& out, at::Tensor& in, Equal& equal) {
-  if constexpr (requires { group.all_to_all_single(out, in, equal, equal); }) {
-    return group.all_to_all_single(out, in, equal, equal);
-  } else {
-    return group.alltoall_base(out, in, equal, equal);
-  }
+auto all_to_all_on(Group& group, at::Tensor& out, at::Tensor& in, Equal& equal, int /*newer*/)
+    -> decltype(group.all_to_all_single(out, in, equal, equal)) {
+  return group.all_to_all_single(out, in, equal, equal);
 }
 
 template <typename Group>
-auto all_gather_on(Group& group, at::Tensor& out, at::Tensor& in) {
-  if constexpr (requires { group.all_gather_single(out, in); }) {
-    return group.all_gather_single(out, in);
-  } else {
-    return group._allgather_base(out, in);
-  }
+auto all_to_all_on(Group& group, at::Tensor& out, at::Tensor& in, Equal& equal, int64_t /*older*/) {
+  return group.alltoall_base(out, in, equal, equal);
 }
 
 template <typename Group>
-auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in) {
-  if constexpr (requires { group.reduce_scatter_single(out, in); }) {
-    return group.reduce_scatter_single(out, in);
-  } else {
-    return group._reduce_scatter_base(out, in);
-  }
+auto all_gather_on(Group& group, at::Tensor& out, at::Tensor& in, int /*newer*/)
+    -> decltype(group.all_gather_single(out, in)) {
+  return group.all_gather_single(out, in);
+}
+
+template <typename Group>
+auto all_gather_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*older*/) {
+  return group._allgather_base(out, in);
+}
+
+template <typename Group>
+auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int /*newer*/)
+    -> decltype(group.reduce_scatter_single(out, in)) {
+  return group.reduce_scatter_single(out, in);
+}
+
+template <typename Group>
+auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*older*/) {
+  return group._reduce_scatter_base(out, in);
 }
 
 class ProcessGroupCollective final : public Collective {
@@ -109,20 +116,22 @@ class ProcessGroupCollective final : public Collective {
     at::Tensor out = received;
     at::Tensor in = sent;
     Equal equal;
-    return start("all-to-all", {out, in}, [&] { return all_to_all_on(*group_, out, in, equal); });
+    return start("all-to-all", {out, in},
+                 [&] { return all_to_all_on(*group_, out, in, equal, 0); });
   }
 
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                        const at::Tensor& mine) override {
     at::Tensor out = gathered;
     at::Tensor in = mine;
-    return start("all-gather", {out, in}, [&] { return all_gather_on(*group_, out, in); });
+    return start("all-gather", {out, in}, [&] { return all_gather_on(*group_, out, in, 0); });
   }
 
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
     at::Tensor out = mine;
     at::Tensor in = all;
-    return start("reduce-scatter", {out, in}, [&] { return reduce_scatter_on(*group_, out, in); });
+    return start("reduce-scatter", {out, in},
+                 [&] { return reduce_scatter_on(*group_, out, in, 0); });
   }
 
  private:
