@@ -108,21 +108,39 @@ void at_end(engine::Reducer& reducer, std::function<void()> action) {
   reducer.at_end(std::move(action));
 }
 
-std::vector<std::optional<at::Tensor>> residuals(const engine::Reducer& reducer) {
-  const py::gil_scoped_release release;
-  std::vector<std::optional<at::Tensor>> result;
-  for (const at::Tensor& residual : reducer.residuals()) {
-    result.push_back(residual.defined() ? std::optional(residual) : std::nullopt);
+using Optionals = std::vector<std::optional<at::Tensor>>;
+
+Optionals optionals(const Tensors& tensors) {
+  Optionals result;
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
   }
   return result;
 }
 
-void load_residuals(engine::Reducer& reducer,
-                    const std::vector<std::optional<at::Tensor>>& residuals) {
+Tensors tensors_of(const Optionals& optionals) {
+  Tensors result;
+  for (const auto& tensor : optionals) result.push_back(tensor.value_or(at::Tensor()));
+  return result;
+}
+
+py::dict carried_dict(const engine::Reducer& reducer) {
+  const engine::Carried carried = [&] {
+    const py::gil_scoped_release release;
+    return reducer.carried();
+  }();
+  py::dict result;
+  result["residuals"] = optionals(carried.residuals);
+  result["factors"] = optionals(carried.factors);
+  return result;
+}
+
+void load_carried(engine::Reducer& reducer, const Optionals& residuals, const Optionals& factors) {
   const py::gil_scoped_release release;
-  Tensors tensors;
-  for (const auto& residual : residuals) tensors.push_back(residual.value_or(at::Tensor()));
-  reducer.load_residuals(tensors);
+  engine::Carried carried(0);
+  carried.residuals = tensors_of(residuals);
+  carried.factors = tensors_of(factors);
+  reducer.load_carried(carried);
 }
 
 py::dict stats_dict(const engine::Reducer& reducer) {
@@ -332,9 +350,9 @@ void bind_engine(py::module_& m) {
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
-      .def("residuals", &residuals)
-      .def("load_residuals", &load_residuals, py::arg("residuals"))
-      .def("drop_parked", &Reducer::drop_parked, release, py::arg("params"))
+      .def("carried", &carried_dict)
+      .def("load_carried", &load_carried, py::arg("residuals"), py::arg("factors"))
+      .def("drop_parked", &Reducer::drop_parked, release, py::arg("residuals"), py::arg("factors"))
       .def("resume", &Reducer::resume, release, py::arg("steps"))
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)

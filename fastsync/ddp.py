@@ -306,7 +306,8 @@ class FastDDP(DistributedDataParallel):
 
         Returns:
             `residuals` (by parameter name, what error feedback has kept back of the averages:
-            fp32, of the parameter's shape), `steps` (synchronised steps: schedules and random
+            fp32, of the parameter's shape), `factors` (by parameter name, what PowerSGD's next step
+            starts with: fp32, [rank, columns]), `steps` (synchronised steps: schedules and random
             numbers follow them), `order` (names of parameters in the order of the buckets), `rate`
             (bytes of gradients per second, which decides how large buckets grow),
             `rank`, `world_size`, `wire` and `version`: plain values and tensors, which torch.save

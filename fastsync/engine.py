@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync import _ext
+from fastsync.carried import Carried
 from fastsync.codec import Format, TopK, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.env import Env
@@ -28,9 +29,10 @@ from fastsync.plan import (
     CodedPlan,
     ParamSpec,
     PlannedBucket,
+    factor_shape,
+    feeds_back,
     make_plan,
     settled_order,
-    travels_coded,
 )
 from fastsync.plugin import PluginCodec
 
@@ -226,28 +228,26 @@ class Engine:
         self._policy = replace(self._policy, wire=wire)
         self._nodes = self._find_nodes()
         self._install(order)
-        kept = self.feedback_shapes()
-        self.core.drop_parked([i for i, p in enumerate(self._params) if p.name not in kept])
+        stays = (self.feedback_shapes(), self.factor_shapes())
+        self.core.drop_parked(
+            *([i for i, p in enumerate(self._params) if p.name not in shapes] for shapes in stays)
+        )
 
     def feedback_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters whose coding errors are fed back, frozen ones included.
+        """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
+        specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
+        pairs = zip(self._params, specs, strict=True)
+        return {p.name: tuple(p.tensor.shape) for p, spec in pairs if feeds_back(spec, self.wire)}
 
-        That some buckets are small, or that the first steps travel as fp32, changes nothing here.
-        """
-        shapes = {}
-        for param in self._params:
-            codec = self.wire.codec_for(param.name)
-            tensor = param.tensor
-            fixed = param.sparse or tensor.is_complex() or not travels_coded(codec, tensor.dtype)
-            native = self.wire.form_for(codec, 1, tensor.device) == "native"
-            if not fixed and not native and self.wire.feedback_for(codec):
-                shapes[param.name] = tuple(tensor.shape)
-        return shapes
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what PowerSGD's next step starts with, by name, frozen parameters included."""
+        specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
+        found = zip(self._params, map(factor_shape, specs), strict=True)
+        return {param.name: shape for param, shape in found if shape is not None}
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """What error feedback has kept back on this rank, by name: copies, fp32."""
-        found = zip(self._params, self.core.residuals(), strict=True)
-        return {param.name: kept for param, kept in found if kept is not None}
+    def carried(self) -> Carried:
+        """What coding carries to the next step on this rank: copies."""
+        return Carried.of(self.core, [param.name for param in self._params])
 
     def next_order(self) -> list[int]:
         """The order that the buckets of the next step will follow, as far as this rank knows."""
@@ -260,7 +260,7 @@ class Engine:
         """How fast this rank saw buckets travel in the first step of training; 0 before."""
         return self._measured or float(self.core.wire_rate())
 
-    def resume(self, progress: Progress, residuals: Mapping[str, torch.Tensor]) -> None:
+    def resume(self, progress: Progress, carried: Carried) -> None:
         """Goes on where a training was left. Collective: rank 0's order decides."""
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
@@ -268,10 +268,7 @@ class Engine:
         order = [index_of[name] for name in progress.order if name in index_of]
         trained, agreed, self._rate = self._agreed(order)
         self._install([i for i in self._complete(agreed) if trained[i]])
-        kept = ((p.tensor, residuals.get(p.name)) for p in self._params)
-        self.core.load_residuals(
-            [None if r is None else r.to(t.device, torch.float32) for t, r in kept]
-        )
+        carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
 
     def _order(self) -> list[int]:
         return [index for bucket in self.plan.buckets for index in bucket.params]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastsync.codec import FORMATS, Format, PowerSGD
+from fastsync.codec import FORMATS, Format, PowerSGD, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
 from fastsync.layout import (
     FlatLayout,
@@ -30,6 +30,8 @@ __all__ = [
     "CodedPlan",
     "ParamSpec",
     "PlannedBucket",
+    "factor_shape",
+    "feeds_back",
     "make_plan",
     "settled_order",
     "travels_coded",
@@ -148,6 +150,29 @@ def travels_coded(codec: Any, gradient: torch.dtype) -> bool:
     return gradient in (torch.float16, torch.bfloat16) and narrower
 
 
+def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
+    """Whether `wire` feeds back what coding this gradient loses.
+
+    That its bucket is small, or that the first steps travel as fp32, changes nothing here.
+    """
+    native = wire.form_for(spec.codec, 1, spec.device) == "native"
+    return _may_be_coded(spec) and not native and bool(wire.feedback_for(spec.codec))
+
+
+def factor_shape(spec: ParamSpec) -> tuple[int, int] | None:
+    """What PowerSGD starts the next step of this gradient with, [rank, columns]; None: nothing."""
+    codec = spec.codec
+    if not isinstance(codec, PowerSGD) or not codec.warm_start or not _may_be_coded(spec):
+        return None
+    cols = spec.numel // max(1, spec.rows)
+    rank = codec.rank_for(spec.rows, cols)
+    return (rank, cols) if rank else None
+
+
+def _may_be_coded(spec: ParamSpec) -> bool:
+    return not spec.sparse and not spec.pairs and travels_coded(spec.codec, spec.dtype)
+
+
 def make_plan(
     specs: Sequence[ParamSpec],
     order: Sequence[int],
@@ -262,8 +287,7 @@ def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
     """The bucket's format; None where its gradients travel as they are."""
     first = group[0]
     small = sum(spec.nbytes for spec in group) < policy.wire.min_bytes
-    fixed = small or first.sparse or first.pairs or policy.hooked
-    return first.codec if not fixed and travels_coded(first.codec, first.dtype) else None
+    return first.codec if not small and not policy.hooked and _may_be_coded(first) else None
 
 
 def _coded(

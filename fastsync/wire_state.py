@@ -1,7 +1,8 @@
-"""What error feedback has kept back, as a checkpoint: by parameter name, on any number of ranks.
+"""What coding carries between steps, as a checkpoint: by parameter name, on any number of ranks.
 
 A rank's residual is what it still owes to the averages, in units of the averages. Only the sum over
-ranks has a meaning, and it is what survives a change of world size (see `deal`).
+ranks has a meaning, and it is what survives a change of world size (see `deal`). A factor, which
+PowerSGD's next step starts with, is the same on all ranks and passes unchanged.
 """
 
 from __future__ import annotations
@@ -14,32 +15,40 @@ import torch
 import torch.distributed as dist
 
 from fastsync import consensus
+from fastsync.carried import Carried
 from fastsync.engine import Engine, Progress
 
 __all__ = ["VERSION", "capture", "deal", "restore"]
 
-VERSION: Final = 1
-_KEYS: Final = ("version", "wire", "rank", "world_size", "steps", "order", "rate", "residuals")
+VERSION: Final = 2
+_KEYS: Final = (
+    "version",
+    "wire",
+    "rank",
+    "world_size",
+    "steps",
+    "order",
+    "rate",
+    "residuals",
+    "factors",
+)
 
 State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank takes from a checkpoint.
-
-    Attributes:
-        residuals: by parameter name, fp32, of the parameter's shape.
-    """
+    """What one rank takes from a checkpoint."""
 
     progress: Progress
-    residuals: Mapping[str, torch.Tensor]
+    carried: Carried
 
 
 def capture(engine: Engine) -> dict[str, Any]:
     """This rank's state; no collective. See `FastDDP.sync_state_dict`."""
     expected = engine.feedback_shapes()
-    kept = engine.residuals()
+    carried = engine.carried()
+    factors = engine.factor_shapes()
     return {
         "version": VERSION,
         "wire": engine.wire.describe(),
@@ -50,7 +59,14 @@ def capture(engine: Engine) -> dict[str, Any]:
         "rate": engine.measured_rate(),
         # Nothing kept back yet: zeros, which take no memory.
         "residuals": {
-            name: kept.get(name, torch.zeros(()).expand(shape)) for name, shape in expected.items()
+            name: carried.residuals.get(name, torch.zeros(()).expand(shape))
+            for name, shape in expected.items()
+        },
+        # One of another shape is parked from another wire, and no bucket would take it.
+        "factors": {
+            name: factor
+            for name, factor in carried.factors.items()
+            if tuple(factor.shape) == factors.get(name)
         },
     }
 
@@ -72,7 +88,7 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
         raise
     settings = {"the number of steps in the state": str(share.progress.steps)}
     consensus.agree(consensus.Statement(settings, ()), group, device, task)
-    engine.resume(share.progress, share.residuals)
+    engine.resume(share.progress, share.carried)
 
 
 def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
@@ -99,7 +115,8 @@ def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
     residuals = {name: _sum(name, mine, like) for name, like in first["residuals"].items()}
     # Other ranks have another network between them.
     rate = float(mine[0]["rate"]) if first["world_size"] == world else 0.0
-    return Share(Progress(int(first["steps"]), list(first["order"]), rate), residuals)
+    progress = Progress(int(first["steps"]), list(first["order"]), rate)
+    return Share(progress, Carried(residuals, first["factors"]))
 
 
 def _check_form(state: Any) -> None:
@@ -107,15 +124,14 @@ def _check_form(state: Any) -> None:
         raise TypeError(
             f"expects what sync_state_dict() returned, or a list of it, but got {type(state)}"
         )
+    version = state.get("version", VERSION)
+    if version != VERSION:
+        raise ValueError(f"the state is of version {version}, but this fastsync reads {VERSION}")
     lacks = [key for key in _KEYS if key not in state]
     if lacks:
         raise ValueError(
             f"this is no state of error feedback: it lacks {', '.join(lacks)}. Pass what "
             "sync_state_dict() returned, not model.state_dict()"
-        )
-    if state["version"] != VERSION:
-        raise ValueError(
-            f"the state is of version {state['version']}, but this fastsync reads {VERSION}"
         )
 
 
@@ -181,7 +197,7 @@ def _sum(name: str, states: Sequence[State], like: torch.Tensor) -> torch.Tensor
 
 
 def check_fit(share: Share, engine: Engine) -> None:
-    """Whether the model keeps residuals of just these parameters.
+    """Whether the model keeps residuals of just these parameters, and no factors of others.
 
     Raises:
         ValueError: it does not; names a parameter.
@@ -189,7 +205,7 @@ def check_fit(share: Share, engine: Engine) -> None:
     expected = engine.feedback_shapes()
     known = {param.name for param in engine.params}
     wire = engine.wire.describe()
-    for name, residual in share.residuals.items():
+    for name, residual in share.carried.residuals.items():
         if name not in known:
             raise ValueError(
                 f"the state holds a residual of {name!r}, but the model has no such parameter; "
@@ -206,9 +222,22 @@ def check_fit(share: Share, engine: Engine) -> None:
                 f"the residual of {name!r} has shape {tuple(residual.shape)}, but the parameter "
                 f"{expected[name]}; load it into the model that it was saved from"
             )
-    missing = [name for name in expected if name not in share.residuals]
+    missing = [name for name in expected if name not in share.carried.residuals]
     if missing:
         raise ValueError(
             f"the state holds no residual of {missing[0]!r}, for which wire={wire!r} has error "
             "feedback; it was saved from another model, or with a wire without error feedback"
         )
+    _check_factors(share.carried.factors, engine)
+
+
+def _check_factors(factors: Mapping[str, torch.Tensor], engine: Engine) -> None:
+    expected = engine.factor_shapes()
+    for name, factor in factors.items():
+        if tuple(factor.shape) != expected.get(name):
+            raise ValueError(
+                f"the state holds a factor of {name!r}, of shape {tuple(factor.shape)}, but "
+                f"wire={engine.wire.describe()!r} keeps "
+                + (f"one of {expected[name]}" if name in expected else "none of it")
+                + "; use the wire and the model that the state was saved with"
+            )

@@ -17,7 +17,7 @@ PYTHON_LAYERS = [
     ["env", "_build"],
     ["layout", "codec", "_torch_private", "consensus", "mixed_precision"],
     ["config", "plugin"],
-    ["plan", "meeting", "_ext", "buffers", "clocks", "timeline_data", "links"],
+    ["plan", "carried", "meeting", "_ext", "buffers", "clocks", "timeline_data", "links"],
     ["engine", "recorder", "stats", "timeline_views"],
     ["logging_data", "timeline", "wire_state", "request"],
     ["_torch_front"],

@@ -11,7 +11,7 @@ from torch import nn
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.codec import Codec
 from fastsync.testing import run_ranks
-from fastsync.wire_state import deal
+from fastsync.wire_state import VERSION, deal
 
 SIZES = (300, 200, 200, 7)
 FEEDBACK = {
@@ -141,6 +141,7 @@ def test_checkpoints_of_the_model_stay_as_they_are():
     for same, keys in run_ranks(apart_from_the_model, 2):
         assert same
         assert keys == [
+            "factors",
             "order",
             "rank",
             "rate",
@@ -264,7 +265,7 @@ def test_there_and_back_again():
 
 def small_state(rank=0, world=2, **changes):
     state = {
-        "version": 1,
+        "version": VERSION,
         "wire": "int4",
         "rank": rank,
         "world_size": world,
@@ -272,6 +273,7 @@ def small_state(rank=0, world=2, **changes):
         "order": ["a"],
         "rate": 0.0,
         "residuals": {"a": torch.ones(2)},
+        "factors": {},
     }
     return {**state, **changes}
 
@@ -291,6 +293,7 @@ BAD_STATES = {
         "'a' is in that of rank 0 or rank 1 alone",
     ),
     "of a version to come": (small_state(version=9), "version 9"),
+    "of an old version": ({"version": 1, "residuals": {}}, "version 1, but this fastsync reads"),
 }
 
 

@@ -386,17 +386,31 @@ at::Tensor Bucket::vote() const {
   return has_flags() ? wire_->flag(static_cast<int64_t>(slots_.size())) : at::Tensor();
 }
 
-void Bucket::read_residuals(std::vector<at::Tensor>& residuals) const {
-  if (!has_residual()) return;
-  const at::Tensor flat = wire_->residual();
+at::Tensor Bucket::factor(size_t slot) const {
+  return wire_ ? wire_->factor(slots_[slot].layout.offset) : at::Tensor();
+}
+
+void Bucket::read_carried(Carried& carried) const {
+  const at::Tensor flat = has_residual() ? wire_->residual() : at::Tensor();
   for (size_t i = 0; i < slots_.size(); ++i) {
-    residuals.at(static_cast<size_t>(spec_.slots[i].param)) =
-        ops::view_of(flat, slots_[i].layout, at::kFloat);
+    const auto param = static_cast<size_t>(spec_.slots[i].param);
+    if (flat.defined()) {
+      carried.residuals.at(param) = ops::view_of(flat, slots_[i].layout, at::kFloat);
+    }
+    if (has_factor(i)) carried.factors.at(param) = factor(i);
+  }
+}
+
+void Bucket::load_carried(const Carried& carried) {
+  if (has_residual()) load_residuals(carried.residuals);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!has_factor(i)) continue;
+    const auto param = static_cast<size_t>(spec_.slots[i].param);
+    wire_->load_factor(slots_[i].layout.offset, carried.factors.at(param));
   }
 }
 
 void Bucket::load_residuals(const std::vector<at::Tensor>& residuals) {
-  if (!has_residual()) return;
   const at::NoGradGuard no_grad;
   const at::Tensor flat = wire_->residual();
   for (size_t i = 0; i < slots_.size(); ++i) {

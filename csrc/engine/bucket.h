@@ -81,6 +81,14 @@ struct PackOptions {
   uint64_t step = 0;   // see Taking
 };
 
+// What coding carries from step to step, fp32, by parameter index; undefined where there is nothing.
+struct Carried {
+  explicit Carried(size_t params) : residuals(params), factors(params) {}
+
+  std::vector<at::Tensor> residuals;  // what error feedback has kept back of each gradient
+  std::vector<at::Tensor> factors;    // what its next code starts with; see Wire::factor
+};
+
 // A collective that this rank joins only so that the others do not wait for it.
 struct Shadow {
   std::unique_ptr<comm::InFlight> in_flight;
@@ -146,10 +154,11 @@ class Bucket {
   void count_uses(std::vector<int64_t>& counts) const;
   bool has_residual() const { return residual_bytes() > 0; }
   int64_t residual_bytes() const { return wire_ ? wire_->residual_bytes() : 0; }
-  // By parameter index, what error feedback has kept back of each of its gradients, fp32: perhaps views of its memory.
-  void read_residuals(std::vector<at::Tensor>& residuals) const;
-  // The other way; undefined: nothing.
-  void load_residuals(const std::vector<at::Tensor>& residuals);
+  bool has_factor(size_t slot) const { return factor(slot).defined(); }
+  // Adds what it carries of its parameters: perhaps views of its memory.
+  void read_carried(Carried& carried) const;
+  // The other way. Where there is nothing, it begins anew.
+  void load_carried(const Carried& carried);
 
  private:
   struct Slot {
@@ -181,6 +190,8 @@ class Bucket {
   std::vector<bool> globally_used(const std::vector<bool>& used_anywhere) const;
   comm::HookBucket hook_view(const at::Tensor& flat, size_t index, size_t count) const;
   at::Tensor vote_in(const at::Tensor& flat) const;
+  at::Tensor factor(size_t slot) const;
+  void load_residuals(const std::vector<at::Tensor>& residuals);
   void finish_sparse();
   void finish_views(const std::vector<bool>& used);
   void finish_copies(const std::vector<bool>& used);

@@ -90,6 +90,17 @@ class Factors {
 
   at::Tensor flags_in_first() const { return first_.narrow(0, spec_.flags_offset, spec_.flags); }
 
+  // Q of the matrix at `offset`; undefined where none is kept.
+  at::Tensor kept_right(int64_t offset) const { return right_at(offset, second_); }
+
+  // undefined, or of other sizes: the first Q again
+  void keep_right(int64_t offset, const at::Tensor& right) const {
+    const at::NoGradGuard no_grad;
+    const at::Tensor mine = right_at(offset, second_);
+    const bool fits = right.defined() && right.sizes() == mine.sizes();
+    mine.copy_(fits ? right : right_at(offset, initial_));
+  }
+
   const PowerSpec& spec() const { return spec_; }
   int ranks() const { return ranks_; }
   at::Device device() const { return device_; }
@@ -126,6 +137,13 @@ class Factors {
   static at::Tensor right_of(const at::Tensor& all, const PowerSpec::Matrix& matrix) {
     const int64_t numel = matrix.rank * matrix.cols;
     return all.narrow(0, matrix.right, numel).view({matrix.rank, matrix.cols});
+  }
+  at::Tensor right_at(int64_t offset, const at::Tensor& all) const {
+    if (!spec_.warm_start) return {};
+    const auto found =
+        std::find_if(spec_.matrices.begin(), spec_.matrices.end(),
+                     [offset](const PowerSpec::Matrix& matrix) { return matrix.offset == offset; });
+    return found == spec_.matrices.end() ? at::Tensor() : right_of(all, *found);
   }
   at::Tensor left_of(const PowerSpec::Matrix& matrix) const {
     const int64_t numel = matrix.rank * matrix.rows;
@@ -235,6 +253,11 @@ class PowerWire final : public Wire {
   int64_t residual_bytes() const override {
     const at::Tensor residual = factors_->residual();
     return residual.defined() ? static_cast<int64_t>(residual.nbytes()) : 0;
+  }
+
+  at::Tensor factor(int64_t offset) const override { return factors_->kept_right(offset); }
+  void load_factor(int64_t offset, const at::Tensor& factor) override {
+    factors_->keep_right(offset, factor);
   }
 
  private:

@@ -8,6 +8,9 @@
 // gradients' leading singular vectors. Vectors, and matrices that are not larger than their factors, travel in the first
 // all-reduce as they are, with used flags and the vote behind them.
 //
+// Q belongs to its parameter, not to the bucket: another plan, or a checkpoint, carries it on. The first Q is the plan's own; it
+// also stands in for vectors of Q that depend on others or are not finite.
+//
 // All ranks compute P and P Qᵀ from equal bits, by code that gives equal bits.
 //
 // [Note: a share of the residual]

@@ -37,12 +37,12 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
     : options_(options),
       precision_(std::move(precision)),
       collective_(comm::Collective::resolve(group_name)),
+      parked_(params.size()),
       usage_(params_, collective_->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisor_ = collective_->size();
   counting_fires_ = options_.static_graph;
   planned_.resize(params.size());
-  parked_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
     if (precision_) params_.back()->stored = precision_->stored_dtype(params[i]);
@@ -75,7 +75,7 @@ void Reducer::detach_hooks() {
 void Reducer::set_plan(std::vector<BucketSpec> specs) {
   const Lock lock(mutex_);
   FS_CHECK(!backward_running_, "cannot change the plan during a backward");
-  const std::vector<at::Tensor> residuals = residual_views();
+  const Carried carried = carried_views();
   std::vector<Bucket> buckets;
   std::vector<Place> places(params_.size());
   for (size_t b = 0; b < specs.size(); ++b) {
@@ -98,7 +98,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
   }
   buckets_ = std::move(buckets);
   places_ = std::move(places);
-  load_residuals(residuals);
+  load_carried(carried);
   hooks().update();
   watch_.plan_installed();
   log_.plan_installed(++stats_.plans);

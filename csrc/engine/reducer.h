@@ -118,11 +118,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
 
-  // What error feedback has kept back of each parameter's gradient, by index; undefined where there is none.
-  std::vector<at::Tensor> residuals() const;
-  void load_residuals(const std::vector<at::Tensor>& residuals);
-  // Frees what is kept for parameters of which no bucket keeps a residual. See [Note: parked residuals].
-  void drop_parked(const std::vector<int64_t>& params);
+  // Copies of what coding carries from step to step.
+  Carried carried() const;
+  void load_carried(const Carried& carried);
+  // Frees what is parked of these parameters' residuals and factors. See [Note: parked residuals].
+  void drop_parked(const std::vector<int64_t>& residuals, const std::vector<int64_t>& factors);
 
  private:
   struct Place {
@@ -141,7 +141,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch(Bucket& bucket);
   void finish_backward(int64_t generation);
   void complete_step();
-  std::vector<at::Tensor> residual_views() const;
+  Carried carried_views() const;
   void close_buckets();
   void finish_buckets();
   bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
@@ -171,8 +171,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;
-  std::vector<at::Tensor> parked_;  // residuals by parameter; see [Note: parked residuals]
-  std::vector<bool> planned_;       // parameters in the current plan
+  Carried parked_;             // see [Note: parked residuals]
+  std::vector<bool> planned_;  // parameters in the current plan
 
   bool syncing_ = false;
   bool backward_running_ = false;

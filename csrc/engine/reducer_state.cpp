@@ -1,9 +1,9 @@
-// What others may ask a reducer, and the state of error feedback that they may take and give.
+// What others may ask a reducer, and what coding carries from step to step, which they may take and give.
 //
 // [Note: parked residuals]
 // A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
-// error feedback off.
+// error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
 #include "../check.h"
 #include "reducer.h"
 
@@ -50,45 +50,54 @@ ReducerStats Reducer::stats() const {
   const Lock lock(mutex_);
   ReducerStats stats = stats_;
   for (const Bucket& bucket : buckets_) stats.residual_bytes += bucket.residual_bytes();
-  for (const at::Tensor& parked : parked_) {
+  for (const at::Tensor& parked : parked_.residuals) {
     if (parked.defined()) stats.residual_bytes += static_cast<int64_t>(parked.nbytes());
   }
   return stats;
 }
 
-std::vector<at::Tensor> Reducer::residual_views() const {
-  std::vector<at::Tensor> views = parked_;
-  for (const Bucket& bucket : buckets_) bucket.read_residuals(views);
+Carried Reducer::carried_views() const {
+  Carried views = parked_;
+  for (const Bucket& bucket : buckets_) bucket.read_carried(views);
   return views;
 }
 
-std::vector<at::Tensor> Reducer::residuals() const {
+Carried Reducer::carried() const {
   const Lock lock(mutex_);
-  std::vector<at::Tensor> copies = residual_views();
-  for (at::Tensor& copy : copies) {
-    if (copy.defined()) copy = copy.clone();
+  Carried copies = carried_views();
+  for (std::vector<at::Tensor>* tensors : {&copies.residuals, &copies.factors}) {
+    for (at::Tensor& copy : *tensors) {
+      if (copy.defined()) copy = copy.clone();
+    }
   }
   return copies;
 }
 
-void Reducer::load_residuals(const std::vector<at::Tensor>& residuals) {
+void Reducer::load_carried(const Carried& carried) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot load residuals during a backward");
-  FS_CHECK_VALUE(residuals.size() == params_.size(), "expects one residual per parameter");
-  std::vector<at::Tensor> parked(params_.size());
+  FS_CHECK(!backward_running_, "cannot load what coding carries during a backward");
+  FS_CHECK_VALUE(
+      carried.residuals.size() == params_.size() && carried.factors.size() == params_.size(),
+      "expects one residual and one factor per parameter");
+  Carried parked(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const Place& place = places_[i];
-    const bool taken =
-        place.bucket >= 0 && buckets_[static_cast<size_t>(place.bucket)].has_residual();
-    if (!taken) parked[i] = own(residuals[i]);
+    const Bucket* bucket =
+        place.bucket < 0 ? nullptr : &buckets_[static_cast<size_t>(place.bucket)];
+    const bool feeds_back = bucket != nullptr && bucket->has_residual();
+    const bool learns = bucket != nullptr && bucket->has_factor(place.slot);
+    if (!feeds_back) parked.residuals[i] = own(carried.residuals[i]);
+    if (!learns) parked.factors[i] = own(carried.factors[i]);
   }
-  for (Bucket& bucket : buckets_) bucket.load_residuals(residuals);
+  for (Bucket& bucket : buckets_) bucket.load_carried(carried);
   parked_ = std::move(parked);
 }
 
-void Reducer::drop_parked(const std::vector<int64_t>& params) {
+void Reducer::drop_parked(const std::vector<int64_t>& residuals,
+                          const std::vector<int64_t>& factors) {
   const Lock lock(mutex_);
-  for (const int64_t param : params) parked_.at(static_cast<size_t>(param)) = at::Tensor();
+  for (const int64_t param : residuals) parked_.residuals.at(static_cast<size_t>(param)).reset();
+  for (const int64_t param : factors) parked_.factors.at(static_cast<size_t>(param)).reset();
 }
 
 void Reducer::resume(int64_t steps) {

@@ -1,0 +1,47 @@
+"""What coding carries from step to step, by parameter name: plans come and go, parameters stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Carried"]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Tensors of one rank, fp32.
+
+    Attributes:
+        residuals: what error feedback has kept back of the averages, of the parameter's shape.
+        factors: what PowerSGD's next step starts with, [rank, columns]: the same on all ranks.
+    """
+
+    residuals: Mapping[str, torch.Tensor]
+    factors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, reducer: Any, names: Sequence[str]) -> Carried:
+        """Copies of what the C++ `reducer` of the parameters `names` holds."""
+        held = reducer.carried()
+
+        def by_name(tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+            return {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
+
+        return cls(by_name(held["residuals"]), by_name(held["factors"]))
+
+    def load_into(self, reducer: Any, devices: Mapping[str, torch.device]) -> None:
+        """Takes the place of what `reducer` holds. Of parameters that lack here it holds nothing.
+
+        Args:
+            devices: of each of its parameters, by name, in its order.
+        """
+
+        def by_index(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+            found = ((tensors.get(name), device) for name, device in devices.items())
+            return [None if t is None else t.to(device, torch.float32) for t, device in found]
+
+        reducer.load_carried(by_index(self.residuals), by_index(self.factors))
