@@ -25,9 +25,13 @@ class _Feed(torch.autograd.Function):
 
 
 class BareList(nn.Module):
-    """Flat parameters that no layer uses; `ready` holds the gradients of the next backward."""
+    """Parameters that no layer uses; `ready` holds the gradients of the next backward.
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+    Args:
+        sizes: of each parameter: its elements, or its shape.
+    """
+
+    def __init__(self, sizes: Sequence[int | Sequence[int]], device: torch.device) -> None:
         super().__init__()
         self.list = nn.ParameterList(nn.Parameter(torch.zeros(n, device=device)) for n in sizes)
         self.ready: list[Tensor] = []

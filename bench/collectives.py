@@ -2,10 +2,12 @@
 
     python -m bench.collectives --ranks 2,4 --link 1gbit --json out/collectives.json
 
-torch's `all_reduce` gets one flat tensor of a dtype. FastDDP gets a bare list of parameters: no
+torch's `all_reduce` gets one flat tensor of a dtype. FastDDP gets a bare list of matrices: no
 layer computes, gradients of the size in question are handed to its hooks, and what is timed is a
 whole backward, with gathering, coding, the collectives and the way back into `param.grad`. Both are
-checked against the average in fp64 first.
+checked against the average in fp64 first. The bytes that FastDDP's engine counts are set against
+the formula of the wire format (docs/wire.md); padding and flags come on top, and weigh where there
+are few bytes.
 
 [Note: Bandwidth]
 As nccl-tests define it, the algorithm bandwidth is S/t and the bus bandwidth 2(N-1)/N S/t, what
@@ -16,6 +18,7 @@ can be compared: one that halves the bytes may exceed what the link carries.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +30,9 @@ from torch import Tensor
 from bench import cli, jobs, points
 from bench.bare import BareList
 from bench.errors import CheckFailed, UsageError
+from bench.formulas import bus_factor, wire_bytes
 from bench.harness import Progress
 from bench.launch import Group
-from bench.link_steps import bus_factor
 from bench.machine import describe, environment
 from bench.netns import Link, LinkName
 from bench.wrappers import UNKNOWN_WIRE, WIRE_COSTS, fastsync_name, wire_formats
@@ -71,9 +74,21 @@ class Sample:
             raise CheckFailed(f"{name}: {error:.1e} of the norm away from the average on a rank")
 
 
-def _sizes(numel: int) -> list[int]:
+@dataclass(frozen=True)
+class Averaging:
+    """A way to average, and the bytes that this rank sends each time, where they are counted."""
+
+    once: Way
+    sent: Callable[[], float] | None = None
+    formula: float | None = None
+
+
+def _shapes(numel: int) -> list[tuple[int, int]]:
+    """Matrices of `numel` elements in all, as square as their sizes allow."""
     count = min(TENSORS, numel)
-    return [numel // count + (i < numel % count) for i in range(count)]
+    sizes = [numel // count + (i < numel % count) for i in range(count)]
+    rows = [next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0) for n in sizes]
+    return [(r, n // r) for r, n in zip(rows, sizes, strict=True)]
 
 
 def _timed(group: Group, call: Callable[[], object]) -> float:
@@ -90,13 +105,19 @@ def torch_way(sample: Sample, dtype: torch.dtype, group: Group) -> tuple[Way, Te
     return lambda: _timed(group, lambda: dist.all_reduce(buffer)), buffer
 
 
-def fastsync_way(sample: Sample, wire: str, group: Group) -> tuple[Way, BareList]:
+def fastsync_way(sample: Sample, wire: str, group: Group) -> tuple[Averaging, BareList]:
     """FastDDP with one wire format, and the module that holds the gradients."""
     from fastsync import FastDDP
 
-    module = BareList(_sizes(sample.mine.numel()), group.device)
+    shapes = _shapes(sample.mine.numel())
+    module = BareList(shapes, group.device)
     model = FastDDP(module, wire=wire)
-    parts = sample.mine.split([p.numel() for p in module.list])
+    flat = sample.mine.split([p.numel() for p in module.list])
+    parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+    def sent() -> float:
+        stats = model.sync_stats()
+        return stats.sent_bytes / stats.steps
 
     def average() -> float:
         model.zero_grad(set_to_none=True)
@@ -104,24 +125,25 @@ def fastsync_way(sample: Sample, wire: str, group: Group) -> tuple[Way, BareList
         loss = model()
         return _timed(group, loss.backward)
 
-    return average, module
+    formula = wire_bytes(wire, shapes, group.world, group.device)
+    return Averaging(average, sent, formula), module
 
 
-def ways(sample: Sample, group: Group) -> dict[str, Way]:
+def ways(sample: Sample, group: Group) -> dict[str, Averaging]:
     """Every way to average, checked."""
-    found: dict[str, Way] = {}
+    found: dict[str, Averaging] = {}
     for short, dtype in TORCH_DTYPES.items():
         way, buffer = torch_way(sample, dtype, group)
         way()
         name = f"all_reduce_{short}"
         sample.check(name, buffer / group.world, _tolerance(short), group)
         buffer.zero_()  # sums of sums would overflow soon
-        found[name] = way
+        found[name] = Averaging(way)
     for wire in wire_formats():
         name = fastsync_name(wire)
         found[name], module = fastsync_way(sample, wire, group)
-        found[name]()
-        result = torch.cat([p.grad for p in module.list if p.grad is not None])
+        found[name].once()
+        result = torch.cat([p.grad.view(-1) for p in module.list if p.grad is not None])
         sample.check(name, result, _tolerance(wire), group)
     return found
 
@@ -130,20 +152,21 @@ def _tolerance(wire: str) -> float:
     return WIRE_COSTS.get(wire, UNKNOWN_WIRE).tolerance or 1e-6
 
 
-def measure_size(numel: int, args: argparse.Namespace, group: Group) -> dict[str, list[float]]:
+def measure_size(
+    found: dict[str, Averaging], args: argparse.Namespace, group: Group
+) -> dict[str, list[float]]:
     """Seconds of the slowest rank of every way, in every round."""
-    found = ways(Sample.of(numel, group), group)
     names = list(found)
     results: dict[str, list[float]] = {name: [] for name in names}
     for way in found.values():
         for _ in range(WARMUP):
-            way()
+            way.once()
     for index in range(args.rounds):
         seconds = torch.zeros(len(names), dtype=torch.float64)
         for place in range(len(names)):
             which = (index + place) % len(names)
             dist.barrier()
-            seconds[which] = found[names[which]]()
+            seconds[which] = found[names[which]].once()
         for name, value in zip(names, group.max(seconds).tolist(), strict=True):
             results[name].append(value)
     return results
@@ -159,12 +182,15 @@ def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
         print(describe(facts), flush=True)
     for size in parse_sizes(args.sizes):
         progress.show(f"{link.name}: {readable(size)}")
-        for name, seconds in measure_size(size // 4, args, group).items():
+        averagings = ways(Sample.of(size // 4, group), group)
+        for name, seconds in measure_size(averagings, args, group).items():
             of = (link.name, f"{group.world} ranks", name, readable(size))
             rate = size / sorted(seconds)[len(seconds) // 2]
             bandwidths = {"algorithm_gbps": rate * 1e-9}
             bandwidths["bus_gbps"] = bandwidths["algorithm_gbps"] * bus_factor(group.world)
-            found.append(points.point(of, seconds, size=size, **bandwidths))
+            found.append(
+                points.point(of, seconds, size=size, **bandwidths, **_bytes(averagings[name]))
+            )
     progress.clear()
     if group.is_main:
         print(f"\n{link.name}, {group.world} ranks\n{table(found, args.markdown)}", flush=True)
@@ -172,13 +198,27 @@ def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
     return 0
 
 
-def table(found: list[points.Point], markdown: bool = False) -> str:
-    """Algorithm and bus bandwidth in GB/s: a row per way, a column per size."""
+def _bytes(way: Averaging) -> dict[str, float | None]:
+    sent = None if way.sent is None else way.sent()
+    return {"sent_bytes": sent, "formula_bytes": way.formula}
 
-    def cell(of: points.Point) -> str:
+
+def table(found: list[points.Point], markdown: bool = False) -> str:
+    """A row per way, a column per size: algorithm and bus bandwidth in GB/s, then bytes sent."""
+
+    def bandwidths(of: points.Point) -> str:
         return f"{of['algorithm_gbps']:.3f} / {of['bus_gbps']:.3f}"
 
-    return points.pivot(found, "algorithm / bus GB/s", (2, 3), cell, markdown)
+    def counted(of: points.Point) -> str:
+        return f"{of['sent_bytes'] / 1024:.1f} ({of['sent_bytes'] / of['formula_bytes']:.3f})"
+
+    known = [point for point in found if point["formula_bytes"]]
+    return "\n\n".join(
+        [
+            points.pivot(found, "algorithm / bus GB/s", (2, 3), bandwidths, markdown),
+            points.pivot(known, "KiB sent (of formula)", (2, 3), counted, markdown),
+        ]
+    )
 
 
 def parse_sizes(text: str) -> list[int]:

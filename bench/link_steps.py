@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from bench.check import check_variants
 from bench.errors import UsageError
+from bench.formulas import bus_factor, variant_bytes
 from bench.harness import Measured, Progress, Settings, make_lanes, summarise, time_lanes
 from bench.launch import Group
 from bench.models import WORKLOADS, Workload
@@ -107,7 +109,7 @@ def measure_link(
     measured: dict[str, Measured] = dict(zip(names, results, strict=True))
     timings = summarise(measured, prepared.verdicts, run.settings.baseline)
     parameters = list(prepared.lanes[0].module.parameters())
-    elements = sum(p.numel() for p in parameters)
+    shapes = [p.shape for p in parameters]
     return {
         "link": name,
         "ranks": group.world,
@@ -117,23 +119,19 @@ def measure_link(
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "rate_bytes_per_second": measured_rate,
         "variants": {
-            timing.variant: asdict(timing) | _limit(variant, elements, measured_rate, group.world)
+            timing.variant: asdict(timing) | _limit(variant, shapes, measured_rate, group)
             for variant, timing in zip(run.variants, timings, strict=True)
         },
     }
 
 
-def _limit(variant: Variant, elements: int, rate: float, world: int) -> dict[str, float | None]:
+def _limit(
+    variant: Variant, shapes: Sequence[torch.Size], rate: float, group: Group
+) -> dict[str, float | None]:
     """The bytes that each rank has to send, and the seconds that the link needs for them."""
-    if variant.cost.bits is None:
-        return {"formula_bytes": None, "limit_seconds": None}
-    payload = bus_factor(world) * elements * variant.cost.bits / 8
-    return {"formula_bytes": payload, "limit_seconds": payload / rate}
-
-
-def bus_factor(world: int) -> float:
-    """What each rank sends in an all-reduce, per byte of its tensor: 2(N-1)/N."""
-    return 2 * (world - 1) / world
+    payload = variant_bytes(variant, shapes, group.world, group.device)
+    limit = None if payload is None else payload / rate
+    return {"formula_bytes": payload, "limit_seconds": limit}
 
 
 def all_reduce_rate(group: Group, expected: float | None) -> float:

@@ -11,10 +11,11 @@ device of this machine, which needs no rights.
 
 [Note: What a link allows]
 The rate of a link is measured by Gloo's all-reduce of a bare fp32 tensor, in which each of N ranks
-sends 2(N-1)/N of its bytes. A variant that sends b bits for each of G elements has to send
-2(N-1)/N G b/8 bytes; the time for that at the measured rate is its limit, of which backward can
-hide a part. Synchronisation is the step less that of `no_sync` in the same round. Bytes are counted
-by the interface, headers and acknowledgements included.
+sends 2(N-1)/N of its bytes. What a variant has to send is what the formula of its wire format says
+(docs/wire.md), scales of blocks included, without padding, flags and headers; the time for that at
+the measured rate is its limit, of which backward can hide a part. Synchronisation is the step less
+that of `no_sync` in the same round. Bytes are counted by the interface, headers and
+acknowledgements included.
 
 On links below 500 Mbit/s the model has an eighth of its size by default.
 """

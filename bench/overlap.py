@@ -23,9 +23,10 @@ from torch import Tensor
 
 from bench import cli, jobs, points
 from bench.errors import UsageError
+from bench.formulas import bus_factor
 from bench.harness import Progress, Settings, Timing, make_lanes, summarise, time_lanes
 from bench.launch import Group
-from bench.link_steps import all_reduce_rate, bus_factor
+from bench.link_steps import all_reduce_rate
 from bench.machine import describe, environment
 from bench.models import WORKLOADS
 from bench.netns import Link, LinkName, bits_per_second, parse_links

@@ -32,7 +32,9 @@ LAYOUTS = {
         1, kernels.table, "GB/s; in brackets the bandwidth of a plain copy that it amounts to."
     ),
     collectives.KIND: Layout(
-        2, collectives.table, "Algorithm and bus bandwidth in GB/s, at 4 bytes per element."
+        2,
+        collectives.table,
+        "Bandwidths at 4 bytes per element, whatever travels; bytes as the engine counts them.",
     ),
     overlap.KIND: Layout(
         3, overlap.table, "Exposed: median ± half the range between the quartiles of the rounds."

@@ -86,6 +86,9 @@ def check_collectives(result):
         bytes_per_second = point["size"] / point["time"]["median"]
         assert point["algorithm_gbps"] == pytest.approx(bytes_per_second * 1e-9)
         assert point["bus_gbps"] == pytest.approx(point["algorithm_gbps"])  # 2(N-1)/N = 1
+        assert (point["sent_bytes"] is None) == point["of"][2].startswith("all_reduce")
+        if point["of"][2].startswith("fastsync") and point["of"][3] == "64 KiB":
+            assert 1 <= point["sent_bytes"] / point["formula_bytes"] < 1.12  # flags and padding
 
 
 def check_overlap(result):

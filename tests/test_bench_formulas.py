@@ -1,0 +1,49 @@
+"""The formulas that counted bytes are set against, with numbers worked out by hand."""
+
+import pytest
+import torch
+
+from bench.formulas import variant_bytes, wire_bytes
+from bench.wrappers import VARIANTS, wire_formats
+
+CPU = torch.device("cpu")
+SHAPES = [(64, 128), (128,), (16, 32, 4)]  # 8192 + 128 + 2048 elements
+NUMEL = 8192 + 128 + 2048
+PER_ELEMENT = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2 + 1 / 256,
+    "fp8_e4m3": 1 + 1 / 256,
+    "fp8_e5m2": 1 + 1 / 256,
+    "int8": 1 + 2 / 128,
+    "int4": 1 / 2 + 2 / 64,
+}
+
+
+@pytest.mark.parametrize("wire", PER_ELEMENT)
+@pytest.mark.parametrize(("world", "factor"), [(2, 1), (4, 1.5)])
+def test_block_formats_send_codes_and_scales(wire, world, factor):
+    found = wire_bytes(wire, SHAPES, world, CPU)
+    assert found == pytest.approx(factor * PER_ELEMENT[wire] * NUMEL, rel=2e-3)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_top_k_sends_positions_and_values_to_all_others(world):
+    assert wire_bytes("topk", SHAPES, world, CPU) == (world - 1) * 8 * round(0.01 * NUMEL)
+
+
+def test_powersgd_sends_factors_and_what_is_not_compressed():
+    # 64 x 128 at rank 4; 128; 16 x 128 at rank 4, too
+    factors = (64 + 128) * 4
+    vectors = 128
+    small = (16 + 128) * 4
+    assert small * 2 < 16 * 128
+    assert wire_bytes("powersgd", SHAPES, 4, CPU) == 1.5 * 4 * (factors + vectors + small)
+    assert wire_bytes("powersgd", [(8, 8)], 2, CPU) == 4 * 64
+
+
+def test_every_variant_has_a_formula():
+    for name, variant in VARIANTS.items():
+        assert variant_bytes(variant, SHAPES, 2, CPU) > 0, name
+    assert variant_bytes(VARIANTS["ddp_fp16"], SHAPES, 4, CPU) == 1.5 * 2 * NUMEL
+    assert set(PER_ELEMENT) | {"topk", "powersgd"} <= set(wire_formats())
