@@ -59,7 +59,7 @@ PARTS = (
     Part("memory", ("--models", "transformer,wide"), 40),
     Part("parity", ("--steps", "50", "--models", CLASSIC_MODELS), 100),
     Part("unused", (), 40),
-    Part("kernels", (), 40),
+    Part("kernels", (), 120),
     Part("scale", (), 50),
     Part("collectives", (), 45),
     Part("step", ("--models", CLASSIC_MODELS, "--rounds", "9", "--seconds", "25"), 170),

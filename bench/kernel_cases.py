@@ -1,7 +1,4 @@
-"""What bench.kernels measures: cases, and the ways to do each.
-
-A codec gets its place here: a case with its own reference and ways, in CASES and `methods`.
-"""
+"""What bench.kernels measures of transfers: cases, and the ways to do each. Codecs: codec_cases."""
 
 from __future__ import annotations
 
@@ -22,6 +19,21 @@ SCALE = 0.5  # 1/N on two ranks
 SEED = 31
 PACK, UNPACK = "pack", "unpack"
 OURS = "fastsync"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case with data to do it on.
+
+    Attributes:
+        moved: bytes, each element read once and written once in the format that it has there.
+        ways: every way to do it, by name.
+        check: runs the way of a name once; raises CheckFailed where its result is wrong.
+    """
+
+    moved: int
+    ways: dict[str, Way]
+    check: Callable[[str, Way], None]
 
 
 @dataclass(frozen=True)
@@ -82,17 +94,23 @@ class Scattered:
         elements = sum(g.numel() for g in self.gradients)
         return elements * (case.gradient.itemsize + case.flat.itemsize)
 
-    @property
-    def summary(self) -> str:
-        """One line for people."""
-        elements = sum(g.numel() for g in self.gradients)
-        return f"{self.name}: {len(self.gradients)} gradients, {elements / 1e6:.1f} M elements"
+
+def shapes_of(workload: Workload) -> list[torch.Size]:
+    """Of its gradients."""
+    with torch.device("meta"):
+        return [p.shape for p in workload.build().parameters()]
+
+
+def summary(workload: Workload) -> str:
+    """One line for people."""
+    shapes = shapes_of(workload)
+    elements = sum(map(math.prod, shapes))
+    return f"{workload.name}: {len(shapes)} gradients, {elements / 1e6:.1f} M elements"
 
 
 def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scattered:
     """Random gradients of the workload's shapes, and a random buffer laid out as fastsync does."""
-    with torch.device("meta"):
-        shapes = [p.shape for p in workload.build().parameters()]
+    shapes = shapes_of(workload)
     generator = torch.Generator(device).manual_seed(SEED)
 
     def random(*shape: int, dtype: torch.dtype) -> Tensor:

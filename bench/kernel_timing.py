@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from bench.errors import CheckFailed
-from bench.kernel_cases import OURS, PACK, Case, Scattered, Way
+from bench.kernel_cases import (
+    OURS,
+    PACK,
+    Case,
+    Scattered,
+    Task,
+    Way,
+    make_scattered,
+    methods,
+)
+from bench.models import Workload
 
 SHORTEST = 2e-3  # seconds that a timed stretch takes at least, by repetition
 MOST_REPETITIONS = 1000
@@ -52,6 +62,13 @@ def time_in_turn(ways: dict[str, Way], timer: Timer, rounds: int) -> dict[str, l
             name = names[(index + place) % len(names)]
             found[name].append(timer.seconds(ways[name], counts[name]))
     return found
+
+
+def transfer(case: Case, workload: Workload, device: torch.device) -> Task:
+    """A case with random gradients of the workload's shapes."""
+    data = make_scattered(workload, case, device)
+    ways = methods(case, data)
+    return Task(data.bytes_moved(case), ways, lambda name, way: check(name, case, data, way))
 
 
 def check(name: str, case: Case, data: Scattered, way: Way) -> None:

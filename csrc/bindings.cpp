@@ -210,6 +210,42 @@ kernels::Format format_named(const std::string& name) {
   throw std::invalid_argument(concat("fastsync: no wire format is named ", name));
 }
 
+// A flat buffer of `numel` elements that travels as one chunk.
+ops::WirePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
+  const kernels::Format format = format_named(plan.first);
+  const int64_t bytes = (kernels::coded_bytes(format, plan.second) + 15) / 16 * 16;
+  return {{format, plan.second, bytes, 0}, plan.second};
+}
+
+// The kernels by themselves, for benchmarks. `plan` is a format's name and the elements of the flat buffer.
+void bind_codecs(py::module_& m) {
+  using Plan = std::pair<std::string, int64_t>;
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "encode",
+      [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& wire,
+         const Plan& plan, double scale) {
+        const Items all = make_items({tensors.begin(), tensors.end()}, tensors, offsets);
+        ops::encode(all.items, at::Tensor(), wire, one_chunk(plan), scale, 0);
+      },
+      release, py::arg("tensors"), py::arg("offsets"), py::arg("wire"), py::arg("plan"),
+      py::arg("scale"));
+  m.def(
+      "reduce",
+      [](const at::Tensor& received, const at::Tensor& result, const Plan& plan) {
+        ops::reduce(received, result, at::Tensor(), one_chunk(plan), 0, 0);
+      },
+      release, py::arg("received"), py::arg("result"), py::arg("plan"));
+  m.def(
+      "decode",
+      [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& wire,
+         const Plan& plan) {
+        const Items all = make_items({tensors.begin(), tensors.end()}, tensors, offsets);
+        ops::decode(all.items, wire, one_chunk(plan), 1, 0, plan.second);
+      },
+      release, py::arg("tensors"), py::arg("offsets"), py::arg("wire"), py::arg("plan"));
+}
+
 void bind_wire(py::module_& m) {
   using engine::CodedSpec;
   m.def("format_traits", [](const std::string& name) {
@@ -373,6 +409,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_ops(m);
   bind_timeline(m);
   bind_wire(m);
+  bind_codecs(m);
   bind_low_rank(m);
   bind_lossy_ops(m);
   bind_engine(m);

@@ -7,6 +7,7 @@ import torch
 
 from bench import compare, wrappers
 from bench.charts import Labels, Line, bar_chart, line_chart, nice_marks
+from bench.codec_cases import CODEC_CASES
 from bench.errors import CheckFailed, UsageError
 from bench.harness import Measured, summarise
 from bench.kernel_cases import CASES, make_scattered, methods
@@ -78,6 +79,17 @@ def test_a_kernel_that_does_too_little_is_found_out(case):
 
     with pytest.raises(CheckFailed, match="by fastsync"):
         check("fastsync", case, data, wrong)
+
+
+@pytest.mark.parametrize("case", CODEC_CASES, ids=lambda case: case.name)
+def test_a_codec_that_does_too_little_is_found_out(case):
+    task = case.task(WORKLOADS["small"](scale=0.01), torch.device("cpu"))
+    assert set(task.ways) == {"fastsync", "torch"}
+    for name, way in task.ways.items():
+        task.check(name, way)
+    for name in task.ways:
+        with pytest.raises(CheckFailed):
+            task.check(name, lambda: None)
 
 
 def test_wire_formats_are_those_of_the_package():
