@@ -39,16 +39,17 @@ int64_t block(const WirePlan& plan) { return kernels::traits_of(plan.layout.form
 }  // namespace
 
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
-            const WirePlan& plan, double scale, uint64_t seed) {
+            const WirePlan& plan, const Encoding& how) {
   const at::NoGradGuard no_grad;
   check_wire(wire, chunks(plan) * plan.layout.chunk_bytes);
   const c10::DeviceGuard device(wire.device());
   const SegmentTable table(items, Way::kGather, plan.numel, wire.device(), at::kFloat);
   float* lost = residual_data(residual, plan.numel);
   void* out = wire.mutable_data_ptr();
-  table.for_each([&](DType dtype, const std::vector<Segment>& segments) {
-    const kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, seed}, dtype,
-                                   static_cast<float>(scale)};
+  table.for_each([&](DType dtype, const std::vector<Segment>& all) {
+    const auto segments = clip(all, how.begin, how.end, kernels::element_size(dtype));
+    const kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
+                                   static_cast<float>(how.scale)};
     if (wire.is_cpu()) {
       run_on_cpu(segments, kernels::element_size(dtype), block(plan), [&](const auto& part) {
         kernels::encode_cpu(part.data(), part.size(), lost, out, args);
@@ -124,7 +125,7 @@ at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format 
     const at::Tensor& mine = tensors[static_cast<size_t>(rank)];
     FS_CHECK_VALUE(mine.numel() == numel, "ranks have tensors of different sizes");
     encode({{mine.reshape({numel}), &run}}, at::Tensor(), received.narrow(0, rank * bytes, bytes),
-           plan, 1.0 / static_cast<double>(ranks), 0);
+           plan, {1.0 / static_cast<double>(ranks)});
   }
   const at::Tensor result = at::zeros({numel}, options.dtype(at::kFloat));
   if (gather) {

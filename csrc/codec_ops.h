@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "items.h"
@@ -20,10 +21,18 @@ struct WirePlan {
   bool stochastic = false;
 };
 
+struct Encoding {
+  double scale = 1.0;
+  uint64_t seed = 0;  // of stochastic rounding
+  // Only these elements of the flat buffer, multiples of the block.
+  int64_t begin = 0;
+  int64_t end = std::numeric_limits<int64_t>::max();
+};
+
 // wire = code(tensor * scale + residual) for every item; the residual takes what was lost. `residual` is fp32 [numel] or
 // undefined, `wire` uint8 [numel / chunk_numel * chunk_bytes].
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
-            const WirePlan& plan, double scale, uint64_t seed);
+            const WirePlan& plan, const Encoding& how);
 
 // result = code(sum of chunks), where `received` holds one chunk from each rank, in rank order, and `result` is one. `residual`
 // is fp32 [chunk_numel] or undefined; `first` is the chunk's first element in the flat buffer.

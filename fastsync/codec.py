@@ -68,6 +68,10 @@ FORMATS: Final[Mapping[str, Format]] = {
     )
 }
 
+_PIECE_BYTES: Final = 4 << 20
+_LEAST_PIECE_BYTES: Final = 512 << 10
+_PIECE_SECONDS: Final = 0.008
+
 FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
 
 
@@ -301,8 +305,9 @@ class Wire:
         min_bytes: buckets with fewer bytes of gradients travel as fp32.
         warmup_steps: synchronised steps that travel as fp32 before the format is used.
         seed: of stochastic rounding.
-        piece_bytes: a coded bucket travels in pieces of about this size, so that one is summed
-            while the next is on the wire.
+        piece_bytes: a coded bucket travels in pieces of about this size, so that one is coded,
+            summed and decoded while others are on the wire. None: of 4 MiB, or of what a slower
+            network carries in 8 ms, which the first step measures.
         node_group: for the hierarchical form, the process group of the ranks in this rank's node;
             None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
         cross_group: likewise, the ranks that have this rank's place in each node.
@@ -316,7 +321,7 @@ class Wire:
     min_bytes: int = 0
     warmup_steps: int = 0
     seed: int = 0
-    piece_bytes: int = 4 << 20
+    piece_bytes: int | None = None
     node_group: Any = field(default=None, repr=False, compare=False)
     cross_group: Any = field(default=None, repr=False, compare=False)
 
@@ -326,7 +331,7 @@ class Wire:
         for name in ("min_bytes", "warmup_steps", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        if self.piece_bytes <= 0:
+        if self.piece_bytes is not None and self.piece_bytes <= 0:
             raise ValueError(f"piece_bytes must be positive, but is {self.piece_bytes}")
         given = [group for group in (self.node_group, self.cross_group) if group is not None]
         if given and (len(given) == 1 or self.form != "hierarchical"):
@@ -378,6 +383,18 @@ class Wire:
             if fnmatch.fnmatchcase(name, pattern):
                 return make_codec(wire)
         return make_codec(self.format)
+
+    def piece_bytes_at(self, rate: float) -> int:
+        """The size of pieces where the network carries `rate` coded bytes per second; 0: unknown.
+
+        What is coded before the first piece leaves and decoded after the last one has come adds to
+        the step, so pieces are small. On a fast network the costs of a collective count more.
+        """
+        if self.piece_bytes is not None:
+            return self.piece_bytes
+        if rate <= 0:
+            return _PIECE_BYTES
+        return min(max(int(rate * _PIECE_SECONDS), _LEAST_PIECE_BYTES), _PIECE_BYTES)
 
     def feedback_for(self, codec: Any) -> bool:
         """Whether `codec` runs with error feedback."""

@@ -125,6 +125,7 @@ class SyncPolicy:
         warn_unused: name parameters without gradient in one warning.
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
         mixed: the dtypes of mixed precision.
+        rate: bytes of gradients per second that the network was seen to carry; 0: unknown.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -135,6 +136,7 @@ class SyncPolicy:
     warn_unused: bool = True
     hooked: bool = False
     mixed: MixedPolicy = MixedPolicy()
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.wire.plain and self.mixed.reduce is not None:

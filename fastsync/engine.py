@@ -257,8 +257,12 @@ class Engine:
         return settled_order(ready, self._graphs)
 
     def measured_rate(self) -> float:
-        """How fast this rank saw buckets travel in the first step of training; 0 before."""
-        return self._measured or float(self.core.wire_rate())
+        """How fast this rank saw buckets travel in the first step of training; 0 before.
+
+        0 too where the user wants runs to repeat bit for bit: sums depend on how buckets are cut.
+        """
+        timed = not torch.are_deterministic_algorithms_enabled()
+        return self._measured or (float(self.core.wire_rate()) if timed else 0.0)
 
     def resume(self, progress: Progress, carried: Carried) -> None:
         """Goes on where a training was left. Collective: rank 0's order decides."""
@@ -289,9 +293,10 @@ class Engine:
         wire = Wire() if self._is_warming_up() else self._policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = dist.get_world_size(self._group)
-        policy = replace(self._policy, wire=wire)
         # Compiled graphs have been split where the first plan's buckets end.
-        buckets = self._buckets if self._graphs else self._buckets.at_rate(self._rate)
+        rate = self._rate if self._buckets.adaptive and not self._graphs else 0.0
+        policy = replace(self._policy, wire=wire, rate=rate)
+        buckets = self._buckets.at_rate(rate)
         node_ranks = len(self._nodes.node_ranks) if self._nodes else 1
         return make_plan(specs, order, buckets, policy, world, node_ranks)
 

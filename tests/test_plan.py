@@ -129,6 +129,22 @@ def test_chunks_hold_every_slot_and_flag(world, form, wire):
     assert coded.pieces > 1
 
 
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_pieces_shrink_on_slow_networks_where_nobody_chose_their_size(wire):
+    def pieces(rate, **options):
+        specs = specs_of(32 << 20, wire=wire)
+        bucket = plan_of(specs, wire=Wire(wire, **options), rate=rate).buckets[0]
+        layout = bucket.coded.layout
+        return layout.chunk_bytes * layout.chunks / layout.pieces / (1 << 20)
+
+    coded = FORMATS[wire].coded_bytes(4 << 20) / (16 << 20)  # of a byte of gradients
+    assert pieces(0) == pytest.approx(4, rel=0.05)
+    assert pieces(1e12) == pytest.approx(4, rel=0.05)
+    assert pieces(125e6 / coded) == pytest.approx(1e6 / (1 << 20), rel=0.05)
+    assert pieces(1e3) == pytest.approx(0.5, rel=0.05)
+    assert pieces(1e3, piece_bytes=2 << 20) == pytest.approx(2, rel=0.05)
+
+
 def test_flags_are_left_out_where_unused_parameters_are_errors():
     assert plan_of(specs_of(1)).buckets[0].layout.flags_offset == 16
     assert plan_of(specs_of(1), fail_on_unused=True).buckets[0].layout.flags_offset == -1

@@ -1,5 +1,6 @@
 """Gradients that travel as bytes: what arrives, on every rank, in every form."""
 
+import dataclasses
 import math
 from itertools import pairwise
 
@@ -82,6 +83,35 @@ def test_pieces_change_no_bit_of_an_exact_sum(piece_bytes):
     policy = Wire("fp32", form="two_shot", piece_bytes=piece_bytes)
     for errors, _ in run_ranks(errors_of_steps, 2, policy, 4):
         assert max(errors) < TOLERANCE["fp32"]
+
+
+def weights_after_steps(rank, world, wire, steps=4):
+    wrapped = FastDDP(model(), wire=wire, bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        wrapped(inputs(step, rank)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        Wire("int8", form="two_shot"),
+        Wire("int4", form="gather", error_feedback=True),
+        Wire("fp16", form="gather", stochastic=True),
+    ],
+    ids=Wire.describe,
+)
+def test_pieces_change_no_bit_of_a_coded_average(wire):
+    """Each piece is coded when it leaves, and decoded when it has come."""
+    whole, *cut = (
+        run_ranks(weights_after_steps, 2, dataclasses.replace(wire, piece_bytes=size))
+        for size in (1 << 30, 20_000, 3000)
+    )
+    for others in cut:
+        assert all(torch.equal(mine, whole[0]) for mine in others)
 
 
 def test_stochastic_rounding_arrives_alike():

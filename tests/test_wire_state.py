@@ -153,22 +153,27 @@ def test_checkpoints_of_the_model_stay_as_they_are():
         ]
 
 
-def measured_rates(rank, world):
+def measured_rates(rank, world, deterministic):
     """How fast buckets travelled in the first step, which decides how large they grow."""
+    torch.use_deterministic_algorithms(deterministic)
     states = []
     for _ in range(2):
         wrapped, optimizer = wrap("int4")
         if states:
             wrapped.load_sync_state_dict(states[-1])
-            assert wrapped._engine._rate > 0
+            assert (wrapped._engine._rate == 0) == deterministic
         train(wrapped, optimizer, range(3), rank)
         states.append(wrapped.sync_state_dict())
     return [state["rate"] for state in states]
 
 
 def test_the_measured_rate_stays():
-    for first, second in run_ranks(measured_rates, 2):
+    for first, second in run_ranks(measured_rates, 2, False):
         assert first == second > 0
+
+
+def test_no_rate_is_measured_where_runs_must_repeat():
+    assert run_ranks(measured_rates, 2, True) == [[0, 0], [0, 0]]
 
 
 def replanned(rank, world, cap):

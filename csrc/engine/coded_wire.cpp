@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "../check.h"
@@ -63,6 +64,7 @@ struct Buffers {
 
   int32_t sources() const { return spec.gather ? ranks : 1; }
   int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
+  int64_t piece_numel() const { return plan.numel / spec.pieces; }
 
   Piece piece(int64_t index) const {
     const auto part = [&](const at::Tensor& buffer, int64_t chunks_each) {
@@ -116,7 +118,7 @@ class OnePiece : public comm::Links {
     for (size_t i = 0; i < delivery_->tensors.size(); ++i) {
       items.push_back({delivery_->tensors[i], &delivery_->layouts[i]});
     }
-    const int64_t numel = buffers_->plan.numel / buffers_->spec.pieces;
+    const int64_t numel = buffers_->piece_numel();
     buffers_->coder->decode_part(items, buffers_->received, buffers_->sources(), index_ * numel,
                                  (index_ + 1) * numel);
   }
@@ -166,13 +168,18 @@ class CodedWire final : public Wire {
   }
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
-    buffers_->seed = mixed(buffers_->spec.seed + (how.step << 32));
-    buffers_->coder->encode(items, buffers_->residual, buffers_->sent, how.scale, buffers_->seed);
+    encode(items, encoding(how));
   }
 
+  // Only what the first piece needs, where it pays to have that on its way: launch() does the rest.
   void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
             Taking how) override {
-    if (!items.empty()) take(items, how);
+    ops::Encoding encoding = this->encoding(how);
+    if (goes_by_pieces(items)) {
+      rest_ = {items, encoding};
+      encoding.end = buffers_->piece_numel();
+    }
+    if (!items.empty()) encode(items, encoding);
     if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
   }
 
@@ -181,7 +188,9 @@ class CodedWire final : public Wire {
   std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) override {
     const auto shared = std::make_shared<const Delivery>(std::move(delivery));
     std::vector<std::unique_ptr<comm::InFlight>> pieces;
+    const Rest rest = std::exchange(rest_, {});
     for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
+      if (i > 0 && !rest.items.empty()) encode(rest.items, part_of(rest.encoding, i));
       std::shared_ptr<comm::Links> links;
       if (buffers_->spec.gather) {
         links = std::make_shared<Gather>(buffers_, shared, i);
@@ -213,6 +222,7 @@ class CodedWire final : public Wire {
     fresh->allocate();
     if (fresh->residual.defined()) fresh->residual = fresh->residual.clone();
     buffers_ = std::move(fresh);
+    rest_ = {};
   }
 
   int64_t bytes() const override { return buffers_->sent.numel(); }
@@ -234,7 +244,36 @@ class CodedWire final : public Wire {
   }
 
  private:
+  // Gradients of which only the first piece is coded.
+  struct Rest {
+    std::vector<ops::Item> items;
+    ops::Encoding encoding;
+  };
+
   int32_t sources() const { return buffers_->sources(); }
+
+  ops::Encoding encoding(Taking how) {
+    buffers_->seed = mixed(buffers_->spec.seed + (how.step << 32));
+    return {how.scale, buffers_->seed};
+  }
+
+  void encode(const std::vector<ops::Item>& items, const ops::Encoding& how) {
+    buffers_->coder->encode(items, buffers_->residual, buffers_->sent, how);
+  }
+
+  ops::Encoding part_of(ops::Encoding whole, int64_t piece) const {
+    whole.begin = piece * buffers_->piece_numel();
+    whole.end = whole.begin + buffers_->piece_numel();
+    return whole;
+  }
+
+  // A gradient whose memory is in another order would be copied for every piece.
+  bool goes_by_pieces(const std::vector<ops::Item>& items) const {
+    return buffers_->spec.pieces > 1 && buffers_->device.is_cpu() && works_on_parts() &&
+           std::all_of(items.begin(), items.end(), [](const ops::Item& item) {
+             return !item.tensor.defined() || ops::in_slot_order(item.tensor, *item.layout);
+           });
+  }
 
   void send_flags(const std::vector<float>& flags) {
     const at::NoGradGuard no_grad;
@@ -243,7 +282,7 @@ class CodedWire final : public Wire {
     std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
     const at::Tensor values = host.to(buffers_->device);
     const ops::SlotLayout layout = ops::SlotLayout{0, host.numel(), {host.numel()}, {1}};
-    buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent, 1.0, 0);
+    buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent, {});
     buffers_->sent_flags = flags;
   }
 
@@ -270,6 +309,7 @@ class CodedWire final : public Wire {
   }
 
   std::shared_ptr<Buffers> buffers_;
+  Rest rest_;
   mutable at::Tensor flag_;
 };
 

@@ -22,8 +22,8 @@ class BlockCoder final : public Coder {
   explicit BlockCoder(const ops::WirePlan& plan) : plan_(plan) {}
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-              const at::Tensor& wire, double scale, uint64_t seed) override {
-    ops::encode(items, residual, wire, plan_, scale, seed);
+              const at::Tensor& wire, const ops::Encoding& how) override {
+    ops::encode(items, residual, wire, plan_, how);
   }
   void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
               int64_t first, uint64_t seed) override {
@@ -62,10 +62,10 @@ class FlatCoder final : public Coder {
       : codec_(std::move(codec)), plan_(plan), coded_bytes_(coded_bytes) {}
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-              const at::Tensor& wire, double scale, uint64_t /*seed*/) override {
+              const at::Tensor& wire, const ops::Encoding& how) override {
     const at::NoGradGuard no_grad;
     const at::Tensor flat = buffer(wire.device());
-    ops::pack(items, flat, scale);
+    ops::pack(items, flat, how.scale);
     if (residual.defined()) flat.add_(residual);
     clear_gaps(items, flat);
     for (int64_t i = 0; i < chunks(); ++i) {

@@ -17,12 +17,12 @@ class Coder {
 
   // As in codec_ops.h. `residual` is undefined without error feedback.
   virtual void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-                      const at::Tensor& wire, double scale, uint64_t seed) = 0;
+                      const at::Tensor& wire, const ops::Encoding& how) = 0;
   virtual void reduce(const at::Tensor& received, const at::Tensor& result,
                       const at::Tensor& residual, int64_t first, uint64_t seed) = 0;
   virtual void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
                       int32_t sources) = 0;
-  // The same for elements [begin, end) of the flat buffer; only where the coder works on parts.
+  // Whether it can code a part of the flat buffer: encode() heeds how.begin and how.end, and there is decode_part().
   virtual bool works_on_parts() const { return false; }
   virtual void decode_part(const std::vector<ops::Item>& items, const at::Tensor& wire,
                            int32_t sources, int64_t begin, int64_t end);

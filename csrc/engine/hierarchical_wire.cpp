@@ -81,10 +81,10 @@ struct Buffers {
 
   void encode(int64_t piece) const {
     const ops::SlotLayout run = run_of(values, piece);
-    coder->encode({{values.shard_of(piece), &run}}, residual, sent, 1.0, seed);
+    coder->encode({{values.shard_of(piece), &run}}, residual, sent, {1.0, seed});
     if (!has_flags()) return;
     const ops::SlotLayout flag_run = run_of(flags, piece);
-    flags_coder->encode({{flags.shard_of(piece), &flag_run}}, at::Tensor(), sent, 1.0, 0);
+    flags_coder->encode({{flags.shard_of(piece), &flag_run}}, at::Tensor(), sent, {});
   }
 
   void sum(int64_t piece) const {

@@ -18,10 +18,10 @@ class TopKCoder final : public Coder {
   }
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-              const at::Tensor& wire, double scale, uint64_t /*seed*/) override {
+              const at::Tensor& wire, const ops::Encoding& how) override {
     const at::NoGradGuard no_grad;
     const at::Tensor flat = buffer(wire.device());
-    ops::pack(items, flat, scale);
+    ops::pack(items, flat, how.scale);
     if (residual.defined()) flat.add_(residual);
     const Terms terms = terms_of(wire, 0);
     ops::select_largest(flat, terms.positions);

@@ -28,7 +28,8 @@ class Wire {
  public:
   virtual ~Wire() = default;
 
-  // Takes gradients, scaled. pack() comes once per step and ends the taking; `flags` are summed over ranks exactly.
+  // Takes gradients, scaled. pack() comes once per step and ends the taking, and the items' layouts must live until
+  // launch(), which may read them; `flags` are summed over ranks exactly.
   virtual void take(const std::vector<ops::Item>& items, Taking how) = 0;
   virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
                     Taking how) = 0;
