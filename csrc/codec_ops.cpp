@@ -41,15 +41,17 @@ int64_t block(const WirePlan& plan) { return kernels::traits_of(plan.layout.form
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
             const WirePlan& plan, const Encoding& how) {
   const at::NoGradGuard no_grad;
-  check_wire(wire, chunks(plan) * plan.layout.chunk_bytes);
+  const int64_t chunk_bytes = plan.layout.chunk_bytes;
+  check_wire(wire, chunks(plan) * chunk_bytes * how.sources);
   const c10::DeviceGuard device(wire.device());
   const SegmentTable table(items, Way::kGather, plan.numel, wire.device(), at::kFloat);
   float* lost = residual_data(residual, plan.numel);
-  void* out = wire.mutable_data_ptr();
+  void* out = wire.mutable_data_ptr<uint8_t>() + how.source * chunk_bytes;
   table.for_each([&](DType dtype, const std::vector<Segment>& all) {
     const auto segments = clip(all, how.begin, how.end, kernels::element_size(dtype));
-    const kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
-                                   static_cast<float>(how.scale)};
+    kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
+                             static_cast<float>(how.scale)};
+    args.layout.chunk_bytes *= how.sources;  // the same chunk of all sources lies together
     if (wire.is_cpu()) {
       run_on_cpu(segments, kernels::element_size(dtype), block(plan), [&](const auto& part) {
         kernels::encode_cpu(part.data(), part.size(), lost, out, args);

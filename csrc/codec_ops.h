@@ -24,13 +24,16 @@ struct WirePlan {
 struct Encoding {
   double scale = 1.0;
   uint64_t seed = 0;  // of stochastic rounding
+  // The wire holds, for every chunk, that of each of so many sources, and this one writes its own.
+  int32_t sources = 1;
+  int32_t source = 0;
   // Only these elements of the flat buffer, multiples of the block.
   int64_t begin = 0;
   int64_t end = std::numeric_limits<int64_t>::max();
 };
 
 // wire = code(tensor * scale + residual) for every item; the residual takes what was lost. `residual` is fp32 [numel] or
-// undefined, `wire` uint8 [numel / chunk_numel * chunk_bytes].
+// undefined, `wire` uint8 [numel / chunk_numel * sources * chunk_bytes].
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
             const WirePlan& plan, const Encoding& how);
 

@@ -297,7 +297,7 @@ def _coded(
     slots = slot_layout([spec.numel for spec in group], codec.block)
     parts = node_ranks * (nodes if form == "two_shot" else 1)
     coded_bytes = codec.coded_bytes
-    share = coded_bytes(slots.numel) / sum(spec.nbytes for spec in group)
+    share = coded_bytes(slots.numel) / max(1, sum(spec.nbytes for spec in group))
     piece_bytes = policy.wire.piece_bytes_at(policy.rate * share)
     if getattr(codec, "whole", False):
         whole = codec.coded_bytes(sum(slots.numels))

@@ -44,7 +44,7 @@ class Collective {
   // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
   virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                                const at::Tensor& sent) = 0;
-  // Part r of `gathered` becomes rank r's `mine`.
+  // Part r of `gathered` becomes rank r's `mine`, which may be that part's memory.
   virtual std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                                const at::Tensor& mine) = 0;
   // `mine` becomes the sum over ranks of part rank() of `all`.

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <utility>
@@ -54,8 +55,8 @@ struct Buffers {
   void allocate() {
     const at::NoGradGuard no_grad;
     const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
-    sent = at::zeros({chunks() * spec.chunk_bytes}, bytes);
     received = at::zeros({spec.pieces * ranks * spec.chunk_bytes}, bytes);
+    sent = spec.gather ? received : at::zeros_like(received);
     if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
     sent_flags.clear();
     pieces.clear();
@@ -71,8 +72,21 @@ struct Buffers {
       const int64_t bytes = chunks_each * spec.chunk_bytes;
       return buffer.narrow(0, index * bytes, bytes);
     };
-    return Piece{part(sent, chunks() / spec.pieces), part(received, ranks),
-                 spec.gather ? at::Tensor() : part(sums, 1)};
+    const at::Tensor everyones = part(received, ranks);
+    if (!spec.gather) return Piece{part(sent, ranks), everyones, part(sums, 1)};
+    return Piece{everyones.narrow(0, rank * spec.chunk_bytes, spec.chunk_bytes), everyones, {}};
+  }
+
+  // How codes enter `sent`.
+  ops::Encoding encoding() const {
+    ops::Encoding how;
+    how.sources = sources();
+    how.source = spec.gather ? rank : 0;
+    return how;
+  }
+
+  void encode(const std::vector<ops::Item>& items, const ops::Encoding& how) const {
+    coder->encode(items, residual, sent, how);
   }
 
   void sum(int64_t index) const {
@@ -92,7 +106,7 @@ struct Buffers {
   ops::WirePlan flags_plan;
   std::shared_ptr<Coder> coder;
   std::shared_ptr<Coder> flags_coder;
-  at::Tensor sent;
+  at::Tensor sent;      // in the gather form `received`, where each rank has a part of every piece
   at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
   at::Tensor sums;
   std::vector<Piece> pieces;  // of these buffers
@@ -168,7 +182,7 @@ class CodedWire final : public Wire {
   }
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
-    encode(items, encoding(how));
+    buffers_->encode(items, encoding(how));
   }
 
   // Only what the first piece needs, where it pays to have that on its way: launch() does the rest.
@@ -179,7 +193,7 @@ class CodedWire final : public Wire {
       rest_ = {items, encoding};
       encoding.end = buffers_->piece_numel();
     }
-    if (!items.empty()) encode(items, encoding);
+    if (!items.empty()) buffers_->encode(items, encoding);
     if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
   }
 
@@ -190,7 +204,7 @@ class CodedWire final : public Wire {
     std::vector<std::unique_ptr<comm::InFlight>> pieces;
     const Rest rest = std::exchange(rest_, {});
     for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
-      if (i > 0 && !rest.items.empty()) encode(rest.items, part_of(rest.encoding, i));
+      if (i > 0 && !rest.items.empty()) buffers_->encode(rest.items, part_of(rest.encoding, i));
       std::shared_ptr<comm::Links> links;
       if (buffers_->spec.gather) {
         links = std::make_shared<Gather>(buffers_, shared, i);
@@ -225,7 +239,7 @@ class CodedWire final : public Wire {
     rest_ = {};
   }
 
-  int64_t bytes() const override { return buffers_->sent.numel(); }
+  int64_t bytes() const override { return buffers_->chunks() * buffers_->spec.chunk_bytes; }
 
   int64_t sent_bytes() const override {
     const int64_t others = buffers_->ranks - 1;
@@ -254,11 +268,10 @@ class CodedWire final : public Wire {
 
   ops::Encoding encoding(Taking how) {
     buffers_->seed = mixed(buffers_->spec.seed + (how.step << 32));
-    return {how.scale, buffers_->seed};
-  }
-
-  void encode(const std::vector<ops::Item>& items, const ops::Encoding& how) {
-    buffers_->coder->encode(items, buffers_->residual, buffers_->sent, how);
+    ops::Encoding encoding = buffers_->encoding();
+    encoding.scale = how.scale;
+    encoding.seed = buffers_->seed;
+    return encoding;
   }
 
   ops::Encoding part_of(ops::Encoding whole, int64_t piece) const {
@@ -282,7 +295,8 @@ class CodedWire final : public Wire {
     std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
     const at::Tensor values = host.to(buffers_->device);
     const ops::SlotLayout layout = ops::SlotLayout{0, host.numel(), {host.numel()}, {1}};
-    buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent, {});
+    buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent,
+                                  buffers_->encoding());
     buffers_->sent_flags = flags;
   }
 

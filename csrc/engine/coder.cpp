@@ -70,7 +70,7 @@ class FlatCoder final : public Coder {
     clear_gaps(items, flat);
     for (int64_t i = 0; i < chunks(); ++i) {
       encode_chunk(chunk(flat, i), residual.defined() ? chunk(residual, i) : at::Tensor(),
-                   coded(wire, i), /*add=*/false);
+                   coded(wire, i * how.sources + how.source), /*add=*/false);
     }
   }
 

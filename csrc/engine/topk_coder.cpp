@@ -23,7 +23,7 @@ class TopKCoder final : public Coder {
     const at::Tensor flat = buffer(wire.device());
     ops::pack(items, flat, how.scale);
     if (residual.defined()) flat.add_(residual);
-    const Terms terms = terms_of(wire, 0);
+    const Terms terms = terms_of(wire, how.source);
     ops::select_largest(flat, terms.positions);
     terms.values.copy_(at::index_select(flat, 0, terms.positions));
     if (!residual.defined()) return;
