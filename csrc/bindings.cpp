@@ -226,7 +226,7 @@ void bind_codecs(py::module_& m) {
       [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& wire,
          const Plan& plan, double scale) {
         const Items all = make_items({tensors.begin(), tensors.end()}, tensors, offsets);
-        ops::encode(all.items, at::Tensor(), wire, one_chunk(plan), scale, 0);
+        ops::encode(all.items, at::Tensor(), wire, one_chunk(plan), {scale});
       },
       release, py::arg("tensors"), py::arg("offsets"), py::arg("wire"), py::arg("plan"),
       py::arg("scale"));
