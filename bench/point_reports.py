@@ -9,7 +9,9 @@ from typing import Any
 from bench import buckets, collectives, kernels, links, overlap, scale
 from bench.machine import describe
 from bench.points import Point
-from bench.tables import links_table
+from bench.tables import links_table, render
+
+TORCH_WIRES = ("ddp", "ddp_fp16")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,27 @@ def links_report(result: dict[str, Any]) -> str:
         f"`{result['settings']['baseline']}` in the same round."
     )
     return "\n\n".join([*tables, f"{caption}\n{origin(result)}"])
+
+
+def wires_report(result: dict[str, Any]) -> str:
+    """Of a result of bench.links, how long a step takes with every wire format, and what it sends.
+
+    A row per format, next to torch's fp32 and fp16; a column per link.
+    """
+    baseline, records = result["settings"]["baseline"], result["links"]
+    shown = [n for n in records[0]["variants"] if n in TORCH_WIRES or n.startswith("fastsync")]
+    rows = []
+    for name in shown:
+        timings = [record["variants"][name] for record in records]
+        ratios = (f"{timing['ratio']['median']:.2f}" for timing in timings)
+        rows.append((f"`{name}`", f"{timings[0]['sent_bytes'] / 1e6:.1f}", *ratios))
+    headings = (f"{r['link']}, {r['ranks']} ranks" for r in records)
+    table = render((f"step / `{baseline}`", "MB sent", *headings), rows, True)
+    caption = (
+        f"Medians of the ratio to `{baseline}` in the same round; bytes as the interface counts "
+        f"them, of {records[0]['gradient_bytes'] / 1e6:.1f} MB of gradients."
+    )
+    return f"{table}\n\n{caption}\n{origin(result)}"
 
 
 def origin(result: dict[str, Any]) -> str:

@@ -4,7 +4,8 @@
     python -m bench.report
 
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
-replaced by a table made of bench/results/step.json, or by a remark where there is no such file.
+replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
+`bench:links-wires` is the part of links.json that tells which wire format to choose.
 Charts are drawn into docs/bench-*.svg. With --check nothing is written; the exit code is 1 where a
 document or a chart does not say what its result says.
 """
@@ -21,7 +22,7 @@ from typing import Any
 from bench import links
 from bench.figures import DRAWN, chart_text, drawn, table_charts
 from bench.machine import describe
-from bench.point_reports import LAYOUTS, links_report, point_report
+from bench.point_reports import LAYOUTS, links_report, point_report, wires_report
 from bench.record import TABLE
 from bench.tables import render
 
@@ -31,6 +32,8 @@ MARKED = re.compile(
     r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
 )
 NOT_MEASURED = "*not measured yet*"
+# Markers that show a part of another result.
+VIEWS = {"links-wires": links.KIND}
 
 
 def documents(root: Path = ROOT) -> list[Path]:
@@ -79,10 +82,13 @@ def _cell(timing: dict[str, Any] | None, is_baseline: bool) -> str:
 
 def figures(name: str, results: Path = RESULTS) -> str:
     """What belongs between the markers of `name`."""
-    path = results / f"{name}.json"
+    source = VIEWS.get(name, name)
+    path = results / f"{source}.json"
     if not path.exists():
         return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
+    if name in VIEWS:
+        return wires_report(result)
     if result.get("kind") == links.KIND:
         return links_report(result)
     if result.get("kind") in LAYOUTS:
