@@ -34,9 +34,10 @@ from bench.overlap_model import bucketed, least_exposed
 from bench.stats import quantile
 from bench.tables import render
 from bench.training import Lane
-from bench.wrappers import FLOOR, Variant, select
+from bench.wrappers import FLOOR, Variant, available, select
 
 KIND = "overlap"
+SHOWN = ("ddp", "ddp_batched_view", "fastsync", "fastsync_bf16")
 PROBES = 3
 
 
@@ -232,7 +233,9 @@ def command() -> argparse.ArgumentParser:
     add("--links", default="1gbit", help="see bench.links (default: %(default)s)")
     add("--ranks", default="2", help="numbers of ranks, such as 2,4 (default: 2)")
     add("--backward", default="0.5,1,2", help="of the wire's time (default: %(default)s)")
-    add("--wrappers", default="ddp,ddp_batched_view,fastsync,fastsync_bf16", help="or all")
+    add(
+        "--wrappers", default=available(*SHOWN), help="of bench.step, or all (default: %(default)s)"
+    )
     add("--baseline", default="ddp", help="the first of the variants (default: ddp)")
     add("--scale", type=float, default=1.0, help="share of the 25 M parameters (default: 1)")
     add("--rounds", type=int, default=5, help="at most (default: %(default)s)")

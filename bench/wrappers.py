@@ -201,6 +201,11 @@ _VARIANTS = (*_TORCH_VARIANTS, *(_fastsync_variant(wire) for wire in wire_format
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
 
 
+def available(*names: str) -> str:
+    """Those of `names` that can run here, as `select` takes them: for defaults."""
+    return ",".join(name for name in names if VARIANTS[name].unavailable() is None)
+
+
 @dataclass(frozen=True)
 class Selection:
     """The variants to run, and why others of those asked for cannot."""

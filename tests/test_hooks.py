@@ -142,14 +142,18 @@ def bf16_refused(rank, world):
     texts = []
     for hook in BF16_HOOKS:
         for kind in (FastDDP, DistributedDataParallel):
-            with pytest.raises(TypeError) as caught:
+            try:
                 kind(model()).register_comm_hook(None, hook)
-            texts.append(str(caught.value))
+                texts.append("")
+            except TypeError as error:
+                texts.append(str(error))
     return texts
 
 
 def test_bf16_on_gloo_is_refused_as_by_ddp():
+    """Which versions of torch do depends on what they were built with."""
     for texts in run_ranks(bf16_refused, 2):
+        assert texts[::2] == texts[1::2]
         assert len(set(texts)) == 1
 
 
