@@ -30,8 +30,8 @@ enum class Mark : uint8_t {
   kStepEnd,      // all averages are there
   // of a bucket
   kReady,     // its last gradient has arrived
-  kPacked,    // its buffer is filled
-  kLaunched,  // it is handed to the backend
+  kPacked,    // its buffer is filled, or the first piece of it that travels by itself
+  kLaunched,  // that is handed to the backend
   kDone,      // its collective has completed, whether anyone waits for it or not
 };
 const char* to_string(Mark mark);
