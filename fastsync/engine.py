@@ -150,12 +150,13 @@ class Engine:
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
-        if self.on_step is not None:
+        captured = self._is_captured()
+        if self.on_step is not None and not captured:
             self.on_step(self.core)
         if self.precision is not None:
             self.precision.end_forward()  # where an earlier one was not followed by a backward
-        advice = self.core.prepare_forward()
-        warmed_up = self._warming_up and not self._is_warming_up()
+        advice = self.core.prepare_forward(captured)
+        warmed_up = self._warming_up and not self._is_warming_up() and not captured
         if advice.unused and self._policy.warn_unused:
             self._warn_unused(advice.unused)
         if advice.replan:
@@ -163,6 +164,11 @@ class Engine:
         elif warmed_up:
             self._install(self._order())
         return bool(advice.replan or warmed_up)
+
+    def _is_captured(self) -> bool:
+        """Whether this step becomes part of a CUDA graph."""
+        on_gpu = any(p.tensor.is_cuda for p in self._params[:1])
+        return on_gpu and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def computing(self) -> Iterator[None]:

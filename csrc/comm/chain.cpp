@@ -35,7 +35,17 @@ class OnStream final : public InFlight {
     done_.record(stream);
   }
 
+  // A chain that nobody waits for still uses its buffers, and their memory goes back to a stream that must be behind it.
+  ~OnStream() override {
+    try {
+      if (!waited_) wait();
+    } catch (const std::exception&) {
+      // The device is broken, and whoever uses it next will say so.
+    }
+  }
+
   at::Tensor wait() override {
+    waited_ = true;
     const c10::Device device = done_.device();
     done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     return {};
@@ -51,6 +61,7 @@ class OnStream final : public InFlight {
   std::shared_ptr<Links> links_;
   c10::Stream stream_;
   c10::Event done_;
+  bool waited_ = false;
 };
 
 // The links behind the first one, which is under way.

@@ -244,6 +244,9 @@ void Bucket::ensure_flat() {
       std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.in_place; });
   if (flat_.defined() && flat_.storage().use_count() == 1 + static_cast<size_t>(in_place)) return;
   flat_ = ops::make_flat(spec_.numel, spec_.wire, device());
+  if (!device().is_cpu()) {
+    home_ = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
+  }
 }
 
 // Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last bit. A parameter that

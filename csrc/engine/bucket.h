@@ -114,6 +114,8 @@ class Bucket {
   // Sends it over `wire` instead of summing a flat buffer; null: does not.
   void use(std::unique_ptr<Wire> wire) { wire_ = std::move(wire); }
   bool is_coded() const { return wire_ != nullptr; }
+  // Whether this rank had no gradient for some slot in this step.
+  bool missed() const { return missed_; }
 
   // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More arrivals than expected are
   // remembered, and waited for from the next step on.
@@ -186,6 +188,7 @@ class Bucket {
   std::vector<ops::Item> gradient_items(bool all_in_place);
   void append_flags(std::vector<ops::Item>& items, bool vote);
   void install_view(Slot& slot);
+  void lend_to_current_stream() const;
   at::Tensor flags_on_host() const;
   std::vector<bool> globally_used(const std::vector<bool>& used_anywhere) const;
   comm::HookBucket hook_view(const at::Tensor& flat, size_t index, size_t count) const;
@@ -207,6 +210,7 @@ class Bucket {
   bool missed_ = false;        // this rank had no gradient for some slot
   bool flat_is_ours_ = false;  // checked in this step
   at::Tensor flat_;
+  std::optional<c10::Stream> home_;  // the stream that flat_ was allocated on; none on a CPU
   std::unique_ptr<comm::InFlight> in_flight_;
   std::unique_ptr<Wire> wire_;
 };

@@ -1,6 +1,7 @@
 // The second half of a bucket's step: from the received averages to the parameters' gradients.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
 #include <utility>
@@ -14,12 +15,22 @@ void Bucket::receive() {
   move_to(BucketState::kInFlight, BucketState::kReceived);
   const at::Tensor result = in_flight_->wait();
   in_flight_.reset();
+  lend_to_current_stream();
   if (!result.defined() || result.const_data_ptr() == flat_.const_data_ptr()) return;
   const at::Tensor& like = slots_.front().param->tensor;
   FS_CHECK(result.numel() == hook_layout_.sizes[0], "the communication hook returned ",
            result.numel(), " elements for a bucket of ", hook_layout_.sizes[0]);
   const at::Tensor reduced = result.detach().to(like.device(), like.scalar_type()).view({-1});
   ops::pack({{reduced, &hook_layout_}}, flat_, 1.0);
+}
+
+// The averages are read on this stream, and the user may be the last to let go of them. Their memory, which goes back to the
+// stream that it was allocated on, must not be handed out there while it is still read here.
+void Bucket::lend_to_current_stream() const {
+  if (!home_ || !flat_.defined() || !flat_.has_storage()) return;
+  const c10::impl::VirtualGuardImpl guard(device().type());
+  const c10::Stream current = guard.getStream(device());
+  if (current != *home_) guard.recordDataPtrOnStream(flat_.storage().data_ptr(), current);
 }
 
 void Bucket::finish(const std::vector<bool>& used_anywhere) {

@@ -40,6 +40,8 @@ class PlanWatch {
 
   // At a forward: whether all ranks ask for a new plan now.
   bool replan_due();
+  // Whether the plan was made from the order of a step.
+  bool knows_order() const { return learned_; }
   // Parameters in the order of their gradients in the last step, missing ones last.
   const std::vector<int64_t>& ready_order() const { return last_order_; }
 

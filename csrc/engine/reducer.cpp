@@ -115,8 +115,10 @@ auto Reducer::noting_errors(const Fn& fn) {
   }
 }
 
-ForwardAdvice Reducer::prepare_forward() {
+ForwardAdvice Reducer::prepare_forward(bool captured) {
   const Lock lock(mutex_);
+  captured_ = captured;
+  log_.pause(captured);
   log_.begin_forward();
   return noting_errors([&] { return advise(); });
 }
@@ -135,6 +137,10 @@ ForwardAdvice Reducer::advise() {
   usage_.check_forward();
   ForwardAdvice advice;
   advice.unused = usage_.take_warning();
+  if (captured_) {
+    check_capture();
+    return advice;
+  }
   advice.replan = watch_.replan_due();
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
@@ -183,12 +189,6 @@ void Reducer::set_static_graph() {
   options_.static_graph = true;
   usage_.set_static_graph();
   counting_fires_ = true;
-}
-
-void Reducer::set_divisor(double divisor) {
-  const Lock lock(mutex_);
-  FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
-  divisor_ = divisor;
 }
 
 void Reducer::set_hook(std::unique_ptr<comm::Hook> hook) {
@@ -364,6 +364,7 @@ void Reducer::finish_buckets() {
       continue;
     }
     with_context(i, "receiving", [&] {
+      FS_CHECK(!captured_ || !buckets_[i].missed(), "a parameter got no gradient while captured");
       if (!hook_) buckets_[i].receive();
       buckets_[i].finish(used);
     });
@@ -371,7 +372,7 @@ void Reducer::finish_buckets() {
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!hook_) watch_.note_votes(last ? last->vote() : at::Tensor());
+  if (!hook_) watch_.note_votes(last && !captured_ ? last->vote() : at::Tensor());
 }
 
 // The flags that ride in the buckets where no hook owns them, in a collective of their own. Empty: nobody asks. There is

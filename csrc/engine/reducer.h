@@ -17,6 +17,10 @@
 // [Note: unfreezing]
 // A parameter that is trained but not planned cannot wait for the votes of `PlanWatch`: its gradient must be averaged in
 // this very step. Unfreezing is taken to happen on all ranks before the same forward; Python checks that all ranks come.
+//
+// [Note: captured steps]
+// A step that is captured into a CUDA graph runs this code once and its kernels many times. So nothing in it may wait for the
+// device, and nothing may change with the steps: no vote is read or counted, the plan stays, no timeline is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -78,7 +82,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_plan(std::vector<BucketSpec> specs);
 
   // Start of a forward that will be differentiated. Throws what the previous backward left to say.
-  ForwardAdvice prepare_forward();
+  // `captured`: see [Note: captured steps].
+  ForwardAdvice prepare_forward(bool captured = false);
   // End of such a forward. See [Note: which backwards synchronise].
   void prepare_backward(const std::vector<at::Tensor>& outputs, bool sync);
 
@@ -135,6 +140,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_grad_ready(size_t param, bool defined);
   void place_gradient(size_t param);
   ForwardAdvice advise();
+  void check_capture() const;
   void check_repeated(size_t param, const Place& place) const;
   void begin_backward();
   void advance();
@@ -176,6 +182,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   bool syncing_ = false;
   bool backward_running_ = false;
+  bool captured_ = false;
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched

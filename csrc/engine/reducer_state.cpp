@@ -100,6 +100,21 @@ void Reducer::drop_parked(const std::vector<int64_t>& residuals,
   for (const int64_t param : factors) parked_.factors.at(static_cast<size_t>(param)).reset();
 }
 
+void Reducer::check_capture() const {
+  FS_CHECK(watch_.knows_order(),
+           "a step cannot be captured before the buckets are planned: train a few steps first");
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FS_CHECK(planned_[i] || !params_[i]->tensor.requires_grad(), "parameter '", params_[i]->name,
+             "' was unfrozen just before a step is captured; train a few steps in between");
+  }
+}
+
+void Reducer::set_divisor(double divisor) {
+  const Lock lock(mutex_);
+  FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
+  divisor_ = divisor;
+}
+
 void Reducer::resume(int64_t steps) {
   const Lock lock(mutex_);
   FS_CHECK(!backward_running_, "cannot resume a training during a backward");

@@ -41,12 +41,14 @@ class StepLog {
   // So many synchronised backwards lie behind.
   void count_steps(int64_t steps);
   void mark(Mark mark, int64_t bucket, int64_t bytes = 0) const {
-    if (timeline_) timeline_->record(mark, bucket, bytes);
+    if (timeline_ && !paused_) timeline_->record(mark, bucket, bytes);
   }
   // What to call when the bucket's collective is done; empty where nobody records.
   std::function<void()> on_done(int64_t bucket) const {
-    return timeline_ ? timeline_->on_done(bucket) : nullptr;
+    return timeline_ && !paused_ ? timeline_->on_done(bucket) : nullptr;
   }
+  // Leaves marks out until told otherwise.
+  void pause(bool paused) { paused_ = paused; }
 
   void begin_forward();
   void end_forward();
@@ -68,6 +70,7 @@ class StepLog {
   int64_t steps_ = 0;
   int64_t plans_ = 0;
   std::shared_ptr<Timeline> timeline_;
+  bool paused_ = false;
 };
 
 }  // namespace fastsync::engine
