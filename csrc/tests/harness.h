@@ -1,6 +1,7 @@
 // A list of named cases and a check macro; no framework.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -17,13 +18,19 @@ struct Case {
   std::function<void()> function;
 };
 
-// Runs the cases whose name contains the first argument (all without one). The exit code is 1 when a case fails.
+// Runs the cases whose name contains one of the arguments (all without one). The exit code is 1 when a case fails.
 inline int run_cases(const std::vector<Case>& cases, int argc, char** argv) {
-  const std::string filter = argc > 1 ? argv[1] : "";
+  const std::vector<std::string> filters(argv + 1, argv + argc);
+  const auto wanted = [&](const Case& test) {
+    return filters.empty() ||
+           std::any_of(filters.begin(), filters.end(), [&](const std::string& part) {
+             return test.name.find(part) != std::string::npos;
+           });
+  };
   int passed = 0;
   int failed = 0;
   for (const Case& test : cases) {
-    if (test.name.find(filter) == std::string::npos) continue;
+    if (!wanted(test)) continue;
     try {
       test.function();
       ++passed;

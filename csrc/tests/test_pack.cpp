@@ -263,9 +263,9 @@ void add_cases(const Backend& backend, std::vector<Case>& cases) {
 int main(int argc, char** argv) {
   using namespace fastsync::testing;
   std::vector<Case> cases = {
-      {"cuda/one_launch_serves_a_table", one_launch_serves_a_table},
-      {"cuda/grid_fits_the_work", grid_fits_the_work},
-      {"cuda/reports_a_refused_launch", reports_a_refused_launch},
+      {"cuda_on_host/one_launch_serves_a_table", one_launch_serves_a_table},
+      {"cuda_on_host/grid_fits_the_work", grid_fits_the_work},
+      {"cuda_on_host/reports_a_refused_launch", reports_a_refused_launch},
   };
   for (const Backend& backend : kBackends) add_cases(backend, cases);
   return run_cases(cases, argc, argv);
