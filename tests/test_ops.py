@@ -9,6 +9,7 @@ import torch
 
 from fastsync import _ext
 from tests import twins
+from tests.devices import DEVICES, placed
 
 C = _ext.load()
 REAL = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,25 +61,37 @@ def offsets_for(tensors, gap=1):
     return offsets, end
 
 
-def check_pack(tensors, like, flat_dtype, scale):
-    offsets, numel = offsets_for(like)
-    flat = torch.full((numel + 5,), 7.0, dtype=flat_dtype)
-    expected = twins.pack(tensors, like, offsets, flat, scale)
-    C.pack(tensors, like, offsets, flat, scale)
-    assert twins.same(flat, expected)
+class Checked:
+    """pack and unpack on one device, compared with their slow twins on the CPU."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def check_pack(self, tensors, like, flat_dtype, scale):
+        offsets, numel = offsets_for(like)
+        flat = torch.full((numel + 5,), 7.0, dtype=flat_dtype)
+        expected = twins.pack(tensors, like, offsets, flat, scale)
+        flat, *moved = [placed(t, self.device) for t in (flat, *tensors)]
+        C.pack(moved, [placed(t, self.device) for t in like], offsets, flat, scale)
+        assert twins.same(flat.cpu(), expected)
+
+    def check_unpack(self, tensors, flat_dtype, scale, accumulate, generator):
+        offsets, numel = offsets_for(tensors)
+        flat = torch.randn(numel + 5, dtype=flat_dtype, generator=generator)
+        before = flat.clone()
+        expected = twins.unpack(tensors, offsets, flat, scale, accumulate)
+        flat, *tensors = [placed(t, self.device) for t in (flat, *tensors)]
+        versions = [t._version for t in tensors]
+        C.unpack(tensors, offsets, flat, scale, accumulate)
+        for tensor, wanted, version in zip(tensors, expected, versions, strict=True):
+            assert twins.same(tensor.cpu(), wanted)
+            assert tensor._version > version, "autograd must notice the write"
+        assert twins.same(flat.cpu(), before)
 
 
-def check_unpack(tensors, flat_dtype, scale, accumulate, generator):
-    offsets, numel = offsets_for(tensors)
-    flat = torch.randn(numel + 5, dtype=flat_dtype, generator=generator)
-    before = flat.clone()
-    expected = twins.unpack(tensors, offsets, flat, scale, accumulate)
-    versions = [t._version for t in tensors]
-    C.unpack(tensors, offsets, flat, scale, accumulate)
-    for tensor, wanted, version in zip(tensors, expected, versions, strict=True):
-        assert twins.same(tensor, wanted)
-        assert tensor._version > version, "autograd must notice the write"
-    assert torch.equal(flat, before)
+@pytest.fixture(params=DEVICES)
+def ops(request):
+    return Checked(request.param)
 
 
 @pytest.fixture
@@ -96,65 +109,68 @@ def threads(request):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("tensor_dtype", "flat_dtype"), [*PAIRS, *COMPLEX])
-def test_pack_every_layout(tensor_dtype, flat_dtype, scale, generator, threads):
+def test_pack_every_layout(tensor_dtype, flat_dtype, scale, generator, threads, ops):
     tensors = list(layouts(tensor_dtype, generator).values())
-    check_pack(tensors, tensors, flat_dtype, scale)
+    ops.check_pack(tensors, tensors, flat_dtype, scale)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("tensor_dtype", "flat_dtype"), [*PAIRS, *COMPLEX])
-def test_unpack_every_layout(tensor_dtype, flat_dtype, scale, accumulate, generator, threads):
+def test_unpack_every_layout(tensor_dtype, flat_dtype, scale, accumulate, generator, threads, ops):
     tensors = layouts(tensor_dtype, generator)
     del tensors["expanded"]  # several elements share memory: nothing sound to write
-    check_unpack(list(tensors.values()), flat_dtype, scale, accumulate, generator)
+    ops.check_unpack(list(tensors.values()), flat_dtype, scale, accumulate, generator)
 
 
-def test_a_gradient_in_another_order_than_its_slot(generator):
+def test_a_gradient_in_another_order_than_its_slot(generator, ops):
     like = [torch.empty(6, 4), torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)]
     tensors = [
         torch.randn(4, 6, generator=generator).t(),
         torch.randn(2, 3, 4, 5, generator=generator),
     ]
-    check_pack(tensors, like, torch.float32, 0.25)
+    ops.check_pack(tensors, like, torch.float32, 0.25)
 
 
 @pytest.mark.parametrize("flat_dtype", REAL)
 @pytest.mark.parametrize("tensor_dtype", REAL)
-def test_special_values(tensor_dtype, flat_dtype):
+def test_special_values(tensor_dtype, flat_dtype, ops):
     info = torch.finfo(tensor_dtype)
     values = [0.0, -0.0, math.nan, math.inf, -math.inf, info.max, -info.max]
     values += [info.tiny, -info.tiny, info.smallest_normal / 2, info.smallest_normal / 64]
     values += [65504.0, 65519.9, 65520.0, 1 + 2**-8, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-11]
     tensor = torch.tensor(values * 5, dtype=tensor_dtype)
     for scale in (1.0, 0.5, 0.125, 3.0):
-        check_pack([tensor], [tensor], flat_dtype, scale)
+        ops.check_pack([tensor], [tensor], flat_dtype, scale)
     flat = torch.tensor(values * 5, dtype=flat_dtype)
     for scale, accumulate in itertools.product((1.0, 0.5), (False, True)):
         target = torch.linspace(-2, 2, len(flat)).to(tensor_dtype)
         expected = twins.unpack([target], [0], flat, scale, accumulate)
-        C.unpack([target], [0], flat, scale, accumulate)
+        moved = placed(target, ops.device)
+        C.unpack([moved], [0], placed(flat, ops.device), scale, accumulate)
+        target = moved.cpu()
         assert twins.same(target, expected[0])
         assert torch.equal(
             target.signbit()[~target.isnan()], expected[0].signbit()[~target.isnan()]
         )
 
 
-def test_every_half_and_bfloat16_survives():
+def test_every_half_and_bfloat16_survives(ops):
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     for narrow, wide in itertools.product((torch.float16, torch.bfloat16), REAL):
         values = bits.view(narrow)
-        check_pack([values], [values], wide, 1.0)
-        check_pack([values], [values], wide, 1 / 3)
+        ops.check_pack([values], [values], wide, 1.0)
+        ops.check_pack([values], [values], wide, 1 / 3)
 
 
-def test_product_and_sum_are_rounded_separately(generator):
+def test_product_and_sum_are_rounded_separately(generator, ops):
     """A fused multiply-add would make machines with different instruction sets disagree."""
     for dtype in (torch.float32, torch.float64):
         old, flat = (torch.randn(5000, dtype=dtype, generator=generator) for _ in range(2))
         wanted = old + flat * torch.tensor(1 / 3, dtype=dtype)
+        old, flat = (placed(t, ops.device) for t in (old, flat))
         C.unpack([old], [0], flat, 1 / 3, True)
-        assert torch.equal(old, wanted)
+        assert torch.equal(old.cpu(), wanted)
 
 
 def lazily(kind, generator):
@@ -165,46 +181,47 @@ def lazily(kind, generator):
 
 
 @pytest.mark.parametrize("kind", ["conjugated", "negated"])
-def test_lazy_conjugation_and_negation(kind, generator):
+def test_lazy_conjugation_and_negation(kind, generator, ops):
     tensor = lazily(kind, generator)
     assert tensor.is_conj() or tensor.is_neg()
-    check_pack([tensor], [tensor], torch.float32, 0.5)
+    ops.check_pack([tensor], [tensor], torch.float32, 0.5)
     for accumulate in (False, True):
-        check_unpack([lazily(kind, generator)], torch.float32, 0.5, accumulate, generator)
+        ops.check_unpack([lazily(kind, generator)], torch.float32, 0.5, accumulate, generator)
 
 
-def test_many_tensors_of_mixed_dtypes(generator, threads):
+def test_many_tensors_of_mixed_dtypes(generator, threads, ops):
     rng = random.Random(3)
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
     tensors = [
         torch.randn(rng.choice((0, 1, 2, 31, 64, 257)), dtype=rng.choice(dtypes))
         for _ in range(1700)
     ]
-    check_pack(tensors, tensors, torch.float32, 0.5)
-    check_pack(tensors, tensors, torch.float16, 0.5)
-    check_unpack(tensors, torch.float32, 0.5, True, generator)
+    ops.check_pack(tensors, tensors, torch.float32, 0.5)
+    ops.check_pack(tensors, tensors, torch.float16, 0.5)
+    ops.check_unpack(tensors, torch.float32, 0.5, True, generator)
 
 
-def test_undefined_tensors_leave_zeros(generator):
+def test_undefined_tensors_leave_zeros(generator, ops):
     like = [torch.empty(5), torch.empty(0), torch.empty(3, 7), torch.empty(4, dtype=torch.cfloat)]
-    check_pack([None] * 4, like, torch.float16, 0.5)
-    check_pack([None, None, torch.randn(3, 7), None], like, torch.float32, 0.5)
+    ops.check_pack([None] * 4, like, torch.float16, 0.5)
+    ops.check_pack([None, None, torch.randn(3, 7), None], like, torch.float32, 0.5)
 
 
-def test_scaling_in_place(generator):
+def test_scaling_in_place(generator, ops):
     flat = torch.randn(100, generator=generator)
     wanted = flat.clone()
     wanted[10:60] *= 0.25
+    flat = placed(flat, ops.device)
     view = flat[10:60]
     C.pack([view], [view], [10], flat, 0.25)
-    assert torch.equal(flat, wanted)
+    assert torch.equal(flat.cpu(), wanted)
 
 
-def test_nothing_to_do():
-    flat = torch.ones(4)
+def test_nothing_to_do(ops):
+    flat = torch.ones(4, device=ops.device)
     C.pack([], [], [], flat, 0.5)
     C.unpack([], [], flat, 0.5, False)
-    assert torch.equal(flat, torch.ones(4))
+    assert torch.equal(flat.cpu(), torch.ones(4))
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,15 @@ def is_the_same_everywhere(tensor):
     return all(torch.equal(everyones[0], other) for other in everyones)
 
 
-def errors_of_steps(rank, world, wire, steps=3):
-    wrapped = FastDDP(model(), wire=wire, bucket_cap_mb=0.1)
+def errors_of_steps(rank, world, wire, steps=3, device="cpu"):
+    wrapped = FastDDP(model().to(device), wire=wire, bucket_cap_mb=0.1)
     errors = []
     for step in range(steps):
         wrapped.zero_grad()
-        wrapped(inputs(step, rank)).square().mean().backward()
+        wrapped(inputs(step, rank).to(device)).square().mean().backward()
         found = flat_grads(wrapped)
         assert is_the_same_everywhere(found)
-        wanted = true_average(step, world)
+        found, wanted = found.cpu(), true_average(step, world)
         errors.append(((found - wanted).norm() / wanted.norm()).item())
     return errors, len(wrapped._engine.plan.buckets)
 
