@@ -15,7 +15,7 @@ CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 
 .DEFAULT_GOAL := help
 .PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap bench-unused \
-  bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
+  gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -71,6 +71,9 @@ bench-overlap: $(STAMP) ## exposed communication against the least, into out/ove
 
 bench-kernels bench-collectives bench-buckets bench-scale: bench-%: $(STAMP)
 	$(IN_CHECKOUT) -m bench.$* --json out/$*.json $(ARGS)
+
+gpu: $(STAMP) ## everything that needs a GPU, see docs/gpu.md (ARGS=--list)
+	$(IN_CHECKOUT) -m bench.gpu_all $(ARGS)
 
 bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused.json
 	$(IN_CHECKOUT) -m bench.unused --json out/unused.json $(ARGS)

@@ -50,6 +50,16 @@ def add_arguments(
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
 
 
+def add_sockets_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --sockets, which becomes `Job.over_sockets`."""
+    parser.add_argument(
+        "--sockets",
+        action="store_true",
+        help="ranks on GPUs talk over loopback sockets, as on hosts of their own; they may share "
+        "a GPU where there are too few",
+    )
+
+
 def models(names: str) -> list[str]:
     """Parses a comma-separated list of models.
 

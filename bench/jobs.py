@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import netns
 from bench.errors import UsageError
-from bench.launch import INTERRUPTED, Group, is_rank, launch
+from bench.launch import INTERRUPTED, Group, is_rank, launch, over_sockets
 
 PART_VARIABLE = "BENCH_PART"  # where the main rank leaves its part
 
@@ -36,10 +36,12 @@ class Job:
     Attributes:
         world: how many ranks.
         on_links: each rank lives in a namespace of its own, joined by links that can be shaped.
+        over_sockets: ranks on GPUs talk as if each had a host of its own, and may share a GPU.
     """
 
     world: int
     on_links: bool = False
+    over_sockets: bool = False
 
 
 def worlds(text: str, least: int = 1) -> list[int]:
@@ -103,6 +105,8 @@ def _run_all(
 
 
 def _start(job: Job, threads: int) -> int:
+    if job.over_sockets:
+        return launch(_only_in_ranks, job.world, threads, over_sockets)
     if not job.on_links:
         return launch(_only_in_ranks, job.world, threads)
     with netns.Network(job.world) as network:

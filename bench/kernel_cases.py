@@ -143,6 +143,7 @@ def _packers(case: Case, data: Scattered) -> dict[str, Way]:
         # Nothing says where torch.cat puts a tensor but their order: a buffer without padding.
         dense = flat.new_empty(sum(g.numel() for g in gradients))
         ways["cat"] = lambda: _cat_pack(gradients, dense, case.scale)
+        ways["flatten"] = lambda: _flatten_pack(gradients, case.scale)
     return ways
 
 
@@ -165,6 +166,12 @@ def _loop_pack(gradients: Sequence[Tensor], views: Sequence[Tensor], scale: floa
     """As DDP does by default: one fused multiplication per tensor."""
     for gradient, view in zip(gradients, views, strict=True):
         torch.mul(gradient, scale, out=view)
+
+
+def _flatten_pack(gradients: Sequence[Tensor], scale: float) -> Tensor:
+    """As Apex does: a buffer anew in every step."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(gradients)
+    return flat.mul_(scale)
 
 
 def _cat_pack(gradients: Sequence[Tensor], dense: Tensor, scale: float) -> Tensor:

@@ -47,19 +47,20 @@ def measure(of: tuple[str, str], task: Task, timer: Timer, rounds: int) -> list[
         of: names of the model and the case.
 
     Returns:
-        A point per method; `time` in seconds, `gbps` in 1e9 bytes per second.
+        A point per method; `time` in seconds, `gbps` in 1e9 bytes per second, `moved` in bytes.
 
     Raises:
         CheckFailed: a method's result is not that of the reference.
     """
     for name, way in task.ways.items():
         task.check(name, way)
-    source = torch.zeros(task.moved // 2, dtype=torch.uint8, device=timer.device)
+    source = torch.empty(task.moved // 2, dtype=torch.uint8, device=timer.device).random_()
     target = torch.zeros_like(source)
     times = time_in_turn({CEILING: lambda: target.copy_(source), **task.ways}, timer, rounds)
     return [
         {
             "of": [*of, name],
+            "moved": task.moved,
             "time": asdict(Spread.of(seconds)),
             "gbps": task.moved / Spread.of(seconds).median * 1e-9,
             "ratio": asdict(
@@ -122,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--device cuda, but torch sees no GPU here")
     timer, group = Timer(device), Group(0, 1, device)
     every: tuple[Case | CodecCase, ...] = (*CASES, *CODEC_CASES)
-    wanted = [case for case in every if args.cases in ("all", case.name, case.kind)]
+    asked = {text.strip() for text in args.cases.split(",")}
+    wanted = [case for case in every if asked & {"all", case.name, case.kind}]
     if not wanted:
         kinds = dict.fromkeys(case.kind for case in every)
         known = ", ".join(["all", *kinds, *(case.name for case in every)])
@@ -166,7 +168,7 @@ def command() -> argparse.ArgumentParser:
     add(
         "--cases",
         default="all",
-        help="all, pack, unpack, encode, reduce, decode, select, or one by name",
+        help="all, or of pack, unpack, encode, reduce, decode, select and single ones by name",
     )
     add("--rounds", type=int, default=11, help="turns of every method (default: %(default)s)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from bench.errors import UsageError
 
 INTERRUPTED = 130
+OVER_SOCKETS = "BENCH_OVER_SOCKETS"  # tells a rank that it may share a GPU
 GRACE_SECONDS = 3.0
 
 
@@ -67,6 +68,15 @@ class Placement:
 
 def _anywhere(rank: int) -> Placement:
     return Placement()
+
+
+def over_sockets(rank: int) -> Placement:
+    """A rank that NCCL takes for one on a host of its own: it talks to the others over sockets.
+
+    NCCL refuses two ranks of one host on one GPU, so this also lets ranks share one.
+    """
+    own = {"NCCL_HOSTID": f"bench-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return Placement(environment={**own, OVER_SOCKETS: "1"})
 
 
 def is_rank() -> bool:
@@ -123,9 +133,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def _choose_device(local_rank: int, local_world: int) -> torch.device:
-    """One GPU per rank where there are enough of them, else the CPU."""
-    if torch.cuda.device_count() >= local_world:
-        return torch.device("cuda", local_rank)
+    """One GPU per rank where there are enough of them, else a shared one if allowed, or the CPU."""
+    gpus = torch.cuda.device_count()
+    if gpus >= local_world or (gpus and OVER_SOCKETS in os.environ):
+        return torch.device("cuda", local_rank % gpus)
     return torch.device("cpu")
 
 

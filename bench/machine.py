@@ -15,6 +15,7 @@ import torch
 
 from bench.launch import Group
 
+COMMIT_VARIABLE = "BENCH_COMMIT"
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
@@ -91,10 +92,13 @@ def _fastsync_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it."""
+    """The commit of the checkout, with "-dirty" where files differ from it.
+
+    A copy without its history says nothing; then BENCH_COMMIT may.
+    """
     revision = _git("rev-parse", "--short=12", "HEAD")
     if revision is None:
-        return None
+        return os.environ.get(COMMIT_VARIABLE)
     return f"{revision}-dirty" if _git("status", "--porcelain") else revision
 
 

@@ -28,10 +28,11 @@ from bench import cli
 from bench.launch import Group, launch
 from bench.models import Workload
 from bench.record import add_json_argument, publish
-from bench.training import OPTIMIZERS, Lane, make_batches
+from bench.training import OPTIMIZERS, Lane, make_batches, make_lane
 from bench.wrappers import Variant, select
 
 STEPS = 2
+PEAK_STEPS = 4  # of which the last is looked at: plan and optimizer are settled
 PROBE_BYTES = 32 * 2**20
 SETTLE_TRIES = 50
 SETTLE_SECONDS = 0.02
@@ -117,21 +118,55 @@ def _grown_per_gradient_byte(
     return grown / gradients
 
 
+def peak_allocated(workload: Workload, variant: Variant, group: Group) -> float | None:
+    """The most bytes that PyTorch had allocated on the GPU in one training step with AdamW.
+
+    The model, its gradients and the optimizer's states are part of it. The largest of all ranks;
+    None without a GPU.
+    """
+    if group.device.type != "cuda":
+        return None
+    gc.collect()
+    before = torch.cuda.memory_allocated(group.device)
+    lane = make_lane(workload, variant, group, "adamw")
+    for _ in range(PEAK_STEPS):
+        torch.cuda.reset_peak_memory_stats(group.device)
+        lane.step()
+        group.synchronize()
+    peak = torch.cuda.max_memory_allocated(group.device) - before
+    return float(group.max(torch.tensor([peak], dtype=torch.float64)).item())
+
+
+LIVE = (
+    "memory of gradients and buckets, in bytes per byte of gradients",
+    gradient_memory,
+    (1.0, 2, "x"),
+)
+PEAK = ("peak memory of a training step with AdamW, in MiB", peak_allocated, (2**20, 1, ""))
+
+
+def _shown(value: float | None, unit: float, digits: int, sign: str) -> str:
+    return "n/a" if value is None else f"{value / unit:.{digits}f}{sign}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     cli.add_arguments(parser, models="transformer,wide,conv")
+    parser.add_argument(
+        "--peak", action="store_true", help="the peak of a step on the GPU instead, in MiB"
+    )
     add_json_argument(parser)
     args = parser.parse_args()
 
     def run(group: Group) -> int:
         selection = select(args.wrappers)
         models = cli.models(args.models)
+        title, how, shown = PEAK if args.peak else LIVE
         rows = []
         for variant in selection.variants:
-            ratios = [gradient_memory(cli.workload(name, args), variant, group) for name in models]
-            rows.append((variant.name, *("n/a" if r is None else f"{r:.2f}x" for r in ratios)))
-        title = "memory of gradients and buckets, in bytes per byte of gradients"
+            found = [how(cli.workload(name, args), variant, group) for name in models]
+            rows.append((variant.name, *(_shown(value, *shown) for value in found)))
         publish(title, ("variant", *models), rows, group, args)
         return 0
 

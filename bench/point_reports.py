@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench import buckets, collectives, kernels, links, overlap, scale
+from bench import buckets, collectives, kernels, links, overhead, overlap, scale, trace
 from bench.machine import describe
 from bench.points import Point
 from bench.tables import links_table, render
@@ -44,6 +44,10 @@ LAYOUTS = {
     buckets.KIND: Layout(
         3, buckets.table, "Median ± half the range between the quartiles of the rounds."
     ),
+    overhead.KIND: Layout(
+        1, overhead.table, "Medians ± half the range between the quartiles of the rounds."
+    ),
+    trace.KIND: Layout(1, trace.table, "Of one rank, per step, from a profile of several."),
     scale.KIND: Layout(
         2, scale.table, "Median ± half the range between the quartiles of the rounds."
     ),

@@ -16,7 +16,7 @@ from bench.jobs import Part
 from bench.machine import command_line
 from bench.record import write_json
 from bench.stats import Spread
-from bench.tables import render
+from bench.tables import Row, render
 
 SCHEMA = 1
 
@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what all commands that measure points take."""
     parser.add_argument("--threads", type=int, default=1, help="torch CPU threads (default: 1)")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
+    add_json_argument(parser)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --json."""
     parser.add_argument("--json", type=Path, help="write the result to this file")
 
 
@@ -83,6 +88,16 @@ def pivot(
     found = {(p["of"][row], p["of"][column]): cell(p) for p in points}
     rows = [(name, *(found.get((name, c), "-") for c in columns)) for name in names]
     return render((corner, *columns), rows, markdown)
+
+
+def rows_of(
+    points: Sequence[Point],
+    headers: Row,
+    row: Callable[[Point], Row],
+    markdown: bool = False,
+) -> str:
+    """A table with a row per point."""
+    return render(headers, [row(point) for point in points], markdown)
 
 
 def milliseconds(found: Point) -> str:

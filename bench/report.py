@@ -6,8 +6,10 @@
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
 `bench:links-wires` is the part of links.json that tells which wire format to choose.
-Charts are drawn into docs/bench-*.svg. With --check nothing is written; the exit code is 1 where a
-document or a chart does not say what its result says.
+`bench:gpu-aims`, and `bench:gpu-` with the name of a stage of bench.gpu_all, stand for the results
+of every GPU, each in a folder of bench/results. Charts are drawn into docs/bench-*.svg. With
+--check nothing is written; the exit code is 1 where a document or a chart does not say what its
+result says.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 from bench import links
 from bench.figures import DRAWN, chart_text, drawn, table_charts
+from bench.gpu_aims import aims_table
 from bench.machine import describe
 from bench.point_reports import LAYOUTS, links_report, point_report, wires_report
 from bench.record import TABLE
@@ -31,6 +34,7 @@ RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(
     r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
 )
+GPU, AIMS = "gpu-", "aims"
 NOT_MEASURED = "*not measured yet*"
 # Markers that show a part of another result.
 VIEWS = {"links-wires": links.KIND}
@@ -80,8 +84,10 @@ def _cell(timing: dict[str, Any] | None, is_baseline: bool) -> str:
     return f"{scale * spread['median']:.{digits}f} ± {half:.{digits}f}{unit}"
 
 
-def figures(name: str, results: Path = RESULTS) -> str:
-    """What belongs between the markers of `name`."""
+def figures(name: str, results: Path = RESULTS, charts: bool = True) -> str:
+    """What belongs between the markers of `name`; `charts`: with links to what is drawn."""
+    if name.startswith(GPU):
+        return _of_gpus(name.removeprefix(GPU), results)
     source = VIEWS.get(name, name)
     path = results / f"{source}.json"
     if not path.exists():
@@ -92,13 +98,23 @@ def figures(name: str, results: Path = RESULTS) -> str:
     if result.get("kind") == links.KIND:
         return links_report(result)
     if result.get("kind") in LAYOUTS:
-        chart = f"![{chart_text(result)}](bench-{name}.svg)\n\n" if name in DRAWN else ""
+        chart = f"![{chart_text(result)}](bench-{name}.svg)\n\n" if charts and name in DRAWN else ""
         return chart + point_report(result)
     if result.get("kind") == TABLE:
         shown = f"Chart: {result['title']}; its numbers are in the table below"
-        files = table_charts(name, result)
+        files = table_charts(name, result) if charts else ()
         return "".join(f"![{shown}]({file})\n\n" for file in files) + table_report(result)
     return step_report(result)
+
+
+def _of_gpus(stage: str, results: Path) -> str:
+    """What every GPU's folder holds of a stage of bench.gpu_all, or of its aims."""
+    if stage == AIMS:
+        found = [aims_table(folder) for folder in sorted(results.glob("*/"))]
+    else:
+        paths = sorted(results.glob(f"*/{stage}.json"))
+        found = [figures(path.stem, path.parent, charts=False) for path in paths]
+    return "\n\n".join(text for text in found if text) or NOT_MEASURED
 
 
 def filled(text: str, results: Path = RESULTS) -> str:

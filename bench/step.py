@@ -104,7 +104,8 @@ def _start(args: argparse.Namespace) -> int:
         if args.json:
             write_json(merged(parts), args.json)
 
-    todo = [jobs.Job(world) for world in jobs.worlds(args.ranks)]
+    worlds = jobs.worlds(args.ranks)
+    todo = [jobs.Job(world, over_sockets=args.sockets) for world in worlds]
     return jobs.run_jobs(lambda *context: run(args, *context), todo, args.threads, finish)
 
 
@@ -116,6 +117,7 @@ def command() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_arguments(parser, models="small,transformer,wide,conv", several_worlds=True)
+    cli.add_sockets_argument(parser)
     add = parser.add_argument
     defaults = Settings()
     add("--rounds", type=int, default=defaults.rounds, help="bursts of each variant")

@@ -42,15 +42,19 @@ class Lane:
     update: bool
     position: int = 0
 
-    def step(self) -> Tensor:
-        """zero_grad (to None), forward, backward and, with `update`, the optimizer's step."""
+    def forward(self) -> Tensor:
+        """zero_grad (to None), then the loss of the next batch."""
         self.optimizer.zero_grad(set_to_none=True)
         batch = self.batches[self.position % len(self.batches)]
-        loss = self.workload.loss(self.model(batch))
+        self.position += 1
+        return self.workload.loss(self.model(batch))
+
+    def step(self) -> Tensor:
+        """zero_grad (to None), forward, backward and, with `update`, the optimizer's step."""
+        loss = self.forward()
         loss.backward()
         if self.update:
             self.optimizer.step()
-        self.position += 1
         return loss
 
 

@@ -376,7 +376,7 @@ void bind_engine(py::module_& m) {
            py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
            py::arg("skip_unused"), py::arg("precision") = nullptr)
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"))
-      .def("prepare_forward", &Reducer::prepare_forward, release)
+      .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"),
            py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)

@@ -133,13 +133,14 @@ def test_misaligned_tensors_are_coded_as_on_the_cpu(format, dtype):
         tensors.append(torch.randn(numel + shift, generator=generator).to(dtype)[shift:])
         offsets.append(end)
         end += -(-numel // block) * block
+    nbytes = -(-FORMATS[format].coded_bytes(end) // 16) * 16
     results = []
     for device in ("cpu", "cuda"):
         mine = [placed(t, device) for t in tensors]
-        wire = torch.zeros(C.coded_bytes(format, end), dtype=torch.uint8, device=device)
-        C.encode(mine, offsets, wire, format, end, 1 / 3)
+        wire = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        C.encode(mine, offsets, wire, (format, end), 1 / 3)
         target = [torch.zeros_like(t) for t in mine]
-        C.decode(target, offsets, wire, format, end)
+        C.decode(target, offsets, wire, (format, end))
         results.append([t.cpu() for t in (wire, *target)])
     for expected, found in zip(*results, strict=True):
         assert torch.equal(expected, found)

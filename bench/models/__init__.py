@@ -11,7 +11,7 @@ from collections.abc import Callable
 from bench.models.classic import conv, ops400, small, transformer, wide
 from bench.models.dlrm import dlrm, dlrm_sparse
 from bench.models.images import resnet50, vit
-from bench.models.language import gpt2, lstm
+from bench.models.language import gpt2, llama_layer, lstm
 from bench.models.waiting import waiting
 from bench.models.workload import WEIGHT_SEED, Workload, data_generator
 
@@ -25,6 +25,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "conv": conv,
     "resnet50": resnet50,
     "gpt2": gpt2,
+    "llama_layer": llama_layer,
     "vit": vit,
     "lstm": lstm,
     "dlrm": dlrm,

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.models.workload import CPU_SCALE, WEIGHT_SEED, Workload, data_generator, share, side
+from bench.models.workload import (
+    CPU_SCALE,
+    WEIGHT_SEED,
+    Workload,
+    data_generator,
+    mean_square,
+    normal_batch,
+    share,
+    side,
+)
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -72,6 +81,52 @@ def gpt2(scale: float = CPU_SCALE) -> Workload:
         return GPT2(width, vocabulary, length)
 
     return Workload("gpt2", build, _tokens(vocabulary, batch, length), torch.mean)
+
+
+class LlamaLayer(nn.Module):
+    """RMSNorm, causal attention with 32 query heads on 8 keys, and a gated SiLU layer."""
+
+    heads, key_heads = 32, 8
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        keys = width // self.heads * self.key_heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.output = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, keys, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width], as the input."""
+        normed = self.norm1(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, heads in (
+                (self.query, self.heads),
+                (self.key, self.key_heads),
+                (self.value, self.key_heads),
+            )
+        )
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        normed = self.norm2(x)
+        result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return result
+
+
+def llama_layer(scale: float = CPU_SCALE) -> Workload:
+    """A layer of Llama 3 8B (Dubey et al., 2024): 218 M parameters in 9 tensors, 2 x 512 tokens."""
+    width = side(4096, scale, LlamaLayer.heads)
+    hidden, length = side(14336, scale), share(512, scale)
+
+    def build() -> nn.Module:
+        torch.manual_seed(WEIGHT_SEED)
+        return LlamaLayer(width, hidden)
+
+    return Workload("llama_layer", build, normal_batch(2, length, width), mean_square)
 
 
 class LSTMLanguageModel(nn.Module):

@@ -1,0 +1,172 @@
+"""The command that runs everything on a GPU: its stages, what it computes, and that it goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import gpu_all, report
+from bench.errors import UsageError
+from bench.gpu_aims import AIMS, aims_table, of_best_overhead, of_best_peak, speedup
+from bench.gpu_stages import NETWORK_BOUND, Context, Stage, stages
+from bench.gpu_timing import Kernel, exposed, launches, merged
+from bench.launch import over_sockets
+from bench.trace import summary
+
+ROOT = Path(__file__).parent.parent
+
+
+def context(folder, gpus=1):
+    return Context(folder, folder / "results", gpus)
+
+
+def session(folder, seconds=1000.0, keep=None):
+    (folder / "results").mkdir(exist_ok=True)
+    deadline = time.monotonic() + seconds
+    return gpu_all.Session(context(folder), keep, deadline, {"SAID": "hello"})
+
+
+def python(code):
+    return (sys.executable, "-c", code)
+
+
+def test_a_stage_that_fails_does_not_stop_the_others(tmp_path):
+    """Whatever way it fails; its output is kept, and so are results."""
+    writes = f"open({str(tmp_path / 'results' / 'a.json')!r}, 'w').write('[]')"
+    some = [
+        Stage("wrong", "", 60, (python("print('why'); raise SystemExit(3)"), python(writes))),
+        Stage("absent", "", 60, (("/no/such/program",),)),
+        Stage("slow", "", 1, (python("import time; time.sleep(100)"),)),
+        Stage("toolless", "", 60, (python("pass"),), tools=("no-such-tool",)),
+        Stage("right", "", 60, (python("import os; print(os.environ['SAID'])"), python(writes))),
+        Stage("elsewhere", "", 60, ()),
+    ]
+    mine = session(tmp_path, keep=tmp_path / "kept")
+    gpu_all.run_all(some, mine)
+    found = {o.stage: o.status for o in mine.outcomes}
+    assert found == {
+        **dict.fromkeys(("wrong", "absent", "slow"), "FAILED"),
+        **dict.fromkeys(("toolless", "elsewhere"), "skipped"),
+        "right": "passed",
+    }
+    assert mine.failed == ["wrong", "absent", "slow"]
+    notes = {o.stage: o.note for o in mine.outcomes}
+    assert "exit code 3" in notes["wrong"] and "time was over" in notes["slow"]
+    assert (tmp_path / "logs" / "wrong.log").read_text() == "why\n"
+    assert (tmp_path / "logs" / "right.log").read_text() == "hello\n"
+    kept = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert kept == {"a.json", "summary.json", "all.tar.gz"}
+    written = json.loads((tmp_path / "kept" / "summary.json").read_text())
+    assert [s["stage"] for s in written["stages"]] == [s.name for s in some]
+    assert str(tmp_path) not in (tmp_path / "kept" / "summary.json").read_text()
+
+
+def test_nothing_is_begun_when_the_time_is_over(tmp_path):
+    mine = session(tmp_path, seconds=gpu_all.SHORTEST / 2)
+    gpu_all.run_all([Stage("late", "", 60, (python("raise SystemExit(1)"),))], mine)
+    assert [o.note for o in mine.outcomes] == ["no time is left"]
+
+
+def test_stages_are_chosen_and_ordered(tmp_path):
+    every = stages(context(tmp_path, 8))
+    names = [stage.name for stage in every]
+    assert len(set(names)) == len(names)
+    assert [s.name for s in gpu_all.chosen(every, "all", "tests,build")] == names[2:]
+    assert [s.name for s in gpu_all.chosen(every, "trace,build", "")] == ["trace", "build"]
+    for wrong in (("nothing", ""), ("build", "build")):
+        with pytest.raises(UsageError):
+            gpu_all.chosen(every, *wrong)
+    assert all(stage.commands for stage in every)
+    alone = {stage.name: stage for stage in stages(context(tmp_path, 1))}
+    assert not alone["ranks"].commands, "one GPU has no ranks of its own to offer"
+
+
+@pytest.mark.parametrize("stage", stages(Context(Path("x"), Path("x"), 8)), ids=lambda s: s.name)
+def test_commands_are_accepted(stage):
+    """Every option of a stage's commands is one that the program has."""
+    for command in [*stage.commands, *stage.rehearsal]:
+        if command[1:2] != ("-m",) or not command[2].startswith("bench."):
+            continue
+        module = __import__(command[2], fromlist=["command"])
+        if hasattr(module, "command"):
+            module.command().parse_args(command[3:])
+        else:
+            told = subprocess.run(
+                [*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True
+            )
+            assert all(o in told.stdout for o in command[3:] if o.startswith("--"))
+
+
+def test_a_rehearsal_runs_as_typed(tmp_path):
+    done = subprocess.run(
+        ["bash", "bench/gpu_all.sh", "--rehearse", "--only", "codecs,trace", "--out", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=os.environ | {"PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "needs a GPU" in done.stdout and "failed: none" in done.stdout
+    assert json.loads((tmp_path / "codecs.json").read_text())["points"]
+
+
+def test_what_is_exposed():
+    assert merged([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
+    computing = [(0.0, 2.0), (3.0, 4.0)]
+    assert exposed([(1.0, 3.5)], computing) == 1.0
+    assert exposed([(0.5, 1.5)], computing) == 0.0
+    assert exposed([(5.0, 6.0), (5.5, 7.0)], computing) == 2.0
+    kernels = [Kernel("gemm", 0.0, 2.0), Kernel("ncclDevKernel_AllReduce", 1.0, 3.0)]
+    assert summary(kernels) == (2.0, 1.0, 3.0) and summary([]) == (0.0, 0.0, 0.0)
+    assert launches([*kernels, Kernel("Memcpy DtoH", 0.0, 1.0)]) == 2
+
+
+def test_ranks_over_sockets_have_hosts_of_their_own():
+    one, other = (over_sockets(rank).environment for rank in (0, 1))
+    assert one["NCCL_HOSTID"] != other["NCCL_HOSTID"] and one["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def point(*of, ratio, **more):
+    spread = {"median": ratio, "q1": ratio, "q3": ratio}
+    return {"of": list(of), "time": spread, "ratio": spread, **more}
+
+
+def test_aims_are_computed_from_results(tmp_path):
+    overhead = {"points": [point("small", v, ratio=r) for v, r in OVERHEADS.items()]}
+    assert of_best_overhead(overhead) == pytest.approx(0.1 / 0.4)
+    steps = {"ddp": 0.4, "fastsync_bf16": 0.2}
+    variants = {name: {"step": {"median": seconds}} for name, seconds in steps.items()}
+    network = {"models": {NETWORK_BOUND: {"variants": variants}}}
+    assert speedup("fastsync_bf16", "ddp")(network) == pytest.approx(2.0)
+    assert speedup("fastsync_int8", "ddp")(network) is None
+    peaks = [["no_sync", "90.0"], ["ddp", "200.0"], ["ddp_view", "100.0"], ["fastsync", "99.0"]]
+    assert of_best_peak({"rows": peaks}) == pytest.approx(0.99)
+    assert of_best_peak({"rows": [["ddp", "n/a"]]}) is None
+
+
+OVERHEADS = {"no_sync": 1.0, "ddp": 1.8, "ddp_view": 1.4, "fastsync": 1.1}
+
+
+def test_the_report_shows_every_gpu(tmp_path):
+    facts = {"gpu": "1 x Some GPU", "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 1}
+    facts |= {"transport": "NCCL", "threads_per_rank": 1, "torch": "2", "python": "3"}
+    folder = tmp_path / "some-gpu"
+    folder.mkdir()
+    points = [
+        point("wide", "pack fp32>fp32", method, ratio=ratio, moved=2e8, gbps=1000.0)
+        for method, ratio in (("copy", 1.0), ("fastsync", 1 / 0.95))
+    ]
+    result = {"kind": "kernels", "command": "c", "environment": facts | {"commit": "abc"}}
+    (folder / "kernels.json").write_text(json.dumps(result | {"points": points}))
+    assert report.figures("gpu-aims", tmp_path) == aims_table(folder)
+    assert "0.95" in aims_table(folder) and "met" in aims_table(folder)
+    assert "Some GPU" in report.figures("gpu-kernels", tmp_path)
+    for name in ("gpu-aims", "gpu-kernels"):
+        assert report.figures(name, tmp_path / "nowhere") == report.NOT_MEASURED
+    assert {aim.result for aim in AIMS} <= {stage.name for stage in stages(context(tmp_path))}
