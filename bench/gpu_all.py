@@ -39,6 +39,7 @@ USAGE = 2
 SHORTEST = 30.0  # seconds: a stage is not begun with less
 GRACE = 5.0
 SHOWN = 25  # lines of a stage's output that are shown at its end
+SUMMARY = "summary.json"
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 
@@ -66,6 +67,7 @@ class Session:
         keep: where results are copied to after each stage; None: only at the end.
         deadline: on the monotonic clock, when everything must have ended.
         variables: of the environment, for the stages.
+        packed: whether only the summary and one file with all results are kept.
     """
 
     context: Context
@@ -73,6 +75,7 @@ class Session:
     deadline: float
     variables: Mapping[str, str]
     rehearse: bool = False
+    packed: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -204,13 +207,13 @@ def _summarise(session: Session) -> None:
         "rehearsal": session.rehearse,
         "stages": [asdict(outcome) for outcome in session.outcomes],
     }
-    write_json(result, session.context.results / "summary.json")
+    write_json(result, session.context.results / SUMMARY)
 
 
 def _keep(session: Session, folder: Path) -> None:
     """Copies the results, and packs them with traces and logs into one file beside them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(session.context.results.glob("*.json")):
+    for path in sorted(session.context.results.glob(SUMMARY if session.packed else "*.json")):
         shutil.copy(path, folder / path.name)
     work = session.context.work
     with tarfile.open(work / "all.tar.gz", "w:gz") as packed:
@@ -236,7 +239,7 @@ def _session(args: argparse.Namespace) -> Session:
         variables["FASTSYNC_CUDA_ARCHS"] = _architectures(gpus)
     context = Context(work, work / "results", 0 if args.rehearse else gpus)
     deadline = time.monotonic() + args.seconds
-    return Session(context, args.out, deadline, variables, args.rehearse)
+    return Session(context, args.out, deadline, variables, args.rehearse, args.packed)
 
 
 def _architectures(gpus: int) -> str:
@@ -289,6 +292,7 @@ def command() -> argparse.ArgumentParser:
     add("--skip", default="", help="leave these out")
     add("--list", action="store_true", help="only say what there is to run")
     add("--out", type=Path, help="folder for results (default: bench/results/<gpu>)")
+    add("--packed", action="store_true", help="only summary.json and all.tar.gz into --out")
     add("--seconds", type=float, default=3600.0, help="for everything (default: an hour)")
     add("--commit", help="of this checkout, where its history is not at hand")
     add("--rehearse", action="store_true", help="in tiny form, on a CPU")
