@@ -166,4 +166,26 @@ void fill_random(const at::Tensor& values, uint64_t seed) {
   values.copy_(host);
 }
 
+Feedback::Feedback(const std::vector<Item>& items, at::Tensor residual)
+    : residual_(std::move(residual)), working_(residual_) {
+  if (!residual_.defined()) return;
+  for (const Item& item : items) {
+    if (!item.tensor.defined()) absent_.push_back(item.layout);
+  }
+  if (absent_.empty()) return;
+  const at::NoGradGuard no_grad;
+  working_ = residual_.clone();
+  for (const SlotLayout* slot : absent_) working_.narrow(0, slot->offset, slot->numel).zero_();
+}
+
+void Feedback::commit() const {
+  if (absent_.empty()) return;
+  const at::NoGradGuard no_grad;
+  for (const SlotLayout* slot : absent_) {
+    working_.narrow(0, slot->offset, slot->numel)
+        .add_(residual_.narrow(0, slot->offset, slot->numel));
+  }
+  residual_.copy_(working_);
+}
+
 }  // namespace fastsync::ops

@@ -6,6 +6,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
+
+#include "items.h"
 
 namespace fastsync::ops {
 
@@ -31,5 +34,22 @@ void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, 
 
 // Uniform random numbers in [-1, 1), the same on every machine.
 void fill_random(const at::Tensor& values, uint64_t seed);
+
+// What error feedback adds to a bucket, where gradients may be absent. The average of one that no rank has reaches nobody, so what
+// is kept of an absent one stays.
+class Feedback {
+ public:
+  // `residual` is flat, fp32, or undefined.
+  Feedback(const std::vector<Item>& items, at::Tensor residual);
+  // The residual without what stays: to add, and to take what the code lost. Undefined without one.
+  const at::Tensor& working() const { return working_; }
+  // Writes it back, together with what stays.
+  void commit() const;
+
+ private:
+  at::Tensor residual_;
+  at::Tensor working_;
+  std::vector<const SlotLayout*> absent_;
+};
 
 }  // namespace fastsync::ops

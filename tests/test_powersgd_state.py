@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
-from fastsync import PowerSGD, RankMismatchError, Wire
+from fastsync import FastDDP, PowerSGD, RankMismatchError, Wire
 from fastsync.testing import run_ranks
 from tests.test_wire_state import inputs, load, residual_of, run, states_of, train, wrap
 
@@ -124,6 +125,35 @@ def test_the_second_plan_goes_on_with_what_the_first_step_learnt():
     for before, after, changed in run_ranks(around_the_second_step, 2):
         assert changed
         assert before and are_equal(before, after)
+
+
+class WithEmpty(nn.Module):
+    """Parameters without elements around one that is compressed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (nn.Parameter(torch.empty(0)) for _ in range(2))
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x).sum() + self.first.sum() + self.last.sum()
+
+
+def beside_empty(rank, world):
+    wrapped = FastDDP(WithEmpty(), wire=PowerSGD(2))
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(inputs(step, rank)[:, :64]).backward()
+    state = wrapped.sync_state_dict()
+    wrapped.load_sync_state_dict(state)
+    return state["factors"], factors_of(wrapped)
+
+
+def test_parameters_without_elements_touch_no_factor():
+    for before, after in run_ranks(beside_empty, 2):
+        assert list(before) == ["layer.weight"]
+        assert are_equal(before, after)
 
 
 def frozen_and_thawed(rank, world):

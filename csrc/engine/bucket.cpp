@@ -390,7 +390,9 @@ at::Tensor Bucket::vote() const {
 }
 
 at::Tensor Bucket::factor(size_t slot) const {
-  return wire_ ? wire_->factor(slots_[slot].layout.offset) : at::Tensor();
+  const ops::SlotLayout& layout = slots_[slot].layout;
+  if (!wire_ || layout.numel == 0) return {};  // its offset is that of its successor
+  return wire_->factor(layout.offset);
 }
 
 void Bucket::read_carried(Carried& carried) const {

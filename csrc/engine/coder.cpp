@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../check.h"
+#include "../lossy_ops.h"
 #include "../ops.h"
 
 namespace fastsync::engine {
@@ -66,12 +67,15 @@ class FlatCoder final : public Coder {
     const at::NoGradGuard no_grad;
     const at::Tensor flat = buffer(wire.device());
     ops::pack(items, flat, how.scale);
-    if (residual.defined()) flat.add_(residual);
+    const ops::Feedback feedback(items, residual);
+    const at::Tensor& kept = feedback.working();
+    if (kept.defined()) flat.add_(kept);
     clear_gaps(items, flat);
     for (int64_t i = 0; i < chunks(); ++i) {
-      encode_chunk(chunk(flat, i), residual.defined() ? chunk(residual, i) : at::Tensor(),
+      encode_chunk(chunk(flat, i), kept.defined() ? chunk(kept, i) : at::Tensor(),
                    coded(wire, i * how.sources + how.source), /*add=*/false);
     }
+    feedback.commit();
   }
 
   void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,

@@ -74,6 +74,7 @@ class Factors {
     const at::NoGradGuard no_grad;
     for (const PowerSpec::Matrix& matrix : spec_.matrices) {
       const at::Tensor lost = residual_.defined() ? matrix_in(residual_, matrix) : at::Tensor();
+      if (lost.defined() && spec_.flags > 0) left_of(matrix).mul_(used_anywhere(matrix));
       ops::low_rank_product(left_of(matrix), right_of(second_, matrix), 1.0 / ranks_,
                             matrix_in(flat_, matrix), lost);
     }
@@ -137,6 +138,17 @@ class Factors {
   static at::Tensor right_of(const at::Tensor& all, const PowerSpec::Matrix& matrix) {
     const int64_t numel = matrix.rank * matrix.cols;
     return all.narrow(0, matrix.right, numel).view({matrix.rank, matrix.cols});
+  }
+  // 1 or 0, behind the first all-reduce.
+  at::Tensor used_anywhere(const PowerSpec::Matrix& matrix) const {
+    const auto before = [&](const auto& other) { return other.offset < matrix.offset; };
+    const auto empty = [&](const PowerSpec::Run& run) {
+      return run.offset == matrix.offset && run.numel == 0;
+    };
+    const auto slot = std::count_if(spec_.matrices.begin(), spec_.matrices.end(), before) +
+                      std::count_if(spec_.runs.begin(), spec_.runs.end(), before) +
+                      std::count_if(spec_.runs.begin(), spec_.runs.end(), empty);
+    return flags_in_first().narrow(0, slot, 1).gt(0).to(at::kFloat);
   }
   at::Tensor right_at(int64_t offset, const at::Tensor& all) const {
     if (!spec_.warm_start) return {};

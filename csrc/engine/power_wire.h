@@ -14,7 +14,8 @@
 // All ranks compute P and P Qᵀ from equal bits, by code that gives equal bits.
 //
 // [Note: a share of the residual]
-// The average lacks the sum over ranks of M, less P Qᵀ. Each rank keeps M - P Qᵀ / N, so the residuals sum to that.
+// The average lacks the sum over ranks of M, less P Qᵀ. Each rank keeps M - P Qᵀ / N, so the residuals sum to that. The average of
+// a gradient that no rank has, as the summed flags tell, reaches nobody: P then counts as zero, and each rank keeps M.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -22,13 +22,15 @@ class TopKCoder final : public Coder {
     const at::NoGradGuard no_grad;
     const at::Tensor flat = buffer(wire.device());
     ops::pack(items, flat, how.scale);
-    if (residual.defined()) flat.add_(residual);
+    const ops::Feedback feedback(items, residual);
+    if (residual.defined()) flat.add_(feedback.working());
     const Terms terms = terms_of(wire, how.source);
     ops::select_largest(flat, terms.positions);
     terms.values.copy_(at::index_select(flat, 0, terms.positions));
     if (!residual.defined()) return;
     flat.index_add_(0, terms.positions, terms.values, -1);
-    ops::keep_finite(flat, residual);
+    ops::keep_finite(flat, feedback.working());
+    feedback.commit();
   }
 
   void reduce(const at::Tensor& /*received*/, const at::Tensor& /*result*/,
