@@ -56,6 +56,7 @@ void decode_cuda(const Segment* segments, size_t count, const void* wire, const 
 
 void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
                  const EncodeArgs& args, CUstream_st*) {
+  check_layout(args.layout);
   Mirror mirror;
   const int64_t end = end_of(segments, count);
   mirror.add(wire, wire_bytes(args.layout, end));
@@ -70,6 +71,7 @@ void encode_cuda(const Segment* segments, size_t count, float* residual, void* w
 
 void reduce_cuda(const void* received, void* result, float* residual, const ReduceArgs& args,
                  CUstream_st*) {
+  check_layout(args.layout);
   Mirror mirror;
   const auto sources = static_cast<size_t>(std::max(args.sources, 0));
   mirror.add(received, sources * static_cast<size_t>(args.layout.chunk_bytes));
@@ -84,6 +86,7 @@ void reduce_cuda(const void* received, void* result, float* residual, const Redu
 
 void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
                  CUstream_st*) {
+  check_layout(args.layout);
   Mirror mirror;
   const size_t one = wire_bytes(args.layout, end_of(segments, count));
   const auto others = static_cast<size_t>(std::max(args.sources - 1, 0));
