@@ -80,6 +80,16 @@ def test_a_loss_that_is_no_number_does_not_pass():
         curves.check({"gpt": {"fp32": good, "int8": bad}})
 
 
+def test_formats_are_judged_as_they_are_recommended():
+    good, bad = curves.Curve([], 1.0), curves.Curve([], 1.1)
+    found = {"fp32": good, "topk": bad, f"topk{curves.CHOSEN}": good}
+    curves.check({"gpt": found})
+    with pytest.raises(CheckFailed, match="recommended"):
+        curves.check({"gpt": found | {f"topk{curves.CHOSEN}": bad}})
+    assert curves.recommended("topk", 400).warmup_steps == 200
+    assert curves.recommended("int8", 400) is None
+
+
 def test_the_command(tmp_path):
     out = tmp_path / "curves.json"
     command = [sys.executable, "-m", "bench.curves", "--quick", "--steps", "4", "--wires", "int8"]
