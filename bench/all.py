@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, into bench/results; then the documents are renewed.
 
-    python -m bench.all                      # about twenty minutes on two cores
+    python -m bench.all                      # about half an hour on two cores
     python -m bench.all --only links,overlap
     python -m bench.all --list
 
@@ -58,7 +58,10 @@ PARTS = (
     Part("ops", (), 15),
     Part("memory", ("--models", "transformer,wide"), 40),
     Part("parity", ("--steps", "50", "--models", CLASSIC_MODELS), 100),
+    Part("accuracy", (), 20),
+    Part("curves", (), 260),
     Part("unused", (), 40),
+    Part("timeline", (), 60),
     Part("kernels", (), 120),
     Part("scale", (), 50),
     Part("collectives", (), 45),
