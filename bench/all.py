@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, into bench/results; then the documents are renewed.
 
-    python -m bench.all                      # about half an hour on two cores
+    python -m bench.all                      # a good half hour on two cores
     python -m bench.all --only links,overlap
     python -m bench.all --list
 
@@ -57,12 +57,12 @@ CLASSIC_MODELS = "small,transformer,wide,conv"
 PARTS = (
     Part("ops", (), 15),
     Part("memory", ("--models", "transformer,wide"), 40),
-    Part("parity", ("--steps", "50", "--models", CLASSIC_MODELS), 100),
+    Part("parity", ("--steps", "50", "--models", CLASSIC_MODELS), 150),
     Part("accuracy", (), 20),
     Part("curves", (), 260),
-    Part("unused", (), 40),
-    Part("timeline", (), 60),
-    Part("kernels", (), 120),
+    Part("unused", (), 110),
+    Part("timeline", (), 140),
+    Part("kernels", (), 240),
     Part("scale", (), 50),
     Part("collectives", (), 45),
     Part("step", ("--models", CLASSIC_MODELS, "--rounds", "9", "--seconds", "25"), 170),

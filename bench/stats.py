@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,3 +34,10 @@ class Spread:
     def width(self) -> float:
         """The inter-quartile range."""
         return self.q3 - self.q1
+
+    def margin(self, samples: int) -> float:
+        """Half the 95 % interval of the median of so many independent samples.
+
+        (McGill, Tukey and Larsen, "Variations of box plots", 1978.)
+        """
+        return 1.57 * self.width / math.sqrt(samples)
