@@ -137,7 +137,10 @@ def judge(
     limit += NOISE_FACTOR * noise
     if exact and not group.max(torch.tensor([distance], dtype=torch.float64)).item():
         raise CheckFailed(f"{variant.name}: parameters are {BASELINE}'s but buffers are not")
-    if not group.all_agree(distance <= limit) or exact:
+    near = group.all_agree(distance <= limit)
+    if not near and variant.lossy and variant.wire is None:
+        return f"off by {distance:.1e}"  # torch's own; to be seen, not to be mended here
+    if not near or exact:
         raise CheckFailed(
             f"{variant.name}: weights are {distance:.2e} of the way from {BASELINE}'s, "
             f"expects {'the same bits' if exact else f'at most {limit:.0e}'}"

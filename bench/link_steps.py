@@ -44,7 +44,7 @@ class LinkRun:
     variants: tuple[Variant, ...]
     settings: Settings
     link: Link
-    _prepared: _Prepared | None = field(default=None, init=False)
+    _checked: dict[float, dict[str, str]] = field(default_factory=dict, init=False)
 
     def workload(self, scale: float) -> Workload:
         """
@@ -60,34 +60,19 @@ class LinkRun:
             raise UsageError(f"--wait is for the model 'waiting', not for {self.model!r}")
         return WORKLOADS[self.model](scale=scale, seconds=self.wait)
 
-    def prepared(self, scale: float, group: Group) -> _Prepared:
-        """Lanes for the model at `scale`, checked; on the unshaped link, and kept for the next."""
-        if self._prepared is None or self._prepared.scale != scale:
-            self._prepared = None
-            gc.collect()
-            self.link.shape(None)
-            dist.barrier()
-            self._prepared = _prepare(self, scale, group)
-        return self._prepared
+    def verdicts(self, scale: float, group: Group) -> dict[str, str]:
+        """Checks the variants with the model at `scale`, once."""
+        if self.settings.check_steps and scale not in self._checked:
+            progress = Progress(group)
+            progress.show(f"{self.model}: checking that all variants train the same weights")
+            steps, model = self.settings.check_steps, self.workload(scale)
+            self._checked[scale] = check_variants(model, self.variants, group, steps)
+            progress.clear()
+        return self._checked.get(scale, {})
 
-
-@dataclass(frozen=True)
-class _Prepared:
-    scale: float
-    lanes: list[Lane]
-    verdicts: dict[str, str]
-
-
-def _prepare(run: LinkRun, scale: float, group: Group) -> _Prepared:
-    workload = run.workload(scale)
-    progress = Progress(group)
-    verdicts = {}
-    if run.settings.check_steps:
-        progress.show(f"{workload.name}: checking that all variants train the same weights")
-        verdicts = check_variants(workload, run.variants, group, run.settings.check_steps)
-    lanes = make_lanes(workload, run.variants, group, None)
-    progress.clear()
-    return _Prepared(scale, lanes, verdicts)
+    def prepared(self, scale: float, group: Group) -> list[Lane]:
+        """Lanes that have not taken a step: what they learn of a link must not outlive it."""
+        return make_lanes(self.workload(scale), self.variants, group, None)
 
 
 def measure_link(
@@ -98,22 +83,26 @@ def measure_link(
     Returns:
         Times in seconds, sizes in bytes, rates in bytes per second; the same on every rank.
     """
-    prepared = run.prepared(scale, group)
+    run.link.shape(None)  # checking and building would take long on a slow one
+    dist.barrier()
+    verdicts = run.verdicts(scale, group)
+    gc.collect()
+    lanes = run.prepared(scale, group)
     run.link.shape(rate)
     dist.barrier()
     measured_rate = all_reduce_rate(group, None if rate is None else bits_per_second(rate) / 8)
     progress = Progress(group)
     names = [variant.name for variant in run.variants]
-    results = time_lanes(prepared.lanes, group, run.settings, progress, run.link.sent_bytes)
+    results = time_lanes(lanes, group, run.settings, progress, run.link.sent_bytes)
     progress.clear()
     measured: dict[str, Measured] = dict(zip(names, results, strict=True))
-    timings = summarise(measured, prepared.verdicts, run.settings.baseline)
-    parameters = list(prepared.lanes[0].module.parameters())
+    timings = summarise(measured, verdicts, run.settings.baseline)
+    parameters = list(lanes[0].module.parameters())
     shapes = [p.shape for p in parameters]
     return {
         "link": name,
         "ranks": group.world,
-        "model": prepared.lanes[0].workload.name,
+        "model": lanes[0].workload.name,
         "scale": scale,
         "tensors": len(parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
