@@ -65,7 +65,7 @@ PARTS = (
     Part("kernels", (), 240),
     Part("scale", (), 50),
     Part("collectives", (), 45),
-    Part("step", ("--models", CLASSIC_MODELS, "--rounds", "9", "--seconds", "25"), 170),
+    Part("step", ("--models", CLASSIC_MODELS, "--rounds", "9", "--seconds", "45"), 240),
     Part("step-real", ("--models", REAL_MODELS, "--seconds", "10"), 140, False, "step"),
     Part("buckets", ("--seconds", "30"), 90),
     Part("links", ("--seconds", "30"), 210, True),

@@ -54,9 +54,11 @@ def step_report(result: dict[str, Any]) -> str:
         timings = (model["variants"].get(name) for model in models.values())
         rows.append((f"`{name}`", *(_cell(timing, name == baseline) for timing in timings)))
     table = render(("step time", *(_heading(*item) for item in models.items())), rows, True)
-    settings = result["settings"]
+    every = [timing for model in models.values() for timing in model["variants"].values()]
+    counts = [len(timing["rounds"]) for timing in every]
+    rounds = " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
     return (
-        f"{table}\n\nRatio to `{baseline}` in the same round, median of {settings['rounds']} "
+        f"{table}\n\nRatio to `{baseline}` in the same round, median of {rounds} "
         f"rounds ± half the range between the quartiles; `{baseline}` itself in milliseconds.\n"
         f"{describe(result['environment'])}.\nMeasured by `{result['command']}`."
     )
