@@ -98,17 +98,18 @@ def test_charts_are_what_the_results_say():
 def test_report_fills_a_table(tmp_path):
     spread = {"median": 0.5, "q1": 0.4, "q3": 0.6}
     timing = {"step": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "ratio": spread}
+    few, more = timing | {"rounds": [0.02] * 3}, timing | {"rounds": [0.02] * 5}
     facts = {"gpu": None, "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 2}
     facts |= {"transport": "Gloo", "threads_per_rank": 1, "torch": "2", "python": "3"}
     result = {
         "command": "python -m bench.step",
         "environment": facts | {"commit": "abc"},
-        "settings": {"baseline": "ddp", "rounds": 3},
+        "settings": {"baseline": "ddp", "rounds": 9},
         "models": {
             "small": {
                 "tensors": 4,
                 "gradient_bytes": 2_000_000,
-                "variants": {"ddp": timing, "fastsync": timing},
+                "variants": {"ddp": few, "fastsync": more},
             }
         },
     }
@@ -117,7 +118,7 @@ def test_report_fills_a_table(tmp_path):
     filled = report.filled(text, tmp_path)
     rows = [" ".join(line.split()) for line in filled.splitlines()]
     assert "| `ddp` | 20.0 ± 1.0 ms |" in rows and "| `fastsync` | 0.50 ± 0.10 |" in rows
-    assert "old" not in filled
+    assert "old" not in filled and "median of 3 to 5 rounds" in filled
     assert report.filled(filled, tmp_path) == filled
     assert report.NOT_MEASURED in report.filled(text, tmp_path / "nowhere")
 
