@@ -15,7 +15,7 @@ CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 
 .DEFAULT_GOAL := help
 .PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap bench-unused \
-  gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
+  docs gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
