@@ -77,7 +77,7 @@ PARTS = (
     Part("links", ("--seconds", "30"), 210, True),
     Part("links-slow", ("--links", "100mbit", "--seconds", "30"), 90, True, "links"),
     Part("links-four", ("--links", "1gbit", "--ranks", "4", "--seconds", "30"), 140, True, "links"),
-    Part("overlap", ("--seconds", "20"), 150, True),
+    Part("overlap", ("--links", "1gbit,10gbit", "--seconds", "16"), 170, True),
 )
 
 
