@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import netns
+from bench.choice import choose
 from bench.errors import UsageError
 from bench.launch import INTERRUPTED
 from bench.report import RESULTS, ROOT
@@ -82,25 +83,13 @@ PARTS = (
 
 
 def chosen(only: str, skip: str) -> list[Part]:
-    """The parts to run.
+    """The parts to run, in the order of PARTS.
 
     Raises:
         UsageError: a name is unknown, or nothing is left.
     """
-    known = {part.name: part for part in PARTS}
-    wanted = list(known) if only == "all" else _names(only)
-    unwanted = _names(skip)
-    unknown = [name for name in [*wanted, *unwanted] if name not in known]
-    if unknown:
-        raise UsageError(f"unknown part {unknown}; expects some of {', '.join(known)}")
-    parts = [part for part in PARTS if part.name in wanted and part.name not in unwanted]
-    if not parts:
-        raise UsageError("nothing is left to run")
-    return parts
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = choose("part", [part.name for part in PARTS], only, skip)
+    return [part for part in PARTS if part.name in names]
 
 
 def run(parts: Sequence[Part], folder: Path) -> list[str]:

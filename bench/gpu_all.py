@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from bench.choice import choose
 from bench.errors import UsageError
 from bench.gpu_stages import Command, Context, Stage, stages
 from bench.launch import INTERRUPTED, Group
@@ -98,19 +99,7 @@ def chosen(all_stages: Sequence[Stage], only: str, skip: str) -> list[Stage]:
         UsageError: a name is unknown, or nothing is left.
     """
     known = {stage.name: stage for stage in all_stages}
-    wanted = list(known) if only == "all" else _names(only)
-    unwanted = _names(skip)
-    unknown = [name for name in [*wanted, *unwanted] if name not in known]
-    if unknown:
-        raise UsageError(f"unknown stage {unknown}; expects some of {', '.join(known)}")
-    left = [known[name] for name in wanted if name not in unwanted]
-    if not left:
-        raise UsageError("nothing is left to run")
-    return left
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return [known[name] for name in choose("stage", list(known), only, skip)]
 
 
 def run_stage(stage: Stage, session: Session) -> Outcome:

@@ -19,7 +19,6 @@ from bench.launch import Group
 from bench.models import WORKLOADS, Workload
 from bench.netns import Link, bits_per_second
 from bench.stats import quantile
-from bench.training import Lane
 from bench.wrappers import Variant
 
 PROBES = 3
@@ -70,10 +69,6 @@ class LinkRun:
             progress.clear()
         return self._checked.get(scale, {})
 
-    def prepared(self, scale: float, group: Group) -> list[Lane]:
-        """Lanes that have not taken a step: what they learn of a link must not outlive it."""
-        return make_lanes(self.workload(scale), self.variants, group, None)
-
 
 def measure_link(
     run: LinkRun, name: str, rate: str | None, scale: float, group: Group
@@ -87,7 +82,8 @@ def measure_link(
     dist.barrier()
     verdicts = run.verdicts(scale, group)
     gc.collect()
-    lanes = run.prepared(scale, group)
+    # Of their own for each link: what they learn of one must not outlive it.
+    lanes = make_lanes(run.workload(scale), run.variants, group, None)
     run.link.shape(rate)
     dist.barrier()
     measured_rate = all_reduce_rate(group, None if rate is None else bits_per_second(rate) / 8)
