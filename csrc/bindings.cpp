@@ -210,11 +210,8 @@ kernels::Format format_named(const std::string& name) {
   throw std::invalid_argument(concat("fastsync: no wire format is named ", name));
 }
 
-// A flat buffer of `numel` elements that travels as one chunk.
 ops::WirePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
-  const kernels::Format format = format_named(plan.first);
-  const int64_t bytes = (kernels::coded_bytes(format, plan.second) + 15) / 16 * 16;
-  return {{format, plan.second, bytes, 0}, plan.second};
+  return ops::one_chunk(format_named(plan.first), plan.second);
 }
 
 // The kernels by themselves, for benchmarks. `plan` is a format's name and the elements of the flat buffer.

@@ -38,6 +38,11 @@ int64_t block(const WirePlan& plan) { return kernels::traits_of(plan.layout.form
 
 }  // namespace
 
+WirePlan one_chunk(kernels::Format format, int64_t numel) {
+  const int64_t bytes = (kernels::coded_bytes(format, numel) + 15) / 16 * 16;
+  return {{format, numel, bytes, 0}, numel};
+}
+
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
             const WirePlan& plan, const Encoding& how) {
   const at::NoGradGuard no_grad;
@@ -116,11 +121,10 @@ at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format 
   const int64_t numel = tensors.front().numel();
   const int64_t block = kernels::traits_of(format).block;
   const auto ranks = static_cast<int64_t>(tensors.size());
-  WirePlan plan;
-  plan.numel = std::max<int64_t>(1, (numel + block - 1) / block) * block;
-  const int64_t bytes = (kernels::coded_bytes(format, plan.numel) + 15) / 16 * 16;
-  plan.layout = {format, plan.numel, bytes, 0};
-  const SlotLayout run{0, numel, {numel}, {1}};
+  const WirePlan plan =
+      one_chunk(format, std::max<int64_t>(1, (numel + block - 1) / block) * block);
+  const int64_t bytes = plan.layout.chunk_bytes;
+  const SlotLayout run = SlotLayout::run(0, numel);
   const auto options = tensors.front().options();
   const at::Tensor received = at::zeros({ranks * bytes}, options.dtype(at::kByte));
   for (int64_t rank = 0; rank < ranks; ++rank) {

@@ -21,6 +21,9 @@ struct WirePlan {
   bool stochastic = false;
 };
 
+// A flat buffer of `numel` elements, a multiple of the block, that travels as one chunk.
+WirePlan one_chunk(kernels::Format format, int64_t numel);
+
 struct Encoding {
   double scale = 1.0;
   uint64_t seed = 0;  // of stochastic rounding

@@ -43,6 +43,10 @@ SlotLayout SlotLayout::of(const at::Tensor& like, int64_t offset) {
   return layout;
 }
 
+SlotLayout SlotLayout::run(int64_t offset, int64_t numel) {
+  return SlotLayout{offset, numel, {numel}, {1}};
+}
+
 bool supports(at::Device device) {
 #ifdef FASTSYNC_WITH_CUDA
   return device.is_cpu() || device.is_cuda();

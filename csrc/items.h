@@ -23,6 +23,8 @@ struct SlotLayout {
   std::vector<int64_t> strides;
 
   static SlotLayout of(const at::Tensor& like, int64_t offset);
+  // One-dimensional.
+  static SlotLayout run(int64_t offset, int64_t numel);
 };
 
 // One tensor to gather or scatter. An undefined tensor (gathering only) stands for `fill` everywhere, unscaled.

@@ -41,6 +41,7 @@ CPP_SOURCES = (
     "engine/precision.cpp",
     "engine/timeline.cpp",
     "engine/step_log.cpp",
+    "engine/wire.cpp",
     "engine/coder.cpp",
     "engine/python_codec.cpp",
     "engine/plugin_codec.cpp",

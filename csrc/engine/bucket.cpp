@@ -17,10 +17,6 @@ namespace {
 // Bytes from which a gradient is packed when it arrives: more than a core's own cache holds besides.
 constexpr int64_t kEarlyBytes = 512 << 10;
 
-ops::SlotLayout flat_run(int64_t offset, int64_t numel) {
-  return ops::SlotLayout{offset, numel, {numel}, {1}};
-}
-
 // No rows of a sparse gradient: indices along the first dimension, dense behind it, as embeddings have them. Backends
 // exchange indices and values as they are, so all ranks must have them in one form.
 at::Tensor empty_rows(const Parameter& param) {
@@ -64,11 +60,12 @@ Bucket::Bucket(BucketSpec spec, const std::vector<std::unique_ptr<Parameter>>& p
   if (spec_.flags_offset >= 0) {
     const auto count = static_cast<int64_t>(slots_.size());
     for (int64_t i = 0; i <= count; ++i) {
-      flag_layouts_.push_back(flat_run(spec_.flags_offset + i, 1));
+      flag_layouts_.push_back(ops::SlotLayout::run(spec_.flags_offset + i, 1));
     }
-    flag_layouts_.push_back(flat_run(spec_.flags_offset, count));
+    flag_layouts_.push_back(ops::SlotLayout::run(spec_.flags_offset, count));
   }
-  gradients_layout_ = flat_run(0, spec_.flags_offset >= 0 ? spec_.flags_offset : spec_.numel);
+  gradients_layout_ =
+      ops::SlotLayout::run(0, spec_.flags_offset >= 0 ? spec_.flags_offset : spec_.numel);
   hook_layout_ = gradients_layout_;
   if (slots_.front().param->tensor.is_complex()) hook_layout_.sizes = {hook_layout_.numel / 2};
 }

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "../check.h"
 #include "../ops.h"
 #include "topk_coder.h"
 
@@ -20,6 +19,17 @@ uint64_t mixed(uint64_t value) {
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
   return value ^ (value >> 31);
 }
+
+ops::WirePlan CodedSpec::values_plan(int64_t chunks) const {
+  return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
+}
+
+ops::WirePlan CodedSpec::flags_plan(int64_t chunks) const {
+  return {{kernels::Format::kFloat32, flags_per_chunk, chunk_bytes, flags_offset},
+          chunks * flags_per_chunk};
+}
+
+uint64_t CodedSpec::seed_of(Taking how) const { return mixed(seed + (how.step << 32)); }
 
 namespace {
 
@@ -34,12 +44,8 @@ struct Piece {
 struct Buffers {
   Buffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on)
       : spec(coded), rank(my_rank), ranks(all_ranks), device(on) {
-    plan.layout = {spec.format, spec.chunk_numel, spec.chunk_bytes, 0};
-    plan.numel = chunks() * spec.chunk_numel;
-    plan.stochastic = spec.stochastic;
-    flags_plan.layout = {kernels::Format::kFloat32, spec.flags_per_chunk, spec.chunk_bytes,
-                         spec.flags_offset};
-    flags_plan.numel = chunks() * spec.flags_per_chunk;
+    plan = spec.values_plan(chunks());
+    flags_plan = spec.flags_plan(chunks());
     coder = make_coder();
     if (spec.flags_per_chunk > 0) flags_coder = make_block_coder(flags_plan);
     allocate();
@@ -267,7 +273,7 @@ class CodedWire final : public Wire {
   int32_t sources() const { return buffers_->sources(); }
 
   ops::Encoding encoding(Taking how) {
-    buffers_->seed = mixed(buffers_->spec.seed + (how.step << 32));
+    buffers_->seed = buffers_->spec.seed_of(how);
     ops::Encoding encoding = buffers_->encoding();
     encoding.scale = how.scale;
     encoding.seed = buffers_->seed;
@@ -290,11 +296,9 @@ class CodedWire final : public Wire {
 
   void send_flags(const std::vector<float>& flags) {
     const at::NoGradGuard no_grad;
-    at::Tensor host = at::zeros({buffers_->flags_plan.numel}, at::kFloat);
-    FS_ASSERT(static_cast<int64_t>(flags.size()) <= host.numel(), "more flags than room for them");
-    std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
-    const at::Tensor values = host.to(buffers_->device);
-    const ops::SlotLayout layout = ops::SlotLayout{0, host.numel(), {host.numel()}, {1}};
+    const int64_t numel = buffers_->flags_plan.numel;
+    const at::Tensor values = on_host(flags, numel).to(buffers_->device);
+    const ops::SlotLayout layout = ops::SlotLayout::run(0, numel);
     buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent,
                                   buffers_->encoding());
     buffers_->sent_flags = flags;

@@ -48,6 +48,11 @@ struct CodedSpec {
   bool error_feedback = false;
   bool stochastic = false;
   uint64_t seed = 0;  // of stochastic rounding; 32 bits, others on every rank and bucket
+
+  // Where codes, and flags, lie in so many chunks.
+  ops::WirePlan values_plan(int64_t chunks) const;
+  ops::WirePlan flags_plan(int64_t chunks) const;
+  uint64_t seed_of(Taking how) const;
 };
 
 // Scatters the bits of a seed: sums of seeds and counters do for random numbers.

@@ -4,10 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <utility>
 
-#include "../check.h"
 #include "../ops.h"
 
 namespace fastsync::engine {
@@ -55,12 +53,8 @@ struct Buffers {
         device(on),
         values(spec.pieces, spec.node_ranks, parts() * spec.chunk_numel, on),
         flags(spec.pieces, spec.node_ranks, parts() * spec.flags_per_chunk, on) {
-    plan.layout = {spec.format, spec.chunk_numel, spec.chunk_bytes, 0};
-    plan.numel = values.shard.numel();
-    plan.stochastic = spec.stochastic;
-    flags_plan.layout = {kernels::Format::kFloat32, spec.flags_per_chunk, spec.chunk_bytes,
-                         spec.flags_offset};
-    flags_plan.numel = flags.shard.numel();
+    plan = spec.values_plan(spec.pieces * parts());
+    flags_plan = spec.flags_plan(spec.pieces * parts());
     coder =
         spec.codec ? make_flat_coder(spec.codec, plan, spec.coded_bytes) : make_block_coder(plan);
     if (has_flags()) flags_coder = make_block_coder(flags_plan);
@@ -105,8 +99,7 @@ struct Buffers {
   }
 
   static ops::SlotLayout run_of(const Floats& floats, int64_t piece) {
-    const int64_t numel = floats.shard_numel;
-    return ops::SlotLayout{piece * numel, numel, {numel}, {1}};
+    return ops::SlotLayout::run(piece * floats.shard_numel, floats.shard_numel);
   }
 
   CodedSpec spec;
@@ -185,7 +178,7 @@ class HierarchicalWire final : public Wire {
             Taking how) override {
     const at::NoGradGuard no_grad;
     if (!items.empty()) take(items, how);
-    buffers_->seed = mixed(buffers_->spec.seed + (how.step << 32));
+    buffers_->seed = buffers_->spec.seed_of(how);
     if (carried_.defined()) buffers_->values.packed.add_(std::exchange(carried_, at::Tensor()));
     if (buffers_->has_flags()) pack_flags(flags);
   }
@@ -261,11 +254,7 @@ class HierarchicalWire final : public Wire {
 
   void pack_flags(const std::vector<float>& flags) {
     const at::Tensor& packed = buffers_->flags.packed;
-    FS_ASSERT(static_cast<int64_t>(flags.size()) <= packed.numel(),
-              "more flags than room for them");
-    at::Tensor host = at::zeros({packed.numel()}, at::kFloat);
-    std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
-    packed.copy_(host);
+    packed.copy_(on_host(flags, packed.numel()));
   }
 
   std::shared_ptr<Buffers> buffers_;

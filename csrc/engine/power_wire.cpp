@@ -8,16 +8,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "../check.h"
 #include "../lossy_ops.h"
 #include "../ops.h"
 
 namespace fastsync::engine {
 namespace {
-
-ops::SlotLayout run_of(int64_t offset, int64_t numel) {
-  return ops::SlotLayout{offset, numel, {numel}, {1}};
-}
 
 // Buffers and what is done to them: shared with collectives under way, which may outlive the bucket.
 class Factors {
@@ -26,7 +21,7 @@ class Factors {
       : spec_(spec), ranks_(ranks), device_(device) {
     const at::NoGradGuard no_grad;
     for (const PowerSpec::Run& run : spec_.runs) {
-      run_layouts_.push_back(run_of(run.place, run.numel));
+      run_layouts_.push_back(ops::SlotLayout::run(run.place, run.numel));
     }
     flat_ = ops::make_flat(spec_.numel, at::kFloat, device);
     initial_ = ops::make_flat(spec_.second_numel, at::kFloat, device);
@@ -83,10 +78,7 @@ class Factors {
 
   void set_flags(const std::vector<float>& flags) const {
     const at::NoGradGuard no_grad;
-    FS_ASSERT(static_cast<int64_t>(flags.size()) <= spec_.flags, "more flags than room for them");
-    at::Tensor host = at::zeros({spec_.flags}, at::kFloat);
-    std::copy(flags.begin(), flags.end(), host.mutable_data_ptr<float>());
-    flags_in_first().copy_(host);
+    flags_in_first().copy_(on_host(flags, spec_.flags));
   }
 
   at::Tensor flags_in_first() const { return first_.narrow(0, spec_.flags_offset, spec_.flags); }

@@ -24,6 +24,9 @@ struct Taking {
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
+// Flags as a tensor [numel] on the CPU, zeros behind them.
+at::Tensor on_host(const std::vector<float>& flags, int64_t numel);
+
 class Wire {
  public:
   virtual ~Wire() = default;
