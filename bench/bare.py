@@ -1,4 +1,4 @@
-"""Parameters without a model: drives what synchronises, and nothing else."""
+"""Parameters without a model, and collectives without an engine: one part alone, to be measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -39,3 +40,32 @@ class BareList(nn.Module):
     def forward(self) -> Tensor:
         loss: Tensor = _Feed.apply(self.ready, *self.list)
         return loss
+
+
+class BareCollectives(nn.Module):
+    """Sums each gradient where it is, as soon as it is there: no packing, no average, no check.
+
+    Nobody trains like this. It is what the backend itself takes where nothing else is in its way.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._started: list[dist.Work | None] = []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._send)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """That of the module."""
+        return self.module(*inputs)
+
+    def _send(self, parameter: Tensor) -> None:
+        if not self._started:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._started.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def _finish(self) -> None:
+        for work in self._started:
+            if work is not None:
+                work.wait()
+        self._started.clear()

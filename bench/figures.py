@@ -52,15 +52,15 @@ def buckets(result: Result) -> str:
 
 def overlap(result: Result) -> str:
     """Exposed time as bars, the least that model and link allow as ticks across them."""
-    points = [p for p in _in_first_scene(result, 2) if p["of"][3] != FLOOR]
+    points = [p for p in _in_first_scene(result, 3) if p["of"][-1] != FLOOR]
     exposed: dict[str, dict[str, float]] = {}
     least: dict[str, dict[str, float]] = {}
     for p in points:
-        group = f"{p['of'][2]} x the wire's time"
-        exposed.setdefault(group, {})[p["of"][3]] = 1e3 * p["time"]["median"]
+        group = f"{p['of'][3]} x the wire's time"
+        exposed.setdefault(group, {})[p["of"][-1]] = 1e3 * p["time"]["median"]
         if p["least"] is not None:
-            least.setdefault(group, {})[p["of"][3]] = 1e3 * p["least"]
-    title = f"Exposed communication, and the least (black): {', '.join(points[0]['of'][:2])}"
+            least.setdefault(group, {})[p["of"][-1]] = 1e3 * p["least"]
+    title = f"Exposed communication, and the least (black): {', '.join(points[0]['of'][:3])}"
     return bar_chart(Labels(title, "length of backward", "exposed, ms"), exposed, least)
 
 

@@ -21,6 +21,7 @@ from bench.netns import Link, bits_per_second
 from bench.stats import quantile
 from bench.wrappers import Variant
 
+WAITING = ("paced", "waiting")  # models whose backward takes as long as one likes
 PROBES = 3
 PROBE_SECONDS = 0.4
 SMALLEST_PROBE, LARGEST_PROBE = 4 * 2**20, 64 * 2**20  # bytes
@@ -32,7 +33,7 @@ class LinkRun:
 
     Attributes:
         model: a key of WORKLOADS.
-        wait: seconds of backward of the model "waiting"; None for its default.
+        wait: seconds of backward of the models that only wait; None for their default.
         variants: all of them, in the order of the tables.
         settings: how long to measure.
         link: this rank's.
@@ -55,8 +56,8 @@ class LinkRun:
             raise UsageError(f"unknown model {self.model!r}; expects one of {known}")
         if self.wait is None:
             return WORKLOADS[self.model](scale=scale)
-        if self.model != "waiting":
-            raise UsageError(f"--wait is for the model 'waiting', not for {self.model!r}")
+        if self.model not in WAITING:
+            raise UsageError(f"--wait is for {' and '.join(WAITING)}, not for {self.model!r}")
         return WORKLOADS[self.model](scale=scale, seconds=self.wait)
 
     def verdicts(self, scale: float, group: Group) -> dict[str, str]:

@@ -119,7 +119,7 @@ def command() -> argparse.ArgumentParser:
     add("--ranks", default="2", help="numbers of ranks, such as 2,4 (default: 2)")
     add("--model", default="wide", help="see bench.step --models (default: wide)")
     add("--scale", type=float, help="share of the model's parameters (default: by the link)")
-    add("--wait", type=float, help="seconds of backward of the model 'waiting'")
+    add("--wait", type=float, help="seconds of backward of 'waiting' and 'paced'")
     add("--wrappers", default="all", help=f"all, or of {', '.join(VARIANTS)} (default: all)")
     add("--seconds", type=float, default=DEFAULTS.seconds, help="per link, about (default: 45)")
     add("--rounds", type=int, default=DEFAULTS.rounds, help="at most (default: %(default)s)")

@@ -43,6 +43,8 @@ UNSHAPED = "veth"
 SLOW = 500e6  # bit/s
 SLOW_SCALE = 0.125
 
+INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 LINK_VARIABLE = "BENCH_LINK"  # tells a rank its namespace and its port of the switch
 
 
@@ -315,15 +317,19 @@ def _ip(*arguments: str) -> str:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Keeps an impatient second Ctrl-C from stopping the removal half-way."""
+    """Puts off what would stop a removal half-way: an impatient second Ctrl-C, a SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came: list[int] = []
+    before = {s: signal.signal(s, lambda number, _: came.append(number)) for s in INTERRUPTING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def require() -> None:

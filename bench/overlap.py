@@ -2,18 +2,23 @@
 
     python -m bench.overlap --links 1gbit,10gbit --backward 0.5,1,2 --json out/overlap.json
 
-Trained is the model `waiting`, whose backward sleeps instead of computing: on two cores,
-computation and communication would compete for the processor, and the wire would not be the limit.
-Backward is made as long as the wire needs for all gradients in fp32, times the factors of
---backward. Exposed is the step less that of `no_sync` in the same round. The least is that of
+Trained are models whose backward sleeps instead of computing: on two cores, computation and
+communication would compete for the processor, and the wire would not be the limit. In `paced` the
+layers end at fixed times, as those of a device do; in `waiting` each sleeps for a time, so that
+whatever keeps the host lengthens its backward, and shows as exposed. Backward is made as long as
+the wire needs for all gradients in fp32, times the factors of --backward.
+
+Exposed is the step less that of `no_sync` in the same round. The least is that of
 bench/overlap_model.py, from the ready times of single gradients as seen without synchronisation,
 the bits of the wire format and the rate that an all-reduce reaches on the same link; for FastDDP
-also the least for its own plan of buckets.
+also the least for its own plan of buckets. `bare` shows what processors and backend make of that
+least: an all-reduce for each gradient, where it is, which neither packs nor averages.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import cli, jobs, points
+from bench.bare import BareCollectives
 from bench.errors import UsageError
 from bench.formulas import bus_factor
 from bench.harness import Progress, Settings, Timing, make_lanes, summarise, time_lanes
 from bench.launch import Group
-from bench.link_steps import all_reduce_rate
+from bench.link_steps import WAITING, all_reduce_rate
 from bench.machine import describe, environment
 from bench.models import WORKLOADS
 from bench.netns import Link, LinkName, bits_per_second, parse_links
@@ -38,6 +44,7 @@ from bench.wrappers import FLOOR, Variant, available, select
 
 KIND = "overlap"
 SHOWN = ("ddp", "ddp_batched_view", "fastsync", "fastsync_bf16")
+BARE = Variant("bare", "collectives alone", lambda module, device: BareCollectives(module))
 PROBES = 3
 
 
@@ -106,9 +113,10 @@ def _least_of_plan(lane: Lane, ready: Ready, durations: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Scene:
-    """One link and one length of backward, in units of the wire's time for fp32."""
+    """One link, one model, and a length of its backward in units of the wire's time for fp32."""
 
     link: LinkName
+    model: str
     factor: float
     rate: float
 
@@ -118,11 +126,11 @@ def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[points
     link = Link.here(group.world)
     link.shape(None)  # building the lanes broadcasts their weights
     dist.barrier()
-    workload = WORKLOADS["waiting"](scale=args.scale)
+    workload = WORKLOADS[scene.model](scale=args.scale)
     elements = sum(p.numel() for p in workload.build().parameters())
     seconds = scene.factor * bus_factor(group.world) * 4 * elements / scene.rate
-    workload = WORKLOADS["waiting"](scale=args.scale, seconds=seconds)
-    variants = select(args.wrappers, required=(FLOOR, args.baseline)).variants
+    workload = WORKLOADS[scene.model](scale=args.scale, seconds=seconds)
+    variants = (*select(args.wrappers, required=(FLOOR, args.baseline)).variants, BARE)
     lanes = make_lanes(workload, variants, group, None)
     ready = observe(lanes[[v.name for v in variants].index(FLOOR)])
     link.shape(scene.link.rate)
@@ -131,7 +139,7 @@ def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[points
     results = time_lanes(lanes, group, settings, Progress(group), link.sent_bytes)
     measured = dict(zip((v.name for v in variants), results, strict=True))
     timings = summarise(measured, {}, args.baseline)
-    name = (scene.link.name, f"{group.world} ranks", f"{scene.factor:g}")
+    name = (scene.link.name, f"{group.world} ranks", scene.model, f"{scene.factor:g}")
     return [
         _point((*name, v.name), t, least(v, lane, ready, scene.rate, group.world), ready)
         for v, t, lane in zip(variants, timings, lanes, strict=True)
@@ -160,8 +168,9 @@ def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
         dist.barrier()
         expected = None if name.rate is None else bits_per_second(name.rate) / 8
         rate = all_reduce_rate(group, expected)
-        for factor in parse_factors(args.backward):
-            added = measure(Scene(name, factor, rate), args, group)
+        scenes = itertools.product(parse_models(args.models), parse_factors(args.backward))
+        for model, factor in scenes:
+            added = measure(Scene(name, model, factor, rate), args, group)
             found += added
             if group.is_main:
                 print(f"\n{title(added, rate)}\n{table(added, args.markdown)}", flush=True)
@@ -171,9 +180,10 @@ def run(args: argparse.Namespace, group: Group, report: jobs.Report) -> int:
 
 def title(found: list[points.Point], rate: float) -> str:
     """What was measured, in a line."""
-    link, ranks, factor, _ = found[0]["of"]
+    link, ranks, model, factor, _ = found[0]["of"]
+    backward = 1e3 * found[0]["backward"]
     return (
-        f"{link}, {ranks}, {8e-9 * rate:.3f} Gbit/s; backward {1e3 * found[0]['backward']:.0f} ms, "
+        f"{link}, {ranks}, {8e-9 * rate:.3f} Gbit/s; {model}, backward {backward:.0f} ms, "
         f"{factor} x the wire's time for fp32"
     )
 
@@ -201,6 +211,18 @@ def table(found: list[points.Point], markdown: bool = False) -> str:
     return render(headers, rows, markdown)
 
 
+def parse_models(text: str) -> list[str]:
+    """Parses names of models that wait.
+
+    Raises:
+        UsageError: there is something else in the list.
+    """
+    models = [name.strip() for name in text.split(",")]
+    if not set(models) <= set(WAITING):
+        raise UsageError(f"expects --models of {', '.join(WAITING)} but got {text!r}")
+    return models
+
+
 def parse_factors(text: str) -> list[float]:
     """Parses factors such as "0.5,1".
 
@@ -219,6 +241,7 @@ def parse_factors(text: str) -> list[float]:
 def _start(args: argparse.Namespace) -> int:
     links, worlds = parse_links(args.links), jobs.worlds(args.ranks, least=2)
     parse_factors(args.backward)
+    parse_models(args.models)
     select(args.wrappers, required=(FLOOR, args.baseline))
     kinds = [k for k in (True, False) if any(link.on_links == k for link in links)]
     todo = [jobs.Job(world, on_links) for world in worlds for on_links in kinds]
@@ -232,6 +255,7 @@ def command() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--links", default="1gbit", help="see bench.links (default: %(default)s)")
     add("--ranks", default="2", help="numbers of ranks, such as 2,4 (default: 2)")
+    add("--models", default=",".join(WAITING), help="(default: %(default)s)")
     add("--backward", default="0.5,1,2", help="of the wire's time (default: %(default)s)")
     add(
         "--wrappers", default=available(*SHOWN), help="of bench.step, or all (default: %(default)s)"

@@ -39,7 +39,7 @@ LAYOUTS = {
         "Bandwidths at 4 bytes per element, whatever travels; bytes as the engine counts them.",
     ),
     overlap.KIND: Layout(
-        3, overlap.table, "Exposed: median ± half the range between the quartiles of the rounds."
+        4, overlap.table, "Exposed: median ± half the range between the quartiles of the rounds."
     ),
     buckets.KIND: Layout(
         3, buckets.table, "Median ± half the range between the quartiles of the rounds."
@@ -66,7 +66,7 @@ def point_report(result: dict[str, Any]) -> str:
 
 def _heading(result: dict[str, Any], scene: tuple[str, ...]) -> str:
     if result["kind"] == overlap.KIND:
-        return f"{', '.join(scene[:2])}, backward {scene[2]} x the wire's time for fp32"
+        return f"{', '.join(scene[:3])}, backward {scene[3]} x the wire's time for fp32"
     return ", ".join(scene)
 
 

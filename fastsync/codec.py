@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from fastsync.network import Network, Span
+
 __all__ = [
     "FORMATS",
     "FORMS",
@@ -69,8 +71,8 @@ FORMATS: Final[Mapping[str, Format]] = {
 }
 
 _PIECE_BYTES: Final = 4 << 20
-_LEAST_PIECE_BYTES: Final = 512 << 10
-_PIECE_SECONDS: Final = 0.008
+_LEAST_PIECE_BYTES: Final = 256 << 10
+_PIECE: Final = Span(seconds=0.003, latencies=6)
 
 FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
 
@@ -307,7 +309,7 @@ class Wire:
         seed: of stochastic rounding.
         piece_bytes: a coded bucket travels in pieces of about this size, so that one is coded,
             summed and decoded while others are on the wire. None: of 4 MiB, or of what a slower
-            network carries in 8 ms, which the first step measures.
+            network carries in 3 ms, which the first step measures.
         node_group: for the hierarchical form, the process group of the ranks in this rank's node;
             None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
         cross_group: likewise, the ranks that have this rank's place in each node.
@@ -384,17 +386,17 @@ class Wire:
                 return make_codec(wire)
         return make_codec(self.format)
 
-    def piece_bytes_at(self, rate: float) -> int:
-        """The size of pieces where the network carries `rate` coded bytes per second; 0: unknown.
+    def piece_bytes_on(self, network: Network) -> int:
+        """The size of pieces, given how the network carries coded bytes.
 
         What is coded before the first piece leaves and decoded after the last one has come adds to
         the step, so pieces are small. On a fast network the costs of a collective count more.
         """
         if self.piece_bytes is not None:
             return self.piece_bytes
-        if rate <= 0:
+        if not network.known:
             return _PIECE_BYTES
-        return min(max(int(rate * _PIECE_SECONDS), _LEAST_PIECE_BYTES), _PIECE_BYTES)
+        return network.carries(_PIECE, _LEAST_PIECE_BYTES, _PIECE_BYTES)
 
     def feedback_for(self, codec: Any) -> bool:
         """Whether `codec` runs with error feedback."""

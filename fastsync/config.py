@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from fastsync.codec import FORMATS, Wire
+from fastsync.network import Network, Span
 
 __all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "TimelinePolicy"]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
 _DEFAULT_CAP_MB = 25
-# A bucket should spend about this long on the wire, but a collective has costs of its own.
-_BUCKET_SECONDS = 0.02
+# A bucket should spend about this long on the wire, and the last one, which nothing hides, less.
+# But a collective has costs of its own.
+_BUCKET = Span(seconds=0.005, latencies=10)
+_LAST_BUCKET = Span(seconds=0.002, latencies=4)
 _LEAST_CAP_BYTES = 4 * _MIB
 
 
@@ -30,10 +33,13 @@ class BucketPolicy:
         caps: cap of the first bucket, the second, and so on; the last one holds for the rest. A
             bucket is closed by the gradient that reaches its cap.
         adaptive: the caps are nobody's wish, and may follow the speed of the network.
+        last: bytes that the last bucket should hold at most; those before it grow from there, each
+            to as much as follows it, up to their caps. None: as large as their caps.
     """
 
     caps: tuple[int, ...]
     adaptive: bool = False
+    last: int | None = None
 
     def __post_init__(self) -> None:
         if not self.caps or min(self.caps) <= 0:
@@ -61,16 +67,22 @@ class BucketPolicy:
             return cls((max(1, int(cap_mb * _MIB)),))
         return cls((_FIRST_BUCKET_BYTES, _DEFAULT_CAP_MB * _MIB), adaptive=True)
 
-    def at_rate(self, rate: float) -> BucketPolicy:
-        """Smaller buckets for a slow network, where the last one's time on the wire shows.
+    def on(self, network: Network) -> BucketPolicy:
+        """Smaller buckets for a slow network, the smallest at the end, where their time shows.
 
         Args:
-            rate: bytes of gradients per second; 0 where that is unknown.
+            network: as it carries bytes of gradients.
         """
-        if not self.adaptive or rate <= 0:
+        if not self.adaptive or not network.known:
             return self
-        cap = min(max(int(rate * _BUCKET_SECONDS), _LEAST_CAP_BYTES), self.caps[-1])
-        return replace(self, caps=(*self.caps[:-1], cap))
+        cap = network.carries(_BUCKET, _LEAST_CAP_BYTES, self.caps[-1])
+        last = network.carries(_LAST_BUCKET, _FIRST_BUCKET_BYTES, cap)
+        return replace(self, caps=(*self.caps[:-1], cap), last=last)
+
+    def limit(self, closed: int, left: int) -> int:
+        """Bytes that close a bucket behind `closed` others, with `left` in it or still to come."""
+        cap = self.caps[min(closed, len(self.caps) - 1)]
+        return cap if self.last is None else min(cap, max(self.last, left // 2))
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,7 @@ class SyncPolicy:
         warn_unused: name parameters without gradient in one warning.
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
         mixed: the dtypes of mixed precision.
-        rate: bytes of gradients per second that the network was seen to carry; 0: unknown.
+        network: as it was seen to carry bytes of gradients.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -136,7 +148,7 @@ class SyncPolicy:
     warn_unused: bool = True
     hooked: bool = False
     mixed: MixedPolicy = MixedPolicy()
-    rate: float = 0.0
+    network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
         if not self.wire.plain and self.mixed.reduce is not None:

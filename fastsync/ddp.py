@@ -309,9 +309,9 @@ class FastDDP(DistributedDataParallel):
             fp32, of the parameter's shape), `factors` (by parameter name, what PowerSGD's next step
             starts with: fp32, [rank, columns]), `steps` (synchronised steps: schedules and random
             numbers follow them), `order` (names of parameters in the order of the buckets), `rate`
-            (bytes of gradients per second, which decides how large buckets grow),
-            `rank`, `world_size`, `wire` and `version`: plain values and tensors, which torch.save
-            and torch.load(weights_only=True) take.
+            (bytes of gradients per second) and `latency` (seconds of a collective of nothing),
+            which decide how large buckets grow, `rank`, `world_size`, `wire` and `version`: plain
+            values and tensors, which torch.save and torch.load(weights_only=True) take.
         """
         return wire_state.capture(self._engine)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync import _ext
+from fastsync.agreement import View, agree_on_plan
 from fastsync.carried import Carried
 from fastsync.codec import Format, TopK, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
@@ -24,6 +25,7 @@ from fastsync.env import Env
 from fastsync.layout import FlatLayout, LowRankLayout, WireLayout
 from fastsync.links import Nodes, find_nodes, make_links
 from fastsync.meeting import meet
+from fastsync.network import Network
 from fastsync.plan import (
     BucketPlan,
     CodedPlan,
@@ -58,12 +60,12 @@ class Progress:
         steps: synchronised steps so far.
         order: names of parameters, perhaps others than are trained now, in the order of the
             buckets.
-        rate: bytes of gradients per second that this rank measured; 0: not yet.
+        network: as this rank measured it, for bytes of gradients.
     """
 
     steps: int
     order: Sequence[str]
-    rate: float
+    network: Network
 
 
 class Engine:
@@ -93,8 +95,8 @@ class Engine:
         self._group = group
         self._buckets = buckets
         self._policy = policy
-        self._rate = 0.0  # bytes of gradients per second, once known
-        self._measured = 0.0  # by this rank, before a restart
+        self._network = Network()  # as all ranks know it, for bytes of gradients
+        self._measured = Network()  # by this rank, before a restart
         self._nodes = self._find_nodes()
         self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
         self._linked: list[str] = []  # those that the reducer has
@@ -262,21 +264,24 @@ class Engine:
             return self._order()
         return settled_order(ready, self._graphs)
 
-    def measured_rate(self) -> float:
-        """How fast this rank saw buckets travel in the first step of training; 0 before.
+    def measured(self) -> Network:
+        """How fast this rank saw buckets travel in the first step of training.
 
-        0 too where the user wants runs to repeat bit for bit: sums depend on how buckets are cut.
+        Unknown before, and where the user wants runs to repeat bit for bit: sums depend on how
+        buckets are cut.
         """
+        if self._measured.known:
+            return self._measured
         timed = not torch.are_deterministic_algorithms_enabled()
-        return self._measured or (float(self.core.wire_rate()) if timed else 0.0)
+        return Network(float(self.core.wire_rate()) if timed else 0.0, self._network.latency)
 
     def resume(self, progress: Progress, carried: Carried) -> None:
         """Goes on where a training was left. Collective: rank 0's order decides."""
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
-        self._measured = progress.rate
+        self._measured = progress.network
         order = [index_of[name] for name in progress.order if name in index_of]
-        trained, agreed, self._rate = self._agreed(order)
+        trained, agreed = self._agreed(order)
         self._install([i for i in self._complete(agreed) if trained[i]])
         carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
 
@@ -300,9 +305,10 @@ class Engine:
         specs = [self._param_spec(i, wire) for i in order]
         world = dist.get_world_size(self._group)
         # Compiled graphs have been split where the first plan's buckets end.
-        rate = self._rate if self._buckets.adaptive and not self._graphs else 0.0
-        policy = replace(self._policy, wire=wire, rate=rate)
-        buckets = self._buckets.at_rate(rate)
+        follows = self._buckets.adaptive and not self._graphs
+        network = self._network if follows else Network()
+        policy = replace(self._policy, wire=wire, network=network)
+        buckets = self._buckets.on(network)
         node_ranks = len(self._nodes.node_ranks) if self._nodes else 1
         return make_plan(specs, order, buckets, policy, world, node_ranks)
 
@@ -404,33 +410,17 @@ class Engine:
             reason = f"the others to train the same parameters ({count} on this rank)"
             meet(self._group, place, reason, Env.read().agree_timeout)
         ready = settled_order(self.core.ready_order(), self._graphs)
-        trained, order, self._rate = self._agreed(ready)
+        trained, order = self._agreed(ready)
         before = self.plan
         self._install([i for i in self._complete(order) if trained[i]])
         self.regrouped = self.regrouped or self.plan != before
 
-    def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int], float]:
-        """What any rank trains, rank 0's `ready`, and how fast the fastest bucket travelled.
-
-        Ranks that sent it early waited for others; the fastest one has measured the network.
-        """
-        device = self._params[0].tensor.device
-        count = len(self._params)
-        rate = torch.tensor([self.measured_rate()], dtype=torch.float64).view(torch.uint8)
-        flags = torch.tensor(self.core.trainable(), dtype=torch.uint8)
-        mine = torch.cat([rate, flags]).to(device)
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        padded = [*ready, *[-1] * (len(self._params) - len(ready))]
-        order = torch.tensor(padded, dtype=torch.int64, device=device)
-        if dist.get_world_size(self._group) > 1:
-            dist.all_gather(everyones, mine, group=self._group)
-            dist.broadcast(order, group_src=0, group=self._group)
-        else:
-            everyones = [mine]
-        rows = torch.stack(everyones).cpu()
-        fastest = rows[:, :8].reshape(-1).view(torch.float64).amax().item()
-        trained = rows[:, -count:].amax(dim=0).tolist()
-        return [bool(t) for t in trained], [i for i in order.tolist() if i >= 0], fastest
+    def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
+        """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
+        mine = View(self.core.trainable(), ready, self.measured())
+        agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
+        self._network = agreed.network
+        return list(agreed.trained), list(agreed.order)
 
     def _warn_unused(self, names: Sequence[str]) -> None:
         shown = ", ".join(names[:_NAMES_SHOWN])

@@ -231,6 +231,7 @@ class _OpenGroup:
 def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
     open_groups: dict[tuple[torch.dtype, torch.device, bool, Any], _OpenGroup] = {}
     closed: list[_OpenGroup] = []
+    left = sum(spec.nbytes for spec in ordered if not spec.sparse)
     for position, spec in enumerate(ordered):
         if spec.sparse:
             closed.append(_OpenGroup([spec], latest=position))
@@ -240,7 +241,8 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
         group.specs.append(spec)
         group.nbytes += spec.nbytes
         group.latest = position
-        if group.nbytes >= policy.caps[min(len(closed), len(policy.caps) - 1)]:
+        left -= spec.nbytes
+        if group.nbytes >= policy.limit(len(closed), group.nbytes + left):
             closed.append(open_groups.pop(key))
     by_last_gradient = sorted([*closed, *open_groups.values()], key=lambda group: group.latest)
     return [group.specs for group in by_last_gradient]
@@ -298,7 +300,7 @@ def _coded(
     parts = node_ranks * (nodes if form == "two_shot" else 1)
     coded_bytes = codec.coded_bytes
     share = coded_bytes(slots.numel) / max(1, sum(spec.nbytes for spec in group))
-    piece_bytes = policy.wire.piece_bytes_at(policy.rate * share)
+    piece_bytes = policy.wire.piece_bytes_on(policy.network.at_share(share))
     if getattr(codec, "whole", False):
         whole = codec.coded_bytes(sum(slots.numels))
         coded_bytes, piece_bytes = lambda _: whole, sys.maxsize

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from fastsync import consensus
 from fastsync.carried import Carried
 from fastsync.engine import Engine, Progress
+from fastsync.network import Network
 
 __all__ = ["VERSION", "capture", "deal", "restore"]
 
-VERSION: Final = 2
+VERSION: Final = 3
 _KEYS: Final = (
     "version",
     "wire",
@@ -29,6 +30,7 @@ _KEYS: Final = (
     "steps",
     "order",
     "rate",
+    "latency",
     "residuals",
     "factors",
 )
@@ -49,6 +51,7 @@ def capture(engine: Engine) -> dict[str, Any]:
     expected = engine.feedback_shapes()
     carried = engine.carried()
     factors = engine.factor_shapes()
+    network = engine.measured()
     return {
         "version": VERSION,
         "wire": engine.wire.describe(),
@@ -56,7 +59,8 @@ def capture(engine: Engine) -> dict[str, Any]:
         "world_size": dist.get_world_size(engine.group),
         "steps": int(engine.core.steps()),
         "order": [engine.params[i].name for i in engine.next_order()],
-        "rate": engine.measured_rate(),
+        "rate": network.rate,
+        "latency": network.latency,
         # Nothing kept back yet: zeros, which take no memory.
         "residuals": {
             name: carried.residuals.get(name, torch.zeros(()).expand(shape))
@@ -114,8 +118,9 @@ def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
     first = given[0]
     residuals = {name: _sum(name, mine, like) for name, like in first["residuals"].items()}
     # Other ranks have another network between them.
-    rate = float(mine[0]["rate"]) if first["world_size"] == world else 0.0
-    progress = Progress(int(first["steps"]), list(first["order"]), rate)
+    same = first["world_size"] == world
+    network = Network(float(mine[0]["rate"]), float(mine[0]["latency"])) if same else Network()
+    progress = Progress(int(first["steps"]), list(first["order"]), network)
     return Share(progress, Carried(residuals, first["factors"]))
 
 

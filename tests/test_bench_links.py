@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cli, netns
+from bench import cli, jobs, netns
 from bench.errors import UsageError
 from bench.launch import INTERRUPTED
 from bench.netns import LinkName, parse_links
@@ -74,6 +74,21 @@ def test_links_are_removed_when_the_benchmark_is_stopped():
     assert process.wait(300) == INTERRUPTED
     process.stderr.close()
     assert not left_behind(process.pid)
+
+
+@needs_links
+def test_what_would_stop_a_removal_waits_for_its_end(monkeypatch):
+    run = netns._ip
+
+    def interrupted(*arguments):
+        if arguments[:2] == ("netns", "delete"):
+            signal.raise_signal(signal.SIGTERM)
+        return run(*arguments)
+
+    monkeypatch.setattr(netns, "_ip", interrupted)
+    with jobs._terminable(), pytest.raises(KeyboardInterrupt), netns.Network(2):
+        assert left_behind(os.getpid())
+    assert not left_behind(os.getpid())
 
 
 @needs_links

@@ -6,6 +6,7 @@ import pytest
 
 from fastsync.codec import Wire
 from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.network import Network
 
 MIB = 1 << 20
 
@@ -27,11 +28,26 @@ def test_bucket_caps(cap, caps, wanted):
 
 def test_buckets_shrink_on_slow_networks_where_nobody_chose_their_size():
     free, chosen = BucketPolicy.from_mb(None), BucketPolicy.from_mb(25)
-    assert free.at_rate(0) == free
-    assert free.at_rate(1e12).caps == (MIB, 25 * MIB)
-    assert free.at_rate(500e6).caps == (MIB, 10_000_000)
-    assert free.at_rate(1e6).caps == (MIB, 4 * MIB)
-    assert chosen.at_rate(1e6) == chosen
+    assert free.on(Network()) == free
+    assert free.on(Network(1e12)) == BucketPolicy((MIB, 25 * MIB), True, 25 * MIB)
+    assert free.on(Network(2e9)) == BucketPolicy((MIB, 10_000_000), True, 4_000_000)
+    assert free.on(Network(1e6)) == BucketPolicy((MIB, 4 * MIB), True, MIB)
+    assert chosen.on(Network(1e6)) == chosen
+
+
+def test_buckets_make_up_for_latency():
+    free = BucketPolicy.from_mb(None)
+    assert free.on(Network(100e6, 1e-3)).caps == free.on(Network(100e6)).caps
+    assert free.on(Network(100e6, 0.1)) == BucketPolicy((MIB, 25 * MIB), True, 25 * MIB)
+
+
+def test_buckets_shrink_towards_the_last_one_which_nothing_hides():
+    policy = BucketPolicy((100,), last=10)
+    assert policy.limit(closed=3, left=1000) == 100
+    assert policy.limit(closed=3, left=60) == 30
+    assert policy.limit(closed=3, left=5) == 10
+    assert BucketPolicy((100, 50)).limit(closed=0, left=5) == 100
+    assert BucketPolicy((100, 50)).limit(closed=7, left=5) == 50
 
 
 @pytest.mark.parametrize("cap", [0, -1, -0.5, float("nan"), float("inf")])

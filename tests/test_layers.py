@@ -14,10 +14,11 @@ LONGEST_FILE = 450
 
 # A module may import from earlier rows only.
 PYTHON_LAYERS = [
-    ["env", "_build"],
+    ["env", "_build", "network"],
     ["layout", "codec", "_torch_private", "consensus", "mixed_precision"],
     ["config", "plugin"],
-    ["plan", "carried", "meeting", "_ext", "buffers", "clocks", "timeline_data", "links"],
+    ["links", "meeting", "agreement"],
+    ["plan", "carried", "_ext", "buffers", "clocks", "timeline_data"],
     ["engine", "recorder", "stats", "timeline_views"],
     ["logging_data", "timeline", "wire_state", "request"],
     ["_torch_front"],

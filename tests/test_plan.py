@@ -7,6 +7,7 @@ import torch
 
 from fastsync.codec import FORMATS, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
+from fastsync.network import Network
 from fastsync.plan import ParamSpec, make_plan, settled_order
 
 CPU = torch.device("cpu")
@@ -34,6 +35,29 @@ def test_a_bucket_is_closed_by_the_gradient_that_reaches_its_cap():
 def test_caps_count_buckets_and_the_last_one_holds_for_the_rest():
     specs = specs_of(*[10] * 10)
     assert params(plan_of(specs, caps=(40, 120))) == [(0,), (1, 2, 3), (4, 5, 6), (7, 8, 9)]
+
+
+def sizes(numels, last, order=None):
+    policy = BucketPolicy((400,), last=last)
+    plan = make_plan(specs_of(*numels), order or range(len(numels)), policy, SyncPolicy(), 2)
+    return [sum(numels[i] for i in bucket.params) for bucket in plan.buckets]
+
+
+def test_buckets_shrink_towards_the_last_one():
+    assert sizes([10] * 40, last=None) == [100, 100, 100, 100]
+    assert sizes([10] * 40, last=80) == [100, 100, 100, 50, 30, 20]
+    assert sizes([10] * 40, last=40) == [100, 100, 100, 50, 30, 10, 10]
+    assert sizes([10] * 40, last=4000) == [100, 100, 100, 100]
+    assert sizes([300, 10, 10, 10], last=40) == [300, 20, 10]
+    assert sizes([10, 10, 10, 300], last=40) == [330]
+
+
+def test_buckets_that_fill_side_by_side_shrink_together():
+    specs = specs_of(*[10] * 20)
+    for index in range(1, 20, 2):
+        specs[index] = ParamSpec(index, 20, torch.bfloat16, CPU)
+    plan = make_plan(specs, range(20), BucketPolicy((400,), last=40), SyncPolicy(), 2)
+    assert [len(p) for p in params(plan)] == [7, 7, 2, 3, 1]
 
 
 def test_order_is_kept_and_may_name_others():
@@ -131,17 +155,20 @@ def test_chunks_hold_every_slot_and_flag(world, form, wire):
 
 @pytest.mark.parametrize("wire", ["fp16", "int8"])
 def test_pieces_shrink_on_slow_networks_where_nobody_chose_their_size(wire):
-    def pieces(rate, **options):
+    def pieces(rate, latency=0.0, **options):
         specs = specs_of(32 << 20, wire=wire)
-        bucket = plan_of(specs, wire=Wire(wire, **options), rate=rate).buckets[0]
+        network = Network(rate, latency)
+        bucket = plan_of(specs, wire=Wire(wire, **options), network=network).buckets[0]
         layout = bucket.coded.layout
         return layout.chunk_bytes * layout.chunks / layout.pieces / (1 << 20)
 
     coded = FORMATS[wire].coded_bytes(4 << 20) / (16 << 20)  # of a byte of gradients
     assert pieces(0) == pytest.approx(4, rel=0.05)
     assert pieces(1e12) == pytest.approx(4, rel=0.05)
-    assert pieces(125e6 / coded) == pytest.approx(1e6 / (1 << 20), rel=0.05)
-    assert pieces(1e3) == pytest.approx(0.5, rel=0.05)
+    assert pieces(125e6 / coded) == pytest.approx(375e3 / (1 << 20), rel=0.05)
+    assert pieces(125e6 / coded, latency=1e-3) == pytest.approx(750e3 / (1 << 20), rel=0.05)
+    assert pieces(125e6 / coded, latency=0.1) == pytest.approx(4, rel=0.05)
+    assert pieces(1e3) == pytest.approx(0.25, rel=0.05)
     assert pieces(1e3, piece_bytes=2 << 20) == pytest.approx(2, rel=0.05)
 
 

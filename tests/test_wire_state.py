@@ -142,6 +142,7 @@ def test_checkpoints_of_the_model_stay_as_they_are():
         assert same
         assert keys == [
             "factors",
+            "latency",
             "order",
             "rank",
             "rate",
@@ -161,19 +162,23 @@ def measured_rates(rank, world, deterministic):
         wrapped, optimizer = wrap("int4")
         if states:
             wrapped.load_sync_state_dict(states[-1])
-            assert (wrapped._engine._rate == 0) == deterministic
+            assert wrapped._engine._network.known != deterministic
         train(wrapped, optimizer, range(3), rank)
         states.append(wrapped.sync_state_dict())
-    return [state["rate"] for state in states]
+    return [(state["rate"], state["latency"]) for state in states]
 
 
-def test_the_measured_rate_stays():
+def test_what_was_measured_of_the_network_stays():
     for first, second in run_ranks(measured_rates, 2, False):
-        assert first == second > 0
+        assert first[0] == second[0] > 0
+        assert first[1] == second[1] > 0
 
 
 def test_no_rate_is_measured_where_runs_must_repeat():
-    assert run_ranks(measured_rates, 2, True) == [[0, 0], [0, 0]]
+    assert [[rate for rate, _ in both] for both in run_ranks(measured_rates, 2, True)] == [
+        [0, 0],
+        [0, 0],
+    ]
 
 
 def replanned(rank, world, cap):
@@ -277,6 +282,7 @@ def small_state(rank=0, world=2, **changes):
         "steps": 3,
         "order": ["a"],
         "rate": 0.0,
+        "latency": 0.0,
         "residuals": {"a": torch.ones(2)},
         "factors": {},
     }

@@ -12,7 +12,7 @@ from bench.models.classic import conv, ops400, small, transformer, wide
 from bench.models.dlrm import dlrm, dlrm_sparse
 from bench.models.images import resnet50, vit
 from bench.models.language import gpt2, llama_layer, lstm
-from bench.models.waiting import waiting
+from bench.models.waiting import paced, waiting
 from bench.models.workload import WEIGHT_SEED, Workload, data_generator
 
 __all__ = ["WEIGHT_SEED", "WORKLOADS", "Workload", "data_generator"]
@@ -32,4 +32,5 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "dlrm_sparse": dlrm_sparse,
     "ops400": ops400,
     "waiting": waiting,
+    "paced": paced,
 }

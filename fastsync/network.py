@@ -1,0 +1,48 @@
+"""What the first step has shown of the network, and how much travels at a time because of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Network", "Span"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """How long something should travel at least.
+
+    Attributes:
+        seconds: for what comes before, or after, and is not hidden, this is not much.
+        latencies: and against this many latencies, one is not.
+    """
+
+    seconds: float
+    latencies: int
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network between ranks, as fast as they have seen it.
+
+    Attributes:
+        rate: bytes per second; 0: unknown.
+        latency: seconds that a collective takes that carries next to nothing; 0 where that is
+            unknown, or of no interest.
+    """
+
+    rate: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether sizes may follow from it."""
+        return self.rate > 0
+
+    def at_share(self, share: float) -> Network:
+        """The same for bytes of which each stands for 1 / `share` of those counted so far."""
+        return Network(self.rate * share, self.latency)
+
+    def carries(self, span: Span, least: int, most: int) -> int:
+        """Bytes that travel in `span`, but between `least` and `most`."""
+        seconds = max(span.seconds, span.latencies * self.latency)
+        return min(max(int(self.rate * seconds), least), most)
