@@ -322,12 +322,16 @@ def _uninterrupted() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {s: signal.signal(s, lambda number, _: came.append(number)) for s in INTERRUPTING}
+
+    def put_off(number: int, frame: object) -> None:
+        came.append(number)
+
+    before = {s: signal.signal(s, put_off) for s in INTERRUPTING}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for interrupting, handler in before.items():
+            signal.signal(interrupting, handler)
         for number in came[:1]:
             signal.raise_signal(number)
 
