@@ -16,12 +16,11 @@ from bench.errors import UsageError
 from bench.formulas import bus_factor, variant_bytes
 from bench.harness import Measured, Progress, Settings, make_lanes, summarise, time_lanes
 from bench.launch import Group
-from bench.models import WORKLOADS, Workload
+from bench.models import WAITING, WORKLOADS, Workload
 from bench.netns import Link, bits_per_second
 from bench.stats import quantile
 from bench.wrappers import Variant
 
-WAITING = ("paced", "waiting")  # models whose backward takes as long as one likes
 PROBES = 3
 PROBE_SECONDS = 0.4
 SMALLEST_PROBE, LARGEST_PROBE = 4 * 2**20, 64 * 2**20  # bytes

@@ -32,9 +32,9 @@ from bench.errors import UsageError
 from bench.formulas import bus_factor
 from bench.harness import Progress, Settings, Timing, make_lanes, summarise, time_lanes
 from bench.launch import Group
-from bench.link_steps import WAITING, all_reduce_rate
+from bench.link_steps import all_reduce_rate
 from bench.machine import describe, environment
-from bench.models import WORKLOADS
+from bench.models import WAITING, WORKLOADS
 from bench.netns import Link, LinkName, bits_per_second, parse_links
 from bench.overlap_model import bucketed, least_exposed
 from bench.stats import quantile

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from fastsync.network import Network
 
-__all__ = ["View", "agree_on_plan"]
+__all__ = ["PlanFacts", "agree_on_plan"]
 
 _PROBES = 3
 
 
 @dataclass(frozen=True)
-class View:
+class PlanFacts:
     """What one rank knows, or all ranks have agreed on.
 
     Attributes:
@@ -31,25 +31,28 @@ class View:
     network: Network
 
 
-def agree_on_plan(mine: View, group: dist.ProcessGroup, device: torch.device) -> View:
+def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.device) -> PlanFacts:
     """Collective. What any rank trains, rank 0's order, and the network.
 
     Its rate is that of the rank that saw the highest: ranks that sent early waited for others. Its
-    latency is what rank 0 says or, where that is 0, measures now.
+    latency is what rank 0 says or, where a rate is known but no latency, what it measures now.
     """
-    if dist.get_world_size(group) == 1:
+    world = dist.get_world_size(group)
+    if world == 1:
         return mine
-    rate = torch.tensor([mine.network.rate], dtype=torch.float64).view(torch.uint8)
-    flags = torch.tensor(mine.trained, dtype=torch.uint8)
-    row = torch.cat([rate, flags]).to(device)
-    everyones = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    network = torch.tensor([mine.network.rate, mine.network.latency], dtype=torch.float64)
+    row = torch.cat([network.view(torch.uint8), torch.tensor(mine.trained, dtype=torch.uint8)])
+    row = row.to(device)
+    everyones = [torch.empty_like(row) for _ in range(world)]
     dist.all_gather(everyones, row, group=group)
-    measured = _measured_latency(group, device)
-    order, latency = _of_first_rank(mine, measured, group, device)
     rows = torch.stack(everyones).cpu()
-    fastest = rows[:, :8].reshape(-1).view(torch.float64).amax().item()
-    trained = rows[:, 8:].amax(dim=0).tolist()
-    return View([bool(t) for t in trained], order, Network(fastest, latency))
+    networks = rows[:, : network.nbytes].reshape(-1).view(torch.float64).view(world, 2)
+    rate, latency = networks[:, 0].amax().item(), networks[0, 1].item()
+    if rate > 0 and latency == 0:
+        latency = _measured_latency(group, device)
+    order, latency = _of_first_rank(mine, latency, group, device)
+    trained = rows[:, network.nbytes :].amax(dim=0).tolist()
+    return PlanFacts([bool(t) for t in trained], order, Network(rate, latency))
 
 
 def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -69,10 +72,10 @@ def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _of_first_rank(
-    mine: View, measured: float, group: dist.ProcessGroup, device: torch.device
+    mine: PlanFacts, latency: float, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[int], float]:
     count = len(mine.trained)
-    nanoseconds = round(1e9 * (mine.network.latency or measured))
+    nanoseconds = round(1e9 * latency)
     padded = [*mine.order, *[-1] * (count - len(mine.order)), nanoseconds]
     told = torch.tensor(padded, dtype=torch.int64, device=device)
     dist.broadcast(told, group_src=0, group=group)

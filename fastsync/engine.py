@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync import _ext
-from fastsync.agreement import View, agree_on_plan
+from fastsync.agreement import PlanFacts, agree_on_plan
 from fastsync.carried import Carried
 from fastsync.codec import Format, TopK, Wire
 from fastsync.config import BucketPolicy, SyncPolicy
@@ -96,7 +96,7 @@ class Engine:
         self._buckets = buckets
         self._policy = policy
         self._network = Network()  # as all ranks know it, for bytes of gradients
-        self._measured = Network()  # by this rank, before a restart
+        self._measured_rate = 0.0  # by this rank, before a restart
         self._nodes = self._find_nodes()
         self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
         self._linked: list[str] = []  # those that the reducer has
@@ -270,16 +270,15 @@ class Engine:
         Unknown before, and where the user wants runs to repeat bit for bit: sums depend on how
         buckets are cut.
         """
-        if self._measured.known:
-            return self._measured
         timed = not torch.are_deterministic_algorithms_enabled()
-        return Network(float(self.core.wire_rate()) if timed else 0.0, self._network.latency)
+        rate = self._measured_rate or (float(self.core.wire_rate()) if timed else 0.0)
+        return Network(rate, self._network.latency)
 
     def resume(self, progress: Progress, carried: Carried) -> None:
         """Goes on where a training was left. Collective: rank 0's order decides."""
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
-        self._measured = progress.network
+        self._measured_rate, self._network = progress.network.rate, progress.network
         order = [index_of[name] for name in progress.order if name in index_of]
         trained, agreed = self._agreed(order)
         self._install([i for i in self._complete(agreed) if trained[i]])
@@ -417,7 +416,7 @@ class Engine:
 
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
         """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
-        mine = View(self.core.trainable(), ready, self.measured())
+        mine = PlanFacts(self.core.trainable(), ready, self.measured())
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self._network = agreed.network
         return list(agreed.trained), list(agreed.order)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fastsync.agreement import View, agree_on_plan
+from fastsync.agreement import PlanFacts, agree_on_plan
 from fastsync.network import Network
 from fastsync.testing import run_ranks
 
@@ -13,13 +13,13 @@ CPU = torch.device("cpu")
 def different_views(rank, world, latency):
     trained = [rank == 1, False, rank == 0, True]
     order = [3, 2] if rank == 0 else [0, 3, 2]
-    mine = View(trained, order, Network(1e6 * (rank + 1), latency * (rank + 1)))
+    mine = PlanFacts(trained, order, Network(1e6 * (rank + 1), latency * (rank + 1)))
     return agree_on_plan(mine, dist.group.WORLD, CPU)
 
 
 def test_any_rank_trains_the_first_one_orders_and_the_fastest_has_measured():
     for agreed in run_ranks(different_views, 3, 0.25):
-        assert agreed == View([True, False, True, True], [3, 2], Network(3e6, 0.25))
+        assert agreed == PlanFacts([True, False, True, True], [3, 2], Network(3e6, 0.25))
 
 
 def test_a_latency_that_nobody_knows_is_measured_and_the_same_on_all_ranks():
@@ -28,8 +28,17 @@ def test_a_latency_that_nobody_knows_is_measured_and_the_same_on_all_ranks():
     assert all(other == first for other in others)
 
 
+def nothing_measured(rank, world):
+    return agree_on_plan(PlanFacts([True], [0], Network()), dist.group.WORLD, CPU)
+
+
+def test_no_latency_is_measured_where_no_rate_is():
+    for agreed in run_ranks(nothing_measured, 2):
+        assert agreed == PlanFacts([True], [0], Network())
+
+
 def alone(rank, world):
-    mine = View([True], [0], Network(5.0))
+    mine = PlanFacts([True], [0], Network(5.0))
     return agree_on_plan(mine, dist.group.WORLD, CPU) is mine
 
 

@@ -37,9 +37,9 @@ def test_caps_count_buckets_and_the_last_one_holds_for_the_rest():
     assert params(plan_of(specs, caps=(40, 120))) == [(0,), (1, 2, 3), (4, 5, 6), (7, 8, 9)]
 
 
-def sizes(numels, last, order=None):
+def sizes(numels, last):
     policy = BucketPolicy((400,), last=last)
-    plan = make_plan(specs_of(*numels), order or range(len(numels)), policy, SyncPolicy(), 2)
+    plan = make_plan(specs_of(*numels), range(len(numels)), policy, SyncPolicy(), 2)
     return [sum(numels[i] for i in bucket.params) for bucket in plan.buckets]
 
 

@@ -15,7 +15,7 @@ from bench.models.language import gpt2, llama_layer, lstm
 from bench.models.waiting import paced, waiting
 from bench.models.workload import WEIGHT_SEED, Workload, data_generator
 
-__all__ = ["WEIGHT_SEED", "WORKLOADS", "Workload", "data_generator"]
+__all__ = ["WAITING", "WEIGHT_SEED", "WORKLOADS", "Workload", "data_generator"]
 
 # Each takes `scale` and has a default for it.
 WORKLOADS: dict[str, Callable[..., Workload]] = {
@@ -34,3 +34,5 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "waiting": waiting,
     "paced": paced,
 }
+
+WAITING = ("paced", "waiting")  # those whose backward takes as many `seconds` as one likes
