@@ -11,6 +11,7 @@ from fastsync.codec import Codec, PowerSGD, TopK, Wire, register_codec
 from fastsync.config import TimelinePolicy
 from fastsync.consensus import RankMismatchError
 from fastsync.ddp import FastDDP
+from fastsync.leaving import guard_exit
 from fastsync.plugin import load_codec
 from fastsync.stats import BucketTiming, SyncStats, log_to_tensorboard
 
@@ -32,3 +33,5 @@ __all__ = [
     "register_codec",
 ]
 __version__ = "0.1.0"
+
+guard_exit()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,19 @@ def finish(process, code=0, timeout=240):
         process.kill()
     assert process.returncode == code, output
     return output
+
+
+def finish_all(processes):
+    """Waits for processes of one job, and returns what each printed; one that fails ends all."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        outputs = [pool.submit(finish, process) for process in processes]
+        try:
+            for output in as_completed(outputs):
+                output.result()
+        finally:
+            for process in processes:
+                process.kill()
+    return [output.result() for output in outputs]
 
 
 def run_module(module, *arguments, code=0):

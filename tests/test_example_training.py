@@ -13,7 +13,7 @@ import torch.distributed as dist
 from examples import checkpoint, training
 from examples.training import Saving, Settings, Trainer, learning_rate, train
 from fastsync.testing import RankError, run_ranks
-from tests.scripts import finish, start
+from tests.scripts import finish_all, start
 
 SMALL = Settings(epochs=2, samples=256, batch=8, accumulate=2)  # 8 steps per epoch on two ranks
 CPU = torch.device("cpu")
@@ -212,9 +212,9 @@ def preempt_after_checkpoint(processes, steps):
 
 def test_preempted_and_resumed_on_two_nodes_equals_one_node(tmp_path):
     saving = ("--checkpoint", tmp_path / "training.pt")
-    expected = digest([finish(process) for process in torchrun()])
+    expected = digest(finish_all(torchrun()))
     preempt_after_checkpoint(torchrun(*saving, nodes=2), 6)
-    resumed = [finish(process) for process in torchrun(*saving, "--resume", nodes=2)]
+    resumed = finish_all(torchrun(*saving, "--resume", nodes=2))
     continued = re.search(r"continuing after step (\d+)", "".join(resumed))
     assert 6 <= int(continued[1]) < 128
     assert digest(resumed) == expected

@@ -14,7 +14,7 @@ LONGEST_FILE = 450
 
 # A module may import from earlier rows only.
 PYTHON_LAYERS = [
-    ["env", "_build", "network"],
+    ["env", "_build", "network", "leaving"],
     ["layout", "codec", "_torch_private", "consensus", "mixed_precision"],
     ["config", "plugin"],
     ["links", "meeting", "agreement"],

@@ -1,0 +1,49 @@
+"""Processes that end while a thread of Gloo's still holds what Python lent it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fastsync import leaving
+from tests.scripts import ROOT, environment
+
+# A tensor that takes the thread that frees it a while, with the GIL in hand.
+LEAVES = """
+import sys, time
+import torch
+import torch.distributed as dist
+import fastsync
+
+class Slow:
+    def __del__(self):
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+model = fastsync.FastDDP(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+mine = torch.ones(4)
+mine.slow = Slow()
+dist.all_reduce(mine, async_op=True)
+del mine
+"""
+DESTROYS = LEAVES + "dist.destroy_process_group()\n"
+
+
+@pytest.mark.parametrize("script", [LEAVES, DESTROYS], ids=["leaves", "destroys the group"])
+def test_a_thread_that_frees_tensors_ends_before_the_interpreter(script, tmp_path):
+    command = [sys.executable, "-c", script, tmp_path]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_thread_that_never_rests_is_left_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(leaving, "_LONGEST", 0.05)
+    monkeypatch.setattr(leaving, "_runs", lambda: asked.append(1) or True)
+    leaving.let_threads_finish()
+    assert asked
