@@ -149,13 +149,16 @@ def make_links(
     """The process groups of a chain's links, in order. Collective.
 
     On a device with streams all links are enqueued at once, in one order on every rank, so that
-    links between the same ranks may share a group. On a CPU only the first link is started by the
-    thread that runs the backward, and may share the user's group.
+    links between the same ranks may share a group. On a CPU collectives are started by the thread
+    that runs the backward, but exchanges and whatever follows the first link by threads of each
+    model: those need groups that no other model uses.
     """
     streams = device.type != "cpu"
     if nodes is None:
+        if streams:
+            return [group, group]
         ranks = dist.get_process_group_ranks(group)
-        return [group, group if streams else _new_group(group, ranks, "sums on their way back")]
+        return [_new_group(group, ranks, purpose) for purpose in ("codes", "codes of sums")]
     node = wire.node_group or _new_group(group, nodes.node_ranks, "inside a node")
     if streams:
         cross = wire.cross_group or _new_group(group, nodes.cross_ranks, "between nodes")

@@ -31,8 +31,9 @@ CPP_LAYERS = [
     ["check.h", "codec_plugin.h"],
     ["kernels"],
     ["items"],
-    ["ops", "comm/collective", "comm/worker", "engine/timeline"],
-    ["codec_ops", "lossy_ops", "comm/chain"],
+    ["ops", "comm/worker", "engine/timeline"],
+    ["codec_ops", "lossy_ops", "comm/collective"],
+    ["comm/chain"],
     ["engine/coder"],
     ["engine/topk_coder"],
     [

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../check.h"
+#include "worker.h"
 
 namespace fastsync::comm {
 namespace {
@@ -59,6 +60,65 @@ class WorkInFlight final : public InFlight {
  private:
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
+  std::function<void()> at_wait_;
+};
+
+// [Note: announce first]
+// Gloo sends once the receiver has announced that it is ready, and what a rank writes to another leaves in order. If both
+// of two ranks first sent, the announcement of the later one would stand behind all its data: the two directions would
+// take turns. Gloo's own collectives do that, and ranks hardly ever start at the same moment.
+class Exchange {
+ public:
+  // Part r of `received` is to come from rank r, part r of `sent` goes to it; this rank's own parts are left alone.
+  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> received,
+           std::vector<at::Tensor> sent)
+      : group_(std::move(group)), received_(std::move(received)), sent_(std::move(sent)) {}
+
+  // Blocks while sockets take bytes. Ranks start with different ones, each with the next.
+  void start() {
+    const int ranks = group_->getSize();
+    for (int i = 1; i < ranks; ++i) {
+      const int from = (group_->getRank() + ranks - i) % ranks;
+      std::vector<at::Tensor> part{received_[static_cast<size_t>(from)]};
+      works_.push_back(group_->recv(part, from, kTag));
+    }
+    for (int i = 1; i < ranks; ++i) {
+      const int to = (group_->getRank() + i) % ranks;
+      std::vector<at::Tensor> part{sent_[static_cast<size_t>(to)]};
+      works_.push_back(group_->send(part, to, kTag));
+    }
+  }
+
+  void wait() {
+    for (const auto& work : works_) work->wait();
+  }
+
+ private:
+  static constexpr int kTag = 0x66617374;  // a program's own messages have small ones
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<at::Tensor> received_;
+  std::vector<at::Tensor> sent_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+class ExchangeInFlight final : public InFlight {
+ public:
+  ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<Ticket> started)
+      : exchange_(std::move(exchange)), started_(std::move(started)) {}
+
+  at::Tensor wait() override {
+    started_->wait();
+    exchange_->wait();
+    if (at_wait_) std::exchange(at_wait_, nullptr)();
+    return {};
+  }
+
+  void on_done(std::function<void()> fn) override { at_wait_ = std::move(fn); }
+
+ private:
+  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<Ticket> started_;
   std::function<void()> at_wait_;
 };
 
@@ -115,6 +175,7 @@ class ProcessGroupCollective final : public Collective {
 
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                        const at::Tensor& sent) override {
+    if (on_gloo(received)) return exchange(received, sent.tensor_split(size()));
     at::Tensor out = received;
     at::Tensor in = sent;
     Splits equal;
@@ -124,7 +185,9 @@ class ProcessGroupCollective final : public Collective {
 
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                        const at::Tensor& mine) override {
-    if (size() == 2 && gathered.is_cpu() && is_gloo()) return swap(gathered, mine);
+    if (on_gloo(gathered)) {
+      return exchange(gathered, std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
+    }
     at::Tensor out = gathered;
     at::Tensor in = mine;
     return start("all-gather", {out, in}, [&] { return all_gather_on(*group_, out, in, 0); });
@@ -138,21 +201,23 @@ class ProcessGroupCollective final : public Collective {
   }
 
  private:
-  bool is_gloo() const { return group_->getBackend(at::kCPU)->getBackendName() == "gloo"; }
+  bool on_gloo(const at::Tensor& tensor) const {
+    return tensor.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
+  }
 
-  // Gloo gathers into a temporary of its own and copies that. An all-to-all in which each of two ranks hands the other all
-  // it has writes where it should, in half the time.
-  std::unique_ptr<InFlight> swap(const at::Tensor& gathered, const at::Tensor& mine) {
+  // See [Note: announce first]. Gloo's all-gather moreover receives into a temporary of its own and copies that.
+  std::unique_ptr<InFlight> exchange(const at::Tensor& received, std::vector<at::Tensor> sent) {
     const at::NoGradGuard no_grad;
-    const int64_t numel = mine.numel();
-    const at::Tensor own = gathered.narrow(0, rank() * numel, numel);
-    if (own.const_data_ptr() != mine.const_data_ptr()) own.copy_(mine);
-    at::Tensor out = gathered.narrow(0, (1 - rank()) * numel, numel);
-    at::Tensor in = mine;
-    Splits splits{0, 0};
-    splits[static_cast<size_t>(1 - rank())] = numel;
-    return start("all-gather", {out, in},
-                 [&] { return all_to_all_on(*group_, out, in, splits, 0); });
+    std::vector<at::Tensor> parts = received.tensor_split(size());
+    const auto self = static_cast<size_t>(rank());
+    if (parts[self].const_data_ptr() != sent[self].const_data_ptr()) parts[self].copy_(sent[self]);
+    const auto exchange = std::make_shared<Exchange>(group_, std::move(parts), std::move(sent));
+    if (!starter_) starter_ = std::make_unique<Worker>();
+    auto started = starter_->submit([exchange] {
+      exchange->start();
+      return false;
+    });
+    return std::make_unique<ExchangeInFlight>(exchange, std::move(started));
   }
 
   template <typename Issue>
@@ -165,6 +230,7 @@ class ProcessGroupCollective final : public Collective {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::unique_ptr<Worker> starter_;  // of exchanges
 };
 
 }  // namespace
