@@ -22,6 +22,7 @@ from typing import Any
 from bench import netns
 from bench.errors import UsageError
 from bench.launch import INTERRUPTED, Group, is_rank, launch, over_sockets
+from bench.signals import handled
 
 PART_VARIABLE = "BENCH_PART"  # where the main rank leaves its part
 
@@ -132,9 +133,5 @@ def _terminable() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -26,6 +26,7 @@ from types import TracebackType
 
 from bench.errors import MissingRights, UsageError
 from bench.launch import Placement
+from bench.signals import handled
 
 DEVICE = "fslink"  # in every namespace of a rank
 PORT = 29500  # free in a namespace that nobody else uses
@@ -326,12 +327,10 @@ def _uninterrupted() -> Iterator[None]:
     def put_off(number: int, frame: object) -> None:
         came.append(number)
 
-    before = {s: signal.signal(s, put_off) for s in INTERRUPTING}
     try:
-        yield
+        with handled(INTERRUPTING, put_off):
+            yield
     finally:
-        for interrupting, handler in before.items():
-            signal.signal(interrupting, handler)
         for number in came[:1]:
             signal.raise_signal(number)
 

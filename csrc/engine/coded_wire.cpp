@@ -134,13 +134,9 @@ class OnePiece : public comm::Links {
 
   void deliver() const {
     if (delivery_->tensors.empty()) return;
-    std::vector<ops::Item> items;
-    for (size_t i = 0; i < delivery_->tensors.size(); ++i) {
-      items.push_back({delivery_->tensors[i], &delivery_->layouts[i]});
-    }
     const int64_t numel = buffers_->piece_numel();
-    buffers_->coder->decode_part(items, buffers_->received, buffers_->sources(), index_ * numel,
-                                 (index_ + 1) * numel);
+    buffers_->coder->decode_part(delivery_->items(), buffers_->received, buffers_->sources(),
+                                 index_ * numel, (index_ + 1) * numel);
   }
 
  private:

@@ -196,11 +196,7 @@ class PowerLinks final : public comm::Links {
  private:
   void deliver() const {
     if (delivery_.tensors.empty()) return;
-    std::vector<ops::Item> items;
-    for (size_t i = 0; i < delivery_.tensors.size(); ++i) {
-      items.push_back({delivery_.tensors[i], &delivery_.layouts[i]});
-    }
-    ops::unpack(items, factors_->flat(), 1.0, false);
+    ops::unpack(delivery_.items(), factors_->flat(), 1.0, false);
   }
 
   std::shared_ptr<const Factors> factors_;

@@ -14,6 +14,13 @@ namespace fastsync::engine {
 
 // Gradients that averages are written into as they arrive, and where they lie. Kept alive until then.
 struct Delivery {
+  // Refer to the layouts here.
+  std::vector<ops::Item> items() const {
+    std::vector<ops::Item> all;
+    for (size_t i = 0; i < tensors.size(); ++i) all.push_back({tensors[i], &layouts[i]});
+    return all;
+  }
+
   std::vector<at::Tensor> tensors;
   std::vector<ops::SlotLayout> layouts;
 };
