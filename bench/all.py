@@ -76,7 +76,7 @@ PARTS = (
     ),
     Part("buckets", ("--seconds", "30"), 90),
     Part("links", ("--seconds", "30"), 210, True),
-    Part("links-slow", ("--links", "100mbit", "--seconds", "60"), 120, True, "links"),
+    Part("links-slow", ("--links", "100mbit", "--seconds", "60"), 90, True, "links"),
     Part("links-four", ("--links", "1gbit", "--ranks", "4", "--seconds", "60"), 170, True, "links"),
     Part("overlap", ("--links", "1gbit,10gbit,loopback", "--seconds", "16"), 540, True),
 )
