@@ -16,10 +16,10 @@ HERE = Path(__file__).resolve().parent
 
 
 def load_build():
-    """fastsync/_build.py, by its path: the package itself must not be imported here."""
-    spec = importlib.util.spec_from_file_location("_build", HERE / "fastsync" / "_build.py")
+    """fastsync/build/recipe.py, by its path: the package itself must not be imported here."""
+    spec = importlib.util.spec_from_file_location("recipe", HERE / "fastsync/build/recipe.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["_build"] = module
+    sys.modules["recipe"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -61,13 +61,20 @@ def source_packages():
     return {".".join(("fastsync", *folder.parts)): str(folder) for folder in folders}
 
 
+def python_packages():
+    """Every folder of the package that holds Python."""
+    folders = {p.parent.relative_to(HERE) for p in (HERE / "fastsync").rglob("*.py")}
+    return {".".join(folder.parts): str(folder) for folder in folders}
+
+
 sources = source_packages()
-packages = {"fastsync": "fastsync", **sources}
+packages = {**python_packages(), **sources}
 setup(
     packages=list(packages),
     package_dir=packages,
     package_data={
-        "fastsync": ["py.typed", "page/*"],
+        "fastsync": ["py.typed"],
+        "fastsync.timeline": ["page/*"],
         **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
     },
     **extension_arguments(),

@@ -9,11 +9,11 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from fastsync import _ext
+from fastsync.build import extension
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 floats = ctypes.cast(libc.malloc(64), ctypes.POINTER(ctypes.c_float))
 beyond = torch.from_numpy(np.ctypeslib.as_array(floats, (1000,)))
-_ext.load().pack([beyond], [beyond], [0], torch.zeros(1008), 1.0)
+extension.load().pack([beyond], [beyond], [0], torch.zeros(1008), 1.0)
 print("nothing noticed the overflow")

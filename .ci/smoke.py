@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fastsync
 from bench.launch import Group, launch
-from fastsync import _ext
+from fastsync.build import extension
 
 STEPS = 10
 # Wires that a backend sums, with DDP's way to the same bits.
@@ -192,8 +192,8 @@ def judge(case: Case, group: Group) -> tuple[bool, str]:
 
 def check_extension(args: argparse.Namespace, group: Group) -> None:
     """Fails unless the extension is the one that was asked for."""
-    extension = _ext.load()
-    place = Path(str(extension.__file__)).parent
+    loaded = extension.load()
+    place = Path(str(loaded.__file__)).parent
     prebuilt = place == Path(fastsync.__file__).parent
     if args.prebuilt and not prebuilt:
         raise SystemExit(f"expects the prebuilt extension, but {place} was loaded")

@@ -25,9 +25,9 @@ from bench.launch import Group
 from bench.machine import command_line, environment
 from bench.record import TABLE, write_json
 from bench.tables import render
-from fastsync import _ext
-from fastsync.codec import FORMATS
+from fastsync.build import extension
 from fastsync.testing import run_ranks
+from fastsync.wire.formats import FORMATS
 
 WORLDS = (2, 8, 64)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -59,7 +59,7 @@ def exact_average(tensors: Sequence[Tensor]) -> Tensor:
 
 def coded_average(tensors: Sequence[Tensor], name: str, gather: bool = False) -> Tensor:
     """What every rank would get of a bucket in the format `name`, fp64."""
-    averaged: Tensor = _ext.load().wire_average(list(tensors), name, gather)
+    averaged: Tensor = extension.load().wire_average(list(tensors), name, gather)
     return averaged.double()
 
 

@@ -12,9 +12,9 @@ from bench import torch_codes
 from bench.errors import CheckFailed
 from bench.kernel_cases import OURS, SCALE, SEED, Task, Way, shapes_of
 from bench.models import Workload
-from fastsync import _ext
-from fastsync.codec import FORMATS, Format, TopK
-from fastsync.layout import FlatLayout, slot_layout
+from fastsync.build import extension
+from fastsync.plan.layout import FlatLayout, slot_layout
+from fastsync.wire.formats import FORMATS, Format, TopK
 
 ENCODE, REDUCE, DECODE, SELECT = "encode", "reduce", "decode", "select"
 TORCH = "torch"
@@ -111,12 +111,12 @@ class CodecData:
 
     def encode(self, wire: Tensor) -> None:
         """By fastsync's kernel."""
-        _ext.load().encode(self.gradients, self.offsets, wire, self.plan, SCALE)
+        extension.load().encode(self.gradients, self.offsets, wire, self.plan, SCALE)
 
     def decoded(self, wire: Tensor) -> Tensor:
         """What a wire stands for, flat, by fastsync's kernel."""
         flat = torch.zeros_like(self.flat)
-        _ext.load().decode([flat], [0], wire, self.plan)
+        extension.load().decode([flat], [0], wire, self.plan)
         return flat
 
     def expect(self, name: str, found: Tensor, wanted: Tensor) -> None:
@@ -159,7 +159,7 @@ def _encoding(data: CodecData) -> Task:
 
 
 def _reduction(data: CodecData) -> Task:
-    ext = _ext.load()
+    ext = extension.load()
     for wire in data.wires:
         data.encode(wire)
         torch._foreach_neg_(data.gradients[::2])
@@ -190,7 +190,7 @@ def _reduction(data: CodecData) -> Task:
 
 
 def _decoding(data: CodecData) -> Task:
-    ext = _ext.load()
+    ext = extension.load()
     data.encode(data.wires[0])
     code = torch_codes.encode(data.format, data.gathered())
     wanted = data.flat.clone()
@@ -219,7 +219,7 @@ def _selection(workload: Workload, device: torch.device) -> Task:
     flat = torch.cat([g.view(-1) for g in random_gradients(workload, device)])
     count = TopK().kept(flat.numel())
     positions = torch.zeros(count, dtype=torch.int32, device=device)
-    ext = _ext.load()
+    ext = extension.load()
 
     def by_torch() -> None:
         positions.copy_(flat.abs().topk(count, sorted=False).indices)

@@ -33,7 +33,7 @@ from bench.record import TABLE, add_json_argument, write_json
 from bench.tables import render
 from examples import data, gpt
 from fastsync import FastDDP, PowerSGD, TopK, Wire
-from fastsync.codec import wire_formats
+from fastsync.wire.formats import wire_formats
 
 REFERENCE = "fp32"
 NUDGED = "fp32, nudged"

@@ -14,7 +14,7 @@ import torch
 from bench.wrappers import Variant
 
 if TYPE_CHECKING:
-    from fastsync.codec import PowerSGD
+    from fastsync.wire.formats import PowerSGD
 
 
 def bus_factor(world: int) -> float:
@@ -42,7 +42,7 @@ def wire_bytes(
     the gather form it sends all it has to all others. PowerSGD sums its factors, and what it does
     not compress, in all-reduces.
     """
-    from fastsync.codec import PowerSGD, Wire, make_codec
+    from fastsync.wire.formats import PowerSGD, Wire, make_codec
 
     codec = make_codec(wire)
     if isinstance(codec, PowerSGD):

@@ -107,7 +107,10 @@ def stages(context: Context) -> tuple[Stage, ...]:
 
 
 def _build() -> Stage:
-    load = "from fastsync import _ext; c = _ext.load(); print('CUDA kernels:', c.with_cuda)"
+    load = (
+        "from fastsync.build import extension; c = extension.load(); "
+        "print('CUDA kernels:', c.with_cuda)"
+    )
     check = f"{load}; assert c.with_cuda"
     commands = (sys.executable, "-c", check), (sys.executable, "-c", load)
     return Stage(

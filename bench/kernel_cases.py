@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.models import Workload
-from fastsync import _ext
-from fastsync.layout import flat_layout
+from fastsync.build import extension
+from fastsync.plan.layout import flat_layout
 
 Way = Callable[[], object]
 
@@ -133,7 +133,7 @@ def methods(case: Case, data: Scattered) -> dict[str, Way]:
 
 def _packers(case: Case, data: Scattered) -> dict[str, Way]:
     gradients, views, flat = data.gradients, data.views, data.flat
-    ext, offsets = _ext.load(), list(data.offsets)
+    ext, offsets = extension.load(), list(data.offsets)
     ways: dict[str, Way] = {
         OURS: lambda: ext.pack(gradients, gradients, offsets, flat, case.scale),
         "foreach_copy": lambda: _foreach_pack(gradients, views, flat, case.scale),
@@ -149,7 +149,7 @@ def _packers(case: Case, data: Scattered) -> dict[str, Way]:
 
 def _unpackers(case: Case, data: Scattered) -> dict[str, Way]:
     gradients, views, flat = data.gradients, data.views, data.flat
-    ext, offsets = _ext.load(), list(data.offsets)
+    ext, offsets = extension.load(), list(data.offsets)
     return {
         OURS: lambda: ext.unpack(gradients, offsets, flat, case.scale, False),
         "foreach_copy": lambda: torch._foreach_copy_(gradients, views),

@@ -62,8 +62,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def plan_seconds(module: nn.Module, world: int, rounds: int) -> list[float]:
     """Seconds of making a plan for the module's parameters."""
-    from fastsync.config import BucketPolicy, SyncPolicy
-    from fastsync.plan import ParamSpec, make_plan
+    from fastsync.plan.buckets import ParamSpec, make_plan
+    from fastsync.plan.policy import BucketPolicy, SyncPolicy
 
     specs = [ParamSpec.of(i, p) for i, p in enumerate(module.parameters())]
     order = list(range(len(specs)))

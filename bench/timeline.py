@@ -23,7 +23,7 @@ from bench.record import add_json_argument, publish
 from bench.stats import Spread, quantile
 from bench.training import Lane, make_batches, make_lane
 from bench.wrappers import VARIANTS
-from fastsync import _ext
+from fastsync.build import extension
 
 MODES = ("off", "on", "off again")
 CAPACITY = 1 << 15
@@ -50,7 +50,7 @@ def compare(workload: Workload, group: Group, args: argparse.Namespace) -> Overh
     lane = make_lane(workload, VARIANTS["fastsync"], group, None, make_batches(workload, group))
     model: Any = lane.model
     core = model._engine.core
-    timeline = _ext.load().Timeline(CAPACITY, str(group.device))
+    timeline = extension.load().Timeline(CAPACITY, str(group.device))
     burst(lane, group, args.warmup, no_meter)
     rounds: dict[str, list[float]] = {mode: [] for mode in MODES}
     progress = Progress(group)

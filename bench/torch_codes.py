@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsync.codec import Format
+from fastsync.wire.formats import Format
 
 DTYPES = {
     "fp32": torch.float32,

@@ -173,12 +173,12 @@ UNKNOWN_WIRE = WireCost(None, 2.0)
 def wire_formats() -> tuple[str, ...]:
     """The names that FastDDP accepts as `wire`; without the package, those it is known to."""
     try:
-        from fastsync import codec
+        from fastsync.wire import formats
     except ModuleNotFoundError as error:
         if not _is_fastsync(error):
             raise
         return ("fp32", "bf16", "fp16")
-    return codec.wire_formats()
+    return formats.wire_formats()
 
 
 def fastsync_name(wire: str) -> str:

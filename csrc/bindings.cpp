@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "check.h"
+#include "codec/plugin_codec.h"
+#include "codec/python_codec.h"
 #include "comm/python_hook.h"
-#include "engine/plugin_codec.h"
-#include "engine/python_codec.h"
 #include "engine/reducer.h"
-#include "lossy_ops.h"
-#include "ops.h"
+#include "ops/lossy_ops.h"
+#include "ops/ops.h"
 
 namespace py = pybind11;
 using namespace fastsync;  // NOLINT: bindings only

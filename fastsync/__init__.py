@@ -5,15 +5,15 @@
     model = fastsync.FastDDP(model)
 """
 
-from fastsync._build import BuildError
-from fastsync._build import source_dir as include_dir
-from fastsync.codec import Codec, PowerSGD, TopK, Wire, register_codec
-from fastsync.config import TimelinePolicy
-from fastsync.consensus import RankMismatchError
+from fastsync.build.recipe import BuildError
+from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
-from fastsync.leaving import guard_exit
-from fastsync.plugin import load_codec
-from fastsync.stats import BucketTiming, SyncStats, log_to_tensorboard
+from fastsync.ranks.consensus import RankMismatchError
+from fastsync.ranks.leaving import guard_exit
+from fastsync.timeline.policy import TimelinePolicy
+from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
+from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
+from fastsync.wire.plugins import load_codec
 
 __all__ = [
     "BucketTiming",

@@ -12,25 +12,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync import wire_state
-from fastsync._torch_front import FrontLogger, FrontReducer
-from fastsync._torch_private import (
+from fastsync.build.env import Env
+from fastsync.engine import checkpoint
+from fastsync.engine.engine import Engine
+from fastsync.front.buffers import BufferWatch, buffer_arguments
+from fastsync.front.logging_data import WrapFacts
+from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
+from fastsync.front.request import Request, named_params
+from fastsync.front.torch_faces import FrontLogger, FrontReducer
+from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy
+from fastsync.timeline.policy import TimelinePolicy
+from fastsync.timeline.recorder import RecordedModel, Recorder
+from fastsync.timeline.stats import SyncStats, make_stats
+from fastsync.torch_private import (
     builtin_comm_hook,
     find_tensors,
     gloo_threads,
     split_graphs_at_buckets,
     untraced,
 )
-from fastsync.buffers import BufferWatch, buffer_arguments
-from fastsync.codec import Wire
-from fastsync.config import BucketPolicy, MixedPolicy, SyncPolicy, TimelinePolicy
-from fastsync.engine import Engine
-from fastsync.env import Env
-from fastsync.logging_data import WrapFacts
-from fastsync.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.recorder import RecordedModel, Recorder
-from fastsync.request import Request, named_params
-from fastsync.stats import SyncStats, make_stats
+from fastsync.wire.formats import Wire
 
 __all__ = ["FastDDP"]
 
@@ -314,7 +315,7 @@ class FastDDP(DistributedDataParallel):
             which decide how large buckets grow, `rank`, `world_size`, `wire` and `version`: plain
             values and tensors, which torch.save and torch.load(weights_only=True) take.
         """
-        return wire_state.capture(self._engine)
+        return checkpoint.capture(self._engine)
 
     def load_sync_state_dict(self, state: Any) -> None:
         """Goes on where `sync_state_dict()` was called.
@@ -328,7 +329,7 @@ class FastDDP(DistributedDataParallel):
             ValueError, TypeError: the state does not fit the model, its wire or the ranks.
             RankMismatchError: another rank raised, or the states are of different steps.
         """
-        wire_state.restore(self._engine, state)
+        checkpoint.restore(self._engine, state)
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
         """What synchronising has cost this rank: counters, and times where `timeline=` records.

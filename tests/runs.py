@@ -1,6 +1,6 @@
 """Recordings made up for tests: times in milliseconds, one step after the other."""
 
-from fastsync.timeline_data import BucketInfo, RankRecord, Run
+from fastsync.timeline.data import BucketInfo, RankRecord, Run
 
 MS = 1_000_000
 

@@ -5,9 +5,9 @@ import torch
 
 from bench import accuracy
 from bench.errors import CheckFailed
-from fastsync import _ext
-from fastsync.codec import FORMATS
+from fastsync.build import extension
 from fastsync.testing import run_ranks
+from fastsync.wire.formats import FORMATS
 
 NUMEL = 5000
 WORLDS = (2, 8, 64)
@@ -90,6 +90,6 @@ def average_on_a_rank(rank, world, name, form):
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_simulated_is_what_ranks_get(name, form):
-    simulated = _ext.load().wire_average(accuracy.gradients(3, NUMEL), name, form == "gather")
+    simulated = extension.load().wire_average(accuracy.gradients(3, NUMEL), name, form == "gather")
     for real in run_ranks(average_on_a_rank, 3, name, form):
         assert torch.equal(real, simulated)

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from fastsync.agreement import PlanFacts, agree_on_plan
-from fastsync.network import Network
+from fastsync.engine.agreement import PlanFacts, agree_on_plan
+from fastsync.plan.topology import Network
 from fastsync.testing import run_ranks
 
 CPU = torch.device("cpu")

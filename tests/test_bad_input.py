@@ -244,7 +244,7 @@ def test_a_communication_hook_beside_a_narrow_wire():
     assert all("wire='bf16'" in text for text in run_ranks(register_hook, 2))
 
 
-LOAD = "from fastsync import _ext; _ext.load()"
+LOAD = "from fastsync.build import extension; extension.load()"
 
 
 def load_extension(tmp_path, kind="BuildError", **environment):
@@ -317,11 +317,11 @@ def test_a_wrong_variable_is_named(tmp_path):
 
 def fail_to_build(rank, world):
     """One rank's machine lacks a compiler; the extension that the fork inherited is forgotten."""
-    from fastsync import _ext
+    from fastsync.build import extension
 
     if rank == 1:
-        _ext.load.cache_clear()
-        _ext._built = no_compiler
+        extension.load.cache_clear()
+        extension._built = no_compiler
     try:
         FastDDP(linear())
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from bench.kernel_timing import check
 from bench.models import WORKLOADS
 from bench.overlap_model import bucketed, finish, least_exposed
 from bench.stats import Spread
-from fastsync.codec import FORMATS
+from fastsync.wire.formats import FORMATS
 
 
 def test_the_least_exposed_time_is_the_largest_tail():

@@ -3,9 +3,9 @@
 import time
 from unittest import mock
 
-from fastsync._torch_private import default_group, group_store
-from fastsync.clocks import ClockOffset, Mailbox, align_clocks, clock_name
+from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks, clock_name
 from fastsync.testing import run_ranks
+from fastsync.torch_private import default_group, group_store
 
 SECOND = 1_000_000_000
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from fastsync.codec import Wire
-from fastsync.config import BucketPolicy, SyncPolicy
-from fastsync.network import Network
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.topology import Network
+from fastsync.wire.formats import Wire
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync import RankMismatchError
-from fastsync.consensus import Statement, agree, find_difference
+from fastsync.ranks.consensus import Statement, agree, find_difference
 from fastsync.testing import run_ranks
 
 WEIGHT = ("w", (2, 3), "torch.float32", True)

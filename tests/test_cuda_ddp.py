@@ -245,7 +245,7 @@ def record_timeline(rank, world, path):
 
 
 def test_a_timeline_on_the_device(tmp_path):
-    from fastsync.timeline_data import load
+    from fastsync.timeline.data import load
 
     run_cuda_ranks(record_timeline, 2, tmp_path / "run.json")
     run = load(tmp_path / "run.json")

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from fastsync import _ext
-from fastsync.codec import FORMATS
+from fastsync.build import extension
+from fastsync.wire.formats import FORMATS
 from tests.devices import needs_gpu, placed
 
-C = _ext.load()
+C = extension.load()
 pytestmark = needs_gpu
 LONG = 200_000_000  # cycles: about a tenth of a second
 

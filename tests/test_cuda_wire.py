@@ -3,7 +3,7 @@
 import pytest
 
 from fastsync import Wire
-from fastsync.codec import FORMATS
+from fastsync.wire.formats import FORMATS
 from tests.devices import TRANSPORTS, needs_gpu, run_cuda_ranks
 from tests.test_wire import TOLERANCE, Halves, errors_of_steps
 

@@ -67,14 +67,14 @@ def test_named_files_exist(path):
 def test_every_variable_is_documented():
     """docs/environment.md has a row for each variable of env.py and .ci/run, and no other."""
     described = set(re.findall(r"^\| `(\w+)", (ROOT / "docs/environment.md").read_text(), re.M))
-    sources = [ROOT / "fastsync/env.py", ROOT / ".ci/run"]
+    sources = [ROOT / "fastsync/build/env.py", ROOT / ".ci/run"]
     read = {name for source in sources for name in VARIABLE.findall(source.read_text())}
     assert {name for name in described if name.startswith("FASTSYNC_")} == read
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_documents_name_existing_variables(path):
-    sources = [*ROOT.glob("fastsync/*.py"), *ROOT.glob("csrc/**/*.*"), ROOT / "CMakeLists.txt"]
+    sources = [*ROOT.glob("fastsync/**/*.py"), *ROOT.glob("csrc/**/*.*"), ROOT / "CMakeLists.txt"]
     known = {n for s in [*sources, ROOT / ".ci/run"] for n in VARIABLE.findall(s.read_text())}
     assert set(VARIABLE.findall(path.read_text())) <= known
 
@@ -163,7 +163,7 @@ def quoted_errors():
 @pytest.mark.parametrize("error", list(quoted_errors()))
 def test_quoted_errors_exist(error):
     """Each text in docs/troubleshooting.md is in the sources, where `…` stands for anything."""
-    sources = [*ROOT.glob("fastsync/*.py"), *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/*.h")]
+    sources = [*ROOT.glob("fastsync/**/*.py"), *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/*.h")]
     code = "".join(source.read_text() for source in sources)
     code = re.sub(r'"\s+f?"', "", code)  # adjacent literals are one text
     for part in filter(None, (part.strip(" ,:") for part in error.split("…"))):

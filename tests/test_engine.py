@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import _ext
-from fastsync.config import BucketPolicy, SyncPolicy
-from fastsync.engine import Engine, NamedParam
+from fastsync.build import extension
+from fastsync.engine.engine import Engine, NamedParam
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.testing import run_ranks
 
 
@@ -66,7 +66,7 @@ def test_another_group():
 
 
 def errors_of_plans(rank, world):
-    core = _ext.load()
+    core = extension.load()
     params = params_of(2)
     engine = Engine(params, dist.group.WORLD, BucketPolicy((1,)), SyncPolicy())
 
@@ -117,7 +117,7 @@ def test_a_parameter_thawed_after_the_forward_began():
 def name_no_group(rank, world):
     tensors = [p.tensor for p in params_of(1)]
     try:
-        _ext.load().Reducer(tensors, ["p"], "no such group", False, False, False)
+        extension.load().Reducer(tensors, ["p"], "no such group", False, False, False)
     except RuntimeError as error:
         return str(error)
     return ""

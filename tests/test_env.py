@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsync.env import Env
+from fastsync.build.env import Env
 
 
 def test_defaults():

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.codec import FORMATS
 from fastsync.testing import run_ranks
+from fastsync.wire.formats import FORMATS
 from tests.test_wire import (
     TOLERANCE,
     Halves,

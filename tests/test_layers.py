@@ -12,30 +12,47 @@ CSRC = ROOT / "csrc"
 LONGEST_FUNCTION = 80
 LONGEST_FILE = 450
 
-# A module may import from earlier rows only.
-PYTHON_LAYERS = [
-    ["env", "_build", "network", "leaving"],
-    ["layout", "codec", "_torch_private", "consensus", "mixed_precision"],
-    ["config", "plugin"],
-    ["links", "meeting", "agreement"],
-    ["plan", "carried", "_ext", "buffers", "clocks", "timeline_data"],
-    ["engine", "recorder", "stats", "timeline_views"],
-    ["logging_data", "timeline", "wire_state", "request"],
-    ["_torch_front"],
+# Packages, from the lowest: a module may import from packages above its own line only. What stands
+# in one line does not know of each other.
+PACKAGE_LAYERS = [
+    ["build", "torch_private"],
+    ["wire"],
+    ["plan"],
+    ["ranks"],
+    ["engine"],
+    ["timeline"],
+    ["front"],
     ["ddp"],
     ["integrations"],
     ["__init__"],
-    ["_forkserver", "testing"],
+    ["testing"],
 ]
+# Within a package likewise, module by module. Where a package has no line here, its modules do not
+# know of each other.
+MODULE_LAYERS = {
+    "build": [["env", "recipe"], ["extension"]],
+    "engine": [["state", "agreement"], ["engine"], ["checkpoint"]],
+    "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
+    "plan": [["layout", "topology"], ["policy"], ["buckets"]],
+    "testing": [["_forkserver", "ranks"], ["__init__"]],
+    "timeline": [
+        ["data", "policy"],
+        ["views", "recorder", "stats"],
+        ["command"],
+        ["__init__", "__main__"],
+    ],
+    "torch_private": [["graphs", "parallel"], ["__init__"]],
+    "wire": [["formats"], ["plugins"]],
+}
 CPP_LAYERS = [
     ["check.h", "codec_plugin.h"],
     ["kernels"],
-    ["items"],
-    ["ops", "comm/worker", "engine/timeline"],
-    ["codec_ops", "lossy_ops", "comm/collective"],
+    ["ops/items"],
+    ["ops/ops", "comm/worker", "engine/timeline"],
+    ["ops/codec_ops", "ops/lossy_ops", "comm/collective"],
     ["comm/chain"],
-    ["engine/coder"],
-    ["engine/topk_coder"],
+    ["codec/coder"],
+    ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
     [
         "comm/hook",
         "engine/autograd_hooks",
@@ -43,9 +60,10 @@ CPP_LAYERS = [
         "engine/step_log",
         "engine/rate_meter",
     ],
-    ["comm/python_hook", "engine/wire", "engine/precision"],
-    ["engine/coded_wire", "engine/power_wire", "engine/python_codec", "engine/plugin_codec"],
-    ["engine/bucket", "engine/hierarchical_wire"],
+    ["comm/python_hook", "transport/transport", "engine/precision"],
+    ["transport/coded", "transport/low_rank"],
+    ["transport/hierarchical"],
+    ["engine/bucket"],
     ["engine/bucket_finish"],
     ["engine/usage"],
     ["engine/reducer"],
@@ -70,25 +88,42 @@ def level_of(name, layers):
     raise AssertionError(f"{name} has no place in tests/test_layers.py; give it one")
 
 
+def place_of(path):
+    """Package and module of a file; a module that lies in no package is one by itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts if len(parts) == 2 else (parts[0], None)
+
+
 def imported(tree):
-    """Names of fastsync's own modules that a module imports, anywhere in it."""
+    """Fastsync's own modules that a module imports, anywhere in it: (package, module)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                top, _, rest = alias.name.partition(".")
-                if top == "fastsync":
-                    yield rest or "__init__"
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastsync"):
-            rest = node.module.partition(".")[2]
-            submodules = [a.name for a in node.names if (PACKAGE / f"{a.name}.py").exists()]
-            yield from [rest] if rest else submodules or ["__init__"]
+            inside = (f"{node.module}.{alias.name}" for alias in node.names)
+            files = [PACKAGE.parent / Path(*name.split(".")) for name in inside]
+            found = [f for f in files if f.with_suffix(".py").exists() or f.is_dir()]
+            names = [".".join(f.relative_to(PACKAGE.parent).parts) for f in found] or [node.module]
+        else:
+            continue
+        for name in names:
+            top, *rest = name.split(".")
+            if top == "fastsync":
+                yield (rest[0] if rest else "__init__", rest[1] if len(rest) > 1 else None)
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", python_files(), ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_python_imports_point_down(path):
-    mine = level_of(path.stem, PYTHON_LAYERS)
-    for name in imported(ast.parse(path.read_text())):
-        assert level_of(name, PYTHON_LAYERS) < mine, f"{path.name} imports {name}"
+    package, module = place_of(path)
+    mine = level_of(package, PACKAGE_LAYERS)
+    for other, name in imported(ast.parse(path.read_text())):
+        where = f"{path.relative_to(PACKAGE)} imports {other}.{name}"
+        if other != package:
+            assert level_of(other, PACKAGE_LAYERS) < mine, where
+            continue
+        assert package in MODULE_LAYERS, where
+        layers = MODULE_LAYERS[package]
+        assert level_of(name or "__init__", layers) < level_of(module, layers), where
 
 
 def cpp_level(relative):
@@ -135,10 +170,10 @@ def test_only_the_hooks_know_autograd_and_only_comm_knows_c10d():
             assert "c10d::" not in text, unit
 
 
-def test_private_names_of_torch_live_in_one_file():
+def test_private_names_of_torch_live_in_one_package():
     private = re.compile(r"\bdistributed_c10d\b|from torch\S*\._|import torch\S*\._C|torch\._C\b")
     for path in python_files():
-        if path.stem not in ("_torch_private", "_forkserver"):
+        if path.parent.name != "torch_private" and path.stem != "_forkserver":
             assert not private.search(path.read_text()), path.name
 
 
@@ -151,8 +186,8 @@ def environment_reads(tree):
 def test_the_environment_is_read_in_two_places():
     for path in python_files():
         lines = list(environment_reads(ast.parse(path.read_text())))
-        assert not lines or path.stem in ("env", "_build"), f"{path.name}, lines {lines}"
-    named = set(re.findall(r'environ\.get\("(\w+)"', (PACKAGE / "_build.py").read_text()))
+        assert not lines or path.parent.name == "build", f"{path.name}, lines {lines}"
+    named = set(re.findall(r'environ\.get\("(\w+)"', (PACKAGE / "build" / "recipe.py").read_text()))
     assert named <= {"CUDA_HOME", "CUDA_PATH", "CXX"}
     for path in cpp_files():
         assert "getenv" not in path.read_text(), path.name

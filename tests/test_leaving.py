@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fastsync import leaving
+from fastsync.ranks import leaving
 from tests.scripts import ROOT, environment
 
 # A tensor that takes the thread that frees it a while, with the GIL in hand.

@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from fastsync.meeting import meet
+from fastsync.ranks.meeting import meet
 from fastsync.testing import run_ranks
 
 

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from fastsync import _ext
+from fastsync.build import extension
 from tests import twins
 from tests.devices import DEVICES, placed
 
-C = _ext.load()
+C = extension.load()
 REAL = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = [*itertools.product(REAL, REAL), (torch.float64, torch.float64)]
 COMPLEX = [

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from fastsync.codec import FORMATS, Wire
-from fastsync.config import BucketPolicy, SyncPolicy
-from fastsync.network import Network
-from fastsync.plan import ParamSpec, make_plan, settled_order
+from fastsync.plan.buckets import ParamSpec, make_plan, settled_order
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.topology import Network
+from fastsync.wire.formats import FORMATS, Wire
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch
 import fastsync
 from examples.custom_codec import SignCodec, compile_plugin, train
 from fastsync import FastDDP, Wire, load_codec
-from fastsync.codec import make_codec
 from fastsync.testing import run_ranks
+from fastsync.wire.formats import make_codec
 from tests.scripts import run_module
 from tests.test_wire import constant_gradients, flat_grads, inputs, model, residual_mass
 
@@ -162,7 +162,7 @@ def test_tensors_elsewhere_or_of_other_types_are_refused(library):
 
 def test_the_device_is_checked_before_training(library):
     """No rank and no GPU needed: the check asks only where parameters are."""
-    from fastsync.request import Request
+    from fastsync.front.request import Request
 
     request = Request(torch.nn.Linear(4, 4, device="meta"), None, None, None, None)
     with pytest.raises(ValueError, match=r"'weight' is on meta, but signs-cpp .* CPU only"):

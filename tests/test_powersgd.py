@@ -10,7 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fastsync import FastDDP, PowerSGD, Wire, _ext
+from fastsync import FastDDP, PowerSGD, Wire
+from fastsync.build import extension
 from fastsync.testing import run_ranks
 from tests.test_wire import (
     constant_gradients,
@@ -44,7 +45,7 @@ def first_factors(wrapped):
     factors = {}
     for place, matrix in enumerate(bucket.coded.layout.matrices):
         q = torch.empty(matrix.rank, matrix.cols)
-        _ext.load().fill_random(q, spec.seed + (place << 32))
+        extension.load().fill_random(q, spec.seed + (place << 32))
         factors[bucket.params[matrix.slot]] = q.t()
     return factors
 
@@ -239,7 +240,7 @@ def test_orthonormal_vectors_span_what_they_did(by_torch):
     vectors[2] *= 1e30
     vectors[3] *= 1e-30
     found = vectors.clone()
-    _ext.load().orthonormalise(found, None, by_torch)
+    extension.load().orthonormalise(found, None, by_torch)
     assert torch.allclose(found @ found.t(), torch.eye(4), atol=1e-5)
     unit = vectors / vectors.abs().amax(1, keepdim=True)
     assert torch.allclose(unit @ found.t() @ found, unit, atol=1e-4)
@@ -251,10 +252,10 @@ def test_dependent_vectors_vanish_or_are_replaced(by_torch):
     vectors = torch.randn(3, 50)
     vectors[1] = 2 * vectors[0]
     found = vectors.clone()
-    _ext.load().orthonormalise(found, None, by_torch)
+    extension.load().orthonormalise(found, None, by_torch)
     assert not found[1].any() and found[2].norm().item() == pytest.approx(1)
     vectors[2] = math.nan
-    _ext.load().orthonormalise(vectors, torch.randn(3, 50), by_torch)
+    extension.load().orthonormalise(vectors, torch.randn(3, 50), by_torch)
     assert torch.allclose(vectors @ vectors.t(), torch.eye(3), atol=1e-5)
 
 
@@ -263,7 +264,7 @@ def test_dependent_vectors_vanish_or_are_replaced(by_torch):
 def test_poison_spreads(value, by_torch):
     vectors = torch.randn(2, 50)
     vectors[0, 3] = value
-    _ext.load().orthonormalise(vectors, None, by_torch)
+    extension.load().orthonormalise(vectors, None, by_torch)
     assert not vectors[0].isfinite().all()
 
 
@@ -273,7 +274,7 @@ def test_the_product_and_what_it_lacks(by_torch):
     left, right, matrix = torch.randn(3, 70), torch.randn(3, 1100), torch.randn(70, 1100)
     matrix[5, 600] = math.inf
     found, residual = matrix.clone(), torch.full_like(matrix, 7.0)
-    _ext.load().low_rank_product((left, right), 0.5, found, residual, by_torch)
+    extension.load().low_rank_product((left, right), 0.5, found, residual, by_torch)
     assert torch.allclose(found, left.t() @ right, atol=1e-5)
     wanted = matrix - 0.5 * found
     wanted[5, 600] = 7.0

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP, SyncStats, log_to_tensorboard
-from fastsync.stats import BucketTiming, make_stats
 from fastsync.testing import run_ranks
-from fastsync.timeline_data import steps_of
+from fastsync.timeline.data import steps_of
+from fastsync.timeline.stats import BucketTiming, make_stats
 from tests.runs import step_events
 
 COUNTERS = {

@@ -13,8 +13,8 @@ from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, TimelinePolicy, timeline
 from fastsync.testing import run_ranks
-from fastsync.timeline_data import by_step, find_straggler, load
-from fastsync.timeline_views import html_page, perfetto_trace, summarise, summary_text
+from fastsync.timeline.data import by_step, find_straggler, load
+from fastsync.timeline.views import html_page, perfetto_trace, summarise, summary_text
 from tests.runs import made_up_run
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastsync.timeline_data import by_step, find_straggler, launch_lag, load, merge, steps_of
+from fastsync.timeline.data import by_step, find_straggler, launch_lag, load, merge, steps_of
 from tests.runs import MS, made_up_run, record, step_events
 
 

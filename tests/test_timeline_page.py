@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from fastsync.timeline_views import html_page
+from fastsync.timeline.views import html_page
 from tests.runs import made_up_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import _ext
-from fastsync.config import BucketPolicy, SyncPolicy
-from fastsync.engine import Engine, NamedParam
+from fastsync.build import extension
+from fastsync.engine.engine import Engine, NamedParam
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.testing import run_ranks
 
 BUCKET_MARKS = ("ready", "packed", "launched", "done")
@@ -32,7 +32,7 @@ def step(engine, used=PARAMS):
 def recorded_steps(rank, world, steps, capacity, used=PARAMS):
     engine = make_engine()
     step(engine)
-    timeline = _ext.load().Timeline(capacity, "cpu")
+    timeline = extension.load().Timeline(capacity, "cpu")
     engine.core.set_timeline(timeline)
     before = time.monotonic_ns()
     for _ in range(steps):
@@ -108,7 +108,7 @@ def test_one_rank_communicates_nothing():
 def done_while_backward_sleeps(rank, world):
     """The first bucket's collective completes during a long backward, and nobody waits for it."""
     engine = make_engine(numel=16)
-    timeline = _ext.load().Timeline(4096, "cpu")
+    timeline = extension.load().Timeline(4096, "cpu")
     for _ in range(2):
         step(engine)
     engine.core.set_timeline(timeline)
@@ -143,7 +143,7 @@ def test_done_is_when_the_collective_completed():
 
 def hook_marks(rank, world):
     engine = make_engine()
-    timeline = _ext.load().Timeline(4096, "cpu")
+    timeline = extension.load().Timeline(4096, "cpu")
     engine.set_hook(None, _all_reduce)
     engine.core.set_timeline(timeline)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_hooks_are_recorded_too():
 def test_a_timeline_needs_room():
     for capacity in (0, -1):
         try:
-            _ext.load().Timeline(capacity, "cpu")
+            extension.load().Timeline(capacity, "cpu")
         except ValueError as error:
             assert "at least one mark" in str(error)
         else:

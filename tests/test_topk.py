@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync import FastDDP, TopK, Wire, _ext
+from fastsync import FastDDP, TopK, Wire
+from fastsync.build import extension
 from fastsync.testing import run_ranks
 from tests.test_wire import (
     constant_gradients,
@@ -22,7 +23,7 @@ from tests.test_wire import (
 
 def positions_of(values, count, by_torch):
     positions = torch.empty(count, dtype=torch.int32)
-    _ext.load().select_largest(values, positions, by_torch)
+    extension.load().select_largest(values, positions, by_torch)
     return positions.sort().values.long()
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import Codec, FastDDP, Wire, register_codec
-from fastsync.codec import FORMATS, make_codec, wire_formats
 from fastsync.testing import run_ranks
+from fastsync.wire.formats import FORMATS, make_codec, wire_formats
 from tests.models import many
 
 # Of the norm of random gradients: what a format keeps, at two roundings.
@@ -301,7 +301,7 @@ def test_what_is_no_codec_is_refused():
 
 
 def test_formats_are_those_of_the_kernels():
-    from fastsync import _ext
+    from fastsync.build import extension
 
     for name, known in FORMATS.items():
-        assert _ext.load().format_traits(name) == (known.block, known.bits, known.scale_bytes)
+        assert extension.load().format_traits(name) == (known.block, known.bits, known.scale_bytes)

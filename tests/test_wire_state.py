@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.codec import Codec
+from fastsync.engine.checkpoint import VERSION, deal
 from fastsync.testing import run_ranks
-from fastsync.wire_state import VERSION, deal
+from fastsync.wire.formats import Codec
 
 SIZES = (300, 200, 200, 7)
 FEEDBACK = {

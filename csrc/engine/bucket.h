@@ -35,9 +35,9 @@
 
 #include "../comm/collective.h"
 #include "../comm/hook.h"
-#include "../ops.h"
-#include "coded_wire.h"
-#include "power_wire.h"
+#include "../ops/ops.h"
+#include "../transport/coded.h"
+#include "../transport/low_rank.h"
 
 namespace fastsync::engine {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../ops.h"
+#include "../ops/ops.h"
 
 namespace fastsync::engine {
 namespace {

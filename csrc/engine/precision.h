@@ -14,7 +14,7 @@
 #include <optional>
 #include <vector>
 
-#include "../ops.h"
+#include "../ops/ops.h"
 
 namespace fastsync::engine {
 

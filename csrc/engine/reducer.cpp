@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "../check.h"
-#include "hierarchical_wire.h"
+#include "../transport/hierarchical.h"
 
 namespace fastsync::engine {
 namespace {

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Checks the machine code of the CUDA kernels; needs nvcc and cuobjdump, but no GPU.
 
-Compiles the CUDA sources with the flags and for the architectures of fastsync/_build.py, which make
-errors of spills, local memory and every warning, then asserts of each kernel in the SASS:
+Compiles the CUDA sources with the flags and for the architectures of fastsync/build/recipe.py,
+which make errors of spills, local memory and every warning, then asserts of each kernel in the
+SASS:
 
   - 16-byte loads and stores (LDG...128, STG...128): as many as a round of the kernel moves, so that
     not one of them has been split, and all loads before the first store
@@ -40,8 +41,8 @@ BYTES_PER_THREAD = 64
 
 
 def load_build() -> ModuleType:
-    """fastsync/_build.py, by its path: the package itself needs torch."""
-    spec = importlib.util.spec_from_file_location("_build", ROOT / "fastsync" / "_build.py")
+    """fastsync/build/recipe.py, by its path: the package itself needs torch."""
+    spec = importlib.util.spec_from_file_location("_build", ROOT / "fastsync" / "recipe.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["_build"] = module

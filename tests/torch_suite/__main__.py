@@ -23,7 +23,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 import torch._dynamo  # imported by the first optimizer; once here instead of in each rank
 
-from fastsync import _ext
+from fastsync.build import extension
 from tests.torch_suite.load import Tests, load_tests
 from tests.torch_suite.record import read_baseline, read_exceptions, write_baseline
 from tests.torch_suite.runner import TestResult, run_tests
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         print("no test matches", file=sys.stderr)
         return 2
-    _ext.load()  # built before the ranks fork
+    extension.load()  # built before the ranks fork
     start = time.monotonic()
     results = _run(tests, names, options)
     if options.json:

@@ -1,0 +1,158 @@
+#include "coder.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../check.h"
+#include "../ops/lossy_ops.h"
+#include "../ops/ops.h"
+
+namespace fastsync::engine {
+namespace {
+
+class BlockCoder final : public Coder {
+ public:
+  explicit BlockCoder(const ops::WirePlan& plan) : plan_(plan) {}
+
+  void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
+              const at::Tensor& wire, const ops::Encoding& how) override {
+    ops::encode(items, residual, wire, plan_, how);
+  }
+  void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
+              int64_t first, uint64_t seed) override {
+    ops::reduce(received, result, residual, plan_, first, seed);
+  }
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+              int32_t sources) override {
+    ops::decode(items, wire, plan_, sources, 0, plan_.numel);
+  }
+  bool works_on_parts() const override { return true; }
+  void decode_part(const std::vector<ops::Item>& items, const at::Tensor& wire, int32_t sources,
+                   int64_t begin, int64_t end) override {
+    ops::decode(items, wire, plan_, sources, begin, end);
+  }
+
+ private:
+  ops::WirePlan plan_;
+};
+
+// Zeroes what lies between items: a codec may decode zeros to something else, and would be given that again.
+void clear_gaps(const std::vector<ops::Item>& items, const at::Tensor& flat) {
+  std::vector<std::pair<int64_t, int64_t>> taken;
+  for (const ops::Item& item : items) taken.emplace_back(item.layout->offset, item.layout->numel);
+  std::sort(taken.begin(), taken.end());
+  taken.emplace_back(flat.numel(), 0);
+  int64_t end = 0;
+  for (const auto& [offset, numel] : taken) {
+    if (offset > end) flat.narrow(0, end, offset - end).zero_();
+    end = offset + numel;
+  }
+}
+
+class FlatCoder final : public Coder {
+ public:
+  FlatCoder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan, int64_t coded_bytes)
+      : codec_(std::move(codec)), plan_(plan), coded_bytes_(coded_bytes) {}
+
+  void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
+              const at::Tensor& wire, const ops::Encoding& how) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = buffer(wire.device());
+    ops::pack(items, flat, how.scale);
+    const ops::Feedback feedback(items, residual);
+    const at::Tensor& kept = feedback.working();
+    if (kept.defined()) flat.add_(kept);
+    clear_gaps(items, flat);
+    for (int64_t i = 0; i < chunks(); ++i) {
+      encode_chunk(chunk(flat, i), kept.defined() ? chunk(kept, i) : at::Tensor(),
+                   coded(wire, i * how.sources + how.source), /*add=*/false);
+    }
+    feedback.commit();
+  }
+
+  void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
+              int64_t /*first*/, uint64_t /*seed*/) override {
+    const at::NoGradGuard no_grad;
+    const auto options = at::TensorOptions().dtype(at::kFloat).device(result.device());
+    const at::Tensor sum = at::zeros({plan_.layout.chunk_numel}, options);
+    add_decoded(received, 0, received.numel() / plan_.layout.chunk_bytes, sum);
+    encode_chunk(sum, residual, coded(result, 0), /*add=*/true);
+  }
+
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+              int32_t sources) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = buffer(wire.device());
+    flat.zero_();
+    for (int64_t i = 0; i < chunks(); ++i) add_decoded(wire, i * sources, sources, chunk(flat, i));
+    ops::unpack(items, flat, 1.0, false);
+  }
+
+ private:
+  int64_t chunks() const { return plan_.numel / plan_.layout.chunk_numel; }
+  at::Tensor chunk(const at::Tensor& flat, int64_t index) const {
+    return flat.narrow(0, index * plan_.layout.chunk_numel, plan_.layout.chunk_numel);
+  }
+  at::Tensor coded(const at::Tensor& wire, int64_t index) const {
+    return wire.narrow(0, index * plan_.layout.chunk_bytes, coded_bytes_);
+  }
+  at::Tensor buffer(at::Device device) {
+    if (!flat_.defined()) flat_ = ops::make_flat(plan_.numel, at::kFloat, device);
+    return flat_;
+  }
+
+  // Error feedback for a codec that knows nothing of it. What is not finite is not kept: poison must not outlive the step.
+  void encode_chunk(const at::Tensor& values, const at::Tensor& residual, const at::Tensor& wire,
+                    bool add) {
+    if (!residual.defined()) {
+      codec_->encode(values, wire);
+      return;
+    }
+    const at::Tensor wanted = values.clone();
+    codec_->encode(values, wire);
+    at::Tensor lost = at::empty_like(wanted);
+    codec_->decode(wire, lost);
+    lost = wanted - lost;
+    const at::Tensor kept = add ? residual + lost : lost;
+    residual.copy_(at::where(at::isfinite(lost), kept, residual));
+  }
+
+  void add_decoded(const at::Tensor& wire, int64_t first, int64_t count, const at::Tensor& sum) {
+    const at::Tensor part = at::empty_like(sum);
+    for (int64_t i = first; i < first + count; ++i) {
+      codec_->decode(coded(wire, i), part);
+      sum.add_(part);
+    }
+  }
+
+  std::shared_ptr<Codec> codec_;
+  ops::WirePlan plan_;
+  int64_t coded_bytes_;
+  at::Tensor flat_;
+};
+
+}  // namespace
+
+void Coder::decode_part(const std::vector<ops::Item>& /*items*/, const at::Tensor& /*wire*/,
+                        int32_t /*sources*/, int64_t /*begin*/, int64_t /*end*/) {
+  FS_ASSERT(false, "this coder decodes whole buckets");
+}
+
+std::shared_ptr<Coder> make_block_coder(const ops::WirePlan& plan) {
+  return std::make_shared<BlockCoder>(plan);
+}
+
+std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan,
+                                       int64_t coded_bytes) {
+  return std::make_shared<FlatCoder>(std::move(codec), plan, coded_bytes);
+}
+
+}  // namespace fastsync::engine

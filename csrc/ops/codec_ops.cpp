@@ -1,0 +1,147 @@
+#include "codec_ops.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+
+#include "../check.h"
+
+namespace fastsync::ops {
+namespace {
+
+using kernels::DType;
+using kernels::Rounding;
+using kernels::Segment;
+using Way = SegmentTable::Way;
+
+void check_wire(const at::Tensor& wire, int64_t bytes) {
+  FS_CHECK_VALUE(wire.defined() && wire.scalar_type() == at::kByte && wire.is_contiguous() &&
+                     wire.numel() == bytes,
+                 "expects a wire buffer of ", bytes, " bytes");
+  FS_CHECK_VALUE(supports(wire.device()), "this build has no kernels for ", wire.device(),
+                 "; install a CUDA toolkit (nvcc) and rebuild, or keep the model on the CPU");
+}
+
+float* residual_data(const at::Tensor& residual, int64_t numel) {
+  if (!residual.defined()) return nullptr;
+  FS_CHECK_VALUE(
+      residual.scalar_type() == at::kFloat && residual.is_contiguous() && residual.numel() == numel,
+      "expects a residual of ", numel, " fp32 elements");
+  return residual.mutable_data_ptr<float>();
+}
+
+int64_t chunks(const WirePlan& plan) { return plan.numel / plan.layout.chunk_numel; }
+
+int64_t block(const WirePlan& plan) { return kernels::traits_of(plan.layout.format).block; }
+
+}  // namespace
+
+WirePlan one_chunk(kernels::Format format, int64_t numel) {
+  const int64_t bytes = (kernels::coded_bytes(format, numel) + 15) / 16 * 16;
+  return {{format, numel, bytes, 0}, numel};
+}
+
+void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
+            const WirePlan& plan, const Encoding& how) {
+  const at::NoGradGuard no_grad;
+  const int64_t chunk_bytes = plan.layout.chunk_bytes;
+  check_wire(wire, chunks(plan) * chunk_bytes * how.sources);
+  const c10::DeviceGuard device(wire.device());
+  const SegmentTable table(items, Way::kGather, plan.numel, wire.device(), at::kFloat);
+  float* lost = residual_data(residual, plan.numel);
+  void* out = wire.mutable_data_ptr<uint8_t>() + how.source * chunk_bytes;
+  table.for_each([&](DType dtype, const std::vector<Segment>& all) {
+    const auto segments = clip(all, how.begin, how.end, kernels::element_size(dtype));
+    kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
+                             static_cast<float>(how.scale)};
+    args.layout.chunk_bytes *= how.sources;  // the same chunk of all sources lies together
+    if (wire.is_cpu()) {
+      run_on_cpu(segments, kernels::element_size(dtype), block(plan), [&](const auto& part) {
+        kernels::encode_cpu(part.data(), part.size(), lost, out, args);
+      });
+      return;
+    }
+#ifdef FASTSYNC_WITH_CUDA
+    kernels::encode_cuda(segments.data(), segments.size(), lost, out, args,
+                         current_stream(wire.device()));
+#endif
+  });
+}
+
+void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
+            const WirePlan& plan, int64_t first, uint64_t seed) {
+  check_wire(result, plan.layout.chunk_bytes);
+  const int64_t sources = received.numel() / plan.layout.chunk_bytes;
+  check_wire(received, sources * plan.layout.chunk_bytes);
+  const c10::DeviceGuard device(result.device());
+  const kernels::ReduceArgs args{plan.layout, Rounding{plan.stochastic, seed},
+                                 static_cast<int32_t>(sources), first};
+  float* lost = residual_data(residual, plan.layout.chunk_numel);
+  if (result.is_cpu()) {
+    kernels::reduce_cpu(received.const_data_ptr(), result.mutable_data_ptr(), lost, args);
+    return;
+  }
+#ifdef FASTSYNC_WITH_CUDA
+  kernels::reduce_cuda(received.const_data_ptr(), result.mutable_data_ptr(), lost, args,
+                       current_stream(result.device()));
+#endif
+}
+
+void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
+            int32_t sources, int64_t begin, int64_t end) {
+  const at::NoGradGuard no_grad;
+  const int64_t chunk_bytes = plan.layout.chunk_bytes;
+  check_wire(wire, chunks(plan) * chunk_bytes * sources);
+  const c10::DeviceGuard device(wire.device());
+  SegmentTable table(items, Way::kScatter, plan.numel, wire.device(), at::kFloat);
+  table.for_each([&](DType dtype, const std::vector<Segment>& all) {
+    const auto segments = clip(all, begin, end, kernels::element_size(dtype));
+    kernels::DecodeArgs args{plan.layout, dtype, sources, chunk_bytes};
+    args.layout.chunk_bytes *= sources;  // the same chunk of all sources lies together
+    if (wire.is_cpu()) {
+      run_on_cpu(segments, kernels::element_size(dtype), block(plan), [&](const auto& part) {
+        kernels::decode_cpu(part.data(), part.size(), wire.const_data_ptr(), args);
+      });
+      return;
+    }
+#ifdef FASTSYNC_WITH_CUDA
+    kernels::decode_cuda(segments.data(), segments.size(), wire.const_data_ptr(), args,
+                         current_stream(wire.device()));
+#endif
+  });
+  table.finish();
+}
+
+at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format format,
+                        bool gather) {
+  FS_CHECK_VALUE(!tensors.empty(), "an average needs at least one tensor");
+  const at::NoGradGuard no_grad;
+  const int64_t numel = tensors.front().numel();
+  const int64_t block = kernels::traits_of(format).block;
+  const auto ranks = static_cast<int64_t>(tensors.size());
+  const WirePlan plan =
+      one_chunk(format, std::max<int64_t>(1, (numel + block - 1) / block) * block);
+  const int64_t bytes = plan.layout.chunk_bytes;
+  const SlotLayout run = SlotLayout::run(0, numel);
+  const auto options = tensors.front().options();
+  const at::Tensor received = at::zeros({ranks * bytes}, options.dtype(at::kByte));
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const at::Tensor& mine = tensors[static_cast<size_t>(rank)];
+    FS_CHECK_VALUE(mine.numel() == numel, "ranks have tensors of different sizes");
+    encode({{mine.reshape({numel}), &run}}, at::Tensor(), received.narrow(0, rank * bytes, bytes),
+           plan, {1.0 / static_cast<double>(ranks)});
+  }
+  const at::Tensor result = at::zeros({numel}, options.dtype(at::kFloat));
+  if (gather) {
+    decode({{result, &run}}, received, plan, static_cast<int32_t>(ranks), 0, plan.numel);
+    return result;
+  }
+  const at::Tensor sum = at::zeros({bytes}, received.options());
+  reduce(received, sum, at::Tensor(), plan, 0, 0);
+  decode({{result, &run}}, sum, plan, 1, 0, plan.numel);
+  return result;
+}
+
+}  // namespace fastsync::ops

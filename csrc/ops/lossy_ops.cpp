@@ -1,0 +1,191 @@
+#include "lossy_ops.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mv.h>
+#include <ATen/ops/topk.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "../check.h"
+#include "../kernels/low_rank.h"
+#include "../kernels/select.h"
+
+namespace fastsync::ops {
+namespace {
+
+// Elements below which another thread costs more than it saves.
+constexpr int64_t kGrainElements = 32768;
+
+const float* data(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+}
+float* mutable_data(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr;
+}
+
+void check_floats(const at::Tensor& tensor, const char* what) {
+  FS_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), "expects ", what,
+                 " as contiguous fp32, but got ", tensor.scalar_type(), " ", tensor.sizes());
+}
+
+void check_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& matrix,
+                   const at::Tensor& residual) {
+  check_floats(left, "factors");
+  check_floats(right, "factors");
+  check_floats(matrix, "a matrix");
+  FS_CHECK_VALUE(left.size(0) == right.size(0) && matrix.size(0) == left.size(1) &&
+                     matrix.size(1) == right.size(1),
+                 "factors ", left.sizes(), " and ", right.sizes(), " make no ", matrix.sizes());
+  if (!residual.defined()) return;
+  check_floats(residual, "a residual");
+  FS_CHECK_VALUE(residual.sizes() == matrix.sizes(), "expects a residual like the matrix");
+}
+
+// What is left of a vector without its parts along the rows of `others`.
+at::Tensor without(const at::Tensor& others, at::Tensor vector) {
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int64_t k = 0; k < others.size(0); ++k) {
+      vector = vector - others[k] * others[k].dot(vector);
+    }
+  }
+  return vector;
+}
+
+struct Direction {
+  at::Tensor unit;
+  at::Tensor dependent;  // bool []
+};
+
+// Divides by the largest element first, so that squares neither overflow nor vanish.
+Direction direction(const at::Tensor& others, const at::Tensor& vector) {
+  const at::Tensor largest = vector.abs().max();
+  const at::Tensor scaled = at::where(largest > 0, vector / largest, vector);
+  const at::Tensor left = without(others, scaled);
+  const at::Tensor length = left.norm();
+  return {left / length, length <= kernels::kDependent * scaled.norm()};
+}
+
+}  // namespace
+
+void select_largest(const at::Tensor& values, const at::Tensor& positions) {
+  check_floats(values, "values");
+  FS_CHECK_VALUE(positions.scalar_type() == at::kInt && positions.is_contiguous(),
+                 "expects positions as contiguous int32");
+  FS_CHECK_VALUE(positions.numel() > 0 && positions.numel() <= values.numel() &&
+                     values.numel() <= std::numeric_limits<int32_t>::max(),
+                 "cannot select ", positions.numel(), " of ", values.numel(), " elements");
+  if (!values.is_cpu()) return select_largest_by_torch(values, positions);
+  kernels::select_largest_cpu(data(values), values.numel(), positions.numel(),
+                              positions.mutable_data_ptr<int32_t>());
+}
+
+// Magnitude in the upper half, how far from the end in the lower one: no two are equal, so which are largest is settled.
+void select_largest_by_torch(const at::Tensor& values, const at::Tensor& positions) {
+  const at::NoGradGuard no_grad;
+  const int64_t numel = values.numel();
+  const at::Tensor magnitudes = values.view(at::kInt).bitwise_and(0x7fffffff).to(at::kLong);
+  const at::Tensor order = at::arange(numel - 1, -1, -1, magnitudes.options());
+  const at::Tensor keys = magnitudes.mul(int64_t{1} << 32).add_(order);
+  positions.copy_(std::get<1>(at::topk(keys, positions.numel())));
+}
+
+void keep_finite(const at::Tensor& from, const at::Tensor& to) {
+  const at::NoGradGuard no_grad;
+  if (!from.is_cpu()) {
+    to.copy_(at::where(at::isfinite(from), from, to));
+    return;
+  }
+  kernels::keep_finite_cpu(data(from), mutable_data(to), from.numel());
+}
+
+void orthonormalise(const at::Tensor& vectors, const at::Tensor& refill) {
+  check_floats(vectors, "vectors");
+  if (refill.defined()) {
+    check_floats(refill, "vectors");
+    FS_CHECK_VALUE(refill.sizes() == vectors.sizes(), "expects as many vectors to refill from");
+  }
+  if (!vectors.is_cpu()) return orthonormalise_by_torch(vectors, refill);
+  kernels::orthonormalise_cpu(mutable_data(vectors), vectors.size(0), vectors.size(1),
+                              data(refill));
+}
+
+void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill) {
+  const at::NoGradGuard no_grad;
+  for (int64_t k = 0; k < vectors.size(0); ++k) {
+    const at::Tensor before = vectors.narrow(0, 0, k);
+    at::Tensor vector = vectors[k];
+    if (refill.defined()) {
+      vector = at::where(at::isfinite(vector).all(), vector, refill[k]);
+    }
+    Direction found = direction(before, vector);
+    if (refill.defined()) {
+      const Direction other = direction(before, refill[k]);
+      found.unit = at::where(found.dependent, other.unit, found.unit);
+      found.dependent = found.dependent.logical_and(other.dependent);
+    }
+    vectors[k].copy_(at::where(found.dependent, at::zeros_like(found.unit), found.unit));
+  }
+}
+
+void low_rank_product(const at::Tensor& left, const at::Tensor& right, double share,
+                      const at::Tensor& matrix, const at::Tensor& residual) {
+  check_product(left, right, matrix, residual);
+  if (!matrix.is_cpu()) return low_rank_product_by_torch(left, right, share, matrix, residual);
+  const kernels::LowRankArgs args{data(left),   data(right),   left.size(0),
+                                  left.size(1), right.size(1), static_cast<float>(share)};
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.cols));
+  float* out = mutable_data(matrix);
+  float* lost = mutable_data(residual);
+  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
+    kernels::low_rank_product_cpu(args, begin, end, out, lost);
+  });
+}
+
+void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, double share,
+                               const at::Tensor& matrix, const at::Tensor& residual) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor product = at::mm(left.t(), right);
+  if (residual.defined()) keep_finite(matrix - product * share, residual);
+  matrix.copy_(product);
+}
+
+void fill_random(const at::Tensor& values, uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor host = at::empty(values.sizes(), at::TensorOptions().dtype(at::kFloat));
+  kernels::fill_random(mutable_data(host), host.numel(), seed);
+  values.copy_(host);
+}
+
+Feedback::Feedback(const std::vector<Item>& items, at::Tensor residual)
+    : residual_(std::move(residual)), working_(residual_) {
+  if (!residual_.defined()) return;
+  for (const Item& item : items) {
+    if (!item.tensor.defined()) absent_.push_back(item.layout);
+  }
+  if (absent_.empty()) return;
+  const at::NoGradGuard no_grad;
+  working_ = residual_.clone();
+  for (const SlotLayout* slot : absent_) working_.narrow(0, slot->offset, slot->numel).zero_();
+}
+
+void Feedback::commit() const {
+  if (absent_.empty()) return;
+  const at::NoGradGuard no_grad;
+  for (const SlotLayout* slot : absent_) {
+    working_.narrow(0, slot->offset, slot->numel)
+        .add_(residual_.narrow(0, slot->offset, slot->numel));
+  }
+  residual_.copy_(working_);
+}
+
+}  // namespace fastsync::ops

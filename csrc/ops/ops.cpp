@@ -1,0 +1,114 @@
+#include "ops.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "../check.h"
+#include "../kernels/pack.h"
+
+namespace fastsync::ops {
+namespace {
+
+using kernels::DType;
+using kernels::Segment;
+using kernels::Transfer;
+using Way = SegmentTable::Way;
+
+void check_flat(const at::Tensor& flat) {
+  FS_CHECK_VALUE(flat.defined() && flat.dim() == 1 && flat.is_contiguous(),
+                 "expects a contiguous one-dimensional flat buffer");
+  FS_CHECK_VALUE(supports(flat.device()), "this build has no kernels for ", flat.device(),
+                 "; install a CUDA toolkit (nvcc) and rebuild, or keep the model on the CPU");
+}
+
+void run(const SegmentTable& table, const at::Tensor& flat, double scale, Way way) {
+  const c10::DeviceGuard device(flat.device());
+  void* data = flat.data_ptr();
+  Transfer transfer{DType::kFloat32, kernel_dtype(flat.scalar_type()), scale,
+                    way == Way::kScatterAdd};
+  table.for_each([&](DType dtype, const std::vector<Segment>& segments) {
+    transfer.tensor_dtype = dtype;
+    const auto pack = way == Way::kGather;
+    if (flat.is_cpu()) {
+      run_on_cpu(segments, kernels::element_size(dtype), 1, [&](const std::vector<Segment>& part) {
+        if (pack) {
+          kernels::pack_cpu(part.data(), part.size(), data, transfer);
+        } else {
+          kernels::unpack_cpu(part.data(), part.size(), data, transfer);
+        }
+      });
+      return;
+    }
+#ifdef FASTSYNC_WITH_CUDA
+    CUstream_st* stream = current_stream(flat.device());
+    if (pack) {
+      kernels::pack_cuda(segments.data(), segments.size(), data, transfer, stream);
+    } else {
+      kernels::unpack_cuda(segments.data(), segments.size(), data, transfer, stream);
+    }
+#endif
+  });
+}
+
+}  // namespace
+
+void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale) {
+  check_flat(flat);
+  const at::NoGradGuard no_grad;
+  const SegmentTable table(items, Way::kGather, flat.numel(), flat.device(), flat.scalar_type());
+  run(table, flat, scale, Way::kGather);
+}
+
+void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale, bool accumulate) {
+  check_flat(flat);
+  const at::NoGradGuard no_grad;
+  const Way way = accumulate ? Way::kScatterAdd : Way::kScatter;
+  SegmentTable table(items, way, flat.numel(), flat.device(), flat.scalar_type());
+  run(table, flat, scale, way);
+  table.finish();
+}
+
+at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype) {
+  FS_ASSERT(c10::toRealValueType(dtype) == flat.scalar_type(), "view of another dtype");
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()),
+                                           flat.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  const int64_t per_element = c10::isComplexType(dtype) ? 2 : 1;
+  impl->set_sizes_and_strides(layout.sizes, layout.strides,
+                              (flat.storage_offset() + layout.offset) / per_element);
+  return at::Tensor(std::move(impl));
+}
+
+bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout) {
+  if (!tensor.defined() || !flat.defined() || tensor.layout() != at::kStrided) return false;
+  const int64_t per_element = tensor.is_complex() ? 2 : 1;
+  return tensor.storage().unsafeGetStorageImpl() == flat.storage().unsafeGetStorageImpl() &&
+         tensor.storage_offset() * per_element == flat.storage_offset() + layout.offset &&
+         tensor.sizes() == at::IntArrayRef(layout.sizes) && in_slot_order(tensor, layout) &&
+         c10::toRealValueType(tensor.scalar_type()) == flat.scalar_type();
+}
+
+at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
+  const at::NoGradGuard no_grad;
+  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+double first_element(const at::Tensor& tensor) {
+  float value = 0.0F;
+  switch (kernel_dtype(tensor.scalar_type())) {
+    case DType::kFloat64:
+      return *static_cast<const double*>(tensor.const_data_ptr());
+    case DType::kFloat32:
+      return *static_cast<const float*>(tensor.const_data_ptr());
+    case DType::kFloat16:
+      value = *static_cast<const at::Half*>(tensor.const_data_ptr());
+      break;
+    case DType::kBFloat16:
+      value = *static_cast<const at::BFloat16*>(tensor.const_data_ptr());
+      break;
+  }
+  return value;
+}
+
+}  // namespace fastsync::ops

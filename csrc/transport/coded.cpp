@@ -1,0 +1,337 @@
+#include "coded.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../codec/topk_coder.h"
+#include "../ops/ops.h"
+
+namespace fastsync::engine {
+
+// The finaliser of SplitMix64 (Steele et al., 2014).
+uint64_t mixed(uint64_t value) {
+  value += 0x9e3779b97f4a7c15ULL;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+
+ops::WirePlan CodedSpec::values_plan(int64_t chunks) const {
+  return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
+}
+
+ops::WirePlan CodedSpec::flags_plan(int64_t chunks) const {
+  return {{kernels::Format::kFloat32, flags_per_chunk, chunk_bytes, flags_offset},
+          chunks * flags_per_chunk};
+}
+
+uint64_t CodedSpec::seed_of(Taking how) const { return mixed(seed + (how.step << 32)); }
+
+namespace {
+
+// Parts of the buffers that travel together.
+struct Piece {
+  at::Tensor sent;
+  at::Tensor received;
+  at::Tensor sum;
+};
+
+// Buffers and what is needed to fill them: shared with collectives under way, which may outlive the bucket.
+struct Buffers {
+  Buffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on)
+      : spec(coded), rank(my_rank), ranks(all_ranks), device(on) {
+    plan = spec.values_plan(chunks());
+    flags_plan = spec.flags_plan(chunks());
+    coder = make_coder();
+    if (spec.flags_per_chunk > 0) flags_coder = make_block_coder(flags_plan);
+    allocate();
+  }
+
+  std::shared_ptr<Coder> make_coder() const {
+    if (spec.codec) return make_flat_coder(spec.codec, plan, spec.coded_bytes);
+    if (spec.kept > 0) return make_topk_coder(plan, spec.kept);
+    return make_block_coder(plan);
+  }
+
+  // Zeros where nothing is ever written: between the slots.
+  void allocate() {
+    const at::NoGradGuard no_grad;
+    const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
+    received = at::zeros({spec.pieces * ranks * spec.chunk_bytes}, bytes);
+    sent = spec.gather ? received : at::zeros_like(received);
+    if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
+    sent_flags.clear();
+    pieces.clear();
+    for (int64_t i = 0; i < spec.pieces; ++i) pieces.push_back(piece(i));
+  }
+
+  int32_t sources() const { return spec.gather ? ranks : 1; }
+  int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
+  int64_t piece_numel() const { return plan.numel / spec.pieces; }
+
+  Piece piece(int64_t index) const {
+    const auto part = [&](const at::Tensor& buffer, int64_t chunks_each) {
+      const int64_t bytes = chunks_each * spec.chunk_bytes;
+      return buffer.narrow(0, index * bytes, bytes);
+    };
+    const at::Tensor everyones = part(received, ranks);
+    if (!spec.gather) return Piece{part(sent, ranks), everyones, part(sums, 1)};
+    return Piece{everyones.narrow(0, rank * spec.chunk_bytes, spec.chunk_bytes), everyones, {}};
+  }
+
+  // How codes enter `sent`.
+  ops::Encoding encoding() const {
+    ops::Encoding how;
+    how.sources = sources();
+    how.source = spec.gather ? rank : 0;
+    return how;
+  }
+
+  void encode(const std::vector<ops::Item>& items, const ops::Encoding& how) const {
+    coder->encode(items, residual, sent, how);
+  }
+
+  void sum(int64_t index) const {
+    const Piece& piece = pieces[static_cast<size_t>(index)];
+    const int64_t mine = (index * ranks + rank) * spec.chunk_numel;
+    const at::Tensor lost =
+        residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
+    coder->reduce(piece.received, piece.sum, lost, mine, mixed(seed));
+    if (flags_coder) flags_coder->reduce(piece.received, piece.sum, at::Tensor(), 0, 0);
+  }
+
+  CodedSpec spec;
+  int rank;
+  int ranks;
+  at::Device device;
+  ops::WirePlan plan;
+  ops::WirePlan flags_plan;
+  std::shared_ptr<Coder> coder;
+  std::shared_ptr<Coder> flags_coder;
+  at::Tensor sent;      // in the gather form `received`, where each rank has a part of every piece
+  at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
+  at::Tensor sums;
+  std::vector<Piece> pieces;  // of these buffers
+  at::Tensor residual;
+  std::vector<float> sent_flags;  // what the buffer to send holds already
+  uint64_t seed = 0;              // of this step
+};
+
+// One piece on its way; the last thing done with it is to deliver its averages.
+class OnePiece : public comm::Links {
+ public:
+  OnePiece(std::shared_ptr<const Buffers> buffers, std::shared_ptr<const Delivery> delivery,
+           int64_t index)
+      : buffers_(std::move(buffers)), delivery_(std::move(delivery)), index_(index) {}
+
+ protected:
+  const Piece& piece() const { return buffers_->pieces[static_cast<size_t>(index_)]; }
+  void sum() const { buffers_->sum(index_); }
+
+  void deliver() const {
+    if (delivery_->tensors.empty()) return;
+    const int64_t numel = buffers_->piece_numel();
+    buffers_->coder->decode_part(delivery_->items(), buffers_->received, buffers_->sources(),
+                                 index_ * numel, (index_ + 1) * numel);
+  }
+
+ private:
+  std::shared_ptr<const Buffers> buffers_;
+  std::shared_ptr<const Delivery> delivery_;
+  int64_t index_;
+};
+
+class TwoShot final : public OnePiece {
+ public:
+  using OnePiece::OnePiece;
+  size_t count() const override { return 2; }
+
+  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
+    const at::NoGradGuard no_grad;
+    if (index == 0) return group.all_to_all(piece().received, piece().sent);
+    if (index == 1) {
+      sum();
+      return group.all_gather(piece().received, piece().sum);
+    }
+    deliver();
+    return nullptr;
+  }
+};
+
+class Gather final : public OnePiece {
+ public:
+  using OnePiece::OnePiece;
+  size_t count() const override { return 1; }
+
+  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
+    if (index == 0) return group.all_gather(piece().received, piece().sent);
+    deliver();
+    return nullptr;
+  }
+};
+
+class CodedWire final : public Wire {
+ public:
+  CodedWire(const CodedSpec& spec, int rank, int ranks, at::Device device)
+      : buffers_(std::make_shared<Buffers>(spec, rank, ranks, device)) {
+    if (!spec.error_feedback) return;
+    const at::NoGradGuard no_grad;
+    buffers_->residual = ops::make_flat(buffers_->plan.numel, at::kFloat, device);
+  }
+
+  void take(const std::vector<ops::Item>& items, Taking how) override {
+    buffers_->encode(items, encoding(how));
+  }
+
+  // Only what the first piece needs, where it pays to have that on its way: launch() does the rest.
+  void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
+            Taking how) override {
+    ops::Encoding encoding = this->encoding(how);
+    if (goes_by_pieces(items)) {
+      rest_ = {items, encoding};
+      encoding.end = buffers_->piece_numel();
+    }
+    if (!items.empty()) buffers_->encode(items, encoding);
+    if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
+  }
+
+  bool works_on_parts() const override { return buffers_->coder->works_on_parts(); }
+
+  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) override {
+    const auto shared = std::make_shared<const Delivery>(std::move(delivery));
+    std::vector<std::unique_ptr<comm::InFlight>> pieces;
+    const Rest rest = std::exchange(rest_, {});
+    for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
+      if (i > 0 && !rest.items.empty()) buffers_->encode(rest.items, part_of(rest.encoding, i));
+      std::shared_ptr<comm::Links> links;
+      if (buffers_->spec.gather) {
+        links = std::make_shared<Gather>(buffers_, shared, i);
+      } else {
+        links = std::make_shared<TwoShot>(buffers_, shared, i);
+      }
+      pieces.push_back(chains.run(std::move(links), buffers_->device));
+    }
+    return comm::all_of(std::move(pieces));
+  }
+
+  void unpack(const std::vector<ops::Item>& items) override {
+    if (items.empty()) return;
+    buffers_->coder->decode(items, buffers_->received, sources());
+  }
+
+  bool has_flags() const override { return buffers_->spec.flags_per_chunk > 0; }
+
+  at::Tensor flags() const override { return all_flags().sum(1).reshape({-1}); }
+
+  at::Tensor flag(int64_t index) const override {
+    const int64_t each = buffers_->spec.flags_per_chunk;
+    if (buffers_->device.is_cpu()) return flag_on_host(index / each, index % each);
+    return all_flags().select(0, index / each).select(1, index % each).sum().reshape({1});
+  }
+
+  void abandon() override {
+    auto fresh = std::make_shared<Buffers>(*buffers_);
+    fresh->allocate();
+    if (fresh->residual.defined()) fresh->residual = fresh->residual.clone();
+    buffers_ = std::move(fresh);
+    rest_ = {};
+  }
+
+  int64_t bytes() const override { return buffers_->chunks() * buffers_->spec.chunk_bytes; }
+
+  int64_t sent_bytes() const override {
+    const int64_t others = buffers_->ranks - 1;
+    if (buffers_->spec.gather) return others * bytes();
+    return 2 * others * bytes() / buffers_->ranks;
+  }
+
+  at::Tensor residual() const override { return buffers_->residual; }
+
+  void load_residual(const at::Tensor& flat) override {
+    if (!flat.is_same(buffers_->residual)) buffers_->residual.copy_(flat);
+  }
+
+  int64_t residual_bytes() const override {
+    return buffers_->residual.defined() ? static_cast<int64_t>(buffers_->residual.nbytes()) : 0;
+  }
+
+ private:
+  // Gradients of which only the first piece is coded.
+  struct Rest {
+    std::vector<ops::Item> items;
+    ops::Encoding encoding;
+  };
+
+  int32_t sources() const { return buffers_->sources(); }
+
+  ops::Encoding encoding(Taking how) {
+    buffers_->seed = buffers_->spec.seed_of(how);
+    ops::Encoding encoding = buffers_->encoding();
+    encoding.scale = how.scale;
+    encoding.seed = buffers_->seed;
+    return encoding;
+  }
+
+  ops::Encoding part_of(ops::Encoding whole, int64_t piece) const {
+    whole.begin = piece * buffers_->piece_numel();
+    whole.end = whole.begin + buffers_->piece_numel();
+    return whole;
+  }
+
+  // A gradient whose memory is in another order would be copied for every piece.
+  bool goes_by_pieces(const std::vector<ops::Item>& items) const {
+    return buffers_->spec.pieces > 1 && buffers_->device.is_cpu() && works_on_parts() &&
+           std::all_of(items.begin(), items.end(), [](const ops::Item& item) {
+             return !item.tensor.defined() || ops::in_slot_order(item.tensor, *item.layout);
+           });
+  }
+
+  void send_flags(const std::vector<float>& flags) {
+    const at::NoGradGuard no_grad;
+    const int64_t numel = buffers_->flags_plan.numel;
+    const at::Tensor values = on_host(flags, numel).to(buffers_->device);
+    const ops::SlotLayout layout = ops::SlotLayout::run(0, numel);
+    buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent,
+                                  buffers_->encoding());
+    buffers_->sent_flags = flags;
+  }
+
+  // [chunks, sources, flags_per_chunk], on the wire's own memory.
+  at::Tensor all_flags() const {
+    const CodedSpec& spec = buffers_->spec;
+    return buffers_->received.view(at::kFloat)
+        .view({buffers_->chunks(), sources(), spec.chunk_bytes / 4})
+        .narrow(2, spec.flags_offset / 4, spec.flags_per_chunk);
+  }
+
+  // Asked for in every step: no dispatched operation.
+  at::Tensor flag_on_host(int64_t chunk, int64_t place) const {
+    const CodedSpec& spec = buffers_->spec;
+    const auto* flags = buffers_->received.const_data_ptr<uint8_t>() + spec.flags_offset +
+                        chunk * sources() * spec.chunk_bytes;
+    float sum = 0;
+    for (int32_t r = 0; r < sources(); ++r) {
+      sum += reinterpret_cast<const float*>(flags + r * spec.chunk_bytes)[place];
+    }
+    if (!flag_.defined()) flag_ = at::zeros({1}, at::kFloat);
+    flag_.mutable_data_ptr<float>()[0] = sum;
+    return flag_;
+  }
+
+  std::shared_ptr<Buffers> buffers_;
+  Rest rest_;
+  mutable at::Tensor flag_;
+};
+
+}  // namespace
+
+std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
+                                      at::Device device) {
+  return std::make_unique<CodedWire>(spec, rank, ranks, device);
+}
+
+}  // namespace fastsync::engine

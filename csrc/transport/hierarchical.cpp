@@ -1,0 +1,270 @@
+#include "hierarchical.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <utility>
+
+#include "../ops/ops.h"
+
+namespace fastsync::engine {
+namespace {
+
+using InFlights = std::vector<std::unique_ptr<comm::InFlight>>;
+
+// Floats on their way: everyone's as packed, my shard of their sum, and the averages. Cut into pieces, and each into
+// shards. Averages have a buffer of their own: poison may reach the gaps between slots, and must not be sent from there.
+struct Floats {
+  Floats(int64_t pieces, int64_t ranks, int64_t each, at::Device device)
+      : shard_numel(each), ranks_(ranks) {
+    packed = ops::make_flat(pieces * ranks * each, at::kFloat, device);
+    shard = ops::make_flat(pieces * each, at::kFloat, device);
+    averaged = ops::make_flat(pieces * ranks * each, at::kFloat, device);
+  }
+
+  at::Tensor shard_of(int64_t piece) const {
+    return shard.narrow(0, piece * shard_numel, shard_numel);
+  }
+  std::unique_ptr<comm::InFlight> scatter(comm::Collective& node, int64_t piece) const {
+    return node.reduce_scatter(shard_of(piece), whole(packed, piece));
+  }
+  std::unique_ptr<comm::InFlight> gather(comm::Collective& node, int64_t piece) const {
+    return node.all_gather(whole(averaged, piece), shard_of(piece));
+  }
+
+  int64_t shard_numel;
+  at::Tensor packed;
+  at::Tensor shard;
+  at::Tensor averaged;
+
+ private:
+  at::Tensor whole(const at::Tensor& flat, int64_t piece) const {
+    const int64_t numel = ranks_ * shard_numel;
+    return flat.narrow(0, piece * numel, numel);
+  }
+
+  int64_t ranks_;
+};
+
+struct Buffers {
+  Buffers(const CodedSpec& coded, at::Device on)
+      : spec(coded),
+        device(on),
+        values(spec.pieces, spec.node_ranks, parts() * spec.chunk_numel, on),
+        flags(spec.pieces, spec.node_ranks, parts() * spec.flags_per_chunk, on) {
+    plan = spec.values_plan(spec.pieces * parts());
+    flags_plan = spec.flags_plan(spec.pieces * parts());
+    coder =
+        spec.codec ? make_flat_coder(spec.codec, plan, spec.coded_bytes) : make_block_coder(plan);
+    if (has_flags()) flags_coder = make_block_coder(flags_plan);
+    const auto bytes = at::TensorOptions().dtype(at::kByte).device(on);
+    sent = at::zeros({spec.pieces * parts() * spec.chunk_bytes}, bytes);
+    received = at::zeros({spec.pieces * spec.nodes * spec.chunk_bytes}, bytes);
+    if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
+  }
+
+  bool has_flags() const { return spec.flags_per_chunk > 0; }
+  int64_t parts() const { return spec.gather ? 1 : spec.nodes; }
+  int32_t sources() const { return static_cast<int32_t>(spec.gather ? spec.nodes : 1); }
+
+  at::Tensor part(const at::Tensor& buffer, int64_t piece) const {
+    const int64_t each = buffer.numel() / spec.pieces;
+    return buffer.narrow(0, piece * each, each);
+  }
+
+  void encode(int64_t piece) const {
+    const ops::SlotLayout run = run_of(values, piece);
+    coder->encode({{values.shard_of(piece), &run}}, residual, sent, {1.0, seed});
+    if (!has_flags()) return;
+    const ops::SlotLayout flag_run = run_of(flags, piece);
+    flags_coder->encode({{flags.shard_of(piece), &flag_run}}, at::Tensor(), sent, {});
+  }
+
+  void sum(int64_t piece) const {
+    const int64_t mine = (piece * spec.nodes + spec.node) * spec.chunk_numel;
+    const at::Tensor lost =
+        residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
+    const at::Tensor from = part(received, piece);
+    coder->reduce(from, part(sums, piece), lost, mine, mixed(seed));
+    if (has_flags()) flags_coder->reduce(from, part(sums, piece), at::Tensor(), 0, 0);
+  }
+
+  void decode(int64_t piece) const {
+    const ops::SlotLayout run = run_of(values, piece);
+    coder->decode({{values.shard_of(piece), &run}}, received, sources());
+    if (!has_flags()) return;
+    const ops::SlotLayout flag_run = run_of(flags, piece);
+    flags_coder->decode({{flags.shard_of(piece), &flag_run}}, received, sources());
+  }
+
+  static ops::SlotLayout run_of(const Floats& floats, int64_t piece) {
+    return ops::SlotLayout::run(piece * floats.shard_numel, floats.shard_numel);
+  }
+
+  CodedSpec spec;
+  at::Device device;
+  Floats values;
+  Floats flags;
+  ops::WirePlan plan;  // of my shard
+  ops::WirePlan flags_plan;
+  std::shared_ptr<Coder> coder;
+  std::shared_ptr<Coder> flags_coder;
+  at::Tensor sent;
+  at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
+  at::Tensor sums;
+  at::Tensor residual;  // of my shard
+  uint64_t seed = 0;    // of this step
+};
+
+// Both forms between nodes take the same links, so that a chain of one form never overtakes one of the other.
+class Piece final : public comm::Links {
+ public:
+  Piece(std::shared_ptr<const Buffers> buffers, int64_t piece)
+      : buffers_(std::move(buffers)), piece_(piece) {}
+
+  size_t count() const override { return 4; }
+
+  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
+    const at::NoGradGuard no_grad;
+    switch (index) {
+      case 0:
+        return with_flags([&](const Floats& floats) { return floats.scatter(group, piece_); });
+      case 1:
+        buffers_->encode(piece_);
+        if (buffers_->spec.gather) return comm::all_of({});
+        return group.all_to_all(received(), sent());
+      case 2:
+        if (buffers_->spec.gather) return group.all_gather(received(), sent());
+        buffers_->sum(piece_);
+        return group.all_gather(received(), buffers_->part(buffers_->sums, piece_));
+      case 3:
+        buffers_->decode(piece_);
+        return with_flags([&](const Floats& floats) { return floats.gather(group, piece_); });
+      default:
+        return nullptr;
+    }
+  }
+
+ private:
+  at::Tensor received() const { return buffers_->part(buffers_->received, piece_); }
+  at::Tensor sent() const { return buffers_->part(buffers_->sent, piece_); }
+
+  template <typename Start>
+  std::unique_ptr<comm::InFlight> with_flags(const Start& start) const {
+    InFlights started;
+    started.push_back(start(buffers_->values));
+    if (buffers_->has_flags()) started.push_back(start(buffers_->flags));
+    return comm::all_of(std::move(started));
+  }
+
+  std::shared_ptr<const Buffers> buffers_;
+  int64_t piece_;
+};
+
+class HierarchicalWire final : public Wire {
+ public:
+  HierarchicalWire(const CodedSpec& spec, at::Device device)
+      : buffers_(std::make_shared<Buffers>(spec, device)) {
+    if (!spec.error_feedback) return;
+    buffers_->residual = ops::make_flat(buffers_->plan.numel, at::kFloat, device);
+  }
+
+  void take(const std::vector<ops::Item>& items, Taking how) override {
+    ops::pack(items, buffers_->values.packed, how.scale);
+  }
+
+  void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
+            Taking how) override {
+    const at::NoGradGuard no_grad;
+    if (!items.empty()) take(items, how);
+    buffers_->seed = buffers_->spec.seed_of(how);
+    if (carried_.defined()) buffers_->values.packed.add_(std::exchange(carried_, at::Tensor()));
+    if (buffers_->has_flags()) pack_flags(flags);
+  }
+
+  // Averages are complete only behind the last link.
+  bool works_on_parts() const override { return false; }
+
+  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery /*delivery*/) override {
+    InFlights pieces;
+    for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
+      pieces.push_back(chains.run(std::make_shared<Piece>(buffers_, i), buffers_->device));
+    }
+    return comm::all_of(std::move(pieces));
+  }
+
+  void unpack(const std::vector<ops::Item>& items) override {
+    if (!items.empty()) ops::unpack(items, buffers_->values.averaged, 1.0, false);
+  }
+
+  bool has_flags() const override { return buffers_->has_flags(); }
+  at::Tensor flags() const override { return buffers_->flags.averaged; }
+  at::Tensor flag(int64_t index) const override { return flags().narrow(0, index, 1); }
+
+  void abandon() override {
+    const Buffers& old = *buffers_;
+    auto fresh = std::make_shared<Buffers>(old.spec, old.device);
+    if (old.residual.defined()) fresh->residual = old.residual.clone();
+    buffers_ = std::move(fresh);
+  }
+
+  int64_t bytes() const override {
+    return static_cast<int64_t>(buffers_->values.packed.nbytes() + buffers_->flags.packed.nbytes());
+  }
+  int64_t sent_bytes() const override {
+    const int64_t in_node = buffers_->spec.node_ranks;
+    return 2 * bytes() * (in_node - 1) / in_node + between_nodes_bytes();
+  }
+  int64_t between_nodes_bytes() const override {
+    const int64_t others = buffers_->spec.nodes - 1;
+    const int64_t shard = buffers_->sent.numel();
+    return buffers_->spec.gather ? others * shard : 2 * others * shard / buffers_->spec.nodes;
+  }
+
+  at::Tensor residual() const override {
+    if (!buffers_->residual.defined()) return {};
+    const at::NoGradGuard no_grad;
+    const at::Tensor& like = buffers_->values.packed;
+    const at::Tensor flat = carried_.defined() ? carried_.clone() : at::zeros_like(like);
+    my_shard(flat).add_(buffers_->residual.view({buffers_->spec.pieces, -1}));
+    return flat;
+  }
+
+  void load_residual(const at::Tensor& flat) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor mine = my_shard(flat);
+    buffers_->residual.view({buffers_->spec.pieces, -1}).copy_(mine);
+    mine.zero_();
+    carried_ = flat.any().item<bool>() ? flat : at::Tensor();
+  }
+
+  int64_t residual_bytes() const override {
+    if (!buffers_->residual.defined()) return 0;
+    const size_t carried = carried_.defined() ? carried_.nbytes() : 0;
+    return static_cast<int64_t>(buffers_->residual.nbytes() + carried);
+  }
+
+ private:
+  // [pieces, elements of a shard]
+  at::Tensor my_shard(const at::Tensor& flat) const {
+    const CodedSpec& spec = buffers_->spec;
+    return flat.view({spec.pieces, spec.node_ranks, -1}).select(1, spec.node_rank);
+  }
+
+  void pack_flags(const std::vector<float>& flags) {
+    const at::Tensor& packed = buffers_->flags.packed;
+    packed.copy_(on_host(flags, packed.numel()));
+  }
+
+  std::shared_ptr<Buffers> buffers_;
+  at::Tensor carried_;  // what I hold of others' shards; see [Note: residuals of a shard]
+};
+
+}  // namespace
+
+std::unique_ptr<Wire> make_hierarchical_wire(const CodedSpec& spec, at::Device device) {
+  return std::make_unique<HierarchicalWire>(spec, device);
+}
+
+}  // namespace fastsync::engine

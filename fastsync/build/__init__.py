@@ -1,0 +1,1 @@
+"""How the extension is built and loaded, and the environment that this depends on."""

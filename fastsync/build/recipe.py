@@ -1,0 +1,342 @@
+"""Sources and flags of the C++/CUDA extension, stated once.
+
+The JIT build, ``setup.py`` (which loads this file by its path) and CMake all read them from here:
+
+* ``python recipe.py --out DIR`` compiles the extension into ``DIR`` (the JIT build runs this),
+* ``python recipe.py --cmake`` prints sources and flags for CMake.
+
+The CUDA kernels see no torch header. They are compiled by ``nvcc`` alone and linked with a static
+CUDA runtime, so a build needs no CUDA build of torch, and the result also runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+MODULE = "_C"
+CPP_SOURCES = (
+    "kernels/pack_cpu.cpp",
+    "ops/items.cpp",
+    "kernels/codec_cpu.cpp",
+    "kernels/select_cpu.cpp",
+    "kernels/low_rank_cpu.cpp",
+    "ops/ops.cpp",
+    "ops/codec_ops.cpp",
+    "ops/lossy_ops.cpp",
+    "comm/collective.cpp",
+    "comm/worker.cpp",
+    "comm/chain.cpp",
+    "comm/python_hook.cpp",
+    "engine/autograd_hooks.cpp",
+    "engine/plan_watch.cpp",
+    "engine/precision.cpp",
+    "engine/timeline.cpp",
+    "engine/step_log.cpp",
+    "transport/transport.cpp",
+    "codec/coder.cpp",
+    "codec/python_codec.cpp",
+    "codec/plugin_codec.cpp",
+    "codec/topk_coder.cpp",
+    "transport/low_rank.cpp",
+    "transport/coded.cpp",
+    "transport/hierarchical.cpp",
+    "engine/bucket.cpp",
+    "engine/bucket_finish.cpp",
+    "engine/usage.cpp",
+    "engine/reducer.cpp",
+    "engine/reducer_state.cpp",
+    "bindings.cpp",
+)
+CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")
+# torch's own load() adds no -O flag, which costs the pack kernels a factor of ten. A product and a
+# sum are never contracted into one rounding: host, device and the slow twins must agree on bits.
+KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")
+CXX_FLAGS = (
+    *KERNEL_CXX_FLAGS,
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unused-parameter",
+)
+KERNEL_NVCC_FLAGS = ("-O3", "-fmad=false")
+NVCC_FLAGS = (
+    *KERNEL_NVCC_FLAGS,
+    "-std=c++17",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Werror=all-warnings",
+    "-Xptxas=-Werror,-warn-spills,-warn-lmem-usage",
+    "--threads=0",  # architectures in parallel
+)
+CUDA_LINK_FLAGS = ("-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL")
+DEFAULT_ARCHS = ("80", "90", "100")
+# Instrumented code at -O3 takes minutes to compile and finds nothing more. gcc, which then inlines
+# less, takes optional values in torch's headers for uninitialised.
+_SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized")
+
+
+class BuildError(RuntimeError):
+    """The extension cannot be built; the text names what is missing and the remedy."""
+
+
+def source_dir() -> Path:
+    """The folder of the C++ sources: in a checkout beside the package, installed inside it."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package.parent / "csrc", package / "csrc"):
+        if (candidate / "bindings.cpp").exists():
+            return candidate
+    raise BuildError(f"the C++ sources are missing: no csrc/bindings.cpp near {package}")
+
+
+def all_files() -> list[Path]:
+    """Every file that the compiled extension depends on, in a fixed order."""
+    root = source_dir()
+    kinds = (".h", ".cpp", ".cu")
+    files = (p for p in root.rglob("*") if p.suffix in kinds)
+    return sorted(p for p in files if p.relative_to(root).parts[0] != "tests")
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit: its compiler, its root folder and its version text."""
+
+    nvcc: Path
+    root: Path
+    version: str
+
+    @property
+    def library_dir(self) -> Path:
+        for name in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib"):
+            if (self.root / name / "libcudart_static.a").exists():
+                return self.root / name
+        raise BuildError(
+            f"the CUDA toolkit at {self.root} has no libcudart_static.a; install its runtime "
+            "development files, or set FASTSYNC_CUDA=0 to build without CUDA"
+        )
+
+
+def find_toolkit(wanted: str = "auto") -> Toolkit | None:
+    """Finds the CUDA toolkit.
+
+    Args:
+        wanted: ``auto`` (None where there is none), ``1`` (insist) or ``0`` (None).
+
+    Raises:
+        BuildError: a toolkit was found but does not work, or was asked for and is missing.
+    """
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    if found is None:
+        if wanted == "1" or home:
+            where = f"{home}/bin" if home else "PATH"
+            raise BuildError(
+                f"no nvcc in {where}; install a CUDA toolkit or point CUDA_HOME at one, "
+                "or set FASTSYNC_CUDA=0 to build without CUDA"
+            )
+        return None
+    nvcc = Path(found)
+    return Toolkit(nvcc, _toolkit_root(nvcc, home), _run_nvcc(nvcc, "--version"))
+
+
+def _run_nvcc(nvcc: Path, *args: str) -> str:
+    try:
+        done = subprocess.run([nvcc, *args], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(_broken(nvcc, str(error))) from error
+    if done.returncode != 0:
+        raise BuildError(_broken(nvcc, (done.stderr or done.stdout).strip()))
+    return (done.stdout + done.stderr).strip()
+
+
+def _broken(nvcc: Path, detail: str) -> str:
+    return (
+        f"the CUDA compiler {nvcc} does not work: {detail or 'no output'}. Repair the toolkit, "
+        "point CUDA_HOME at a working one, or set FASTSYNC_CUDA=0 to build without CUDA"
+    )
+
+
+def _toolkit_root(nvcc: Path, home: str | None) -> Path:
+    """nvcc itself may be a wrapper somewhere else; the folder with the headers is the root."""
+    listing = _run_nvcc(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull)
+    tops = [line.split("TOP=", 1)[1] for line in listing.splitlines() if "TOP=" in line]
+    candidates = [home, *tops, str(nvcc.resolve().parent.parent), "/usr/local/cuda"]
+    for candidate in candidates:
+        if candidate and (Path(candidate) / "include" / "cuda_runtime.h").exists():
+            return Path(candidate).resolve()
+    raise BuildError(_broken(nvcc, "its headers (include/cuda_runtime.h) are nowhere to be found"))
+
+
+def arch_flags(archs: Sequence[str]) -> list[str]:
+    """Machine code for each architecture, and PTX of the newest for what comes after it."""
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
+def compile_cuda(toolkit: Toolkit, out: Path, archs: Sequence[str]) -> list[str]:
+    """Compiles the CUDA sources with nvcc alone; returns the object files.
+
+    Raises:
+        BuildError: nvcc failed; carries its output.
+    """
+    objects = []
+    for source in CUDA_SOURCES:
+        target = out / (Path(source).stem + ".cuda.o")
+        path = source_dir() / source
+        flags = [*NVCC_FLAGS, *arch_flags(archs)]
+        command = [str(toolkit.nvcc), *flags, "-c", str(path), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise BuildError(_broken(toolkit.nvcc, f"\n{done.stdout}{done.stderr}"))
+        objects.append(str(target))
+    return objects
+
+
+def check_compilers() -> None:
+    """Raises BuildError where the C++ compiler or ninja is missing."""
+    compiler = cxx()
+    if shutil.which(compiler.split()[0]) is None:
+        raise BuildError(
+            f"no C++ compiler: {compiler!r} is not on PATH. Install one "
+            "(Debian: apt-get install g++) or name yours in CXX"
+        )
+    if shutil.which("ninja") is None:
+        raise BuildError("ninja is not on PATH; install it with: pip install ninja")
+
+
+def cxx() -> str:
+    """The C++ compiler that torch's build helpers will call."""
+    return os.environ.get("CXX", "c++")
+
+
+def sanitizer_flags(sanitize: str) -> list[str]:
+    return [f"-fsanitize={sanitize}", *_SANITIZED] if sanitize else []
+
+
+def sources_digest() -> str:
+    """A digest of this file and of every source of the extension."""
+    files = [*all_files(), Path(__file__)]
+    facts = (f"{p.name}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def binary_identity() -> dict[str, str]:
+    """What a binary has to share with this process to be loaded into it.
+
+    A binary built against one minor version of torch must not be loaded into another.
+    """
+    import torch
+
+    return {
+        "sources": sources_digest(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "abi": str(sysconfig.get_config_var("SOABI") or sys.version),
+    }
+
+
+def fingerprint(toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> str:
+    """A digest of all that shapes the binary: sources, flags, compilers, torch and Python."""
+    compiler = subprocess.run([*cxx().split(), "--version"], capture_output=True, text=True)
+    facts = [
+        *binary_identity().values(),
+        *CXX_FLAGS,
+        *NVCC_FLAGS,
+        *sanitizer_flags(sanitize),
+        compiler.stdout,
+        f"{toolkit.version} {archs}" if toolkit else "no cuda",
+    ]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a C++ extension builder needs to know. CUDA objects are compiled beforehand."""
+
+    sources: list[str]
+    include_dirs: list[str]
+    cxx_flags: list[str]
+    link_flags: list[str]
+
+
+def recipe(out: Path, toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> Recipe:
+    """Compiles the CUDA kernels, if there is a toolkit, and describes the rest of the build."""
+    flags = [*CXX_FLAGS, *sanitizer_flags(sanitize)]
+    link = sanitizer_flags(sanitize)[:1]
+    if toolkit is not None:
+        flags.append("-DFASTSYNC_WITH_CUDA")
+        link += [*compile_cuda(toolkit, out, archs), f"-L{toolkit.library_dir}", *CUDA_LINK_FLAGS]
+    root = source_dir()
+    return Recipe([str(root / s) for s in CPP_SOURCES], [str(root)], flags, link)
+
+
+def build(out: Path, wanted_cuda: str, archs: Sequence[str], sanitize: str) -> None:
+    """Compiles the extension into ``out``.
+
+    Raises:
+        BuildError: a tool is missing or broken.
+        RuntimeError: the compiler refused the sources.
+    """
+    from torch.utils import cpp_extension
+
+    check_compilers()
+    plan = recipe(out, find_toolkit(wanted_cuda), archs, sanitize)
+    cpp_extension.load(
+        name=MODULE,
+        sources=plan.sources,
+        extra_include_paths=plan.include_dirs,
+        extra_cflags=plan.cxx_flags,
+        extra_ldflags=plan.link_flags,
+        build_directory=str(out),
+        with_cuda=False,
+        verbose=True,
+    )
+
+
+def _cmake_commands() -> str:
+    root = source_dir()
+    kernels = [root / s for s in CPP_SOURCES if s.startswith("kernels/")]
+    archs = [f"{a}-real" for a in DEFAULT_ARCHS[:-1]]
+    values = {
+        "FASTSYNC_KERNEL_SOURCES": kernels,
+        "FASTSYNC_KERNEL_CUDA_SOURCES": [root / s for s in CUDA_SOURCES],
+        "FASTSYNC_CXX_FLAGS": KERNEL_CXX_FLAGS,
+        "FASTSYNC_NVCC_FLAGS": KERNEL_NVCC_FLAGS,
+        "FASTSYNC_CUDA_ARCHITECTURES": [*archs, DEFAULT_ARCHS[-1]],
+    }
+    return "\n".join(f"set({k} {' '.join(map(str, v))})" for k, v in values.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder to compile the extension into")
+    parser.add_argument("--cmake", action="store_true", help="print sources and flags for CMake")
+    parser.add_argument("--cuda", default="auto", choices=("auto", "0", "1"))
+    parser.add_argument("--archs", default=";".join(DEFAULT_ARCHS), help="such as '80;90;100'")
+    parser.add_argument("--sanitize", default="", help="such as address,undefined")
+    args = parser.parse_args()
+    if args.cmake:
+        print(_cmake_commands())
+        return 0
+    if args.out is None:
+        parser.error("one of --out and --cmake is needed")
+    try:
+        build(args.out, args.cuda, args.archs.split(";"), args.sanitize)
+    except RuntimeError as error:
+        print(f"fastsync: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""What coding carries between steps, as a checkpoint: by parameter name, on any number of ranks.
+
+A rank's residual is what it still owes to the averages, in units of the averages. Only the sum over
+ranks has a meaning, and it is what survives a change of world size (see `deal`). A factor, which
+PowerSGD's next step starts with, is the same on all ranks and passes unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine.engine import Engine, Progress
+from fastsync.engine.state import Carried
+from fastsync.plan.topology import Network
+from fastsync.ranks import consensus
+
+__all__ = ["VERSION", "capture", "deal", "restore"]
+
+VERSION: Final = 3
+_KEYS: Final = (
+    "version",
+    "wire",
+    "rank",
+    "world_size",
+    "steps",
+    "order",
+    "rate",
+    "latency",
+    "residuals",
+    "factors",
+)
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank takes from a checkpoint."""
+
+    progress: Progress
+    carried: Carried
+
+
+def capture(engine: Engine) -> dict[str, Any]:
+    """This rank's state; no collective. See `FastDDP.sync_state_dict`."""
+    expected = engine.feedback_shapes()
+    carried = engine.carried()
+    factors = engine.factor_shapes()
+    network = engine.measured()
+    return {
+        "version": VERSION,
+        "wire": engine.wire.describe(),
+        "rank": dist.get_rank(engine.group),
+        "world_size": dist.get_world_size(engine.group),
+        "steps": int(engine.core.steps()),
+        "order": [engine.params[i].name for i in engine.next_order()],
+        "rate": network.rate,
+        "latency": network.latency,
+        # Nothing kept back yet: zeros, which take no memory.
+        "residuals": {
+            name: carried.residuals.get(name, torch.zeros(()).expand(shape))
+            for name, shape in expected.items()
+        },
+        # One of another shape is parked from another wire, and no bucket would take it.
+        "factors": {
+            name: factor
+            for name, factor in carried.factors.items()
+            if tuple(factor.shape) == factors.get(name)
+        },
+    }
+
+
+def restore(engine: Engine, states: State | Sequence[State]) -> None:
+    """Collective. See `FastDDP.load_sync_state_dict`."""
+    group = engine.group
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    device = engine.params[0].tensor.device
+    task = "the state of error feedback cannot be loaded on every rank;"
+    try:
+        share = deal(states, rank, world)
+        check_fit(share, engine)
+    except (ValueError, TypeError) as error:
+        try:
+            consensus.agree(consensus.Statement({}, (), str(error)), group, device, task)
+        except consensus.RankMismatchError as report:
+            raise error from report
+        raise
+    settings = {"the number of steps in the state": str(share.progress.steps)}
+    consensus.agree(consensus.Statement(settings, ()), group, device, task)
+    engine.resume(share.progress, share.carried)
+
+
+def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
+    """What rank `rank` of `world` takes from the states of the ranks that were.
+
+    The residual of old rank r goes to rank r % world. With as many ranks as before, or more, every
+    rank takes at most one: the sum over ranks is kept exactly. With fewer, a rank adds up several
+    in fp64 and rounds once to fp32, so that each element of the sum is off by at most 2^-24 of the
+    magnitudes of those that fell together.
+
+    Raises:
+        ValueError: the states are not all those of one training.
+    """
+    given = [states] if isinstance(states, Mapping) else list(states)
+    for state in given:
+        _check_form(state)
+    if isinstance(states, Mapping):
+        _check_own(states, rank, world)
+        mine = given
+    else:
+        given = _in_rank_order(given)
+        mine = given[rank::world]
+    first = given[0]
+    residuals = {name: _sum(name, mine, like) for name, like in first["residuals"].items()}
+    # Other ranks have another network between them.
+    same = first["world_size"] == world
+    network = Network(float(mine[0]["rate"]), float(mine[0]["latency"])) if same else Network()
+    progress = Progress(int(first["steps"]), list(first["order"]), network)
+    return Share(progress, Carried(residuals, first["factors"]))
+
+
+def _check_form(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"expects what sync_state_dict() returned, or a list of it, but got {type(state)}"
+        )
+    version = state.get("version", VERSION)
+    if version != VERSION:
+        raise ValueError(f"the state is of version {version}, but this fastsync reads {VERSION}")
+    lacks = [key for key in _KEYS if key not in state]
+    if lacks:
+        raise ValueError(
+            f"this is no state of error feedback: it lacks {', '.join(lacks)}. Pass what "
+            "sync_state_dict() returned, not model.state_dict()"
+        )
+
+
+def _check_own(state: State, rank: int, world: int) -> None:
+    if state["world_size"] != world:
+        raise ValueError(
+            f"the state was saved by one of {state['world_size']} ranks, but there are {world} "
+            "of them here. Pass the list of the states of all old ranks, the same on every rank"
+        )
+    if state["rank"] != rank:
+        raise ValueError(
+            f"the state is that of rank {state['rank']}, but this is rank {rank}: every rank keeps "
+            "back something else. Save and load one state per rank, or pass the list of all states"
+        )
+
+
+def _in_rank_order(states: Sequence[State]) -> list[State]:
+    if not states:
+        raise ValueError("expects the states of all old ranks, but got an empty list")
+    by_rank = {int(state["rank"]): state for state in states}
+    world = states[0]["world_size"]
+    missing = sorted(set(range(world)) - set(by_rank))
+    if missing or len(states) != world:
+        raise ValueError(
+            f"the states were saved by {world} ranks, but {len(states)} are given"
+            + (f"; those of ranks {missing} are missing" if missing else "")
+        )
+    for key in ("world_size", "steps", "wire"):
+        values = sorted({str(state[key]) for state in states})
+        if len(values) > 1:
+            raise ValueError(
+                f"the states are not of one training: {key} is {' and '.join(values)}; pass states "
+                "that all ranks saved after the same step"
+            )
+    for state in states:
+        _check_same_names(states[0], state)
+    return [by_rank[rank] for rank in range(world)]
+
+
+def _check_same_names(first: State, other: State) -> None:
+    odd = sorted(set(first["residuals"]) ^ set(other["residuals"]))
+    if odd:
+        raise ValueError(
+            f"the states are not of one training: {odd[0]!r} is in that of rank {first['rank']} or "
+            f"rank {other['rank']} alone"
+        )
+
+
+def _sum(name: str, states: Sequence[State], like: torch.Tensor) -> torch.Tensor:
+    parts = [state["residuals"][name] for state in states]
+    shapes = sorted({str(tuple(part.shape)) for part in (*parts, like)})
+    if len(shapes) > 1:
+        raise ValueError(f"the residuals of {name!r} are of different shapes: {', '.join(shapes)}")
+    if len(parts) == 1:
+        only: torch.Tensor = parts[0]
+        return only
+    if not parts:
+        return torch.zeros((), dtype=torch.float32).expand(like.shape)
+    total = torch.zeros(like.shape, dtype=torch.float64)
+    for part in parts:
+        total += part.to("cpu")
+    return total.float()
+
+
+def check_fit(share: Share, engine: Engine) -> None:
+    """Whether the model keeps residuals of just these parameters, and no factors of others.
+
+    Raises:
+        ValueError: it does not; names a parameter.
+    """
+    expected = engine.feedback_shapes()
+    known = {param.name for param in engine.params}
+    wire = engine.wire.describe()
+    for name, residual in share.carried.residuals.items():
+        if name not in known:
+            raise ValueError(
+                f"the state holds a residual of {name!r}, but the model has no such parameter; "
+                "load it into the model that it was saved from"
+            )
+        if name not in expected:
+            raise ValueError(
+                f"the state holds a residual of {name!r}, but wire={wire!r} has no error feedback "
+                "for it: what the averages lack would be lost. Use the wire that the state was "
+                "saved with, or do not load it"
+            )
+        if tuple(residual.shape) != expected[name]:
+            raise ValueError(
+                f"the residual of {name!r} has shape {tuple(residual.shape)}, but the parameter "
+                f"{expected[name]}; load it into the model that it was saved from"
+            )
+    missing = [name for name in expected if name not in share.carried.residuals]
+    if missing:
+        raise ValueError(
+            f"the state holds no residual of {missing[0]!r}, for which wire={wire!r} has error "
+            "feedback; it was saved from another model, or with a wire without error feedback"
+        )
+    _check_factors(share.carried.factors, engine)
+
+
+def _check_factors(factors: Mapping[str, torch.Tensor], engine: Engine) -> None:
+    expected = engine.factor_shapes()
+    for name, factor in factors.items():
+        if tuple(factor.shape) != expected.get(name):
+            raise ValueError(
+                f"the state holds a factor of {name!r}, of shape {tuple(factor.shape)}, but "
+                f"wire={engine.wire.describe()!r} keeps "
+                + (f"one of {expected[name]}" if name in expected else "none of it")
+                + "; use the wire and the model that the state was saved with"
+            )

@@ -1,0 +1,230 @@
+"""What FastDDP was asked for: checked, and agreed on by all ranks, before anything is built.
+
+A rank with an error still takes part, so that the others do not wait for it; it raises that error
+itself, from the report that they raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync.build import extension
+from fastsync.build.env import Env
+from fastsync.engine.engine import NamedParam
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.ranks import consensus
+from fastsync.ranks.links import check_backend, check_grid, find_nodes
+from fastsync.timeline.policy import TimelinePolicy
+from fastsync.torch_private import default_group, has_python_reducer
+from fastsync.wire.formats import Wire
+from fastsync.wire.plugins import check_device
+
+__all__ = ["Request", "named_params"]
+
+T = TypeVar("T")
+Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a constructor was asked to wrap; checked here before torch's front sees it."""
+
+    module: nn.Module
+    process_group: dist.ProcessGroup | None
+    device_mesh: Any
+    device_ids: Sequence[int | torch.device] | None
+    output_device: int | torch.device | None
+
+    def settle(
+        self,
+        buckets: Callable[[], BucketPolicy],
+        policy: Callable[[], SyncPolicy],
+        timeline: Callable[[], TimelinePolicy | None],
+    ) -> Settled:
+        """Checks the arguments and agrees on them with all ranks."""
+
+        def check() -> tuple[Settled, dict[str, str]]:
+            self._check_module()
+            caps, settled, recorded = buckets(), policy(), timeline()
+            wire_settings = self._wire_settings(settled.wire)
+            self._check_dtypes(settled)
+            extension.load()
+            settings = {
+                "torch": torch.__version__,
+                "the module's device": self._params()[0].tensor.device.type,
+                "bucket_cap_mb": str([cap / (1 << 20) for cap in caps.caps]),
+                **wire_settings,
+                "gradient_as_bucket_view": str(settled.views),
+                "find_unused_parameters=False": str(settled.fail_on_unused),
+                "static_graph": str(settled.static_graph),
+                "timeline": str(recorded),
+                "mixed_precision": str(settled.mixed),
+            }
+            return (caps, settled, recorded), settings
+
+        settled = self._together(check, "FastDDP cannot be built on every rank;")
+        self._probe(settled[1].wire)
+        return settled
+
+    def settle_wire(self, wire: Callable[[], Wire], steps: int) -> Wire:
+        """The same for a wire alone, after `steps` steps."""
+
+        def check() -> tuple[Wire, dict[str, str]]:
+            settled = wire()
+            return settled, {**self._wire_settings(settled), "the number of steps": str(steps)}
+
+        settled = self._together(check, "the wire cannot be changed on every rank;")
+        self._probe(settled)
+        return settled
+
+    def _together(self, check: Callable[[], tuple[T, dict[str, str]]], failure: str) -> T:
+        """What `check` returns, once the settings that come with it are known to be everyone's."""
+        group = self._group()
+        try:
+            result, settings = check()
+        except Exception as error:
+            try:
+                self._agree(group, {}, str(error), failure)
+            except consensus.RankMismatchError as report:
+                raise error from report
+            raise
+        self._agree(group, settings, "", failure)
+        return result
+
+    def _wire_settings(self, wire: Wire) -> dict[str, str]:
+        """What ranks must agree on.
+
+        Raises:
+            ValueError: the model, or the ranks, cannot travel as `wire`.
+        """
+        self._check_wire(wire)
+        nodes = find_nodes(wire, self._group(), Env.read().local_ranks)
+        grid = {"the hierarchical form's grid": nodes.describe()} if nodes else {}
+        return {"wire": wire.describe(), **grid}
+
+    def _probe(self, wire: Wire) -> None:
+        """Collective: whether the backend can carry `wire`, and all ranks mean the same nodes.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        group = self._group()
+        if wire.plain or wire.form == "native" or dist.get_world_size(group) == 1:
+            return
+        nodes = find_nodes(wire, group, Env.read().local_ranks)
+        if nodes:
+            check_grid(nodes, group)
+
+        def check() -> tuple[None, dict[str, str]]:
+            check_backend(extension.load(), group, self._device(), wire)
+            return None, {}
+
+        self._together(check, "gradients cannot travel as bytes on every rank;")
+
+    def _group(self) -> dist.ProcessGroup:
+        if self.process_group is not None and self.device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if self.device_mesh is not None:
+            if self.device_mesh.ndim != 1:
+                raise RuntimeError(f"Only 1D device mesh is supported, but got {self.device_mesh}.")
+            mesh_group: dist.ProcessGroup = self.device_mesh.get_group(mesh_dim=0)
+            return mesh_group
+        return self.process_group or default_group()
+
+    def _params(self) -> list[NamedParam]:
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        return named_params(self.module, ignored)
+
+    def _check_dtypes(self, policy: SyncPolicy) -> None:
+        if policy.mixed.reduce is None:
+            return
+        wide = [p.name for p in self._params() if p.tensor.dtype is torch.float64]
+        if wide:
+            raise ValueError(
+                f"mixed_precision cannot reduce parameters of float64, as {wide[0]!r} is; convert "
+                "the model to float32 before wrapping it"
+            )
+
+    def _check_module(self) -> None:
+        if has_python_reducer():
+            raise RuntimeError(
+                "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
+                "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
+                "DistributedDataParallel"
+            )
+        params = [p.tensor for p in self._params()]
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
+            raise RuntimeError(
+                "FastDDP cannot wrap a module with uninitialized parameters. Run a dummy forward "
+                "pass to correctly initialize the modules"
+            )
+        if not any(p.requires_grad for p in params):
+            raise RuntimeError(
+                "FastDDP is not needed when a module doesn't have any parameter that requires a "
+                "gradient. Unfreeze what you want to train before wrapping, or use the module as "
+                "it is"
+            )
+        kinds = sorted({p.device.type for p in params})
+        if len(kinds) != 1:
+            raise ValueError(
+                "FastDDP's input module must be on the same type of devices, but its parameters "
+                f"are on {', '.join(kinds)}; move it with module.to(device) before wrapping it"
+            )
+        if self.device_ids is not None and len(self.device_ids) > 1:
+            raise ValueError("device_ids can only be None or contain a single element.")
+        if kinds == ["cpu"] and (self.device_ids or self.output_device is not None):
+            raise ValueError(
+                f"device_ids is {self.device_ids} and output_device {self.output_device}, but the "
+                "module is on the CPU; leave both out, or move the module before wrapping it"
+            )
+
+    def _check_wire(self, wire: Wire) -> None:
+        for param in self._params():
+            codec = wire.codec_for(param.name)
+            check_device(codec, param.name, param.tensor.device)
+            if param.tensor.is_complex() and param.tensor.requires_grad and codec.name != "fp32":
+                raise ValueError(
+                    f"parameter {param.name!r} is {param.tensor.dtype}, which {codec.name} cannot "
+                    "carry; keep it as it is with "
+                    f"wire=fastsync.Wire({wire.describe()!r}, overrides={{{param.name!r}: 'fp32'}})"
+                )
+
+    def _device(self) -> torch.device:
+        devices = [p.tensor.device for p in self._params()]
+        return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+    def _agree(
+        self,
+        group: dist.ProcessGroup,
+        settings: dict[str, str],
+        error: str,
+        failure: str,
+    ) -> None:
+        params = [
+            (p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.requires_grad)
+            for p in self._params()
+            if not isinstance(p.tensor, nn.parameter.UninitializedParameter)
+        ]
+        statement = consensus.Statement(settings, params, error)
+        consensus.agree(statement, group, self._device(), failure)
+
+
+def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:
+    """Every parameter once, under its first name, frozen ones included."""
+    sparse = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+        for parameter in child.parameters(recurse=False)
+    }
+    return [
+        NamedParam(name, parameter, id(parameter) in sparse)
+        for name, parameter in module.named_parameters()
+        if name not in ignored
+    ]

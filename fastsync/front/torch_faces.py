@@ -1,0 +1,141 @@
+"""What DistributedDataParallel's Python front expects behind it, answered by our engine.
+
+The front (argument checks, initial broadcast, forward, no_sync, join) stays torch's. It drives its
+engine through `self.reducer` and `self.logger`; these two classes stand there. Method names are
+torch's, hence private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine.engine import Engine
+from fastsync.front.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
+from fastsync.timeline.recorder import Recorder
+from fastsync.torch_private import GradBucket
+
+__all__ = ["FrontLogger", "FrontReducer"]
+
+
+class FrontReducer:
+    """Stands where torch's front expects a `torch.distributed.Reducer`."""
+
+    def __init__(self, engine: Engine, logger: FrontLogger, recorder: Recorder | None) -> None:
+        self.engine = engine
+        self.recorder = recorder
+        self._logger = logger
+        self._initial_world = dist.get_world_size(engine.group)
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to do: `_rebuild_buckets` comes right behind it."""
+
+    def _rebuild_buckets(self) -> bool:
+        return self.engine.before_forward()
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        self.engine.after_forward(outputs)
+
+    def _set_static_graph(self) -> None:
+        self.engine.core.set_static_graph()
+
+    def _set_forward_pass_work_handle(self, work: Any, use_initial_world_size: bool) -> None:
+        """`work` counts the ranks that have not run out of inputs."""
+        work.wait()
+        active = int(work.result()[0].item())
+        divisor = self._initial_world if use_initial_world_size else active
+        self.engine.core.set_divisor(float(divisor))
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Nothing to do: plans are made from rank 0's order."""
+
+    def _check_reducer_finalized(self) -> None:
+        if self.engine.core.backward_running():
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration: the last backward "
+                "stopped half-way"
+            )
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sums the bucket; hooks that divide on their own call this."""
+        group = self.engine.group
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+        return summed
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Nothing to do: its hook drops the gradients itself."""
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Waited for at the end of the next synchronised backward."""
+        self.engine.core.at_end(lambda: torch.futures.wait_all(list(futures)))
+
+    def _remove_autograd_hooks(self) -> None:
+        self.engine.core.detach_hooks()
+
+    def _reset_state(self) -> None:
+        """Nothing to do: switching the group resets the reducer."""
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self.engine.use_group(group)
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self._logger.steps.rate = rate
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """How many ranks used each parameter in the last synchronised step."""
+        counts = zip(self.engine.params, self.engine.core.used_counts(), strict=False)
+        trained = [count for param, count in counts if param.tensor.requires_grad]
+        return torch.tensor(trained, dtype=torch.int32, device=self.engine.params[0].tensor.device)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every step so far used the same parameters."""
+        return bool(self.engine.core.last_step()["same_so_far"])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"FastDDP's reducer has no {name!r}: that part of DistributedDataParallel is not "
+            "supported"
+        )
+
+
+class FrontLogger:
+    """Stands where torch's front expects a `torch.distributed.Logger`."""
+
+    def __init__(self, engine: Engine, facts: WrapFacts) -> None:
+        self._engine = engine
+        self._data = construction_data(facts, engine)
+        find_unused = facts.find_unused_parameters and not facts.static_graph
+        self.steps = StepLogger(self._data, engine, find_unused)
+        self._last_error = ""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Called at the start of a forward that will synchronise."""
+        self.steps.before_forward()
+
+    def _set_static_graph(self) -> None:
+        self._data.ints_map["static_graph"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._data.strs_map["comm_hook"] = name
+
+    def _set_uneven_input_join(self) -> None:
+        self._data.ints_map["join_uneven_inputs"] = 1
+
+    def set_error_and_log(self, message: str) -> None:
+        """Called with an error that is raised next."""
+        self._data.ints_map["has_error"] = 1
+        self._data.ints_map["iteration"] = self.steps.iteration
+        self._data.strs_map["error"] = message
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        step = self._engine.core.last_step()
+        if step["error"] != self._last_error:
+            self._last_error = step["error"]
+            self.set_error_and_log(self._last_error)
+        if step["used"]:
+            self._data.ints_map["can_set_static_graph"] = int(step["same_so_far"])
+        return self._data

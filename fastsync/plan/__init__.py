@@ -1,0 +1,1 @@
+"""Which gradient goes where: pure functions of parameters, policy and order."""

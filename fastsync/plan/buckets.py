@@ -1,0 +1,339 @@
+"""From parameters and policy to buckets: which gradient goes where, and in which order.
+
+A plan is a pure function of its arguments, so ranks that agree on those hold the same plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastsync.plan.layout import (
+    FlatLayout,
+    LowRankLayout,
+    WireLayout,
+    dense_layout,
+    flat_layout,
+    low_rank_layout,
+    slot_layout,
+    wire_layout,
+)
+from fastsync.plan.policy import BucketPolicy, SyncPolicy, piece_bytes
+from fastsync.wire.formats import FORMATS, Format, PowerSGD, Wire
+
+__all__ = [
+    "BucketPlan",
+    "CodedPlan",
+    "ParamSpec",
+    "PlannedBucket",
+    "factor_shape",
+    "feeds_back",
+    "make_plan",
+    "settled_order",
+    "travels_coded",
+]
+
+_FP32 = FORMATS["fp32"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What planning needs to know about one parameter.
+
+    Attributes:
+        index: position among the model's parameters.
+        numel: real elements (a complex number counts as two).
+        dtype: real dtype.
+        sparse: its gradient may be a sparse tensor, which travels alone.
+        pairs: its elements are complex; hooks must not see them mixed with real ones.
+        codec: the format it is meant to travel in.
+        rows: size of the dimension that is outermost in memory, the first one as a rule.
+    """
+
+    index: int
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+    pairs: bool = False
+    codec: Any = _FP32
+    rows: int = 1
+
+    @classmethod
+    def of(
+        cls, index: int, param: torch.Tensor, sparse: bool = False, codec: Any = _FP32
+    ) -> ParamSpec:
+        real = param.dtype.to_real() if param.is_complex() else param.dtype
+        numel = param.numel() * (2 if param.is_complex() else 1)
+        strides = param.stride()
+        outermost = max(range(param.dim()), key=lambda dim: strides[dim], default=None)
+        rows = 1 if outermost is None else param.shape[outermost]
+        return cls(index, numel, real, param.device, sparse, param.is_complex(), codec, rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CodedPlan:
+    """How a bucket travels as something else than gradients in one all-reduce.
+
+    Attributes:
+        codec: a `Format`, a `PowerSGD` or a user's codec.
+        form: "two_shot", "gather" or "low_rank".
+        layout: of what travels; a `LowRankLayout` in the form "low_rank".
+        node_ranks: ranks that first sum a bucket as it is; the form is then that between nodes.
+    """
+
+    codec: Any
+    form: str
+    layout: WireLayout | LowRankLayout
+    error_feedback: bool
+    node_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """One bucket: parameter indices in slot order, and where they lie in the flat buffer.
+
+    Where `coded` is given, the bucket travels as bytes and `wire` is the gradients' own dtype.
+    """
+
+    params: tuple[int, ...]
+    layout: FlatLayout
+    wire: torch.dtype
+    views: bool
+    sparse: bool
+    coded: CodedPlan | None = None
+
+    @property
+    def format_name(self) -> str:
+        """What the bucket travels as."""
+        return self.coded.codec.name if self.coded else str(self.wire).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank hands to collectives."""
+        if self.coded is None:
+            return self.layout.numel * self.wire.itemsize
+        if self.coded.node_ranks > 1 and isinstance(self.coded.layout, WireLayout):
+            wire = self.coded.layout  # as fp32, inside the node
+            return 4 * wire.chunks * (wire.chunk_numel + wire.flags_per_chunk)
+        return self.coded.layout.bytes_for(self.layout.numel)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in the order in which every rank sends them."""
+
+    buckets: tuple[PlannedBucket, ...]
+
+    @property
+    def coded(self) -> bool:
+        """Whether any bucket travels coded."""
+        return any(bucket.coded for bucket in self.buckets)
+
+
+def travels_coded(codec: Any, gradient: torch.dtype) -> bool:
+    """Whether gradients of real dtype `gradient` take the form of `codec`.
+
+    16-bit gradients are compressed below 16 bits only, and whoever trains in fp64 wants fp64.
+    """
+    if gradient is torch.float32:
+        return True
+    narrower = not isinstance(codec, Format) or codec.bits < 16
+    return gradient in (torch.float16, torch.bfloat16) and narrower
+
+
+def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
+    """Whether `wire` feeds back what coding this gradient loses.
+
+    That its bucket is small, or that the first steps travel as fp32, changes nothing here.
+    """
+    native = wire.form_for(spec.codec, 1, spec.device) == "native"
+    return _may_be_coded(spec) and not native and bool(wire.feedback_for(spec.codec))
+
+
+def factor_shape(spec: ParamSpec) -> tuple[int, int] | None:
+    """What PowerSGD starts the next step of this gradient with, [rank, columns]; None: nothing."""
+    codec = spec.codec
+    if not isinstance(codec, PowerSGD) or not codec.warm_start or not _may_be_coded(spec):
+        return None
+    cols = spec.numel // max(1, spec.rows)
+    rank = codec.rank_for(spec.rows, cols)
+    return (rank, cols) if rank else None
+
+
+def _may_be_coded(spec: ParamSpec) -> bool:
+    return not spec.sparse and not spec.pairs and travels_coded(spec.codec, spec.dtype)
+
+
+def make_plan(
+    specs: Sequence[ParamSpec],
+    order: Sequence[int],
+    buckets: BucketPolicy,
+    policy: SyncPolicy,
+    world_size: int,
+    node_ranks: int = 1,
+) -> BucketPlan:
+    """Fills buckets with gradients in the order in which they become ready.
+
+    Each bucket holds one dtype on one device and is closed when it reaches its cap. Buckets are
+    sent in the order of their last gradients, so that none waits for one that comes after those of
+    its successor.
+
+    Args:
+        specs: the parameters to plan for.
+        order: their indices in expected ready order; it may name others too.
+        node_ranks: ranks of a node in the hierarchical form.
+    """
+    by_index = {spec.index: spec for spec in specs}
+    ordered = [by_index[i] for i in order if i in by_index]
+    if len({spec.index for spec in ordered}) != len(specs) or len(ordered) != len(specs):
+        raise ValueError("the order must name every planned parameter exactly once")
+    groups = _group(ordered, buckets)
+    return BucketPlan(tuple(_planned(group, policy, world_size, node_ranks) for group in groups))
+
+
+def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+    """`ready` with the members of each group in the group's own order.
+
+    A compiled graph yields its gradients all at once, in an order that means nothing. Where graphs
+    were split by a plan, the plan made from the observed order must be that plan again.
+
+    Args:
+        ready: indices of parameters, each once.
+        groups: what each graph yields; the latest group with an index holds.
+    """
+    owner = {index: number for number, group in enumerate(groups) for index in group}
+    there = set(ready)
+    queues = [
+        iter([index for index in group if owner[index] == number and index in there])
+        for number, group in enumerate(groups)
+    ]
+    return [next(queues[owner[index]]) if index in owner else index for index in ready]
+
+
+@dataclass
+class _OpenGroup:
+    """A bucket being filled; `latest` is the position of its newest gradient in the order."""
+
+    specs: list[ParamSpec] = field(default_factory=list)
+    nbytes: int = 0
+    latest: int = 0
+
+
+def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
+    open_groups: dict[tuple[torch.dtype, torch.device, bool, Any], _OpenGroup] = {}
+    closed: list[_OpenGroup] = []
+    left = sum(spec.nbytes for spec in ordered if not spec.sparse)
+    for position, spec in enumerate(ordered):
+        if spec.sparse:
+            closed.append(_OpenGroup([spec], latest=position))
+            continue
+        key = (spec.dtype, spec.device, spec.pairs, spec.codec)
+        group = open_groups.setdefault(key, _OpenGroup())
+        group.specs.append(spec)
+        group.nbytes += spec.nbytes
+        group.latest = position
+        left -= spec.nbytes
+        if group.nbytes >= policy.limit(len(closed), group.nbytes + left):
+            closed.append(open_groups.pop(key))
+    by_last_gradient = sorted([*closed, *open_groups.values()], key=lambda group: group.latest)
+    return [group.specs for group in by_last_gradient]
+
+
+def _planned(
+    group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
+) -> PlannedBucket:
+    gradient = group[0].dtype
+    codec = _codec_of(group, policy)
+    nodes = world_size // node_ranks
+    if node_ranks > 1 and nodes == 1:
+        codec = None  # nothing leaves the node
+    if isinstance(codec, PowerSGD):
+        low_rank = _low_rank(group, policy, codec)
+        if low_rank is not None:
+            return low_rank
+        codec = None
+    if codec is not None:
+        form = policy.wire.form_for(codec, nodes, group[0].device)
+        if form != "native":
+            return _coded(group, policy, codec, (form, nodes, node_ranks))
+    native = _native_dtype(group[0], codec, policy)
+    numels = [spec.numel for spec in group]
+    flags = not policy.fail_on_unused
+    return PlannedBucket(
+        params=tuple(spec.index for spec in group),
+        layout=dense_layout(numels) if policy.hooked else flat_layout(numels, world_size, flags),
+        wire=native,
+        views=policy.views and native == gradient,
+        sparse=group[0].sparse,
+    )
+
+
+def _native_dtype(spec: ParamSpec, codec: Any, policy: SyncPolicy) -> torch.dtype:
+    """What the backend sums. Mixed precision names the dtype of all real gradients."""
+    if policy.mixed.reduce is not None and not spec.sparse and not spec.pairs:
+        return policy.mixed.reduce
+    native: torch.dtype = spec.dtype if codec is None else codec.native
+    return native
+
+
+def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
+    """The bucket's format; None where its gradients travel as they are."""
+    first = group[0]
+    small = sum(spec.nbytes for spec in group) < policy.wire.min_bytes
+    return first.codec if not small and not policy.hooked and _may_be_coded(first) else None
+
+
+def _coded(
+    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, way: tuple[str, int, int]
+) -> PlannedBucket:
+    form, nodes, node_ranks = way
+    slots = slot_layout([spec.numel for spec in group], codec.block)
+    parts = node_ranks * (nodes if form == "two_shot" else 1)
+    coded_bytes = codec.coded_bytes
+    share = coded_bytes(slots.numel) / max(1, sum(spec.nbytes for spec in group))
+    at_a_time = piece_bytes(policy.wire, policy.network.at_share(share))
+    if getattr(codec, "whole", False):
+        whole = codec.coded_bytes(sum(slots.numels))
+        coded_bytes, at_a_time = lambda _: whole, sys.maxsize
+    if node_ranks > 1 and not isinstance(codec, Format):
+        at_a_time = sys.maxsize  # a user's codec sees its shard as a whole
+    wire = wire_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)
+    feedback = policy.wire.feedback_for(codec)
+    return _coded_bucket(group, slots, CodedPlan(codec, form, wire, feedback, node_ranks))
+
+
+def _low_rank(
+    group: Sequence[ParamSpec], policy: SyncPolicy, codec: PowerSGD
+) -> PlannedBucket | None:
+    """None where nothing in the bucket becomes smaller."""
+    slots = slot_layout([spec.numel for spec in group], codec.block)
+    rows = [spec.rows for spec in group]
+    wire = low_rank_layout(slots, rows, codec.rank_for, _flags(group, policy))
+    if not wire.matrices:
+        return None
+    feedback = policy.wire.feedback_for(codec)
+    return _coded_bucket(group, slots, CodedPlan(codec, codec.form, wire, feedback))
+
+
+def _flags(group: Sequence[ParamSpec], policy: SyncPolicy) -> int:
+    return 0 if policy.fail_on_unused else len(group) + 1
+
+
+def _coded_bucket(group: Sequence[ParamSpec], slots: FlatLayout, coded: CodedPlan) -> PlannedBucket:
+    return PlannedBucket(
+        params=tuple(spec.index for spec in group),
+        layout=slots,
+        wire=group[0].dtype,
+        views=False,
+        sparse=False,
+        coded=coded,
+    )

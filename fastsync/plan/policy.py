@@ -1,0 +1,175 @@
+"""Policies: what the user asked for, checked and frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fastsync.plan.topology import Network, Span
+from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire
+
+__all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "piece_bytes"]
+
+_MIB = 1 << 20
+_FIRST_BUCKET_BYTES = _MIB
+_DEFAULT_CAP_MB = 25
+# A bucket should spend about this long on the wire, and the last one, which nothing hides, less.
+# But a collective has costs of its own.
+_BUCKET = Span(seconds=0.005, latencies=10)
+_LAST_BUCKET = Span(seconds=0.002, latencies=4)
+_LEAST_CAP_BYTES = 4 * _MIB
+_PIECE = Span(seconds=0.003, latencies=6)
+
+
+@dataclass(frozen=True)
+class BucketPolicy:
+    """How large buckets may grow, in bytes of gradients.
+
+    Attributes:
+        caps: cap of the first bucket, the second, and so on; the last one holds for the rest. A
+            bucket is closed by the gradient that reaches its cap.
+        adaptive: the caps are nobody's wish, and may follow the speed of the network.
+        last: bytes that the last bucket should hold at most; those before it grow from there, each
+            to as much as follows it, up to their caps. None: as large as their caps.
+    """
+
+    caps: tuple[int, ...]
+    adaptive: bool = False
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.caps or min(self.caps) <= 0:
+            raise ValueError(f"bucket caps must be positive, but got {self.caps} bytes")
+
+    @classmethod
+    def from_mb(cls, cap_mb: float | None, caps_mb: Sequence[float] | None = None) -> BucketPolicy:
+        """From DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
+
+        By default the first bucket is small, so that communication starts early, and the others
+        hold 25 MiB, or less where the network turns out to be slow.
+
+        Raises:
+            ValueError: a size is not positive.
+        """
+        for cap in (*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))):
+            if not 0 < cap < math.inf:
+                raise ValueError(
+                    f"bucket_cap_mb must be a positive number of MiB, but got {cap}; "
+                    "leave it out for the default of 25"
+                )
+        if caps_mb:
+            return cls(tuple(max(1, int(cap * _MIB)) for cap in caps_mb))
+        if cap_mb is not None:
+            return cls((max(1, int(cap_mb * _MIB)),))
+        return cls((_FIRST_BUCKET_BYTES, _DEFAULT_CAP_MB * _MIB), adaptive=True)
+
+    def on(self, network: Network) -> BucketPolicy:
+        """Smaller buckets for a slow network, the smallest at the end, where their time shows.
+
+        Args:
+            network: as it carries bytes of gradients.
+        """
+        if not self.adaptive or not network.known:
+            return self
+        cap = network.carries(_BUCKET, _LEAST_CAP_BYTES, self.caps[-1])
+        last = network.carries(_LAST_BUCKET, _FIRST_BUCKET_BYTES, cap)
+        return replace(self, caps=(*self.caps[:-1], cap), last=last)
+
+    def limit(self, closed: int, left: int) -> int:
+        """Bytes that close a bucket behind `closed` others, with `left` in it or still to come."""
+        cap = self.caps[min(closed, len(self.caps) - 1)]
+        return cap if self.last is None else min(cap, max(self.last, left // 2))
+
+
+@dataclass(frozen=True)
+class MixedPolicy:
+    """The dtypes of DistributedDataParallel's `mixed_precision`; None leaves them as they are.
+
+    Attributes:
+        param: of parameters and inputs in forward and backward.
+        reduce: of gradients while they are averaged.
+        buffer: of buffers, for good.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> MixedPolicy:
+        """From the argument: None, or anything with the attributes of torch's `_MixedPrecision`.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: a dtype is none that the engine can pack.
+        """
+        if given is None:
+            return cls()
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        if not all(hasattr(given, name) for name in names):
+            raise TypeError(
+                f"mixed_precision must have the attributes {', '.join(names)}, as torch's "
+                f"_MixedPrecision has, but is a {type(given).__name__}"
+            )
+        param, reduce, buffer = (getattr(given, name) for name in names)
+        known = tuple(f.native for f in FORMATS.values() if f.native is not None)
+        for name, dtype in zip(names, (param, reduce, buffer), strict=True):
+            if dtype is not None and dtype not in known:
+                choice = ", ".join(map(str, known))
+                raise ValueError(f"{name} of mixed_precision is {dtype}; choose one of {choice}")
+        return cls(param, reduce or param, buffer)
+
+
+@dataclass(frozen=True)
+class SyncPolicy:
+    """How gradients travel and where they live.
+
+    Attributes:
+        wire: the format of gradients on the wire.
+        views: gradients live in the flat buffers where wire and gradient dtype are equal.
+        fail_on_unused: a parameter without gradient is an error instead of being handled.
+        static_graph: the graph and the set of used parameters never change.
+        skip_unused: buckets without any gradient are not sent, which must be the same on all ranks.
+        warn_unused: name parameters without gradient in one warning.
+        hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
+        mixed: the dtypes of mixed precision.
+        network: as it was seen to carry bytes of gradients.
+    """
+
+    wire: Wire = field(default_factory=Wire)
+    views: bool = True
+    fail_on_unused: bool = False
+    static_graph: bool = False
+    skip_unused: bool = False
+    warn_unused: bool = True
+    hooked: bool = False
+    mixed: MixedPolicy = MixedPolicy()
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        if not self.wire.plain and self.mixed.reduce is not None:
+            raise ValueError(
+                f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "
+                "travel as; leave wire out and set reduce_dtype"
+            )
+
+
+def piece_bytes(wire: Wire, network: Network) -> int:
+    """The size of a coded bucket's pieces.
+
+    What is coded before the first piece leaves and decoded after the last one has come adds to
+    the step, so pieces are small. On a fast network the costs of a collective count more.
+
+    Args:
+        wire: whose `piece_bytes` wins where it is set.
+        network: as it carries coded bytes.
+    """
+    if wire.piece_bytes is not None:
+        return wire.piece_bytes
+    if not network.known:
+        return PIECE_BYTES
+    return network.carries(_PIECE, LEAST_PIECE_BYTES, PIECE_BYTES)

@@ -1,0 +1,5 @@
+"""python -m fastsync.timeline"""
+
+from fastsync.timeline.command import main
+
+raise SystemExit(main())

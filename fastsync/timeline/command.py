@@ -1,0 +1,66 @@
+"""Shows a recorded timeline: a summary, an HTML page, a trace for Perfetto.
+
+    model = fastsync.FastDDP(model, timeline="run.json")    # in the training script
+    python -m fastsync.timeline run.json                    # summary, and run.html
+    python -m fastsync.timeline run.json --perfetto trace.json
+
+Where ranks wrote a file each ("run.{rank}.json"), name them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastsync.timeline.data import Run, load, merge
+from fastsync.timeline.views import html_page, perfetto_trace, summary_text
+
+__all__ = ["main"]
+
+_USAGE = 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastsync.timeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", type=Path, nargs="+", help="what FastDDP(model, timeline=...) has written")
+    add("--html", type=Path, help="where the page goes (default: beside the run, as .html)")
+    add("--no-html", action="store_true", help="write no page")
+    add("--perfetto", type=Path, help="write a trace for ui.perfetto.dev or chrome://tracing")
+    add("--quiet", action="store_true", help="print no summary")
+    return parser
+
+
+def _read(paths: Sequence[Path]) -> Run:
+    runs = [load(path) for path in paths]
+    return runs[0] if len(runs) == 1 else merge(runs)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        run = _read(args.run)
+        if not args.quiet:
+            print(summary_text(run) + "\n")
+        if args.perfetto:
+            _write(args.perfetto, json.dumps(perfetto_trace(run)) + "\n")
+        if not args.no_html:
+            _write(args.html or args.run[0].with_suffix(".html"), html_page(run))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE
+    return 0

@@ -1,0 +1,212 @@
+"""Records a window of training steps on every rank, and brings the ranks' marks together.
+
+What travels goes through the rendezvous store, not through a collective: it works while ranks
+leave, on any backend, and a rank that is gone costs the others a deadline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import socket
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastsync.build import extension
+from fastsync.build.env import Env
+from fastsync.plan.buckets import BucketPlan
+from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks
+from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
+from fastsync.timeline.policy import TimelinePolicy
+from fastsync.torch_private import group_store
+
+__all__ = ["RecordedModel", "Recorder"]
+
+# Seconds to wait for other ranks where this one is about to exit.
+_EXIT_TIMEOUT = 10.0
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """What a recording says about the model.
+
+    Attributes:
+        name: of its class.
+        parameters: names, in the order that plans refer to.
+        plans: every plan so far; the list grows with new ones.
+    """
+
+    name: str
+    parameters: Sequence[str]
+    device: torch.device
+    plans: Sequence[BucketPlan]
+
+
+class Recorder:
+    """One rank's part of a recording. Holds neither the model nor its gradients.
+
+    Args:
+        policy: which steps, and where they are written.
+        model: what is recorded.
+        group: the ranks that are recorded together.
+    """
+
+    def __init__(
+        self, policy: TimelinePolicy, model: RecordedModel, group: dist.ProcessGroup
+    ) -> None:
+        self._policy = policy
+        self._model = model
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self._backend = dist.get_backend(group)
+        self._store = group_store(group)
+        names = zlib.crc32("\n".join(model.parameters).encode())
+        self._place = f"timeline/{group.group_name}/{names}"
+        self._timeline = extension.load().Timeline(policy.capacity, str(model.device))
+        self._writes = 0
+        self._state = "waiting"  # then "recording", then "finished"
+
+    def before_step(self, core: Any) -> None:
+        """Called before every forward; begins and ends the window, at the same step on all ranks.
+
+        Args:
+            core: the C++ reducer.
+        """
+        if self._state == "finished":
+            return
+        steps, policy = core.stats()["steps"], self._policy
+        if self._state == "waiting" and steps >= policy.skip:
+            core.set_timeline(self._timeline)
+            self._state = "recording"
+            if policy.path is not None:
+                atexit.register(self._at_exit)
+        elif policy.steps is not None and steps >= policy.skip + policy.steps:
+            core.set_timeline(None)
+            self._state = "finished"
+            if policy.path is not None:
+                self.write(policy.path, Env.read().agree_timeout)
+
+    def steps(self, last: int = 50) -> list[RankStep]:
+        """This rank's latest complete steps, at most `last` of them."""
+        events = self._timeline.events()
+        newest = events[-1][0] if events else 0
+        recent = (event for event in events if event[0] >= newest - last)
+        return list(steps_of(self._rank, recent).values())[-last:]
+
+    def write(self, path: str, timeout: float) -> None:
+        """Writes the marks of all ranks; every rank calls it.
+
+        Args:
+            path: rank 0 writes this file; with "{rank}" in it, every rank writes its own.
+            timeout: seconds to wait for the other ranks. A rank that does not come is left out.
+        """
+        atexit.unregister(self._at_exit)
+        self._writes += 1
+        mail, apart = self._mail(timeout), "{rank}" in path
+        mine = self._record()
+        if mail and self._rank > 0 and not apart:
+            mail.put(f"marks/{self._rank}", _packed(mine))
+        offsets = self._offsets(mail)
+        if apart:
+            own = offsets[self._rank] or ClockOffset(0, 0)
+            self._dump(path.replace("{rank}", str(self._rank)), [_on_clock(mine, own)])
+        elif self._rank == 0:
+            self._dump(path, [mine, *(self._others(mail, offsets) if mail else [])])
+
+    def _mail(self, timeout: float) -> Mailbox | None:
+        if self._store is None or self._world == 1:
+            return None
+        return Mailbox(self._store, f"{self._place}/{self._writes}", timeout)
+
+    def _offsets(self, mail: Mailbox | None) -> Sequence[ClockOffset | None]:
+        if mail is None:
+            return [ClockOffset(0, 0)] * self._world
+        try:
+            return align_clocks(mail, self._rank, self._world)
+        except RuntimeError as error:
+            _say(f"rank {self._rank} could not align its clock with rank 0's: {error}")
+            return [None] * self._world
+
+    def _others(self, mail: Mailbox, offsets: Sequence[ClockOffset | None]) -> list[RankRecord]:
+        records = []
+        for rank, offset in enumerate(offsets):
+            if rank == 0:
+                continue
+            if offset is None:
+                _say(f"the timeline lacks rank {rank}, which did not come in time")
+                continue
+            try:
+                records.append(_on_clock(_unpacked(mail.take(f"marks/{rank}")), offset))
+            except RuntimeError as error:
+                _say(f"the timeline lacks rank {rank}: {error}")
+        return records
+
+    def _record(self) -> RankRecord:
+        events = tuple(self._timeline.events())
+        return RankRecord(self._rank, socket.gethostname(), 0, self._timeline.dropped(), events)
+
+    def _dump(self, path: str, records: Sequence[RankRecord]) -> None:
+        run = Run(
+            model=self._model.name,
+            world_size=self._world,
+            backend=self._backend,
+            device=self._model.device.type,
+            torch=torch.__version__,
+            plans=tuple(self._plan(plan) for plan in self._model.plans),
+            ranks=tuple(records),
+            missing=tuple(sorted(set(range(self._world)) - {r.rank for r in records})),
+        )
+        try:
+            run.dump(Path(path))
+        except OSError as error:
+            _say(f"rank {self._rank} could not write the timeline: {error}")
+            return
+        if self._rank == 0:
+            _say(f"wrote {path}; look at it with: python -m fastsync.timeline {path}")
+
+    def _plan(self, plan: BucketPlan) -> tuple[BucketInfo, ...]:
+        names = self._model.parameters
+        return tuple(
+            BucketInfo(
+                parameters=tuple(names[i] for i in bucket.params),
+                bytes=bucket.nbytes,
+                wire=bucket.format_name,
+            )
+            for bucket in plan.buckets
+        )
+
+    def _at_exit(self) -> None:
+        if self._policy.path is not None:
+            try:
+                self.write(self._policy.path, _EXIT_TIMEOUT)
+            except RuntimeError as error:  # the store may be gone already
+                _say(f"rank {self._rank} could not hand over its timeline: {error}")
+
+
+def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:
+    """The record on rank 0's clock."""
+    events = tuple((s, m, i, b, time + clock.offset_ns) for s, m, i, b, time in record.events)
+    return replace(record, clock_error_ns=clock.error_ns, events=events)
+
+
+def _packed(record: RankRecord) -> str:
+    fields = [record.rank, record.host, record.clock_error_ns, record.dropped, record.events]
+    return base64.b85encode(zlib.compress(json.dumps(fields).encode())).decode("ascii")
+
+
+def _unpacked(letter: bytes) -> RankRecord:
+    rank, host, error, dropped, events = json.loads(zlib.decompress(base64.b85decode(letter)))
+    return RankRecord(
+        rank, host, error, dropped, tuple((s, m, i, b, t) for s, m, i, b, t in events)
+    )
+
+
+def _say(text: str) -> None:
+    print(f"fastsync: {text}", file=sys.stderr, flush=True)

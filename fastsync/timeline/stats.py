@@ -1,0 +1,185 @@
+"""What synchronising costs at run time, as one object, and its way into TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Any, Protocol
+
+from fastsync.timeline.data import RankStep
+
+__all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats"]
+
+_NS = 1e-9
+
+
+@dataclass(frozen=True)
+class BucketTiming:
+    """One bucket of the current plan; medians over the recorded steps, in seconds.
+
+    Attributes:
+        bytes: of its flat buffer.
+        waiting: from its last gradient to the packed buffer: its turn, and packing.
+        communicating: from its launch to the collective's completion, queueing and waiting for
+            slower ranks included.
+    """
+
+    bytes: int
+    waiting: float
+    communicating: float
+
+
+@dataclass(frozen=True)
+class SyncStats(Mapping[str, Any]):
+    """Counters and times of one rank. Also a mapping from the names of its fields to their values.
+
+    Counters start when the model is wrapped. Times are medians over the steps that are recorded,
+    the latest 50 at most, in seconds; without `timeline=` they are None, as nobody looks at the
+    clock when a collective completes.
+
+    Attributes:
+        steps: synchronised backwards.
+        plans: bucket plans installed.
+        collectives: buckets handed to the backend.
+        bytes: handed to the backend.
+        sent_bytes: that left this rank, where all-reduces are rings.
+        between_nodes_bytes: those of them that left its node, in the hierarchical form.
+        residual_bytes: memory that error feedback holds.
+        exposed_seconds: host time at the end of backwards spent waiting for collectives, in all.
+        buckets: bytes of each bucket of the current plan.
+        recorded_steps: how many steps the times below are medians of.
+        step_time: from the end of one synchronised backward to the end of the next, whatever lies
+            in between.
+        compute_time: forward and backward.
+        communication_time: with at least one collective under way.
+        exposed_time: from the last gradient to the last average: what synchronising adds to a step.
+        communication_ratio: communication_time / compute_time.
+        overlap: share of the communication that lies within backward, 0 to 1.
+        bucket_times: of each bucket of the current plan.
+        scaling_efficiency: step time of a single rank / step_time, 1 being perfect; needs
+            `one_rank_step`.
+    """
+
+    steps: int
+    plans: int
+    collectives: int
+    bytes: int
+    sent_bytes: int
+    between_nodes_bytes: int
+    residual_bytes: int
+    exposed_seconds: float
+    buckets: tuple[int, ...]
+    recorded_steps: int = 0
+    step_time: float | None = None
+    compute_time: float | None = None
+    communication_time: float | None = None
+    exposed_time: float | None = None
+    communication_ratio: float | None = None
+    overlap: float | None = None
+    bucket_times: tuple[BucketTiming, ...] | None = None
+    scaling_efficiency: float | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+_NAMES = tuple(field.name for field in fields(SyncStats))
+
+
+def make_stats(
+    counters: Mapping[str, Any],
+    buckets: Sequence[int],
+    recorded: Sequence[RankStep],
+    one_rank_step: float | None,
+) -> SyncStats:
+    """Puts the statistics together.
+
+    Args:
+        counters: those of the C++ reducer.
+        buckets: bytes of each bucket of the current plan.
+        recorded: this rank's recorded steps, in order.
+        one_rank_step: seconds of a step on a single rank.
+
+    Raises:
+        ValueError: `one_rank_step` is not positive, or there is nothing to compare it with.
+    """
+    if one_rank_step is not None and not one_rank_step > 0:
+        raise ValueError(f"one_rank_step must be a positive number of seconds, not {one_rank_step}")
+    ends = {step.step: step.end for step in recorded}
+    lengths = [_NS * (ends[n] - ends[n - 1]) for n in ends if n - 1 in ends]
+    if one_rank_step is not None and not lengths:
+        raise ValueError(
+            "scaling efficiency needs two recorded steps in a row: pass timeline=True to FastDDP "
+            "and train before you ask for it"
+        )
+    base = dict(counters, buckets=tuple(buckets), recorded_steps=len(recorded))
+    if not recorded:
+        return SyncStats(**base)
+    step_time = median(lengths) if lengths else None
+    communicating = [step.communicating for step in recorded]
+    ratios = [step.communicating / step.computing for step in recorded if step.computing > 0]
+    overlaps = [s.overlapped / s.communicating for s in recorded if s.communicating > 0]
+    return SyncStats(
+        **base,
+        step_time=step_time,
+        compute_time=median(step.computing for step in recorded),
+        communication_time=median(communicating),
+        exposed_time=median(step.exposed for step in recorded),
+        communication_ratio=median(ratios) if ratios else None,
+        overlap=median(overlaps) if overlaps else None,
+        bucket_times=_bucket_times(buckets, recorded),
+        scaling_efficiency=one_rank_step / step_time if one_rank_step and step_time else None,
+    )
+
+
+def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple[BucketTiming, ...]:
+    """Of the plan of the latest step; earlier steps with another plan do not count."""
+    plan = recorded[-1].plan
+    seen = [b for step in recorded if step.plan == plan for b in step.buckets]
+    timings = []
+    for index, size in enumerate(buckets):
+        times = [b for b in seen if b.bucket == index]
+        if not times:
+            continue
+        waiting = _NS * median(b.packed - b.ready for b in times)
+        timings.append(
+            BucketTiming(size, waiting, _NS * median(b.done - b.launched for b in times))
+        )
+    return tuple(timings)
+
+
+class Writer(Protocol):
+    """What TensorBoard's SummaryWriter has, and others that speak its language."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Takes one point of one curve."""
+
+
+def log_to_tensorboard(
+    model: Any, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
+) -> None:
+    """Writes the model's statistics as scalars; call it as often as you like to see a point.
+
+    Args:
+        model: a FastDDP.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
+        step: the x coordinate; the number of synchronised backwards by default.
+        prefix: of the tags: "fastsync/exposed_time", "fastsync/bucket_0/communicating", ...
+    """
+    stats: SyncStats = model.sync_stats()
+    at = stats.steps if step is None else step
+    for name, value in stats.items():
+        if isinstance(value, int | float):
+            writer.add_scalar(f"{prefix}/{name}", value, at)
+    for index, timing in enumerate(stats.bucket_times or ()):
+        writer.add_scalar(f"{prefix}/bucket_{index}/waiting", timing.waiting, at)
+        writer.add_scalar(f"{prefix}/bucket_{index}/communicating", timing.communicating, at)

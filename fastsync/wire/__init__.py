@@ -1,0 +1,1 @@
+"""What gradients travel as: formats, codecs, and plugins compiled by users."""

@@ -1,0 +1,408 @@
+"""Wire formats: what gradients travel as, chosen before training; and codecs that users bring.
+
+A built-in format codes blocks of elements, each with a scale of its own (`csrc/kernels/codec.h`
+says how). `TopK` and `PowerSGD` send parts of a gradient. A `Codec` codes chunks of a flat fp32
+buffer in Python or C++. `Wire` is the policy: which format, for which parameters, from which step
+on, over which collectives.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+__all__ = [
+    "FORMATS",
+    "FORMS",
+    "Codec",
+    "Format",
+    "PowerSGD",
+    "TopK",
+    "Wire",
+    "make_codec",
+    "register_codec",
+    "wire_formats",
+]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A built-in wire format.
+
+    Attributes:
+        name: what `wire=` calls it.
+        bits: of one element's code.
+        block: elements that share a scale; slots are aligned to it.
+        scale_bytes: of one block's scale.
+        native: the dtype that a backend's all-reduce can sum it in, where there is one.
+        error_feedback: on unless asked otherwise.
+    """
+
+    name: str
+    bits: int
+    block: int
+    scale_bytes: int
+    native: torch.dtype | None = None
+    error_feedback: bool = False
+
+    def coded_bytes(self, numel: int) -> int:
+        """Bytes of `numel` elements, a multiple of `block`: codes, then scales."""
+        return numel * self.bits // 8 + numel // self.block * self.scale_bytes
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    f.name: f
+    for f in (
+        Format("fp32", 32, 16, 0, torch.float32),
+        Format("bf16", 16, 16, 0, torch.bfloat16),
+        Format("fp16", 16, 256, 1, torch.float16),
+        Format("fp8_e4m3", 8, 256, 1),
+        Format("fp8_e5m2", 8, 256, 1),
+        Format("int8", 8, 128, 2),
+        Format("int4", 4, 64, 2, error_feedback=True),
+    )
+}
+
+PIECE_BYTES: Final = 4 << 20
+LEAST_PIECE_BYTES: Final = 256 << 10
+
+FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
+
+
+class Codec:
+    """A wire format of your own. Subclass it, or pass any object with these attributes.
+
+    Gradients reach it as chunks of a flat fp32 buffer, already divided by the number of ranks; it
+    turns each into a fixed number of bytes. Calls come one at a time, without autograd, from the
+    backward's thread and from a worker thread.
+
+    Attributes:
+        name: names it in messages; equal on all ranks.
+        block: elements; chunks are multiples of it.
+        form: "two_shot", where sums are coded again, or "gather", where every rank sums what all
+            ranks sent.
+        error_feedback: whether what a chunk's code lost is added to the next step's gradient.
+        whole: a bucket is one chunk, whatever its size. It holds zeros between gradients, and
+            `coded_bytes` is asked for the number of elements without them. Gather form only.
+    """
+
+    name: str = "codec"
+    block: int = 16
+    form: str = "two_shot"
+    error_feedback: bool = True
+    whole: bool = False
+
+    def describe(self) -> str:
+        """Name and parameters, as they must be equal on all ranks."""
+        return self.name
+
+    def coded_bytes(self, numel: int) -> int:
+        """Bytes of a coded chunk of `numel` elements."""
+        raise NotImplementedError
+
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        """Writes the code of `values`, fp32 [numel], to `wire`, uint8 [coded_bytes(numel)]."""
+        raise NotImplementedError
+
+    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes to `values` what `wire` stands for."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Of a bucket's elements those of largest magnitude travel, the others in later steps.
+
+    A bucket of n elements sends k = max(1, round(density * n)): 8 k bytes to every other rank,
+    int32 positions and then fp32 values. Of equal magnitudes the first ones are kept; NaN and
+    infinities count as largest. All ranks sum what all ranks sent, so the bytes received grow with
+    the number of ranks. (Stich et al., "Sparsified SGD with memory", 2018.)
+
+    The engine runs it in C++; `encode` and `decode` are the same by torch's operations.
+
+    Attributes:
+        density: part of the elements that travels, above 0 and at most 1.
+
+    Raises:
+        ValueError: the density is out of range.
+    """
+
+    density: float = 0.01
+
+    name = "topk"
+    block = 1
+    form = "gather"
+    whole = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be above 0 and at most 1, but is {self.density}")
+
+    def describe(self) -> str:
+        return f"topk(density={self.density})"
+
+    def kept(self, numel: int) -> int:
+        """How many of `numel` elements travel."""
+        return max(1, round(self.density * numel))
+
+    def coded_bytes(self, numel: int) -> int:
+        """Bytes of a bucket of `numel` elements.
+
+        Raises:
+            ValueError: there are more than int32 can number.
+        """
+        if numel >= 1 << 31:
+            raise ValueError(
+                f"topk numbers the elements of a bucket with 32 bits, but one has {numel}; choose "
+                "a smaller bucket_cap_mb"
+            )
+        return 8 * self.kept(numel)
+
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        positions, kept = self._parts(wire)
+        magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+        order = magnitudes.argsort(descending=True, stable=True)[: kept.numel()]
+        positions.copy_(order)
+        kept.copy_(values[order])
+
+    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+        positions, kept = self._parts(wire)
+        values.zero_()
+        values[positions.long()] = kept
+
+    def _parts(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = wire.numel() // 2
+        return wire[:half].view(torch.int32), wire[half:].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Gradients travel as products of two thin matrices (Vogels et al., "PowerSGD", 2019).
+
+    A gradient is viewed as [first dimension, the rest]: [n, m] becomes P [n, r] and Q [m, r], with
+    r = min(rank, n, m). They are summed in two all-reduces, 4 (n + m) r bytes in all. Where
+    (n + m) r min_compression is not below n m, for vectors above all, the gradient is sent with P
+    as it is, in fp32. Elements that are not finite make the whole matrix NaN.
+
+    Attributes:
+        rank: of the matrices that arrive.
+        warm_start: begin each step with the Q of the last one.
+        min_compression: compress only what becomes smaller by more than this factor.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    rank: int = 4
+    warm_start: bool = True
+    min_compression: float = 2.0
+
+    name = "powersgd"
+    block = 1
+    form = "low_rank"
+    error_feedback = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"the rank must be a whole number of at least 1, but is {self.rank}")
+        if not self.min_compression >= 1:
+            raise ValueError(f"min_compression must be at least 1, but is {self.min_compression}")
+
+    def describe(self) -> str:
+        settings = f"rank={self.rank}, warm_start={self.warm_start}"
+        return f"powersgd({settings}, min_compression={self.min_compression})"
+
+    def rank_for(self, rows: int, cols: int) -> int:
+        """The rank at which a gradient of these sizes travels; 0: it is not compressed."""
+        rank = min(rows, cols, self.rank)
+        return rank if (rows + cols) * rank * self.min_compression < rows * cols else 0
+
+
+_REGISTRY: Final[dict[str, Callable[[], Any]]] = {"topk": TopK, "powersgd": PowerSGD}
+
+
+def register_codec(name: str, factory: Callable[[], Any]) -> None:
+    """Makes `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
+
+    The factory is called once, when the name is used for the first time.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in FORMATS or name in _REGISTRY:
+        raise ValueError(f"a wire format named {name!r} exists already; choose another name")
+    _REGISTRY[name] = functools.cache(factory)
+
+
+def wire_formats() -> tuple[str, ...]:
+    """Every name that `wire=` may be: block formats, topk and powersgd, registered codecs."""
+    return (*FORMATS, *_REGISTRY)
+
+
+def make_codec(wire: Any) -> Format | Any:
+    """The format or codec that `wire` names or is.
+
+    Raises:
+        ValueError: there is none of that name, or it lacks what a codec must have.
+    """
+    if isinstance(wire, str):
+        if wire in FORMATS:
+            return FORMATS[wire]
+        if wire in _REGISTRY:
+            return make_codec(_REGISTRY[wire]())
+        known = ", ".join(repr(name) for name in (*FORMATS, *_REGISTRY))
+        raise ValueError(
+            f"unknown wire format {wire!r}; choose one of {known}, or pass a fastsync.Codec"
+        )
+    if isinstance(wire, PowerSGD):
+        return wire
+    needs = ("name", "block", "form", "error_feedback", "coded_bytes", "encode", "decode")
+    lacks = [name for name in needs if not hasattr(wire, name)]
+    if lacks:
+        raise ValueError(f"{wire!r} is no wire format: it lacks {', '.join(lacks)}")
+    if wire.form not in _forms_of(wire):
+        known = " or ".join(repr(form) for form in _forms_of(wire))
+        raise ValueError(f"the form of {wire.name} must be {known}, but is {wire.form!r}")
+    return wire
+
+
+def _forms_of(codec: Any) -> tuple[str, ...]:
+    """The forms that a codec can travel in."""
+    if isinstance(codec, PowerSGD):
+        return (codec.form,)
+    if getattr(codec, "whole", False):
+        return ("gather",)
+    native = ("native",) if getattr(codec, "native", None) else ()
+    return (*native, "two_shot", "gather", "hierarchical")
+
+
+def _describe(codec: Any) -> str:
+    describe = getattr(codec, "describe", None)
+    return str(describe() if describe else codec.name)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        format: the name of a format or registered codec, a `TopK`, a `PowerSGD`, or a `Codec`.
+        form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
+            "gather", "hierarchical" (summed as fp32 inside a node, coded between nodes), or
+            "auto": what measures fastest (see `docs/wire.md`). Top-k and PowerSGD have forms of
+            their own and take "auto" alone.
+        error_feedback: add what coding lost to the next step's gradients; None: as the format
+            recommends. Costs 4 bytes per element.
+        stochastic: round stochastically instead of to the nearest (built-in formats).
+        overrides: format or codec by parameter name pattern, as `fnmatch` has them; the first
+            match counts.
+        min_bytes: buckets with fewer bytes of gradients travel as fp32.
+        warmup_steps: synchronised steps that travel as fp32 before the format is used.
+        seed: of stochastic rounding.
+        piece_bytes: a coded bucket travels in pieces of about this size, so that one is coded,
+            summed and decoded while others are on the wire. None: of 4 MiB, or of what a slower
+            network carries in 3 ms, which the first step measures.
+        node_group: for the hierarchical form, the process group of the ranks in this rank's node;
+            None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
+        cross_group: likewise, the ranks that have this rank's place in each node.
+    """
+
+    format: Any = "fp32"
+    form: str = "auto"
+    error_feedback: bool | None = None
+    stochastic: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    min_bytes: int = 0
+    warmup_steps: int = 0
+    seed: int = 0
+    piece_bytes: int | None = None
+    node_group: Any = field(default=None, repr=False, compare=False)
+    cross_group: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for wire in (self.format, *self.overrides.values()):
+            self._check_form(make_codec(wire))
+        for name in ("min_bytes", "warmup_steps", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.piece_bytes is not None and self.piece_bytes <= 0:
+            raise ValueError(f"piece_bytes must be positive, but is {self.piece_bytes}")
+        given = [group for group in (self.node_group, self.cross_group) if group is not None]
+        if given and (len(given) == 1 or self.form != "hierarchical"):
+            raise ValueError(
+                "node_group and cross_group go together, with form='hierarchical'; pass both or "
+                "leave both out"
+            )
+
+    def _check_form(self, codec: Any) -> None:
+        if self.form not in FORMS:
+            known = ", ".join(repr(form) for form in FORMS)
+            raise ValueError(f"unknown form {self.form!r}; choose one of {known}")
+        if self.form == "native" and getattr(codec, "native", None) is None:
+            raise ValueError(
+                f"no backend sums {codec.name} natively; leave form out, or choose 'two_shot' or "
+                "'gather'"
+            )
+        if self.form not in ("auto", *_forms_of(codec)):
+            raise ValueError(
+                f"{codec.name} does not travel in the form {self.form!r}; leave form out"
+            )
+
+    @classmethod
+    def of(cls, wire: Any) -> Wire:
+        """`wire` itself, or the policy that sends everything as `wire`."""
+        return wire if isinstance(wire, Wire) else cls(wire)
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything travels as its own dtype."""
+        return self.format == "fp32" and self.form in ("auto", "native") and not self.overrides
+
+    def describe(self) -> str:
+        """Everything that ranks must agree on, in words."""
+        default = Wire()
+        unsaid = ("format", "node_group", "cross_group")  # other ones on every rank
+        others = [name for name in self.__dataclass_fields__ if name not in unsaid]
+        chosen = [name for name in others if getattr(self, name) != getattr(default, name)]
+        values = {name: getattr(self, name) for name in chosen}
+        if self.overrides:
+            named = {key: _describe(make_codec(wire)) for key, wire in self.overrides.items()}
+            values["overrides"] = named
+        parts = [f"{name}={value}" for name, value in values.items()]
+        return ", ".join([_describe(make_codec(self.format)), *parts])
+
+    def codec_for(self, name: str) -> Any:
+        """The format or codec of the parameter called `name`."""
+        for pattern, wire in self.overrides.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return make_codec(wire)
+        return make_codec(self.format)
+
+    def feedback_for(self, codec: Any) -> bool:
+        """Whether `codec` runs with error feedback."""
+        if self.error_feedback is None:
+            return bool(codec.error_feedback)
+        return self.error_feedback and codec is not FORMATS["fp32"]
+
+    def form_for(self, codec: Any, world_size: int, device: torch.device) -> str:
+        """The form that `codec` travels in between `world_size` ranks.
+
+        The backend sums fp32, and on devices with streams, whose links are fast, bf16. It would
+        let fp16 overflow, which blocks with scales of their own do not. Between two ranks the
+        gather form moves the same bytes as the two-shot form and rounds once.
+        """
+        native = getattr(codec, "native", None)
+        if native is torch.float32 and (self.form == "auto" or self.format != "fp32"):
+            return "native"
+        if self.form not in ("auto", "hierarchical"):
+            return self.form
+        if not isinstance(codec, Format):
+            return str(codec.form)
+        if self.form == "auto" and native is torch.bfloat16 and device.type != "cpu":
+            return "native"
+        return "gather" if world_size == 2 else "two_shot"

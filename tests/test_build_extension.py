@@ -1,0 +1,102 @@
+"""The built extension: loaded once, cached under a name that fits this torch only."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from fastsync.build import extension, recipe
+from fastsync.build.env import Env
+from fastsync.build.recipe import BuildError
+
+
+def test_it_is_loaded_once():
+    assert extension.load() is extension.load()
+    assert sys.modules["fastsync._C"] is extension.load()
+    assert extension.load().supports("cpu")
+    assert not extension.load().supports("meta")
+
+
+def test_the_cache_is_keyed_by_torch():
+    folder = extension._built(Env.read()).parent
+    assert folder.name.startswith("torch" + torch.__version__.split("+")[0])
+
+
+def test_a_prebuilt_extension_must_be_for_this_torch(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "_PACKAGE", tmp_path)
+    assert extension._prebuilt() is None
+    (tmp_path / "_C.so").touch()
+    assert extension._prebuilt() is None
+    (tmp_path / "_prebuilt.json").write_text(json.dumps(recipe.binary_identity()))
+    assert extension._prebuilt() == tmp_path / "_C.so"
+    (tmp_path / "_prebuilt.json").write_text(json.dumps({"torch": "1.0", "cuda": "None"}))
+    assert extension._prebuilt() is None
+
+
+def test_a_broken_library_says_what_to_do(tmp_path):
+    (tmp_path / "_C.so").write_text("not a library")
+    with pytest.raises(BuildError, match="Delete that file"):
+        extension._import(tmp_path / "_C.so")
+
+
+def fake_build(monkeypatch, tmp_path, script):
+    """An Env and a compiler that is a few lines of Python."""
+    source = tmp_path / "build.py"
+    source.write_text(f"import pathlib, sys, time\nout = pathlib.Path(sys.argv[2])\n{script}\n")
+    monkeypatch.setattr(recipe, "__file__", str(source))
+    monkeypatch.setattr(recipe, "fingerprint", lambda *args: "digest")
+    return dataclasses.replace(Env.read(), cache_dir=tmp_path / "cache", cuda="0")
+
+
+def test_many_builders_build_once(monkeypatch, tmp_path):
+    script = "time.sleep(0.3); (out / '_C.so').write_text(out.name)"
+    env = fake_build(monkeypatch, tmp_path, script)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(extension._built(env))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({path.read_text() for path in found}) == 1
+    assert len(found) == 4
+    assert not list(env.cache_dir.glob("*.building.*"))
+
+
+def test_each_build_has_its_own_lock_and_log(monkeypatch, tmp_path):
+    env = fake_build(monkeypatch, tmp_path, "(out / '_C.so').touch()")
+    for digest in ("one", "two"):
+        monkeypatch.setattr(recipe, "fingerprint", lambda *args, digest=digest: digest)
+        extension._built(env)
+    version = extension.torch.__version__.split("+")[0]
+    assert sorted(path.name for path in env.cache_dir.iterdir()) == sorted(
+        f"torch{version}-{digest}{ending}"
+        for digest in ("one", "two")
+        for ending in ("", ".lock", ".log")
+    )
+
+
+def test_a_failed_build_shows_the_log_and_leaves_nothing(monkeypatch, tmp_path):
+    env = fake_build(monkeypatch, tmp_path, "sys.exit('undefined reference to nonsense')")
+    with pytest.raises(BuildError, match="undefined reference to nonsense"):
+        extension._built(env)
+    assert not [p for p in env.cache_dir.iterdir() if p.is_dir()]
+    env = fake_build(monkeypatch, tmp_path, "(out / '_C.so').touch()")
+    assert extension._built(env).exists(), "the next attempt is not in the way of the last"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    folder = extension._writable(tmp_path / "file" / "cache")
+    assert folder.is_dir()
+    assert tmp_path not in folder.parents
+
+
+def test_importing_the_package_builds_nothing():
+    code = "import fastsync, sys; sys.exit('fastsync._C' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

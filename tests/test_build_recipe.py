@@ -1,0 +1,66 @@
+"""Sources, flags and tools of the extension, without building it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fastsync.build import recipe
+from fastsync.build.recipe import BuildError
+
+
+def test_sources_exist_and_none_is_forgotten():
+    root = recipe.source_dir()
+    named = {*recipe.CPP_SOURCES, *recipe.CUDA_SOURCES}
+    there = {p.relative_to(root).as_posix() for p in recipe.all_files() if p.suffix != ".h"}
+    assert named == there
+
+
+def test_flags_that_results_depend_on():
+    """Fused multiply-adds round once where others round twice."""
+    assert "-ffp-contract=off" in recipe.CXX_FLAGS
+    assert "-fmad=false" in recipe.NVCC_FLAGS
+    assert "-O3" in recipe.CXX_FLAGS
+    assert "-Werror" in recipe.CXX_FLAGS
+
+
+def test_cmake_gets_the_same_definition():
+    command = [sys.executable, recipe.__file__, "--cmake"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "-ffp-contract=off" in text
+    assert "kernels/pack_cpu.cpp" in text
+    assert "-fmad=false" in text
+
+
+def test_arch_flags():
+    flags = recipe.arch_flags(("80", "90"))
+    assert flags == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+
+
+def test_fingerprint_covers_what_shapes_the_binary(monkeypatch):
+    first = recipe.fingerprint(None, ("80",))
+    assert first == recipe.fingerprint(None, ("80",))
+    assert first != recipe.fingerprint(None, ("80",), "thread")
+    toolkit = recipe.Toolkit(recipe.source_dir(), recipe.source_dir(), "12.0")
+    assert first != recipe.fingerprint(toolkit, ("80",))
+    assert recipe.fingerprint(toolkit, ("80",)) != recipe.fingerprint(toolkit, ("90",))
+    monkeypatch.setattr(recipe, "CXX_FLAGS", ("-O0",))
+    assert first != recipe.fingerprint(None, ("80",))
+
+
+def test_no_toolkit(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert recipe.find_toolkit("0") is None
+    assert recipe.find_toolkit("auto") is None
+    with pytest.raises(BuildError, match="no nvcc in PATH"):
+        recipe.find_toolkit("1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match="FASTSYNC_CUDA=0"):
+        recipe.find_toolkit("auto")
+    assert recipe.find_toolkit("0") is None
