@@ -174,9 +174,9 @@ class Gather final : public OnePiece {
   }
 };
 
-class CodedWire final : public Wire {
+class Coded final : public Coding {
  public:
-  CodedWire(const CodedSpec& spec, int rank, int ranks, at::Device device)
+  Coded(const CodedSpec& spec, int rank, int ranks, at::Device device)
       : buffers_(std::make_shared<Buffers>(spec, rank, ranks, device)) {
     if (!spec.error_feedback) return;
     const at::NoGradGuard no_grad;
@@ -329,9 +329,8 @@ class CodedWire final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
-                                      at::Device device) {
-  return std::make_unique<CodedWire>(spec, rank, ranks, device);
+std::unique_ptr<Coding> make_coded(const CodedSpec& spec, int rank, int ranks, at::Device device) {
+  return std::make_unique<Coded>(spec, rank, ranks, device);
 }
 
 }  // namespace fastsync::engine

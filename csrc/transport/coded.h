@@ -16,7 +16,7 @@
 // residual. The sum of the residuals over ranks is then exactly what the averages applied so far still lack.
 //
 // [Note: flags on a coded wire]
-// Used flags and the vote travel behind the codes of each chunk as floats, and are summed exactly.
+// Used flags and the vote travel after the codes of each chunk as floats, and are summed exactly.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "../codec/coder.h"
-#include "transport.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 
@@ -59,7 +59,6 @@ struct CodedSpec {
 uint64_t mixed(uint64_t value);
 
 // Between `ranks` ranks, of which this is number `rank`.
-std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
-                                      at::Device device);
+std::unique_ptr<Coding> make_coded(const CodedSpec& spec, int rank, int ranks, at::Device device);
 
 }  // namespace fastsync::engine

@@ -162,9 +162,9 @@ class Piece final : public comm::Links {
   int64_t piece_;
 };
 
-class HierarchicalWire final : public Wire {
+class Hierarchical final : public Coding {
  public:
-  HierarchicalWire(const CodedSpec& spec, at::Device device)
+  Hierarchical(const CodedSpec& spec, at::Device device)
       : buffers_(std::make_shared<Buffers>(spec, device)) {
     if (!spec.error_feedback) return;
     buffers_->residual = ops::make_flat(buffers_->plan.numel, at::kFloat, device);
@@ -183,7 +183,7 @@ class HierarchicalWire final : public Wire {
     if (buffers_->has_flags()) pack_flags(flags);
   }
 
-  // Averages are complete only behind the last link.
+  // Averages are complete only after the last link.
   bool works_on_parts() const override { return false; }
 
   std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery /*delivery*/) override {
@@ -263,8 +263,8 @@ class HierarchicalWire final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> make_hierarchical_wire(const CodedSpec& spec, at::Device device) {
-  return std::make_unique<HierarchicalWire>(spec, device);
+std::unique_ptr<Coding> make_hierarchical(const CodedSpec& spec, at::Device device) {
+  return std::make_unique<Hierarchical>(spec, device);
 }
 
 }  // namespace fastsync::engine

@@ -17,6 +17,6 @@
 namespace fastsync::engine {
 
 // Needs chains of four process groups: in the node, between nodes, between nodes, in the node.
-std::unique_ptr<Wire> make_hierarchical_wire(const CodedSpec& spec, at::Device device);
+std::unique_ptr<Coding> make_hierarchical(const CodedSpec& spec, at::Device device);
 
 }  // namespace fastsync::engine

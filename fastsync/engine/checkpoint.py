@@ -121,7 +121,7 @@ def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
     same = first["world_size"] == world
     network = Network(float(mine[0]["rate"]), float(mine[0]["latency"])) if same else Network()
     progress = Progress(int(first["steps"]), list(first["order"]), network)
-    return Share(progress, Carried(residuals, first["factors"]))
+    return Share(progress, Carried({"residual": residuals, "factor": first["factors"]}))
 
 
 def _check_form(state: Any) -> None:

@@ -34,7 +34,7 @@ from fastsync.plan.buckets import (
 from fastsync.plan.layout import FlatLayout, LowRankLayout, WireLayout
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
-from fastsync.ranks.links import Nodes, find_nodes, make_links
+from fastsync.ranks.links import Nodes, find_nodes, make_links, new_group_like
 from fastsync.ranks.meeting import meet
 from fastsync.wire.formats import Format, TopK, Wire
 from fastsync.wire.plugins import PluginCodec
@@ -102,6 +102,7 @@ class Engine:
         self._nodes = self._find_nodes()
         self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
         self._linked: list[str] = []  # those that the reducer has
+        self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
         self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
         self._check_devices()
         tensors = [p.tensor for p in params]
@@ -237,9 +238,8 @@ class Engine:
         self._group = group
         self.core.use_group(group.group_name)
         self._nodes = self._find_nodes()
-        self._links, self._linked = {}, []
-        if self.plan.coded:
-            self._install(self._order())
+        self._links, self._linked, self._own_group = {}, [], None
+        self._install(self._order())
 
     @property
     def wire(self) -> Wire:
@@ -252,10 +252,13 @@ class Engine:
         self._policy = replace(self._policy, wire=wire)
         self._nodes = self._find_nodes()
         self._install(order)
-        stays = (self.feedback_shapes(), self.factor_shapes())
-        self.core.drop_parked(
-            *([i for i, p in enumerate(self._params) if p.name not in shapes] for shapes in stays)
-        )
+        for name, shapes in self.state_shapes().items():
+            gone = [i for i, p in enumerate(self._params) if p.name not in shapes]
+            self.core.drop_parked(name, gone)
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of what parameters carry, by the name of the state and of the parameter."""
+        return {"residual": self.feedback_shapes(), "factor": self.factor_shapes()}
 
     def feedback_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
@@ -312,8 +315,18 @@ class Engine:
         """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
         order = self._order()
         self._policy = replace(self._policy, hooked=True)
+        self.core.set_hook(state, hook, self._flags_group())
         self._install(order)
-        self.core.set_hook(state, hook)
+
+    def _flags_group(self) -> str:
+        """Collective. The name of a process group for used flags; empty where none is needed."""
+        told = self._policy.static_graph or self._policy.fail_on_unused
+        alone = dist.get_world_size(self._group) == 1
+        if told or alone or self._params[0].tensor.device.type != "cpu":
+            return ""
+        if self._own_group is None:
+            self._own_group = new_group_like(self._group, "used flags")
+        return str(self._own_group.group_name)
 
     def _plan(self, order: Sequence[int]) -> BucketPlan:
         wire = Wire() if self._is_warming_up() else self._policy.wire
@@ -365,7 +378,7 @@ class Engine:
             slots=list(zip(bucket.params, layout.offsets, strict=True)),
             numel=layout.numel,
             flags_offset=layout.flags_offset,
-            wire=bucket.wire,
+            dtype=bucket.wire,
             views=bucket.views,
             sparse=bucket.sparse,
             coded=coded,
@@ -400,7 +413,7 @@ class Engine:
     def _low_rank_spec(
         self, index: int, slots: FlatLayout, coded: CodedPlan, layout: LowRankLayout
     ) -> Any:
-        spec = self._ext.PowerSpec()
+        spec = self._ext.LowRankSpec()
         for matrix in layout.matrices:
             spec.add_matrix(
                 offset=slots.offsets[matrix.slot],

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastsync.torch_private import group_timeout
 from fastsync.wire.formats import Wire
 
-__all__ = ["Nodes", "check_backend", "check_grid", "find_nodes", "make_links"]
+__all__ = ["Nodes", "check_backend", "check_grid", "find_nodes", "make_links", "new_group_like"]
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,11 @@ def make_links(
         _new_group(group, nodes.cross_ranks, "between nodes, on the way back"),
         _new_group(group, nodes.node_ranks, "inside a node, on the way back"),
     ]
+
+
+def new_group_like(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Another process group of the same ranks, which nobody else uses. Collective."""
+    return _new_group(group, dist.get_process_group_ranks(group), purpose)
 
 
 def _new_group(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:

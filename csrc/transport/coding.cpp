@@ -1,4 +1,4 @@
-#include "transport.h"
+#include "coding.h"
 
 #include <ATen/ops/zeros.h>
 
