@@ -47,6 +47,7 @@ MODULE_LAYERS = {
 CPP_LAYERS = [
     ["check.h", "codec_plugin.h"],
     ["kernels"],
+    ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
     ["ops/ops", "comm/worker", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "comm/collective"],

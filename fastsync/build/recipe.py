@@ -25,6 +25,8 @@ from pathlib import Path
 MODULE = "_C"
 CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
+    "ops/buffers.cpp",
+    "ops/device.cpp",
     "ops/items.cpp",
     "kernels/codec_cpu.cpp",
     "kernels/select_cpu.cpp",
