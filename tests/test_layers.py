@@ -161,6 +161,25 @@ def test_kernels_see_no_torch_header():
             assert not re.search(r"#include <(torch|ATen|c10)", path.read_text()), path
 
 
+def test_memory_threads_and_devices_have_one_place_each():
+    """An allocator, a way to divide work or another device is a change of one file in ops/."""
+    allocates = r"at::(empty|zeros|ones|full)\w*\(|\.clone\(|\.new_\w+\("
+    places = {
+        "ops/buffers.cpp": allocates,
+        "ops/parallel.h": r"at::parallel_for",
+        "ops/device.h": r"#ifdef FASTSYNC_WITH_CUDA",
+        "kernels/random.h": r"0x9e3779b97f4a7c15",
+    }
+    for place, pattern in places.items():
+        assert re.search(pattern, (CSRC / place).read_text()), f"{place} is not the place"
+        for path in cpp_files():
+            unit = path.relative_to(CSRC).as_posix()
+            if Path(unit).with_suffix("") == Path(place).with_suffix("") or unit == "bindings.cpp":
+                continue
+            found = re.search(pattern, path.read_text())
+            assert not found, f"{unit}: {found[0]} belongs in {place}"
+
+
 def test_only_the_hooks_know_autograd_and_only_comm_knows_c10d():
     for path in cpp_files():
         text, unit = path.read_text(), path.relative_to(CSRC).as_posix()

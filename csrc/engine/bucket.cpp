@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -22,9 +21,9 @@ constexpr int64_t kEarlyBytes = 512 << 10;
 at::Tensor empty_rows(const Parameter& param) {
   std::vector<int64_t> row = param.tensor.sizes().vec();
   row.front() = 0;
-  const auto options = param.tensor.options().requires_grad(false);
-  const auto indices = at::empty({1, 0}, options.dtype(at::kLong));
-  const auto values = at::empty(row, options.dtype(param.dtype()));
+  const at::Device device = param.tensor.device();
+  const at::Tensor indices = ops::make_scratch({1, 0}, at::kLong, device);
+  const at::Tensor values = ops::make_scratch(row, param.dtype(), device);
   return at::_sparse_coo_tensor_unsafe(indices, values, param.tensor.sizes())._coalesced_(true);
 }
 
@@ -252,7 +251,7 @@ void Bucket::keep_unused() {
   if (!missed_) return;
   const at::NoGradGuard no_grad;
   for (Slot& slot : slots_) {
-    if (!slot.param->used && slot.in_place) slot.kept = slot.param->tensor.grad().clone();
+    if (!slot.param->used && slot.in_place) slot.kept = ops::copy_of(slot.param->tensor.grad());
   }
 }
 

@@ -1,6 +1,5 @@
 // The second half of a bucket's step: from the received averages to the parameters' gradients.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
@@ -111,9 +110,8 @@ void Bucket::finish_copies(const std::vector<bool>& used) {
     at::Tensor& grad = slot.param->tensor.mutable_grad();
     if (grad.defined() && slot.delivered == grad.unsafeGetTensorImpl()) continue;
     if (!grad.defined() || grad.scalar_type() != slot.param->dtype()) {
-      const auto options = slot.param->tensor.options().dtype(slot.param->dtype());
       grad =
-          at::empty_strided(slot.layout.sizes, slot.layout.strides, options.requires_grad(false));
+          ops::make_strided(slot.layout.sizes, slot.layout.strides, slot.param->dtype(), device());
     }
     items.push_back({grad, &slot.layout});
   }

@@ -1,6 +1,5 @@
 #include "reducer.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -381,7 +380,7 @@ void Reducer::finish_buckets() {
 std::vector<bool> Reducer::exchange_flags() {
   if (!votes() || options_.static_graph) return {};
   const auto count = static_cast<int64_t>(params_.size());
-  at::Tensor flags = at::zeros({count}, at::TensorOptions().dtype(at::kFloat));
+  at::Tensor flags = ops::make_host_floats(count);
   auto* values = flags.mutable_data_ptr<float>();
   for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
   const at::Tensor sum = flags.to(buckets_.front().device());

@@ -15,7 +15,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // Not a view that keeps a whole bucket's memory.
 at::Tensor own(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.storage().nbytes() == tensor.nbytes()) return tensor;
-  return tensor.clone();
+  return ops::copy_of(tensor);
 }
 
 }  // namespace
@@ -67,7 +67,7 @@ Carried Reducer::carried() const {
   Carried copies = carried_views();
   for (std::vector<at::Tensor>* tensors : {&copies.residuals, &copies.factors}) {
     for (at::Tensor& copy : *tensors) {
-      if (copy.defined()) copy = copy.clone();
+      if (copy.defined()) copy = ops::copy_of(copy);
     }
   }
   return copies;

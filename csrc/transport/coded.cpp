@@ -1,24 +1,15 @@
 #include "coded.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "../codec/topk_coder.h"
+#include "../kernels/random.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
-
-// The finaliser of SplitMix64 (Steele et al., 2014).
-uint64_t mixed(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ULL;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
 
 ops::WirePlan CodedSpec::values_plan(int64_t chunks) const {
   return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
@@ -29,7 +20,7 @@ ops::WirePlan CodedSpec::flags_plan(int64_t chunks) const {
           chunks * flags_per_chunk};
 }
 
-uint64_t CodedSpec::seed_of(Taking how) const { return mixed(seed + (how.step << 32)); }
+uint64_t CodedSpec::seed_of(Taking how) const { return kernels::mixed(seed + (how.step << 32)); }
 
 namespace {
 
@@ -60,10 +51,9 @@ struct Buffers {
   // Zeros where nothing is ever written: between the slots.
   void allocate() {
     const at::NoGradGuard no_grad;
-    const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
-    received = at::zeros({spec.pieces * ranks * spec.chunk_bytes}, bytes);
-    sent = spec.gather ? received : at::zeros_like(received);
-    if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
+    received = ops::make_bytes(spec.pieces * ranks * spec.chunk_bytes, device);
+    sent = spec.gather ? received : ops::make_bytes(received.numel(), device);
+    if (!spec.gather) sums = ops::make_bytes(spec.pieces * spec.chunk_bytes, device);
     sent_flags.clear();
     pieces.clear();
     for (int64_t i = 0; i < spec.pieces; ++i) pieces.push_back(piece(i));
@@ -100,7 +90,7 @@ struct Buffers {
     const int64_t mine = (index * ranks + rank) * spec.chunk_numel;
     const at::Tensor lost =
         residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
-    coder->reduce(piece.received, piece.sum, lost, mine, mixed(seed));
+    coder->reduce(piece.received, piece.sum, lost, mine, kernels::mixed(seed));
     if (flags_coder) flags_coder->reduce(piece.received, piece.sum, at::Tensor(), 0, 0);
   }
 
@@ -236,7 +226,7 @@ class CodedWire final : public Wire {
   void abandon() override {
     auto fresh = std::make_shared<Buffers>(*buffers_);
     fresh->allocate();
-    if (fresh->residual.defined()) fresh->residual = fresh->residual.clone();
+    if (fresh->residual.defined()) fresh->residual = ops::copy_of(fresh->residual);
     buffers_ = std::move(fresh);
     rest_ = {};
   }
@@ -317,7 +307,7 @@ class CodedWire final : public Wire {
     for (int32_t r = 0; r < sources(); ++r) {
       sum += reinterpret_cast<const float*>(flags + r * spec.chunk_bytes)[place];
     }
-    if (!flag_.defined()) flag_ = at::zeros({1}, at::kFloat);
+    if (!flag_.defined()) flag_ = ops::make_host_floats(1);
     flag_.mutable_data_ptr<float>()[0] = sum;
     return flag_;
   }

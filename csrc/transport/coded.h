@@ -55,9 +55,6 @@ struct CodedSpec {
   uint64_t seed_of(Taking how) const;
 };
 
-// Scatters the bits of a seed: sums of seeds and counters do for random numbers.
-uint64_t mixed(uint64_t value);
-
 // Between `ranks` ranks, of which this is number `rank`.
 std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
                                       at::Device device);

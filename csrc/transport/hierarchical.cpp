@@ -1,11 +1,10 @@
 #include "hierarchical.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <utility>
 
+#include "../kernels/random.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
@@ -58,10 +57,9 @@ struct Buffers {
     coder =
         spec.codec ? make_flat_coder(spec.codec, plan, spec.coded_bytes) : make_block_coder(plan);
     if (has_flags()) flags_coder = make_block_coder(flags_plan);
-    const auto bytes = at::TensorOptions().dtype(at::kByte).device(on);
-    sent = at::zeros({spec.pieces * parts() * spec.chunk_bytes}, bytes);
-    received = at::zeros({spec.pieces * spec.nodes * spec.chunk_bytes}, bytes);
-    if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
+    sent = ops::make_bytes(spec.pieces * parts() * spec.chunk_bytes, on);
+    received = ops::make_bytes(spec.pieces * spec.nodes * spec.chunk_bytes, on);
+    if (!spec.gather) sums = ops::make_bytes(spec.pieces * spec.chunk_bytes, on);
   }
 
   bool has_flags() const { return spec.flags_per_chunk > 0; }
@@ -86,7 +84,7 @@ struct Buffers {
     const at::Tensor lost =
         residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
     const at::Tensor from = part(received, piece);
-    coder->reduce(from, part(sums, piece), lost, mine, mixed(seed));
+    coder->reduce(from, part(sums, piece), lost, mine, kernels::mixed(seed));
     if (has_flags()) flags_coder->reduce(from, part(sums, piece), at::Tensor(), 0, 0);
   }
 
@@ -205,7 +203,7 @@ class HierarchicalWire final : public Wire {
   void abandon() override {
     const Buffers& old = *buffers_;
     auto fresh = std::make_shared<Buffers>(old.spec, old.device);
-    if (old.residual.defined()) fresh->residual = old.residual.clone();
+    if (old.residual.defined()) fresh->residual = ops::copy_of(old.residual);
     buffers_ = std::move(fresh);
   }
 
@@ -226,7 +224,9 @@ class HierarchicalWire final : public Wire {
     if (!buffers_->residual.defined()) return {};
     const at::NoGradGuard no_grad;
     const at::Tensor& like = buffers_->values.packed;
-    const at::Tensor flat = carried_.defined() ? carried_.clone() : at::zeros_like(like);
+    const at::Tensor flat = carried_.defined()
+                                ? ops::copy_of(carried_)
+                                : ops::make_flat(like.numel(), at::kFloat, like.device());
     my_shard(flat).add_(buffers_->residual.view({buffers_->spec.pieces, -1}));
     return flat;
   }
