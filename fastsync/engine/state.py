@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from fastsync.engine.core import Reducer
 
 __all__ = ["Carried"]
 
@@ -24,7 +27,7 @@ class Carried:
     factors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, reducer: Any, names: Sequence[str]) -> Carried:
+    def of(cls, reducer: Reducer, names: Sequence[str]) -> Carried:
         """Copies of what the C++ `reducer` of the parameters `names` holds."""
         held = reducer.carried()
 
@@ -33,7 +36,7 @@ class Carried:
 
         return cls(by_name(held["residuals"]), by_name(held["factors"]))
 
-    def load_into(self, reducer: Any, devices: Mapping[str, torch.device]) -> None:
+    def load_into(self, reducer: Reducer, devices: Mapping[str, torch.device]) -> None:
         """Takes the place of what `reducer` holds. Of parameters that lack here it holds nothing.
 
         Args:
