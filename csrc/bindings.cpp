@@ -61,7 +61,9 @@ void bind_ops(py::module_& m) {
         py::arg("flat"), py::arg("scale"));
   m.def("unpack", &unpack, release, py::arg("tensors"), py::arg("offsets"), py::arg("flat"),
         py::arg("scale"), py::arg("accumulate"));
-  m.def("supports", [](const std::string& device) { return ops::supports(at::Device(device)); });
+  m.def(
+      "supports", [](const std::string& device) { return ops::supports(at::Device(device)); },
+      py::arg("device"));
 #ifdef FASTSYNC_WITH_CUDA
   m.attr("with_cuda") = true;
 #else
@@ -242,10 +244,13 @@ void bind_codecs(py::module_& m) {
 
 void bind_wire(py::module_& m) {
   using engine::CodedSpec;
-  m.def("format_traits", [](const std::string& name) {
-    const kernels::FormatTraits traits = kernels::traits_of(format_named(name));
-    return py::make_tuple(traits.block, traits.bits, traits.scale_bytes);
-  });
+  m.def(
+      "format_traits",
+      [](const std::string& name) {
+        const kernels::FormatTraits traits = kernels::traits_of(format_named(name));
+        return py::make_tuple(traits.block, traits.bits, traits.scale_bytes);
+      },
+      py::arg("name"));
   m.def(
       "wire_average",
       [](const Tensors& tensors, const std::string& format, bool gather) {
@@ -267,15 +272,19 @@ void bind_wire(py::module_& m) {
       .def_property(
           "format", [](const CodedSpec& spec) { return kernels::name_of(spec.format); },
           [](CodedSpec& spec, const std::string& name) { spec.format = format_named(name); })
-      .def("use_codec",
-           [](CodedSpec& spec, py::object codec) {
-             spec.codec = engine::make_python_codec(std::move(codec));
-           })
-      .def("use_plugin",
-           [](CodedSpec& spec, uintptr_t table) {
-             // NOLINTNEXTLINE: the address that the library's entry returned
-             spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
-           })
+      .def(
+          "use_codec",
+          [](CodedSpec& spec, py::object codec) {
+            spec.codec = engine::make_python_codec(std::move(codec));
+          },
+          py::arg("codec"))
+      .def(
+          "use_plugin",
+          [](CodedSpec& spec, uintptr_t table) {
+            // NOLINTNEXTLINE: the address that the library's entry returned
+            spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
+          },
+          py::arg("table"))
       .def_readwrite("kept", &CodedSpec::kept)
       .def_readwrite("gather", &CodedSpec::gather)
       .def_readwrite("chunk_numel", &CodedSpec::chunk_numel)

@@ -11,11 +11,12 @@ PACKAGE = ROOT / "fastsync"
 CSRC = ROOT / "csrc"
 LONGEST_FUNCTION = 80
 LONGEST_FILE = 450
+MOST_ANY = 15  # per thousand lines
 
 # Packages, from the lowest: a module may import from packages above its own line only. What stands
 # in one line does not know of each other.
 PACKAGE_LAYERS = [
-    ["build", "torch_private"],
+    ["_C", "build", "torch_private"],
     ["wire"],
     ["plan"],
     ["ranks"],
@@ -31,7 +32,7 @@ PACKAGE_LAYERS = [
 # know of each other.
 MODULE_LAYERS = {
     "build": [["env", "recipe"], ["extension"]],
-    "engine": [["state", "agreement"], ["engine"], ["checkpoint"]],
+    "engine": [["core", "agreement"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
@@ -47,18 +48,25 @@ MODULE_LAYERS = {
 CPP_LAYERS = [
     ["check.h", "codec_plugin.h"],
     ["kernels"],
+    ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
     ["ops/ops", "comm/worker", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "comm/collective"],
     ["comm/chain", "comm/hook"],
     ["comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
-    ["transport/coding", "transport/slots"],
-    ["transport/coded", "transport/low_rank", "transport/transport"],
-    ["transport/hierarchical", "transport/flat"],
+    ["transport/coded_spec", "transport/coding", "transport/slots"],
+    ["transport/code_buffers", "transport/low_rank", "transport/transport"],
+    ["transport/coded", "transport/hierarchical", "transport/flat"],
     ["transport/hooked", "transport/sparse", "transport/chained"],
     ["transport/choose"],
-    ["engine/autograd_hooks", "engine/forwards", "engine/plan_watch", "engine/step_log", "engine/rate_meter"],
+    [
+        "engine/autograd_hooks",
+        "engine/forwards",
+        "engine/plan_watch",
+        "engine/step_log",
+        "engine/rate_meter",
+    ],
     ["engine/precision"],
     ["engine/bucket", "engine/flags"],
     ["engine/usage"],
@@ -90,6 +98,10 @@ def place_of(path):
     return parts if len(parts) == 2 else (parts[0], None)
 
 
+def is_module(place):
+    return place.is_dir() or any(place.with_suffix(s).exists() for s in (".py", ".pyi"))
+
+
 def imported(tree):
     """Fastsync's own modules that a module imports, anywhere in it: (package, module)."""
     for node in ast.walk(tree):
@@ -98,7 +110,7 @@ def imported(tree):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastsync"):
             inside = (f"{node.module}.{alias.name}" for alias in node.names)
             files = [PACKAGE.parent / Path(*name.split(".")) for name in inside]
-            found = [f for f in files if f.with_suffix(".py").exists() or f.is_dir()]
+            found = [f for f in files if is_module(f)]
             names = [".".join(f.relative_to(PACKAGE.parent).parts) for f in found] or [node.module]
         else:
             continue
@@ -156,6 +168,25 @@ def test_kernels_see_no_torch_header():
             assert not re.search(r"#include <(torch|ATen|c10)", path.read_text()), path
 
 
+def test_memory_threads_and_devices_have_one_place_each():
+    """An allocator, a way to divide work or another device is a change of one file in ops/."""
+    allocates = r"at::(empty|zeros|ones|full)\w*\(|\.clone\(|\.new_\w+\("
+    places = {
+        "ops/buffers.cpp": allocates,
+        "ops/parallel.h": r"at::parallel_for",
+        "ops/device.h": r"#ifdef FASTSYNC_WITH_CUDA",
+        "kernels/random.h": r"0x9e3779b97f4a7c15",
+    }
+    for place, pattern in places.items():
+        assert re.search(pattern, (CSRC / place).read_text()), f"{place} is not the place"
+        for path in cpp_files():
+            unit = path.relative_to(CSRC).as_posix()
+            if Path(unit).with_suffix("") == Path(place).with_suffix("") or unit == "bindings.cpp":
+                continue
+            found = re.search(pattern, path.read_text())
+            assert not found, f"{unit}: {found[0]} belongs in {place}"
+
+
 def test_only_the_hooks_know_autograd_and_only_comm_knows_c10d():
     for path in cpp_files():
         text, unit = path.read_text(), path.relative_to(CSRC).as_posix()
@@ -171,6 +202,31 @@ def test_private_names_of_torch_live_in_one_package():
     for path in python_files():
         if path.parent.name != "torch_private" and path.stem != "_forkserver":
             assert not private.search(path.read_text()), path.name
+
+
+def test_one_module_calls_the_extension():
+    """What knows C++ by its types is engine/core.py; others go through it."""
+    calls = re.compile(r"\bextension\.load\(|fastsync(\._C| import _C)\b")
+    callers = {
+        p for p in python_files() if p.parent.name != "build" and calls.search(p.read_text())
+    }
+    assert callers == {PACKAGE / "engine" / "core.py"}
+
+
+def mentions_of_any(tree):
+    """In code: imports, annotations, casts."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if "Any" in names or (isinstance(node, ast.Name) and node.id == "Any"):
+            yield node
+
+
+def test_types_are_said():
+    files = [*python_files(), *PACKAGE.glob("*.pyi")]
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    found = sum(len(list(mentions_of_any(ast.parse(path.read_text())))) for path in files)
+    assert found <= MOST_ANY * lines / 1000, f"{found} of Any in {lines} lines"
+    assert len(list(mentions_of_any(ast.parse("from typing import Any\nx: list[Any] = []")))) == 2
 
 
 def environment_reads(tree):

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../ops/buffers.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {

@@ -1,5 +1,8 @@
 // Used flags where the buckets carry none, because a communication hook owns them: one small all-reduce of their own.
 //
+// There is no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a hook the plan made after the first
+// step stays, as it does in DDP, unless parameters are thawed.
+//
 // It starts when the last gradient is known, while buckets are on their way, and is waited for after them. On a CPU it needs a
 // process group of its own: hooks may start collectives when earlier ones are done, at times that differ between ranks. On
 // devices they are all enqueued by one thread, in one order.

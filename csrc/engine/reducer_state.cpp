@@ -5,6 +5,7 @@
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
 // error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
 #include "../check.h"
+#include "../ops/buffers.h"
 #include "../transport/chained.h"
 #include "reducer.h"
 
@@ -16,7 +17,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // Not a view that keeps a whole bucket's memory.
 at::Tensor own(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.storage().nbytes() == tensor.nbytes()) return tensor;
-  return tensor.clone();
+  return ops::copy_of(tensor);
 }
 
 }  // namespace
@@ -74,7 +75,7 @@ States Reducer::states() const {
   States copies = state_views();
   for (auto& [name, tensors] : copies) {
     for (at::Tensor& copy : tensors) {
-      if (copy.defined()) copy = copy.clone();
+      if (copy.defined()) copy = ops::copy_of(copy);
     }
   }
   return copies;

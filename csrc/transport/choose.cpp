@@ -4,6 +4,7 @@
 
 #include "../check.h"
 #include "chained.h"
+#include "coded.h"
 #include "hierarchical.h"
 #include "hooked.h"
 #include "sparse.h"

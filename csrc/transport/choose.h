@@ -7,7 +7,7 @@
 
 #include "../comm/chain.h"
 #include "../comm/hook.h"
-#include "coded.h"
+#include "coded_spec.h"
 #include "flat.h"
 #include "low_rank.h"
 

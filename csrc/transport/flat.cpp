@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
@@ -86,7 +87,8 @@ void Flat::keep_unused() {
   if (!missed_) return;
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].param->used && places_[i].in_place) places_[i].kept = slots_[i].grad().clone();
+    if (!slots_[i].param->used && places_[i].in_place)
+      places_[i].kept = ops::copy_of(slots_[i].grad());
   }
 }
 

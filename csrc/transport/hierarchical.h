@@ -12,7 +12,8 @@
 // holds of others' shards then goes with its next gradients, in full precision, to whoever codes them.
 #pragma once
 
-#include "coded.h"
+#include "coded_spec.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 

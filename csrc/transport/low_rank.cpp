@@ -1,9 +1,7 @@
 #include "low_rank.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -34,8 +32,8 @@ class Factors {
   std::shared_ptr<Factors> renewed() const {
     const at::NoGradGuard no_grad;
     auto fresh = std::make_shared<Factors>(*this);
-    fresh->flat_ = at::empty_like(flat_).zero_();
-    if (residual_.defined()) fresh->residual_ = residual_.clone();
+    fresh->flat_ = ops::make_flat(flat_.numel(), at::kFloat, device_);
+    if (residual_.defined()) fresh->residual_ = ops::copy_of(residual_);
     fresh->allocate();
     return fresh;
   }
@@ -105,7 +103,7 @@ class Factors {
  private:
   void allocate() {
     first_ = ops::make_flat(spec_.first_numel, at::kFloat, device_);
-    second_ = initial_.clone();
+    second_ = ops::copy_of(initial_);
   }
 
   // What is not compressed leaves nothing behind; what another codec left there travels once.
@@ -232,7 +230,9 @@ class LowRank final : public Coding {
 
   bool has_flags() const override { return factors_->spec().flags > 0; }
   at::Tensor flags() const override { return factors_->flags_in_first(); }
-  at::Tensor flag(int64_t index) const override { return flags().narrow(0, index, 1).clone(); }
+  at::Tensor flag(int64_t index) const override {
+    return ops::copy_of(flags().narrow(0, index, 1));
+  }
 
   void abandon() override { factors_ = factors_->renewed(); }
 

@@ -1,8 +1,7 @@
 #include "slots.h"
 
-#include <ATen/ops/empty_strided.h>
-
 #include "../check.h"
+#include "../ops/buffers.h"
 
 namespace fastsync::engine {
 
@@ -47,9 +46,8 @@ std::vector<ops::Item> delivery_items(const Slots& slots, const std::vector<bool
     at::Tensor& grad = slot.param->tensor.mutable_grad();
     if (grad.defined() && !done.empty() && done[i] == grad.unsafeGetTensorImpl()) continue;
     if (!grad.defined() || grad.scalar_type() != slot.param->dtype()) {
-      const auto options = slot.param->tensor.options().dtype(slot.param->dtype());
-      grad =
-          at::empty_strided(slot.layout.sizes, slot.layout.strides, options.requires_grad(false));
+      grad = ops::make_strided(slot.layout.sizes, slot.layout.strides, slot.param->dtype(),
+                               slot.param->tensor.device());
     }
     items.push_back({grad, &slot.layout});
   }

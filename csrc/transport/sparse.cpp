@@ -2,11 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/empty.h>
 
 #include <utility>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 
 namespace fastsync::engine {
 namespace {
@@ -16,9 +16,9 @@ namespace {
 at::Tensor empty_rows(const Parameter& param) {
   std::vector<int64_t> row = param.tensor.sizes().vec();
   row.front() = 0;
-  const auto options = param.tensor.options().requires_grad(false);
-  const auto indices = at::empty({1, 0}, options.dtype(at::kLong));
-  const auto values = at::empty(row, options.dtype(param.dtype()));
+  const at::Device device = param.tensor.device();
+  const at::Tensor indices = ops::make_scratch({1, 0}, at::kLong, device);
+  const at::Tensor values = ops::make_scratch(row, param.dtype(), device);
   return at::_sparse_coo_tensor_unsafe(indices, values, param.tensor.sizes())._coalesced_(true);
 }
 

@@ -25,6 +25,8 @@ from pathlib import Path
 MODULE = "_C"
 CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
+    "ops/buffers.cpp",
+    "ops/device.cpp",
     "ops/items.cpp",
     "kernels/codec_cpu.cpp",
     "kernels/select_cpu.cpp",
@@ -50,6 +52,7 @@ CPP_SOURCES = (
     "transport/hierarchical.cpp",
     "transport/slots.cpp",
     "transport/coding.cpp",
+    "transport/code_buffers.cpp",
     "transport/flat.cpp",
     "transport/hooked.cpp",
     "transport/sparse.cpp",

@@ -57,7 +57,7 @@ def capture(engine: Engine) -> dict[str, Any]:
         "wire": engine.wire.describe(),
         "rank": dist.get_rank(engine.group),
         "world_size": dist.get_world_size(engine.group),
-        "steps": int(engine.core.steps()),
+        "steps": engine.core.steps(),
         "order": [engine.params[i].name for i in engine.next_order()],
         "rate": network.rate,
         "latency": network.latency,

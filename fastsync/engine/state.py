@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from fastsync.engine.core import Reducer
 
 __all__ = ["Carried"]
 
@@ -24,7 +27,7 @@ class Carried:
     states: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
-    def of(cls, reducer: Any, names: Sequence[str]) -> Carried:
+    def of(cls, reducer: Reducer, names: Sequence[str]) -> Carried:
         """Copies of what the C++ `reducer` of the parameters `names` holds."""
 
         def by_name(tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -42,7 +45,7 @@ class Carried:
         """What PowerSGD's next step starts with, by parameter."""
         return self.states["factor"]
 
-    def load_into(self, reducer: Any, devices: Mapping[str, torch.device]) -> None:
+    def load_into(self, reducer: Reducer, devices: Mapping[str, torch.device]) -> None:
         """Takes the place of what `reducer` holds. Of parameters that lack here it holds nothing.
 
         Args:
