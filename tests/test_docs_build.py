@@ -7,9 +7,9 @@ import pytest
 
 from tests.scripts import ROOT
 
-WHY = "make setup installs it; .ci/run builds the pages in any case"
-pytest.importorskip("markdown", reason=WHY)
-pytest.importorskip("pygments", reason=WHY)
+# `make setup` installs both, and .ci/run builds the pages in any case.
+pytest.importorskip("markdown", reason="markdown is not installed")
+pytest.importorskip("pygments", reason="pygments is not installed")
 
 from docs import build
 

@@ -9,9 +9,11 @@ import pytest
 
 from tests.test_timeline_page import BROWSERS
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytest.importorskip("markdown", reason="make setup installs it")
-pytest.importorskip("pygments", reason="make setup installs it")
+pytest.importorskip("playwright", reason="playwright is not installed")
+pytest.importorskip("markdown", reason="markdown is not installed")
+pytest.importorskip("pygments", reason="pygments is not installed")
+
+from playwright import sync_api
 
 from docs import build
 
