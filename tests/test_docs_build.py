@@ -60,6 +60,12 @@ def test_pages_follow_the_order_of_reading(site):
     assert re.findall(r'href="([^"]+)"', links) == wanted
 
 
+def test_the_readme_lists_every_document_in_that_order():
+    section = (ROOT / "README.md").read_text().split("\n## Documentation\n")[1].split("\n## ")[0]
+    listed = [ROOT / target for target in re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", section, re.M)]
+    assert listed == build.documents()[1:]
+
+
 def test_neighbours_are_linked(site):
     pages = site[1]
     html = (site[0] / pages[1].address).read_text()
