@@ -54,8 +54,9 @@ class FastDDP(DistributedDataParallel):
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; by default 25, with a first bucket of 1, and less
             where the first step finds the network slow.
-        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a codec, or a
-            `fastsync.Wire`. Sums are fp32. 16-bit gradients only become narrower, fp64 ones never.
+        wire: what gradients travel as: a codec, a `fastsync.Wire`, or a name that
+            `fastsync.wire.formats.wire_formats()` lists. Sums are fp32. 16-bit gradients
+            only become narrower, fp64 ones never.
         timeline: a path: records when each bucket is ready, packed, launched and done on every
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
