@@ -1,4 +1,4 @@
-"""The README's table: five rows out of the results that docs/benchmarks.md shows in full."""
+"""The README's table: five rows of the results that docs/benchmarks.md shows in full."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from bench.wrappers import FLOOR
 
 SOURCES = ("step", "links", "memory", "ops", "parity")
 VARIANTS = ("ddp", "fastsync", "fastsync_int8")
-HEADERS = ("", "`DistributedDataParallel`", "`FastDDP`", '`FastDDP`, `wire="int8"`')
+HEADERS = ("", "torch's DDP", "FastDDP", "FastDDP, int8")
 MODEL, LINK = "wide", "1gbit"
-LINK_NAME = "a link of 1 Gbit/s"
+LINK_NAME = "1 Gbit/s"
+CAPTION = "Step times of FastDDP as parts of DDP's in the same round; memory per byte of gradients."
+LOSSES = "[losses](docs/wire.md#training)"
 
 
 def summary(results: Path) -> str | None:
@@ -27,20 +29,20 @@ def summary(results: Path) -> str | None:
     link = next(r for r in found["links"]["links"] if (r["link"], r["model"]) == (LINK, MODEL))
     size = f"{model['gradient_bytes'] / 1e6:.0f} MB of gradients"
     rows = [
-        (f"step over loopback, {size}", *_timings(model["variants"])),
-        (f"step over {LINK_NAME}, {size}", *_timings(link["variants"])),
+        (f"step time, loopback, {size}", *_timings(model["variants"])),
+        (f"step time, {LINK_NAME}, {size}", *_timings(link["variants"])),
         ("memory of gradients and buckets", *_column(found["memory"], MODEL)),
-        ("operators dispatched by synchronising 400 parameters", *_dispatched(found["ops"])),
-        (_title(found["parity"]), "the reference", *_parity(found["parity"]), "see wire formats"),
+        ("operators dispatched to synchronise 400 parameters", *_dispatched(found["ops"])),
+        (_title(found["parity"]), "reference", _parity(found["parity"]), LOSSES),
     ]
     machines = dict.fromkeys(_machine(result) for result in found.values())
-    return f"{render(HEADERS, rows, True)}\n\n{'; '.join(machines)}."
+    return f"{render(HEADERS, rows, True)}\n\n{CAPTION}\n{'; '.join(machines)}."
 
 
 def _timings(variants: dict[str, Any]) -> list[str]:
     """The baseline in milliseconds, and ratios to it in the same round."""
     baseline, *others = (variants[name] for name in VARIANTS)
-    ratios = [f"{other['ratio']['median']:.2f} of that" for other in others]
+    ratios = [f"{other['ratio']['median']:.2f}x" for other in others]
     return [f"{1e3 * baseline['step']['median']:.0f} ms", *ratios]
 
 
@@ -57,14 +59,13 @@ def _dispatched(table: dict[str, Any]) -> list[str]:
 
 
 def _title(table: dict[str, Any]) -> str:
-    return str(table["title"]).partition(",")[0]
+    return f"{table['title'].partition(',')[0]}, {len(table['headers']) - 1} trainings"
 
 
-def _parity(table: dict[str, Any]) -> list[str]:
-    """What every column says of FastDDP, or how they differ."""
+def _parity(table: dict[str, Any]) -> str:
+    """What the columns say of FastDDP: one verdict, or all that there are."""
     row = next(row for row in table["rows"] if row[0] == "fastsync")
-    verdicts = list(dict.fromkeys(row[1:]))
-    return [f"{', '.join(verdicts)} in {len(row) - 1} trainings"]
+    return ", ".join(dict.fromkeys(row[1:]))
 
 
 def _machine(result: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ def test_the_summary_is_made_of_the_results():
     step = results["step"]["models"]["wide"]["variants"]
     assert len(rows) == 5
     assert f"{1e3 * step['ddp']['step']['median']:.0f} ms" in rows[0]
-    assert f"{step['fastsync']['ratio']['median']:.2f} of that" in rows[0]
+    assert f"{step['fastsync']['ratio']['median']:.2f}x" in rows[0]
     operators = {row[0]: int(row[1]) for row in results["ops"]["rows"]}
     assert str(operators["ddp"] - operators["no_sync"]) in rows[3]
     assert report.figures("summary", ROOT / "nowhere") == report.NOT_MEASURED

@@ -3,14 +3,14 @@
 "use strict";
 
 const html = document.documentElement;
-const narrow = matchMedia("(max-width: 52rem)");
 
-// Lists of pages and headings: folded where they would push the text away.
-function fold() {
-  for (const list of document.querySelectorAll("details.fold")) list.open = !narrow.matches;
+// Lists of pages and headings: folded where they stand above the text, which they would push away.
+for (const [list, width] of [[".pages", "52rem"], [".outline", "72rem"]]) {
+  const narrow = matchMedia(`(max-width: ${width})`), details = document.querySelector(list);
+  const fold = () => { if (details) details.open = !narrow.matches; };
+  fold();
+  narrow.addEventListener("change", fold);
 }
-fold();
-narrow.addEventListener("change", fold);
 
 // Theme: as the system has it, until a click chooses.
 const THEMES = {auto: "◐ auto", light: "☀ light", dark: "☾ dark"};
