@@ -1,5 +1,7 @@
 """The documents: links resolve, every variable is described, figures are what their sources say."""
 
+import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -112,6 +114,32 @@ def test_every_wire_format_is_named(name):
 def test_named_files_exist(path):
     for name in PATH.findall(path.read_text()):
         assert (ROOT / name).exists(), f"{path.name} names {name}, which is not there"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_exist(path):
+    """Modules after `python -m`, and targets after `make` where it begins a piece of code."""
+    text = path.read_text()
+    for module in re.findall(r"-m ((?:bench|docs|examples|fastsync|tests)[\w.]*)", text):
+        assert importlib.util.find_spec(module.rstrip(".")), f"{path.name} runs {module}"
+    targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)
+    known = {target for line in targets for target in line.split()}
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M):
+        assert target in known, f"{path.name} says `make {target}`"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_names_of_the_package_exist(path):
+    """What a page calls fastsync.something can be imported from there."""
+    for name in set(
+        re.findall(r"\bfastsync(?:\.[A-Za-z_]\w*)+", path.read_text().replace("\\", ""))
+    ):
+        *parents, last = name.split(".")
+        if last in ("sh", "py", "json", "html"):
+            continue
+        module = importlib.import_module(".".join(parents))
+        if not hasattr(module, last):
+            importlib.import_module(name)
 
 
 def test_every_variable_is_documented():
