@@ -98,6 +98,12 @@ def test_an_outline_leads_to_every_heading(site):
     assert {heading.anchor for heading in page.outline} <= found.names
 
 
+def test_names_on_a_page_are_unique(site):
+    for page in site[1]:
+        names = re.findall(r'\bid="([^"]+)"', (site[0] / page.address).read_text())
+        assert len(names) == len(set(names)), page.address
+
+
 def test_code_is_highlighted(site):
     body = page_of(site, "docs/custom-codec.html").body
     assert '<span class="k">class</span>' in body  # Python

@@ -64,7 +64,7 @@ def test_search_leads_to_the_section(open_page):
     page = open_page("docs/tuning.html")
     page.keyboard.press("/")
     page.keyboard.type("error feedback")
-    first = page.locator("#results a").first
+    first = page.locator("#ui-results a").first
     assert "Error feedback" in first.inner_text() and "Wire formats" in first.inner_text()
     page.keyboard.press("Enter")
     page.wait_for_url("**/docs/wire.html#error-feedback")
@@ -73,10 +73,10 @@ def test_search_leads_to_the_section(open_page):
 def test_search_says_that_it_found_nothing(open_page):
     page = open_page()
     page.locator(".search input").fill("error qxzv")
-    page.locator("#results p").wait_for()
-    assert page.locator("#results").inner_text() == "Nothing found."
+    page.locator("#ui-results p").wait_for()
+    assert page.locator("#ui-results").inner_text() == "Nothing found."
     page.keyboard.press("Escape")
-    assert page.locator("#results").is_hidden()
+    assert page.locator("#ui-results").is_hidden()
 
 
 def test_colours_follow_the_system_until_the_switch_chooses(open_page):
@@ -84,11 +84,11 @@ def test_colours_follow_the_system_until_the_switch_chooses(open_page):
     colour = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(colour)
     assert dark != open_page(scheme="light").evaluate(colour) == "rgb(255, 255, 255)"
-    page.locator("#theme").click()
+    page.locator("#ui-theme").click()
     assert page.evaluate(colour) == "rgb(255, 255, 255)"
     page.reload()
     assert page.evaluate(colour) == "rgb(255, 255, 255)", "the choice is not kept"
-    page.locator("#theme").click()
+    page.locator("#ui-theme").click()
     assert page.evaluate(colour) == dark
 
 

@@ -14,7 +14,7 @@ for (const [list, width] of [[".pages", "52rem"], [".outline", "72rem"]]) {
 
 // Theme: as the system has it, until a click chooses.
 const THEMES = {auto: "◐ auto", light: "☀ light", dark: "☾ dark"};
-const switcher = document.getElementById("theme");
+const switcher = document.getElementById("ui-theme");
 
 function setTheme(theme) {
   html.dataset.theme = theme;
@@ -48,7 +48,7 @@ markCurrent();
 // Search.
 const MOST = 12, AROUND = 70;
 const input = document.querySelector(".search input");
-const results = document.getElementById("results");
+const results = document.getElementById("ui-results");
 let sections = null, selected = -1;
 
 // Called by the index.
@@ -58,9 +58,9 @@ function searchIndex(entries) {
   search();
 }
 function loadIndex() {
-  if (document.getElementById("index")) return;
+  if (document.getElementById("ui-index")) return;
   const script = document.createElement("script");
-  script.id = "index";
+  script.id = "ui-index";
   script.src = `${html.dataset.root}/assets/search-index.js`;
   document.head.append(script);
 }
@@ -99,7 +99,7 @@ function entry(section, words, index) {
   const small = document.createElement("small");
   link.href = `${html.dataset.root}/${section.address}${section.anchor ? "#" + section.anchor : ""}`;
   link.role = "option";
-  link.id = `result${index}`;
+  link.id = `ui-result${index}`;
   where.append(...marked(section.heading, words));
   small.append(...marked(excerpt(section, words), words));
   link.append(where, section.page === section.heading ? "" : ` · ${section.page}`, small);
