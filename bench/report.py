@@ -5,7 +5,8 @@
 
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
-`bench:links-wires` is the part of links.json that tells which wire format to choose.
+`bench:links-wires` is the part of links.json that tells which wire format to choose, and
+`bench:summary` one row of each of five results.
 `bench:gpu-aims`, and `bench:gpu-` with the name of a stage of bench.gpu_all, stand for the results
 of every GPU, each in a folder of bench/results. Charts are drawn into docs/bench-*.svg. With
 --check nothing is written; the exit code is 1 where a document or a chart does not say what its
@@ -27,6 +28,7 @@ from bench.gpu_aims import aims_table
 from bench.machine import describe
 from bench.point_reports import LAYOUTS, links_report, point_report, wires_report
 from bench.record import TABLE
+from bench.summary import summary
 from bench.tables import render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,7 @@ MARKED = re.compile(
     r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
 )
 GPU, AIMS = "gpu-", "aims"
+SUMMARY = "summary"
 NOT_MEASURED = "*not measured yet*"
 # Markers that show a part of another result.
 VIEWS = {"links-wires": links.KIND}
@@ -90,6 +93,8 @@ def figures(name: str, results: Path = RESULTS, charts: bool = True) -> str:
     """What belongs between the markers of `name`; `charts`: with links to what is drawn."""
     if name.startswith(GPU):
         return _of_gpus(name.removeprefix(GPU), results)
+    if name == SUMMARY:
+        return summary(results) or NOT_MEASURED
     source = VIEWS.get(name, name)
     path = results / f"{source}.json"
     if not path.exists():

@@ -49,15 +49,17 @@ class FastDDP(Front):
     * `find_unused_parameters` may be left out: parameters without gradient are handled, at no cost
       to the others, and named in one warning. False makes them an error, True silences the warning.
     * parameters may be frozen and unfrozen after wrapping (on every rank, before the same forward).
-    * every backward that follows a forward outside `no_sync()` synchronises.
+    * each forward outside `no_sync()` has one backward that synchronises, in any order; all other
+      work on the parameters, as on the bare module, stays local.
     * a difference between the ranks' models or settings is an error that names it, on every rank.
 
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; by default 25, with a first bucket of 1, and less
             where the first step finds the network slow.
-        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a codec, or a
-            `fastsync.Wire`. Sums are fp32. 16-bit gradients only become narrower, fp64 ones never.
+        wire: what gradients travel as: a codec, a `fastsync.Wire`, or a name that
+            `fastsync.wire.formats.wire_formats()` lists. Sums are fp32. 16-bit gradients
+            only become narrower, fp64 ones never.
         timeline: a path: records when each bucket is ready, packed, launched and done on every
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
