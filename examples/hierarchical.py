@@ -27,10 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from bench import cli
-from bench.errors import UsageError
-from bench.launch import Group, launch
-from bench.tables import render
+from examples.common.ranks import Group, UsageError, argument, run_example, whole
+from examples.common.text import render
 from examples.ring_allreduce import Ring, all_gather, reduce_scatter, ring_all_reduce, split
 
 STEPS = 5
@@ -186,27 +184,20 @@ def _node_size(nodes: int | None, world: int) -> int:
     if nodes is None:
         size = int(os.environ["LOCAL_WORLD_SIZE"])
         return size if size < world else max(1, world // 2)
-    if nodes < 1 or world % nodes:
+    if world % nodes:
         raise UsageError(f"{world} ranks do not make {nodes} nodes of equal size")
     return world // nodes
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.hierarchical",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes to start; torchrun's wins (default: 4)")
-    add("--nodes", type=int, help="pretended nodes (default: the real ones; 2 if there is one)")
-    add("--numel", type=int, default=1_000_000, help="fp32 elements (default: 1000000)")
-    return parser.parse_args()
-
-
 def main() -> int:
-    args = _parse()
-    return cli.guarded(lambda: launch(lambda group: run(args, group), args.ranks))
+    return run_example(
+        "hierarchical",
+        __doc__,
+        run,
+        argument("--nodes", "pretended nodes; unset: the real ones, 2 if there is one", type=whole),
+        argument("--numel", "fp32 elements", 1_000_000, type=whole),
+        ranks=4,
+    )
 
 
 if __name__ == "__main__":

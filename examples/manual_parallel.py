@@ -29,12 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fastsync
-from bench import cli
-from bench.errors import UsageError
-from bench.harness import Progress
-from bench.launch import Group, launch
-from bench.stats import Spread
-from bench.tables import milliseconds, render
+from examples.common.ranks import Group, argument, run_example, whole
+from examples.common.rounds import in_turn, less, slowest
+from examples.common.text import Progress, Spread, milliseconds, render
 
 FLOOR, REFERENCE = "none", "ddp"
 WIDTH, LAYERS, BATCH = 256, 24, 32
@@ -269,14 +266,13 @@ def measure(group: Group, rounds: int, steps: int, progress: Progress) -> dict[s
     slows all of them alike.
     """
     lanes = {strategy: Lane(strategy, group) for strategy in STRATEGIES}
-    names, times = list(lanes), torch.zeros(len(lanes), rounds, dtype=torch.float64)
-    for index in range(rounds):
+
+    def show(index: int) -> None:
         progress.show(f"round {index + 1} of {rounds}")
-        for place in range(len(names)):
-            which = (index + place) % len(names)
-            times[which, index] = _seconds(lanes[names[which]], group, steps)
+
+    times = in_turn(lanes, lambda name: _seconds(lanes[name], group, steps), rounds, show)
     progress.clear()
-    return dict(zip(names, group.max(times).tolist(), strict=True))
+    return slowest(times, group)
 
 
 def _seconds(lane: Lane, group: Group, steps: int) -> float:
@@ -291,10 +287,7 @@ def _seconds(lane: Lane, group: Group, steps: int) -> float:
 
 
 def report(times: dict[str, list[float]], verdicts: dict[str, Verdict], world: int) -> str:
-    overheads = {
-        name: Spread.of([a - b for a, b in zip(steps, times[FLOOR], strict=True)])
-        for name, steps in times.items()
-    }
+    overheads = {name: Spread.of(less(steps, times[FLOOR])) for name, steps in times.items()}
     longest = max(spread.median for spread in overheads.values())
     rows = []
     for name, steps in times.items():
@@ -341,23 +334,13 @@ def run(args: argparse.Namespace, group: Group) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.manual_parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return run_example(
+        "manual_parallel",
+        __doc__,
+        run,
+        argument("--rounds", "how often each is timed", 12, type=whole),
+        argument("--steps", "steps per round", 5, type=whole),
     )
-    add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
-    add("--rounds", type=int, default=12, help="how often each is timed (default: 12)")
-    add("--steps", type=int, default=5, help="steps per round (default: 5)")
-    args = parser.parse_args()
-
-    def start() -> int:
-        if min(args.rounds, args.steps) < 1:
-            raise UsageError("expects at least one round and one step")
-        return launch(lambda group: run(args, group), args.ranks)
-
-    return cli.guarded(start)
 
 
 if __name__ == "__main__":

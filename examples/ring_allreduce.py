@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import cli
-from bench.errors import UsageError
-from bench.launch import Group, launch
-from bench.tables import render
+from examples.common.ranks import Group, argument, run_example, whole
+from examples.common.text import render
 
 Chunks = Sequence[Tensor]
 Watch = Callable[[str, Chunks], None]
@@ -221,30 +219,17 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 1 if failed else 0
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.ring_allreduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes to start; torchrun's wins (default: 4)")
-    sizes = [1, 1_000, 1_000_003, 4_000_000]
-    add("--numel", type=int, nargs="+", default=sizes, help=f"elements (default: {sizes})")
-    kinds = ("float32", "float64", "int64")
-    add("--dtype", choices=kinds, default="float32", help="(default: float32)")
-    return parser.parse_args()
-
-
 def main() -> int:
-    args = _parse()
-
-    def start() -> int:
-        if min(args.numel) < 1:
-            raise UsageError(f"expects at least one element but got --numel {min(args.numel)}")
-        return launch(lambda group: run(args, group), args.ranks)
-
-    return cli.guarded(start)
+    sizes = [1, 1_000, 1_000_003, 4_000_000]
+    kinds = ("float32", "float64", "int64")
+    return run_example(
+        "ring_allreduce",
+        __doc__,
+        run,
+        argument("--numel", "elements", sizes, type=whole, nargs="+"),
+        argument("--dtype", "of the elements", "float32", choices=kinds),
+        ranks=4,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from bench.launch import Group
+from examples.common.ranks import Group
 from examples.manual_parallel import Bucket, Overlap, Replica, broadcast_weights, make_buckets
 
 BUCKET_MB = 0.5

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import Progress
-from bench.launch import Group
+from examples.common.ranks import Group
+from examples.common.text import Progress
 from examples.data import Corpus
 
 BATCH = 12

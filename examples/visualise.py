@@ -15,9 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import cli
-from bench.launch import Group, launch
-from bench.tables import render
+from examples.common.ranks import Group, argument, run_example
+from examples.common.text import render
 from examples.synchronisation import Parameter, Picture, Run, take_picture
 from examples.visualise_page import page
 
@@ -117,18 +116,10 @@ def run(args: argparse.Namespace, group: Group) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.visualise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
-    add("--page", type=Path, help="write an HTML page to this file")
-    args = parser.parse_args()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without bars in their encoding
-    return cli.guarded(lambda: launch(lambda group: run(args, group), args.ranks))
+    page_argument = argument("--page", "write an HTML page to this file", type=Path)
+    return run_example("visualise", __doc__, run, page_argument)
 
 
 if __name__ == "__main__":

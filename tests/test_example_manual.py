@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bench.harness import Progress
-from bench.launch import Group
 from examples import manual_parallel as manual
+from examples.common.ranks import Group
+from examples.common.text import Progress
 from fastsync.testing import run_ranks
 from tests.scripts import run_module
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.models.workload import WEIGHT_SEED, Workload, mean_square, normal_batch, side
+from bench.models.workload import mean_square, normal_batch, seeded, side
+from examples.common.training import Workload
 
 LAYERS = 24
 WIDTH = 1024
@@ -100,9 +101,5 @@ def paced(scale: float = 1.0, seconds: float = 0.2) -> Workload:
 
 def _workload(name: str, scale: float, seconds: float) -> Workload:
     width = side(WIDTH, scale)
-
-    def build() -> nn.Module:
-        torch.manual_seed(WEIGHT_SEED)
-        return Waiting(LAYERS, width, seconds, paced=name == "paced")
-
+    build = seeded(lambda: Waiting(LAYERS, width, seconds, paced=name == "paced"))
     return Workload(name, build, normal_batch(8, 16), mean_square)
