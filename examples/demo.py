@@ -26,24 +26,10 @@ from examples.common.check import train as train_steps  # noqa: E402
 from examples.common.costs import dispatched_ops, gradient_memory  # noqa: E402
 from examples.common.machine import describe, write_json  # noqa: E402
 from examples.common.ranks import CheckFailed, Group, UsageError, guarded, launch  # noqa: E402
-from examples.common.rounds import (  # noqa: E402
-    Settings,
-    Timing,
-    document,
-    measure,
-    model_record,
-)
+from examples.common.rounds import Settings, Timing, document, measure, model_record  # noqa: E402
 from examples.common.text import Progress, Spread, milliseconds, ratio, render  # noqa: E402
 from examples.common.training import Workload  # noqa: E402
-from examples.common.variants import (  # noqa: E402
-    BASELINE,
-    FLOOR,
-    OURS,
-    VARIANTS,
-    Selection,
-    Variant,
-    select,
-)
+from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Selection, Variant, select  # noqa: E402  # noqa: E402
 
 PARITY_STEPS = 20
 PROMPT = b"def "

@@ -43,13 +43,8 @@ BUSY = 0.2  # of the median, between the quartiles of a step without any synchro
 
 @dataclass(frozen=True)
 class Replica:
-    """A rank's model under one strategy.
-
-    Attributes:
-        module: the bare model, whose weights are trained.
-        model: what is called in training.
-        finish: to be called after each backward; gradients are averages from then on.
-    """
+    """A rank's model under one strategy: the bare module, whose weights are trained, what is called
+    in training, and what to call after each backward, from when on gradients are averages."""
 
     module: nn.Module
     model: nn.Module
@@ -146,47 +141,29 @@ class Overlap:
         self.sent = 0
 
 
-def _nothing() -> None:
-    pass
+def by_hand(averager: Callable[[nn.Module], Callable[[], None]]) -> Callable[[nn.Module], Replica]:
+    def make(module: nn.Module) -> Replica:
+        broadcast_weights(module)
+        return Replica(module, module, averager(module))
+
+    return make
 
 
-def alone(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    return Replica(module, module, _nothing)
+def wrapped(wrapper: type[DistributedDataParallel]) -> Callable[[nn.Module], Replica]:
+    return lambda module: Replica(module, wrapper(module, bucket_cap_mb=BUCKET_MB), lambda: None)
 
 
-def per_parameter(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    return Replica(module, module, partial(average_each, list(module.parameters())))
-
-
-def bucketed(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    buckets = make_buckets(module.parameters(), BUCKET_MB)
-    return Replica(module, module, partial(average_buckets, buckets))
-
-
-def overlapped(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    overlap = Overlap(make_buckets(module.parameters(), BUCKET_MB))
-    return Replica(module, module, overlap.finish)
-
-
-def torch_ddp(module: nn.Module) -> Replica:
-    return Replica(module, DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB), _nothing)
-
-
-def fast_ddp(module: nn.Module) -> Replica:
-    return Replica(module, fastsync.FastDDP(module, bucket_cap_mb=BUCKET_MB), _nothing)
+def _buckets_of(module: nn.Module) -> list[Bucket]:
+    return make_buckets(module.parameters(), BUCKET_MB)
 
 
 STRATEGIES: dict[str, Callable[[nn.Module], Replica]] = {
-    FLOOR: alone,
-    "per parameter": per_parameter,
-    "bucketed": bucketed,
-    "overlapped": overlapped,
-    REFERENCE: torch_ddp,
-    "fastsync": fast_ddp,
+    FLOOR: by_hand(lambda module: lambda: None),
+    "per parameter": by_hand(lambda module: partial(average_each, list(module.parameters()))),
+    "bucketed": by_hand(lambda module: partial(average_buckets, _buckets_of(module))),
+    "overlapped": by_hand(lambda module: Overlap(_buckets_of(module)).finish),
+    REFERENCE: wrapped(DistributedDataParallel),
+    "fastsync": wrapped(fastsync.FastDDP),
 }
 
 
@@ -212,13 +189,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What training with a strategy gave.
-
-    Attributes:
-        alike: all ranks hold the same weights.
-        distance: of the weights from DDP's, relative to the way that training moved them.
-        collectives: all-reduces in one step.
-    """
+    """What training with a strategy gave: whether all ranks hold the same weights, how far those
+    are from DDP's relative to the way that training moved them, and the all-reduces of a step."""
 
     alike: bool
     distance: float
@@ -227,6 +199,13 @@ class Verdict:
     def good(self, world: int) -> bool:
         """Two ranks leave no room for the order of a sum."""
         return self.alike and self.distance <= (0.0 if world <= 2 else 1e-4)
+
+    def words(self, world: int) -> str:
+        if not self.alike:
+            return "differ between ranks"
+        if self.distance == 0:
+            return "DDP's bits"
+        return f"{self.distance:.0e} off DDP's" if self.good(world) else "NOT DDP'S"
 
 
 def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
@@ -250,10 +229,8 @@ def check(group: Group, progress: Progress) -> dict[str, Verdict]:
     for strategy in STRATEGIES:
         progress.show(f"checking {strategy}")
         _, weights, collectives = trained(strategy, group)
-        first = weights.clone()
-        dist.broadcast(first, 0)
-        alike = group.all_agree(torch.equal(weights, first))
-        distance = group.max((weights - expected).norm() / moved).item()
+        alike = group.alike(weights)
+        distance = group.most(float((weights - expected).norm() / moved))
         verdicts[strategy] = Verdict(alike, distance, collectives)
     progress.clear()
     return verdicts
@@ -293,20 +270,10 @@ def report(times: dict[str, list[float]], verdicts: dict[str, Verdict], world: i
     for name, steps in times.items():
         verdict, overhead = verdicts[name], overheads[name]
         bar = "#" * max(0, round(BAR * overhead.median / longest)) if longest > 0 else ""
-        cells = (*milliseconds(Spread.of(steps)), *milliseconds(overhead))
-        rows.append(
-            (name, str(verdict.collectives), *cells, _words(verdict, world), bar.ljust(BAR))
-        )
+        cells = (*milliseconds(Spread.of(steps)), *milliseconds(overhead), verdict.words(world))
+        rows.append((name, str(verdict.collectives), *cells, bar.ljust(BAR)))
     headers = ("strategy", "all-reduces", "step ms", "±", "overhead ms", "±", "weights", "overhead")
     return render(headers, rows)
-
-
-def _words(verdict: Verdict, world: int) -> str:
-    if not verdict.alike:
-        return "differ between ranks"
-    if verdict.distance == 0:
-        return "DDP's bits"
-    return f"{verdict.distance:.0e} off DDP's" if verdict.good(world) else "NOT DDP'S"
 
 
 def run(args: argparse.Namespace, group: Group) -> int:

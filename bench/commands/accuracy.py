@@ -12,6 +12,7 @@ a backend's own sum is emulated, and that emulation compared with Gloo on two re
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -165,27 +166,12 @@ def growth(worlds: Sequence[int], numel: int) -> Grown:
 
 def block_shares(numel: int, world: int = 4) -> Shares:
     """The largest share of its bound that an error reaches, by format and kind of numbers."""
-    shares: Shares = {}
-    for name in BOUNDS:
-        for kind, make in hostile(numel).items():
-            tensors = [make(rank) for rank in range(world)]
-            error = (coded_average(tensors, name) - exact_average(tensors)).abs()
-            worst = float((error / two_shot_bound(tensors, name)).max())
-            shares.setdefault(name, {})[kind] = worst
+    shares: Shares = {name: {} for name in BOUNDS}
+    for name, (kind, make) in itertools.product(BOUNDS, hostile(numel).items()):
+        tensors = [make(rank) for rank in range(world)]
+        error = (coded_average(tensors, name) - exact_average(tensors)).abs()
+        shares[name][kind] = float((error / two_shot_bound(tensors, name)).max())
     return shares
-
-
-def check_emulation(numel: int) -> None:
-    """Whether the emulated sum is Gloo's own, on two real ranks.
-
-    Raises:
-        CheckFailed: it is not.
-    """
-    for name, dtype in DTYPES.items():
-        emulated = native_average(gradients(2, numel), dtype)
-        for real in run_ranks(gloo_average, 2, numel, name):
-            if not torch.equal(real, emulated):
-                raise CheckFailed(f"Gloo's {name} sum on two ranks is not the emulated one")
 
 
 def check_bounds(grown: Grown, shares: Shares) -> None:
@@ -204,29 +190,6 @@ def check_bounds(grown: Grown, shares: Shares) -> None:
                 raise CheckFailed(f"{name}, {kind}: an error is {share:.2f} times its bound")
 
 
-def growth_table(grown: Grown, args: argparse.Namespace) -> b.Shown:
-    """Error by world size."""
-    title = (
-        "error of averages against fp64, relative to the average, and the largest share of "
-        "one rounding of each input and one of the result"
-    )
-    headers = ["error, 10^-6 (share of the bound)", *(f"{world} ranks" for world in WORLDS)]
-    rows = [
-        [way, *(f"{1e6 * error:.1f} ({share:.2f})" for _, error, share in points)]
-        for way, points in grown.items()
-    ]
-    lines = {way: [(world, error) for world, error, _ in p] for way, p in grown.items()}
-    return b.table(title, headers, rows, args, lines=lines)
-
-
-def share_table(shares: Shares, args: argparse.Namespace) -> b.Shown:
-    """Share of the bound by kind of numbers."""
-    title = "largest error of averages of 4 ranks, as a share of the stated bound"
-    kinds = list(next(iter(shares.values())))
-    rows = [[name, *(f"{found[kind]:.2f}" for kind in kinds)] for name, found in shares.items()]
-    return b.table(title, ["format", *kinds], rows, args)
-
-
 @b.benchmark(
     argument("--elements", "of each gradient", 1 << 18, type=whole),
     argument("--quick", "4096 elements: seconds", action="store_true"),
@@ -236,14 +199,27 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Two tables; the second one's file is named `-blocks`."""
     numel, progress = 1 << 12 if args.quick else args.elements, Progress(group)
     progress.show("comparing the emulated sum with Gloo's on two ranks")
-    check_emulation(numel)
+    for name, dtype in DTYPES.items():
+        emulated = native_average(gradients(2, numel), dtype)
+        if not all(torch.equal(real, emulated) for real in run_ranks(gloo_average, 2, numel, name)):
+            raise CheckFailed(f"Gloo's {name} sum on two ranks is not the emulated one")
     progress.show(f"averaging {numel} elements of {', '.join(map(str, WORLDS))} ranks")
     grown = growth(WORLDS, numel)
     progress.show("coding hostile numbers")
     shares = block_shares(numel)
-    blocks = share_table(shares, args)
+    kinds = list(next(iter(shares.values())))
+    title = "largest error of averages of 4 ranks, as a share of the stated bound"
+    rows = [[name, *(f"{found[kind]:.2f}" for kind in kinds)] for name, found in shares.items()]
+    blocks = b.table(title, ["format", *kinds], rows, args)
     print(f"\n{blocks.text}")
-    yield growth_table(grown, args)
+    title = (
+        "error of averages against fp64, relative to the average, and the largest share of "
+        "one rounding of each input and one of the result"
+    )
+    headers = ["error, 10^-6 (share of the bound)", *(f"{world} ranks" for world in WORLDS)]
+    rows = [[way, *(f"{1e6 * e:.1f} ({s:.2f})" for _, e, s in p)] for way, p in grown.items()]
+    lines = {way: [(world, error) for world, error, _ in p] for way, p in grown.items()}
+    yield b.table(title, headers, rows, args, lines=lines)
     check_bounds(grown, shares)
     if args.json:
         part = {"environment": environment(group), **blocks.part}

@@ -39,7 +39,7 @@ def variant(family: str, cap: float | None) -> Variant:
 @b.benchmark(
     *(b.models("wide,transformer"), b.SCALE),
     argument("--sizes", "in MiB", "1,4,10,25,50,200", type=b.numbers(float, unit="MiB")),
-    *(b.LINK, b.ranks(), b.rounds(9), b.steps(2), b.seconds(45.0, "model")),
+    *(b.LINK, b.ranks(), b.rounds(9), b.steps(2), b.seconds(45.0)),
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

@@ -54,6 +54,13 @@ class Change:
             return "better"
         return ""
 
+    def row(self, threshold: float) -> tuple[str, ...]:
+        """Of the table that is printed."""
+        both = (self.before, self.after)
+        cells = ("-" if s is None else f"{s.median:.4f} ±{s.width / 2:.4f}" for s in both)
+        growth = "-" if self.growth is None else f"{100 * self.growth:+.1f} %"
+        return self.name, *cells, growth, self.verdict(threshold)
+
 
 def load(path: Path) -> dict[str, Any]:
     """Reads a result.
@@ -118,14 +125,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
 
 
-def _row(change: Change, threshold: float) -> tuple[str, ...]:
-    def cell(spread: Spread | None) -> str:
-        return "-" if spread is None else f"{spread.median:.4f} ±{spread.width / 2:.4f}"
-
-    growth = "-" if change.growth is None else f"{100 * change.growth:+.1f} %"
-    return change.name, cell(change.before), cell(change.after), growth, change.verdict(threshold)
-
-
 def parser() -> Parser:
     """The command line."""
     return Parser(
@@ -146,9 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         changes = compare(before, after, args.metric)
         for difference in differences(before, after):
             print(f"note: results differ in {difference}")
+        rows = [change.row(args.threshold) for change in changes]
         headers = ("measured", f"{args.metric} before", "after", "change", "verdict")
-        print(render(headers, [_row(c, args.threshold) for c in changes], args.markdown))
-        bad = [c for c in changes if c.verdict(args.threshold) in ("REGRESSION", "MISSING")]
+        print(render(headers, rows, args.markdown))
+        bad = [row for row in rows if row[-1] in ("REGRESSION", "MISSING")]
         print(f"\n{len(bad)} regression(s) in {len(changes)} comparisons")
         return FAILED if bad else 0
 

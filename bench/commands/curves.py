@@ -138,6 +138,10 @@ class Curve:
     points: Sequence[tuple[int, float]]
     final: float
 
+    def excess(self, reference: Curve) -> float:
+        """How far the loss is above that of the reference, relative to it."""
+        return self.final / reference.final - 1
+
 
 def rate(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to 0: a share of the peak."""
@@ -163,26 +167,16 @@ def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
         if (step + 1) % every == 0:
             points.append((step + 1, mean_over_ranks(since, group) / every))
             since = torch.zeros(())
-    return Curve(points, evaluate(module, task, group))
-
-
-@torch.no_grad()
-def evaluate(module: nn.Module, task: Task, group: Group) -> float:
-    """The mean loss of held-out batches."""
     module.eval()
-    losses = [task.loss(module, batch) for batch in task.held_out()]
-    return mean_over_ranks(torch.stack(losses).mean(), group)
+    with torch.no_grad():
+        held_out = torch.stack([task.loss(module, batch) for batch in task.held_out()]).mean()
+    return Curve(points, mean_over_ranks(held_out, group))
 
 
 def mean_over_ranks(value: Tensor, group: Group) -> float:
     total = value.detach().to(group.device).clone()
     dist.all_reduce(total)
     return total.item() / group.world
-
-
-def excess(curve: Curve, reference: Curve) -> float:
-    """How far the loss is above that of the reference, relative to it."""
-    return curve.final / reference.final - 1
 
 
 def recommended(name: str, steps: int) -> Wire | None:
@@ -201,11 +195,11 @@ def check(found: Mapping[str, Mapping[str, Curve]]) -> None:
         CheckFailed: one did not; names all of those.
     """
     behind = [
-        f"{task} in {name}: {100 * excess(curve, curves[REFERENCE]):+.2f} %"
+        f"{task} in {name}: {100 * curve.excess(curves[REFERENCE]):+.2f} %"
         for task, curves in found.items()
         for name, curve in curves.items()
         if name != NUDGED and name + CHOSEN not in curves  # judged as it is recommended
-        if not excess(curve, curves[REFERENCE]) <= TOLERANCE
+        if not curve.excess(curves[REFERENCE]) <= TOLERANCE
     ]
     if behind:
         raise CheckFailed(f"losses more than {TOLERANCE:.0%} above fp32: {'; '.join(behind)}")
@@ -248,7 +242,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     for name in wires:
         cells = [f"`{name}`"]
         for curves in found.values():
-            above = excess(curves[name], curves[REFERENCE])
+            above = curves[name].excess(curves[REFERENCE])
             cells += [f"{curves[name].final:.4f}", f"{above:+.2%}"]
         rows.append(cells)
     headers = ["wire", *(head for task in found for head in (f"{task}: loss", "against fp32"))]

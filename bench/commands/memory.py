@@ -16,7 +16,7 @@ from examples.common.variants import select
 
 
 @b.benchmark(
-    *(b.models("transformer,wide,conv"), b.SCALE, b.wrappers(), b.RANKS),
+    *(b.models("transformer,wide,conv"), b.SCALE, b.wrappers("all"), b.RANKS),
     argument("--peak", "the peak of a step on the GPU instead, in MiB", action="store_true"),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

@@ -16,7 +16,7 @@ from examples.common.ranks import Group
 from examples.common.variants import select
 
 
-@b.benchmark(b.models("ops400"), b.SCALE, b.wrappers(), b.RANKS)
+@b.benchmark(b.models("ops400"), b.SCALE, b.wrappers("all"), b.RANKS)
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     rows = []
     for variant in select(args.wrappers).variants:

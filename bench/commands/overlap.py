@@ -149,7 +149,7 @@ def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]
         b.rounds(5),
         b.steps(1),
         b.warmup(1),
-        b.seconds(30.0, "table"),
+        b.seconds(30.0),
     ),
     kind=KIND,
 )

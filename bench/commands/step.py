@@ -24,8 +24,16 @@ OPTIMIZER = argument("--optimizer", "time this optimizer's step as well", choice
 
 @b.benchmark(
     b.models("small,transformer,wide,conv"),
-    *(b.SCALE, b.wrappers(), b.ranks(least=1), b.SOCKETS, b.rounds(15), b.steps(4), b.warmup(3)),
-    *(b.check_steps(4), b.BASELINE, OPTIMIZER, b.seconds(None, "model")),
+    *(
+        b.SCALE,
+        b.wrappers("all"),
+        b.ranks(least=1),
+        b.SOCKETS,
+        b.rounds(15),
+        b.steps(4),
+        b.warmup(3),
+    ),
+    *(b.check_steps(4), b.BASELINE, OPTIMIZER, b.seconds()),
     kind="",
     schema=SCHEMA,
     settings=lambda args: asdict(b.settings_of(args)),

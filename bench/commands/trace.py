@@ -26,7 +26,7 @@ STEPS = 3  # profiled together
 
 
 @b.benchmark(
-    *(b.models("gpt2"), b.SCALE, b.wrappers(), b.RANKS, b.SOCKETS),
+    *(b.models("gpt2"), b.SCALE, b.wrappers("all"), b.RANKS, b.SOCKETS),
     argument("--traces", "folder for the traces; unset: none", type=Path),
     kind=KIND,
     settings=lambda args: {**b.as_typed(args), "traces": None},

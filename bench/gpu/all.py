@@ -44,13 +44,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 @dataclass
 class Outcome:
-    """What became of a stage.
-
-    Attributes:
-        status: PASSED, FAILED or SKIPPED.
-        seconds: what it took.
-        note: why it failed or was skipped.
-    """
+    """What became of a stage: PASSED, FAILED or SKIPPED, after how many seconds, and why."""
 
     stage: str
     status: str
@@ -82,6 +76,10 @@ class Session:
         """Names of the stages that failed."""
         return [outcome.stage for outcome in self.outcomes if outcome.status == FAILED]
 
+    def facts(self) -> dict[str, Any]:
+        """Machine and versions."""
+        return environment(Group(0, 1, torch.device("cuda" if self.context.gpus else "cpu")))
+
 
 def gpu_name() -> str:
     """The first GPU's name, as a folder's; "cpu" without one."""
@@ -106,19 +104,19 @@ def run_stage(stage: Stage, session: Session) -> Outcome:
     reason = _reason_to_skip(stage, commands, session)
     if reason:
         return Outcome(stage.name, SKIPPED, note=reason)
-    start = time.monotonic()
+    start, note = time.monotonic(), ""
     end = min(start + stage.seconds, session.deadline)
     log = session.context.work / "logs" / f"{stage.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    note = ""
     with log.open("w", encoding="utf-8") as output:
         for command in commands:
             note = _run(command, output.fileno(), end - time.monotonic(), session.variables)
             if note:
                 break
-    _show_end(log)
-    status = FAILED if note else PASSED
-    return Outcome(stage.name, status, round(time.monotonic() - start, 1), note)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join(lines[-SHOWN:]), flush=True)
+    seconds = round(time.monotonic() - start, 1)
+    return Outcome(stage.name, FAILED if note else PASSED, seconds, note)
 
 
 def _reason_to_skip(stage: Stage, commands: Sequence[Command], session: Session) -> str:
@@ -132,16 +130,10 @@ def _reason_to_skip(stage: Stage, commands: Sequence[Command], session: Session)
 
 def _run(command: Command, output: int, seconds: float, variables: Mapping[str, str]) -> str:
     """Runs one command; says what went wrong, if anything did. Its children end with it."""
-    shown = " ".join(command[:5])
+    shown, variables = " ".join(command[:5]), os.environ | variables
+    both = {"stdout": output, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | variables,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **both)  # type: ignore[call-overload]
     except OSError as error:
         return f"{shown}: {error.strerror}"
     try:
@@ -160,16 +152,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
     process.wait()
-
-
-def _show_end(log: Path) -> None:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    print("\n".join(lines[-SHOWN:]), flush=True)
 
 
 def run_all(chosen_stages: Sequence[Stage], session: Session) -> None:
@@ -178,26 +163,13 @@ def run_all(chosen_stages: Sequence[Stage], session: Session) -> None:
         print(f"\n=== {stage.name} ({number} of {len(chosen_stages)}): {stage.summary}", flush=True)
         outcome = run_stage(stage, session)
         session.outcomes.append(outcome)
-        print(
-            f"--- {stage.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.note}".rstrip()
-        )
-        _summarise(session)
+        took = f"{outcome.status}, {outcome.seconds:.0f} s {outcome.note}".rstrip()
+        print(f"--- {stage.name}: {took}")
+        outcomes = [asdict(outcome) for outcome in session.outcomes]
+        front = {"kind": "gpu_all", "environment": session.facts(), "rehearsal": session.rehearse}
+        write_json({**front, "stages": outcomes}, session.context.results / SUMMARY)
         if session.keep is not None:
             _keep(session, session.keep)
-
-
-def _facts(session: Session) -> dict[str, Any]:
-    return environment(Group(0, 1, torch.device("cuda" if session.context.gpus else "cpu")))
-
-
-def _summarise(session: Session) -> None:
-    result = {
-        "kind": "gpu_all",
-        "environment": _facts(session),
-        "rehearsal": session.rehearse,
-        "stages": [asdict(outcome) for outcome in session.outcomes],
-    }
-    write_json(result, session.context.results / SUMMARY)
 
 
 def _keep(session: Session, folder: Path) -> None:
@@ -226,16 +198,12 @@ def _session(args: argparse.Namespace) -> Session:
     if args.commit:
         os.environ[COMMIT_VARIABLE] = args.commit
     if gpus and "FASTSYNC_CUDA_ARCHS" not in os.environ:
-        variables["FASTSYNC_CUDA_ARCHS"] = _architectures(gpus)
+        # Those of this machine's GPUs: compiling for others only takes time.
+        found = {torch.cuda.get_device_capability(index) for index in range(gpus)}
+        variables["FASTSYNC_CUDA_ARCHS"] = ";".join(f"{a}{b}" for a, b in sorted(found))
     context = Context(work, work / "results", 0 if args.rehearse else gpus)
     deadline = time.monotonic() + args.seconds
     return Session(context, args.out, deadline, variables, args.rehearse, args.packed)
-
-
-def _architectures(gpus: int) -> str:
-    """Those of this machine's GPUs: compiling for others only takes time."""
-    found = {torch.cuda.get_device_capability(index) for index in range(gpus)}
-    return ";".join(f"{major}{minor}" for major, minor in sorted(found))
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -255,18 +223,13 @@ def _start(args: argparse.Namespace) -> int:
         target = args.out or (None if args.rehearse else RESULTS / gpu_name())
         if target is not None:
             _keep(session, target)
-    _conclude(session, target)
-    return code or (1 if session.failed else 0)
-
-
-def _conclude(session: Session, target: Path | None) -> None:
     rows = [(o.stage, o.status, f"{o.seconds:.0f}", o.note) for o in session.outcomes]
-    print(f"\n{describe(_facts(session))}")
-    print(render(("stage", "result", "s", ""), rows))
+    print(f"\n{describe(session.facts())}\n{render(('stage', 'result', 's', ''), rows)}")
     where = target if target is not None else session.context.results
     print(f"failed: {', '.join(session.failed) or 'none'}; results in {where}")
     if target is not None and target.resolve().is_relative_to(RESULTS):
         subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
+    return code or (1 if session.failed else 0)
 
 
 def parser() -> Parser:

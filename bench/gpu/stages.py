@@ -31,6 +31,9 @@ COUNTERS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,"
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 )
+NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
+TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
+RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
 KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
 
@@ -47,11 +50,6 @@ class Context:
     work: Path
     results: Path
     gpus: int
-
-    def bench(self, arguments: str, result: str = "") -> Command:
-        """A benchmark with its arguments, and the name of the result that it writes."""
-        kept = ("--json", str(self.results / f"{result}.json")) if result else ()
-        return (sys.executable, "-m", "bench", *arguments.split(), *kept)
 
 
 @dataclass(frozen=True)
@@ -75,15 +73,81 @@ class Stage:
     tools: tuple[str, ...] = ()
 
 
-def torch_variants() -> str:
-    """The names of torch's exact variants that this torch has, and of FastDDP's default."""
-    exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
-    return f"{available(*exact)},{OURS}"
-
-
 def stages(context: Context) -> tuple[Stage, ...]:
     """All of them, the most valuable first."""
-    return (_build(), _tests(), *_benchmarks(context), *_tools(context), *_last(context))
+
+    def bench(arguments: str, result: str = "") -> Command:
+        kept = ("--json", str(context.results / f"{result}.json")) if result else ()
+        return (sys.executable, "-m", "bench", *arguments.split(), *kept)
+
+    def measured(
+        name: str, summary: str, seconds: float, command: str, gpus: str, tiny: str = TINY
+    ) -> Stage:
+        """One benchmark, with what it is given on GPUs and in a rehearsal."""
+        on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, tiny))
+        return Stage(name, summary, seconds, (on_gpus,), (rehearsed,))
+
+    # torch's exact variants that this torch has, and FastDDP's default.
+    exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
+    torchs = f"{available(*exact)},{OURS}"
+    memory = f"memory --ranks 1 --models gpt2 --wrappers {torchs}"
+    trace = "trace --ranks 2 --sockets --models gpt2"
+    worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
+    return (
+        _build(),
+        _tests(),
+        measured(
+            "kernels",
+            "pack and unpack against this GPU's own copy and what torch offers",
+            150,
+            f"kernels --models {SHAPES} --cases pack,unpack",
+            "--device cuda",
+        ),
+        measured(
+            "overhead",
+            "what a wrapper costs where there is nothing to send: one rank",
+            300,
+            f"overhead --ranks 1 --wrappers {torchs} --models {HOST_BOUND},{GPU_BOUND}",
+            "--rounds 9",
+        ),
+        measured(
+            "network",
+            "steps that wait for the network: NCCL over sockets",
+            300,
+            f"step --ranks 2 --sockets --wrappers {NETWORKED} --models {NETWORK_BOUND},gpt2",
+            "--rounds 7 --steps 3 --seconds 50 --check-steps 2",
+        ),
+        Stage(
+            "memory",
+            "the peak of a step's memory, and what gradients and buckets hold of it",
+            120,
+            (bench(f"{memory} --peak", "memory"), bench(memory, "gradients")),
+            (bench(f"{memory} --peak {SCALE}", "memory"), bench(f"{memory} {SCALE}", "gradients")),
+        ),
+        Stage(
+            "trace",
+            "how much of NCCL's time hides behind computation, from a profiler's trace",
+            120,
+            ((*bench(f"{trace} --wrappers {TRACED}", "trace"), "--traces", str(context.results)),),
+        ),
+        _sanitizer(str(context.work / "cmake")),
+        _profile(bench("kernels --device cuda --models gpt2 --rounds 1"), context),
+        measured(
+            "codecs",
+            "the kernels of the wire formats, likewise",
+            120,
+            "kernels --cases encode,reduce,decode,select --models gpt2",
+            "--device cuda",
+        ),
+        # Only of interest where ranks have GPUs of their own: without --sockets they use NVLink.
+        Stage(
+            "ranks",
+            "steps on several GPUs, over NVLink or PCIe",
+            300,
+            (bench(f"step --ranks {worlds} {RANKS}", "ranks"),) if worlds else (),
+            (bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks"),),
+        ),
+    )
 
 
 def _build() -> Stage:
@@ -92,9 +156,8 @@ def _build() -> Stage:
         "print('CUDA kernels:', c.with_cuda)"
     )
     commands = (sys.executable, "-c", f"{load}; assert c.with_cuda"), (sys.executable, "-c", load)
-    return Stage(
-        "build", "the extension compiles with nvcc", 300, commands[:1], commands[1:], ("nvcc",)
-    )
+    summary = "the extension compiles with nvcc"
+    return Stage("build", summary, 300, commands[:1], commands[1:], ("nvcc",))
 
 
 def _tests() -> Stage:
@@ -110,110 +173,27 @@ def _tests() -> Stage:
     )
 
 
-def _benchmarks(context: Context) -> tuple[Stage, ...]:
-    bench, torchs = context.bench, torch_variants()
-    kernels = f"kernels --models {SHAPES} --cases pack,unpack"
-    overhead = f"overhead --ranks 1 --wrappers {torchs} --models {HOST_BOUND},{GPU_BOUND}"
-    network = (
-        "step --ranks 2 --sockets --wrappers ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,"
-        f"fastsync_int8 --models {NETWORK_BOUND},gpt2"
-    )
-    timed = "--rounds 7 --steps 3 --seconds 50 --check-steps 2"
-    memory = f"memory --ranks 1 --models gpt2 --wrappers {torchs}"
-    peak = f"{memory} --peak"
-    profiled = "trace --ranks 2 --sockets --wrappers ddp,fastsync,fastsync_bf16,fastsync_int8"
-    traces = ("--models", "gpt2", "--traces", str(context.results))
-    return (
-        Stage(
-            "kernels",
-            "pack and unpack against this GPU's own copy and what torch offers",
-            150,
-            (bench(f"{kernels} --device cuda", "kernels"),),
-            (bench(f"{kernels} {TINY}", "kernels"),),
-        ),
-        Stage(
-            "overhead",
-            "what a wrapper costs where there is nothing to send: one rank",
-            300,
-            (bench(f"{overhead} --rounds 9", "overhead"),),
-            (bench(f"{overhead} {TINY}", "overhead"),),
-        ),
-        Stage(
-            "network",
-            "steps that wait for the network: NCCL over sockets",
-            300,
-            (bench(f"{network} {timed}", "network"),),
-            (bench(f"{network} {TINY}", "network"),),
-        ),
-        Stage(
-            "memory",
-            "the peak of a step's memory, and what gradients and buckets hold of it",
-            120,
-            (bench(peak, "memory"), bench(memory, "gradients")),
-            (bench(f"{peak} {SCALE}", "memory"), bench(f"{memory} {SCALE}", "gradients")),
-        ),
-        Stage(
-            "trace",
-            "how much of NCCL's time hides behind computation, from a profiler's trace",
-            120,
-            ((*bench(profiled, "trace"), *traces),),
-        ),
-    )
-
-
-def _tools(context: Context) -> tuple[Stage, ...]:
-    folder, log = str(context.work / "cmake"), str(context.results / "profile.csv")
+def _sanitizer(folder: str) -> Stage:
     configure = ("cmake", "-S", ".", "-B", folder, "-G", "Ninja", "-DFASTSYNC_DEVICE_TESTS=ON")
-    plain = tuple((f"{folder}/{test}", "cuda/") for test in DEVICE_TESTS)
     sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
-    checked = tuple(
-        (*sanitizer, tool, f"{folder}/{test}", *cases.split())
-        for tool in ("memcheck", "racecheck")
-        for test, cases in DEVICE_TESTS.items()
+    commands = (
+        (*configure, "-DCMAKE_CUDA_ARCHITECTURES=native"),
+        ("cmake", "--build", folder, "--target", *DEVICE_TESTS),
+        *((f"{folder}/{test}", "cuda/") for test in DEVICE_TESTS),
+        *(
+            (*sanitizer, tool, f"{folder}/{test}", *cases.split())
+            for tool in ("memcheck", "racecheck")
+            for test, cases in DEVICE_TESTS.items()
+        ),
     )
+    summary = "the kernels' own tests on the GPU, and under compute-sanitizer"
+    tools = ("cmake", "ninja", "nvcc", "compute-sanitizer")
+    return Stage("sanitizer", summary, 300, commands, tools=tools)
+
+
+def _profile(kernels: Command, context: Context) -> Stage:
+    log = str(context.results / "profile.csv")
     counted = ("ncu", "--clock-control", "none", "--csv", "--log-file", log, "--metrics", COUNTERS)
     few = ("--kernel-name", KERNELS, "--launch-count", "60")
-    return (
-        Stage(
-            "sanitizer",
-            "the kernels' own tests on the GPU, and under compute-sanitizer",
-            300,
-            (
-                (*configure, "-DCMAKE_CUDA_ARCHITECTURES=native"),
-                ("cmake", "--build", folder, "--target", *DEVICE_TESTS),
-                *plain,
-                *checked,
-            ),
-            tools=("cmake", "ninja", "nvcc", "compute-sanitizer"),
-        ),
-        Stage(
-            "profile",
-            "hardware counters of pack and unpack",
-            150,
-            ((*counted, *few, *context.bench("kernels --device cuda --models gpt2 --rounds 1")),),
-            tools=("ncu",),
-        ),
-    )
-
-
-def _last(context: Context) -> tuple[Stage, ...]:
-    bench, codecs = context.bench, "kernels --cases encode,reduce,decode,select --models gpt2"
-    worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
-    ranks = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
-    return (
-        Stage(
-            "codecs",
-            "the kernels of the wire formats, likewise",
-            120,
-            (bench(f"{codecs} --device cuda", "codecs"),),
-            (bench(f"{codecs} {TINY}", "codecs"),),
-        ),
-        # Only of interest where ranks have GPUs of their own: without --sockets they use NVLink.
-        Stage(
-            "ranks",
-            "steps on several GPUs, over NVLink or PCIe",
-            300,
-            (bench(f"step --ranks {worlds} {ranks}", "ranks"),) if worlds else (),
-            (bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks"),),
-        ),
-    )
+    summary = "hardware counters of pack and unpack"
+    return Stage("profile", summary, 150, ((*counted, *few, *kernels),), tools=("ncu",))

@@ -56,9 +56,10 @@ def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], Ite
         except ValueError:
             found = [above]
         if min(found) <= above:
-            whole_or_not = "whole numbers" if kind is int else "numbers"
-            about = f"{whole_or_not}{unit and ' of ' + unit} above {above:g}"
-            raise UsageError(f"expects {about}, such as 1,4, not {text!r}")
+            about = f"numbers{unit and ' of ' + unit} above {above:g}"
+            if kind is int:
+                about = f"whole numbers, at least {above + 1:g} {unit}".rstrip()
+            raise UsageError(f"expects {about}, such as 2,4, not {text!r}")
         return Items.of(found, text)
 
     return parse
@@ -88,70 +89,30 @@ def _links(text: str) -> Items[LinkName]:
     return Items.of(parse_links(text), text)
 
 
+def _count(text: str) -> int:
+    return whole(text, least=0)
+
+
 def positive(text: str) -> float:
     """An argparse type: a number above 0."""
     return float(numbers(float)(text)[0])
 
 
-def models(default: str, known: Sequence[str] = tuple(WORKLOADS)) -> Argument:
-    """--models"""
-    text = f"of {', '.join(known)}"
-    return argument("--models", text, default, type=names("model", known))
+def _option(name: str, meaning: str, kind: Callable[[str], Any]) -> Callable[..., Argument]:
+    return lambda default=None: argument(name, meaning, default, type=kind)
 
 
-def wrappers(default: str = "all") -> Argument:
-    """--wrappers"""
-    return argument("--wrappers", f"all, or of {', '.join(VARIANTS)}", default, type=_wrappers)
-
-
-def ranks(default: str = "2", least: int = 2) -> Argument:
-    """--ranks, one job for each number."""
-    text = "processes to start, one number or several, such as 2,4; torchrun's wins"
-    return argument("--ranks", text, default, type=numbers(int, above=least - 1, unit="ranks"))
-
-
+# Options that several benchmarks have; called with the default.
+rounds = _option("--rounds", "at most so many bursts of each way", whole)
+steps = _option("--steps", "timed steps in a burst", whole)
+warmup = _option("--warmup", "steps of each variant before the first round", _count)
+check_steps = _option("--check-steps", "steps of the correctness check; 0: none", _count)
+seconds = _option("--seconds", "of a table, about: fewer rounds where it took longer", positive)
+links = _option("--links", "rates such as 100mbit, veth, loopback", _links)
+wrappers = _option("--wrappers", f"all, or of {', '.join(VARIANTS)}", _wrappers)
 RANKS = argument("--ranks", "processes to start; torchrun's wins", 2, type=whole)
-
-
-def links(default: str) -> Argument:
-    """--links"""
-    return argument("--links", "rates such as 100mbit, veth, loopback", default, type=_links)
-
-
-def rounds(default: int) -> Argument:
-    """--rounds"""
-    return argument("--rounds", "at most so many bursts of each way", default, type=whole)
-
-
-def steps(default: int) -> Argument:
-    """--steps"""
-    return argument("--steps", "timed steps in a burst", default, type=whole)
-
-
-def warmup(default: int) -> Argument:
-    """--warmup"""
-    text = "steps of each variant before the first round"
-    return argument("--warmup", text, default, type=lambda t: whole(t, 0))
-
-
-def check_steps(default: int) -> Argument:
-    """--check-steps"""
-    text = "training steps of the correctness check; 0: none"
-    return argument("--check-steps", text, default, type=lambda t: whole(t, 0))
-
-
-def seconds(default: float | None, per: str) -> Argument:
-    """--seconds"""
-    text = f"per {per}, about: fewer rounds where they would take longer"
-    return argument("--seconds", text, default, type=positive)
-
-
-SCALE = argument(
-    "--scale", "share of a model's parameters, 1: its true size; unset: by machine", type=positive
-)
-LINK = argument(
-    "--link", "loopback, veth or a rate; see `python -m bench links`", "loopback", type=LinkName
-)
+SCALE = argument("--scale", "share of a model's parameters; unset: by machine", type=positive)
+LINK = argument("--link", "loopback, veth or a rate, see links", "loopback", type=LinkName)
 BASELINE = argument("--baseline", "what ratios refer to", "ddp", choices=tuple(VARIANTS))
 SOCKETS = argument(
     "--sockets",
@@ -163,6 +124,17 @@ COMMON = (
     argument("--markdown", "print tables as Markdown", action="store_true"),
     argument("--json", "write the result to this file", type=Path),
 )
+
+
+def models(default: str, known: Sequence[str] = tuple(WORKLOADS)) -> Argument:
+    """--models"""
+    return argument("--models", f"of {', '.join(known)}", default, type=names("model", known))
+
+
+def ranks(default: str = "2", least: int = 2) -> Argument:
+    """--ranks, one job for each number."""
+    text = "processes to start, one number or several, such as 2,4; torchrun's wins"
+    return argument("--ranks", text, default, type=numbers(int, above=least - 1, unit="rank(s)"))
 
 
 def workload(name: str, args: argparse.Namespace) -> Workload:
@@ -187,6 +159,11 @@ def table(
     return Shown(f"{title}\n{render(headers, rows, args.markdown)}", {**part, **more})
 
 
+def points(title: str, found: list[Point], args: argparse.Namespace, kind: str) -> Shown:
+    """A result made of points: those of a scene, as the table of their kind."""
+    return Shown(f"{title}\n{LAYOUTS[kind].table(found, args.markdown)}", {"points": found})
+
+
 def default_jobs(args: argparse.Namespace) -> list[Job]:
     """A job for each number of --ranks, and for those of --link or --links that need one."""
     wanted = getattr(args, "links", None) or [getattr(args, "link", LinkName("loopback"))]
@@ -204,7 +181,6 @@ class Benchmark:
     """A command that measures.
 
     Attributes:
-        name, text: of the command, and what its help says.
         run: yields what it finds, on every rank alike; the main rank's counts.
         arguments: its options, to which COMMON are added.
         jobs: which ranks to start.
@@ -229,12 +205,15 @@ class Benchmark:
 
         def start() -> int:
             args = self.parser().parse_args(argv)
-            return run_jobs(
-                lambda group, report: self.on_rank(args, group, report),
-                self.jobs(args),
-                args.threads,
-                lambda parts: self._write(args, parts),
-            )
+
+            def keep(parts: list[Part]) -> None:
+                if args.json:
+                    write_json(self.result(args, parts), args.json)
+
+            def on_rank(group: Group, report: Report) -> int:
+                return self.on_rank(args, group, report)
+
+            return run_jobs(on_rank, self.jobs(args), args.threads, keep)
 
         return guarded(start)
 
@@ -260,24 +239,23 @@ class Benchmark:
         for part in parts:
             whole_part = merged(whole_part, part)
         worlds = list(dict.fromkeys(part["environment"]["ranks"] for part in parts))
-        several = {"ranks": " and ".join(map(str, worlds))} if len(worlds) > 1 else {}
-        facts = parts[0]["environment"] | several
+        whole_part["environment"] = parts[0]["environment"]
+        if len(worlds) > 1:
+            whole_part["environment"] |= {"ranks": " and ".join(map(str, worlds))}
         settings = {} if self.settings is None else {"settings": self.settings(args)}
-        front = {**self.head, "command": command_line(), "environment": facts, **settings}
-        return front | {k: v for k, v in whole_part.items() if k != "environment"}
-
-    def _write(self, args: argparse.Namespace, parts: Sequence[Part]) -> None:
-        if args.json:
-            write_json(self.result(args, parts), args.json)
+        return {**self.head, "command": command_line(), **settings, **whole_part}
 
 
 def merged(part: Part, added: Part) -> Part:
     """`part` with what is added: to its lists and dictionaries, else instead of what it holds."""
     both = dict(part)
     for key, value in added.items():
-        held = both.get(key)
-        joined = isinstance(held, list | dict) and key != "environment"
-        both[key] = (held + value if isinstance(held, list) else held | value) if joined else value
+        if key in both and isinstance(value, list):
+            both[key] = both[key] + value
+        elif key in both and isinstance(value, dict):
+            both[key] = both[key] | value
+        else:
+            both[key] = value
     return both
 
 
@@ -328,11 +306,6 @@ def choose(kind: str, known: Sequence[str], only: str, skip: str) -> list[str]:
     if not left:
         raise UsageError("nothing is left to run")
     return left
-
-
-def points(title: str, found: list[Point], args: argparse.Namespace, kind: str) -> Shown:
-    """A result made of points: those of a scene, as the table of their kind."""
-    return Shown(f"{title}\n{LAYOUTS[kind].table(found, args.markdown)}", {"points": found})
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

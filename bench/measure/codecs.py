@@ -23,24 +23,12 @@ TORCH = "torch"
 SOURCES = 2  # ranks whose chunks are summed
 
 # Largest error of a code, as a share of the block's largest magnitude; see csrc/kernels/codec.h.
-BOUNDS = {
-    "fp32": 0.0,
-    "bf16": 2**-8,
-    "fp16": 2**-11,
-    "fp8_e4m3": 2**-4,
-    "fp8_e5m2": 2**-3,
-    "int8": 1 / 252,
-    "int4": 1 / 13.8,
-}
+BOUNDS = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}
+BOUNDS |= {"int8": 1 / 252, "int4": 1 / 13.8}
 # torch's way rounds the step of integers to bfloat16 downwards too, and then clamps.
 SLACK = {OURS: 1.0001, TORCH: 1.6}
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 LARGEST = {"int8": 127, "int4": 7}
 
 Code = tuple[Tensor, ...]  # codes, then scales of blocks where the format has them
@@ -156,10 +144,7 @@ class CodecData:
         return flat
 
     def expect(self, name: str, found: Tensor, wanted: Tensor) -> None:
-        """
-        Raises:
-            CheckFailed: an element is off by more than one rounding of the format.
-        """
+        """Raises CheckFailed where an element is off by more than one rounding of the format."""
         shape = (-1, self.format.block)
         error = (found.double() - wanted.double()).abs().view(shape)
         limit = wanted.double().abs().view(shape).amax(1, keepdim=True)

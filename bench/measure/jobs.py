@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.measure import netns
-from examples.common.ranks import INTERRUPTED, Group, is_rank, launch, over_sockets
+from examples.common.ranks import INTERRUPTED, Group, anywhere, is_rank, launch, over_sockets
 
 PART_VARIABLE = "BENCH_PART"  # where the main rank leaves its part
 
@@ -63,18 +63,19 @@ def run_jobs(
         MissingRights: a job needs links, which cannot be made here.
     """
     if is_rank():
-        return launch(lambda group: main(group, lambda part: _report(part, finish)), 0, threads)
+        path = os.environ.get(PART_VARIABLE)
+        leave = _leave_at(Path(path)) if path else lambda part: finish([part])
+        return launch(lambda group: main(group, leave), 0, threads)
     parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="fastsync-bench-") as folder, terminable():
         try:
             if any(job.on_links for job in jobs):
                 netns.require()
             for number, job in enumerate(jobs):
-                path = Path(folder) / f"{number}.json"
-                os.environ[PART_VARIABLE] = str(path)
-                code = _start(job, threads, main)
-                if path.exists():
-                    parts.append(json.loads(path.read_text(encoding="utf-8")))
+                path = f"{folder}/{number}.json"
+                code = _start(job, threads, path, main)
+                if os.path.exists(path):
+                    parts.append(json.loads(Path(path).read_text(encoding="utf-8")))
                     finish(parts)
                 if code:
                     return code
@@ -84,28 +85,26 @@ def run_jobs(
     return 0
 
 
-def _start(job: Job, threads: int, main: Callable[[Group, Report], int]) -> int:
+def _leave_at(path: Path) -> Report:
+    def leave(part: Part) -> None:
+        path.write_text(json.dumps(part), encoding="utf-8")
+
+    return leave
+
+
+def _start(job: Job, threads: int, path: str, main: Callable[[Group, Report], int]) -> int:
     if not job.world:
         torch.set_num_threads(threads)
-        return main(Group(0, 1, torch.device("cpu")), lambda part: _report(part, lambda _: None))
-    if job.over_sockets:
-        return launch(_only_in_ranks, job.world, threads, over_sockets)
-    if not job.on_links:
-        return launch(_only_in_ranks, job.world, threads)
-    with netns.Network(job.world) as network:
-        return launch(_only_in_ranks, job.world, threads, network.placement)
+        return main(Group(0, 1, torch.device("cpu")), _leave_at(Path(path)))
 
+    def only_in_ranks(group: Group) -> int:
+        raise AssertionError("the ranks run this command's own main")
 
-def _only_in_ranks(group: Group) -> int:
-    raise AssertionError("the ranks run this command's own main")
-
-
-def _report(part: Part, finish: Callable[[list[Part]], None]) -> None:
-    path = os.environ.get(PART_VARIABLE)
-    if path is None:
-        finish([part])
-    else:
-        Path(path).write_text(json.dumps(part), encoding="utf-8")
+    os.environ[PART_VARIABLE] = path
+    if job.on_links:
+        with netns.Network(job.world) as network:
+            return launch(only_in_ranks, job.world, threads, network.placement)
+    return launch(only_in_ranks, job.world, threads, over_sockets if job.over_sockets else anywhere)
 
 
 @contextmanager

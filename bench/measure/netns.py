@@ -104,10 +104,7 @@ def missing_rights() -> str | None:
 
 
 def require() -> None:
-    """
-    Raises:
-        MissingRights: links cannot be shaped here; the text says what is missing.
-    """
+    """Raises MissingRights where links cannot be shaped; its text says what is missing."""
     reason = missing_rights()
     if reason is not None:
         raise MissingRights(reason)
@@ -151,8 +148,7 @@ class Network:
             for seat in self.seats:
                 _ip("netns", "add", seat.namespace)
             self._join()
-            for rank in range(len(self.seats)):
-                self._configure(rank)
+            self._configure()
         except BaseException:
             self._remove()
             raise
@@ -161,30 +157,28 @@ class Network:
     def __exit__(self, *error: object) -> None:
         self._remove()
 
-    def _address(self, rank: int) -> str:
-        return f"{SUBNET}.{rank + 1}"
-
     def _join(self) -> None:
-        if len(self.seats) == 2:
-            _pair(self.seats[0])
-            return
-        switch = ("-n", self._switch, "link")
-        _ip("netns", "add", self._switch)
-        _ip(*switch, "add", "bridge", "type", "bridge")
-        _ip(*switch, "set", "bridge", "up")
-        for seat in self.seats:
-            _pair(seat)
-            _ip(*switch, "set", seat.far_device, "master", "bridge")
-            _ip(*switch, "set", seat.far_device, "up")
+        if len(self.seats) > 2:
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for seat in self.seats if len(self.seats) > 2 else self.seats[:1]:
+            near = ("name", DEVICE, "netns", seat.namespace)
+            far = ("name", seat.far_device, "netns", seat.far_namespace)
+            _ip("link", "add", *near, "type", "veth", "peer", *far)
+            if len(self.seats) > 2:
+                port = ("-n", self._switch, "link", "set", seat.far_device)
+                _ip(*port, "master", "bridge")
+                _ip(*port, "up")
 
-    def _configure(self, rank: int) -> None:
-        namespace = self.seats[rank].namespace
+    def _configure(self) -> None:
         # Neighbour discovery of IPv6 would be counted as traffic of the benchmark.
         quiet = f"echo 1 > /proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6 2>/dev/null || true"
-        _ip("netns", "exec", namespace, "sh", "-c", quiet)
-        _ip("-n", namespace, "addr", "add", f"{self._address(rank)}/24", "dev", DEVICE)
-        for device in ("lo", DEVICE):
-            _ip("-n", namespace, "link", "set", device, "up")
+        for rank, seat in enumerate(self.seats):
+            _ip("netns", "exec", seat.namespace, "sh", "-c", quiet)
+            address = ("addr", "add", f"{SUBNET}.{rank + 1}/24", "dev", DEVICE)
+            for what in (address, ("link", "set", "lo", "up"), ("link", "set", DEVICE, "up")):
+                _ip("-n", seat.namespace, *what)
 
     def _remove(self) -> None:
         with _uninterrupted():
@@ -196,7 +190,7 @@ class Network:
         """How to start `rank` inside its namespace, with Gloo bound to its link."""
         seat = self.seats[rank]
         environment = {
-            "MASTER_ADDR": self._address(0),
+            "MASTER_ADDR": f"{SUBNET}.1",
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": DEVICE,
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns that addresses have no host names
@@ -255,7 +249,8 @@ def _shape(namespace: str, device: str, rate: str | None) -> None:
 
 def remove_stale() -> list[str]:
     """Removes what processes that no longer run have left behind, ranks included; returns names."""
-    stale = [name for name in _ours() if not _alive(name)]
+    made = {name: OURS.match(name) for name in _ours()}
+    stale = [n for n, m in made.items() if m and _start_time(int(m["pid"])) != m["started"]]
     for name in stale:
         for pid in _ip("netns", "pids", name).split():
             with suppress(ProcessLookupError):
@@ -270,11 +265,6 @@ def _ours() -> list[str]:
     return sorted(entry.name for entry in NAMESPACES.iterdir() if OURS.match(entry.name))
 
 
-def _alive(name: str) -> bool:
-    match = OURS.match(name)
-    return match is not None and _start_time(int(match["pid"])) == match["started"]
-
-
 def _start_time(pid: int) -> str:
     """When a process started, in the kernel's ticks; empty where there is no such process."""
     try:
@@ -282,12 +272,6 @@ def _start_time(pid: int) -> str:
     except OSError:
         return ""
     return status.rpartition(")")[2].split()[19]
-
-
-def _pair(seat: Seat) -> None:
-    near = ("name", DEVICE, "netns", seat.namespace)
-    far = ("name", seat.far_device, "netns", seat.far_namespace)
-    _ip("link", "add", *near, "type", "veth", "peer", *far)
 
 
 def _ip(*arguments: str) -> str:

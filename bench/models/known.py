@@ -125,14 +125,13 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, width], as the input."""
         normed = self.norm1(x)
-        query, key, value = (
-            layer(normed).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for layer, heads in (
-                (self.query, self.heads),
-                (self.key, self.key_heads),
-                (self.value, self.key_heads),
-            )
+        layers = (
+            (self.query, self.heads),
+            (self.key, self.key_heads),
+            (self.value, self.key_heads),
         )
+        split = (layer(normed).unflatten(-1, (n, -1)).transpose(1, 2) for layer, n in layers)
+        query, key, value = split
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )

@@ -25,17 +25,11 @@ WIDTH = 1024
 
 
 class Clock:
-    """How long each layer of a backward waits.
-
-    Args:
-        seconds: from one layer to the next.
-        paced: layers end at multiples of `seconds` after the first one's start.
-    """
+    """Waits `seconds` from one layer to the next; `paced`: layers end at multiples of that after
+    the first one's start."""
 
     def __init__(self, seconds: float, paced: bool) -> None:
-        self._seconds = seconds
-        self._paced = paced
-        self._end = 0.0
+        self._seconds, self._paced, self._end = seconds, paced, 0.0
 
     def wait(self, first: bool) -> None:
         """Sleeps, without the GIL, until a layer ends; `first`: no other was before it."""
@@ -66,13 +60,9 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """A chain of layers, each with one square weight, whose backwards take `seconds` in all.
+    """A chain of layers, each with one square weight, whose backwards take `seconds` in all."""
 
-    Args:
-        paced: see the module's text.
-    """
-
-    def __init__(self, layers: int, width: int, seconds: float, paced: bool = False) -> None:
+    def __init__(self, layers: int, width: int, seconds: float, paced: bool) -> None:
         super().__init__()
         self.weights = nn.ParameterList(
             nn.Parameter(torch.randn(width, width) / width) for _ in range(layers)
@@ -82,10 +72,9 @@ class Waiting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs and outputs are of shape [batch, features]."""
-        pattern = self._pattern.to(x.device)
-        for index, weight in enumerate(self.weights):
-            last = index == len(self.weights) - 1
-            x = _Wait.apply(x, weight, pattern, self._clock, last)
+        pattern, *_, end = (self._pattern.to(x.device), *self.weights)
+        for weight in self.weights:
+            x = _Wait.apply(x, weight, pattern, self._clock, weight is end)
         return x
 
 

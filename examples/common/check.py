@@ -51,9 +51,9 @@ class Trained:
 
     def distance(self, other: Trained) -> float:
         """How far apart the parameters are, relative to the way from the start."""
-        gap = _norm({name: self.end[name] - other.end[name] for name in self.parameters})
-        way = _norm({name: other.end[name] - other.start[name] for name in self.parameters})
-        return gap / way
+        gap = sum((self.end[n] - other.end[n]).double().square().sum() for n in self.parameters)
+        way = sum((other.end[n] - other.start[n]).double().square().sum() for n in self.parameters)
+        return math.sqrt(float(gap) / float(way))
 
 
 def _snapshot(module: torch.nn.Module) -> State:
@@ -66,10 +66,6 @@ def _digest(state: State) -> str:
         digest.update(name.encode())
         digest.update(state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _norm(state: State) -> float:
-    return math.sqrt(sum(value.double().square().sum().item() for value in state.values()))
 
 
 @contextmanager
@@ -97,11 +93,6 @@ def train(
         return Trained(start, _snapshot(lane.module), names)
 
 
-def _same_on_all_ranks(digest: str, group: Group) -> bool:
-    number = int(digest[:12], 16)  # exact in fp64
-    return group.most(number) == -group.most(-number)
-
-
 def judge(
     variant: Variant, trained: Trained, expected: Trained, group: Group, noise: float = 0.0
 ) -> str:
@@ -122,7 +113,8 @@ def judge(
         if identical and group.world > 1:
             raise CheckFailed(f"{FLOOR}: expects weights unlike {BASELINE}'s: the check is blind")
         return "not synchronised"
-    if not _same_on_all_ranks(trained.parameter_digest(), group):
+    number = int(trained.parameter_digest()[:12], 16)  # exact in fp64
+    if group.most(number) != -group.most(-number):
         raise CheckFailed(f"{variant.name}: ranks ended with different weights")
     if identical:
         return "bit-identical"
@@ -142,14 +134,6 @@ def judge(
     return f"within {distance:.1e}"
 
 
-def _noise(workload: Workload, expected: Trained, group: Group, steps: int) -> float:
-    """See [Note: Noise]. The same on every rank."""
-    if group.device.type != "cuda":
-        return 0.0
-    again = train(workload, VARIANTS[BASELINE], group, "sgd", steps)
-    return group.most(again.distance(expected))
-
-
 def check_variants(
     workload: Workload, variants: tuple[Variant, ...], group: Group, steps: int
 ) -> dict[str, str]:
@@ -164,7 +148,10 @@ def check_variants(
     expected = train(workload, VARIANTS[BASELINE], group, "sgd", steps)
     if not all(value.isfinite().all() for value in expected.end.values()):
         raise CheckFailed(f"{BASELINE}: weights of {workload.name} are not finite")
-    noise = _noise(workload, expected, group, steps)
+    noise = 0.0
+    if group.device.type == "cuda":  # see [Note: Noise]
+        again = train(workload, VARIANTS[BASELINE], group, "sgd", steps)
+        noise = group.most(again.distance(expected))
     verdicts = {}
     for variant in variants:
         trained = expected

@@ -28,8 +28,7 @@ from examples.common.ranks import Group
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
 from examples.common.variants import Variant
 
-STEPS = 2
-WARMUP_STEPS = 3  # before operators are counted
+STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
 PEAK_STEPS = 4  # of which the last is looked at: plan and optimizer are settled
 PROBE_BYTES = 32 * 2**20
 SETTLE_TRIES = 50
@@ -76,10 +75,9 @@ def settled(read: Callable[[], int]) -> int:
     last = read()
     for _ in range(SETTLE_TRIES):
         time.sleep(SETTLE_SECONDS)
-        now = read()
+        now, last = last, read()
         if now == last:
             break
-        last = now
     return last
 
 
@@ -92,28 +90,22 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
     read = live_bytes_reader(group.device)
     if not group.all_agree(read is not None) or read is None:
         return None
-    measured = 0.0
+    gradients, grown = 1, 0
     for _ in range(2):  # the first pays for what a process loads and caches once
-        measured = _grown_per_gradient_byte(workload, variant, group, read)
-    return group.most(measured)
-
-
-def _grown_per_gradient_byte(
-    workload: Workload, variant: Variant, group: Group, read: Callable[[], int]
-) -> float:
-    module = workload.build().to(group.device)
-    batches = make_batches(workload, group, STEPS)
-    optimizer = OPTIMIZERS["sgd"](module.parameters())
-    dist.barrier()
-    before = settled(read)
-    model = variant.wrap(module, group.device)
-    lane = Lane(workload, module, model, optimizer, batches, update=False)
-    for _ in range(STEPS):
-        lane.step()
-    group.synchronize()
-    grown = settled(read) - before
-    gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return grown / gradients
+        module = workload.build().to(group.device)
+        batches = make_batches(workload, group, STEPS)
+        optimizer = OPTIMIZERS["sgd"](module.parameters())
+        dist.barrier()
+        before = settled(read)
+        model = variant.wrap(module, group.device)
+        lane = Lane(workload, module, model, optimizer, batches, update=False)
+        for _ in range(STEPS):
+            lane.step()
+        group.synchronize()
+        grown = settled(read) - before
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        del module, model, lane, optimizer
+    return group.most(grown / gradients)
 
 
 def peak_allocated(workload: Workload, variant: Variant, group: Group) -> float | None:

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ HERE = Path(__file__).resolve().parent
 
 def environment(group: Group) -> dict[str, Any]:
     """Machine, versions and job, ready for JSON."""
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_gib": round(memory / 2**30, 1),
-        "gpu": _gpu(),
+        "gpu": gpu,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -69,43 +73,30 @@ def write_json(result: dict[str, Any], path: Path) -> None:
 
 def cpu_model() -> str:
     """The processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _fastsync_version() -> str | None:
     """The version of the package that is imported; a checkout need not be installed."""
     version = getattr(sys.modules.get("fastsync"), "__version__", None)
-    if version is not None:
-        return str(version)
-    try:
-        return metadata.version("fastsync")
-    except metadata.PackageNotFoundError:
-        return None
+    with suppress(metadata.PackageNotFoundError):
+        return str(version or metadata.version("fastsync"))
+    return None
 
 
 def _commit() -> str | None:
     """The commit of the checkout, with "-dirty" where files differ from it."""
-    revision = _git("rev-parse", "--short=12", "HEAD")
-    if revision is None:
-        return os.environ.get(COMMIT_VARIABLE)
-    return f"{revision}-dirty" if _git("status", "--porcelain") else revision
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
 
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(HERE), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        revision = git("rev-parse", "--short=12", "HEAD")
+        return f"{revision}-dirty" if git("status", "--porcelain") else revision
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        return os.environ.get(COMMIT_VARIABLE)

@@ -67,6 +67,12 @@ class Group:
         """Whether `verdict` is true on every rank."""
         return not self.most(0.0 if verdict else 1.0)
 
+    def alike(self, tensor: torch.Tensor) -> bool:
+        """Whether every rank holds the bits of rank 0's."""
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        return self.all_agree(torch.equal(tensor, first))
+
     def synchronize(self) -> None:
         """Waits for this rank's device; does nothing on a CPU."""
         if self.device.type == "cuda":
@@ -79,6 +85,11 @@ class Placement:
 
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def anywhere(rank: int) -> Placement:
+    """A rank like any other process."""
+    return Placement()
 
 
 def over_sockets(rank: int) -> Placement:
@@ -99,7 +110,7 @@ def launch(
     main: Callable[[Group], int],
     ranks: int,
     threads: int = 1,
-    place: Callable[[int], Placement] = lambda rank: Placement(),
+    place: Callable[[int], Placement] = anywhere,
 ) -> int:
     """Runs `main` on every rank and returns the exit code of the job.
 
@@ -119,8 +130,11 @@ def _run_rank(main: Callable[[Group], int], threads: int) -> NoReturn:
     torch.set_num_threads(threads)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    device = _choose_device(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    if device.type == "cuda":
+    local_world, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
+    device = torch.device("cpu")
+    # One GPU per rank where there are enough of them, else a shared one if allowed.
+    if gpus >= local_world or (gpus and OVER_SOCKETS in os.environ):
+        device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -134,18 +148,13 @@ def _run_rank(main: Callable[[Group], int], threads: int) -> NoReturn:
     os._exit(code)
 
 
-def _choose_device(local_rank: int, local_world: int) -> torch.device:
-    """One GPU per rank where there are enough of them, else a shared one if allowed, or the CPU."""
-    gpus = torch.cuda.device_count()
-    if gpus >= local_world or (gpus and OVER_SOCKETS in os.environ):
-        return torch.device("cuda", local_rank % gpus)
-    return torch.device("cpu")
-
-
 def _start_ranks(ranks: int, place: Callable[[int], Placement]) -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         # Asked for by cuBLAS for repeatable results; the correctness checks compare bits.
@@ -170,11 +179,9 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     """Returns 0 when all ranks ended well, or the code of the first that did not."""
     while True:
         codes = [process.poll() for process in processes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
-            return failed if failed > 0 else 128 - failed
-        if all(code == 0 for code in codes):
-            return 0
+        failed = next((code for code in codes if code), 0)
+        if failed or None not in codes:
+            return failed if failed >= 0 else 128 - failed
         time.sleep(0.1)
 
 
@@ -184,31 +191,23 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     while time.monotonic() < deadline and any(p.poll() is None for p in processes):
         time.sleep(0.05)
     for process in processes:
-        if process.poll() is None:
-            process.kill()
+        process.kill()  # does nothing to one that has ended
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def guarded(run: Callable[[], int]) -> int:
     """Runs a command and turns its expected errors into a line of text and an exit code."""
-    texts: dict[type[Exception], tuple[int, str]] = {
-        CheckFailed: (FAILED, "correctness check failed"),
-        UsageError: (USAGE, "error"),
-        MissingRights: (NO_RIGHTS, "cannot run here"),
-    }
     try:
         return run()
-    except tuple(texts) as error:
-        code, text = texts[type(error)]
-        if os.environ.get("RANK", "0") == "0":  # such an error comes up on every rank alike
-            print(f"{text}: {error}", file=sys.stderr)
-        return code
+    except CheckFailed as error:
+        code, text = FAILED, f"correctness check failed: {error}"
+    except UsageError as error:
+        code, text = USAGE, f"error: {error}"
+    except MissingRights as error:
+        code, text = NO_RIGHTS, f"cannot run here: {error}"
+    if os.environ.get("RANK", "0") == "0":  # such an error comes up on every rank alike
+        print(text, file=sys.stderr)
+    return code
 
 
 Argument = tuple[str, dict[str, Any]]

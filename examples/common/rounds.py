@@ -156,8 +156,14 @@ def time_lanes(
     lanes: dict[str, Lane], group: Group, settings: Settings, meter: Meter = lambda: 0
 ) -> dict[str, Measured]:
     """The steps of each lane in each round; `meter` counts the bytes that this rank has sent."""
-    progress = Progress(group)
-    rounds = _warm_up(lanes, group, settings, progress)
+    progress, rounds, per_step = Progress(group), settings.rounds, 0.0
+    for name, lane in lanes.items():
+        progress.show(f"{lane.workload.name}: warming up {name}")
+        times = burst(lane, group, settings.warmup)[1:]
+        per_step += quantile(times, 0.5) if times else 0.0
+    if settings.seconds is not None:
+        fitting = int(settings.seconds / max(group.most(per_step) * (settings.steps + 1), 1e-9))
+        rounds = min(rounds, max(fitting, FEWEST_ROUNDS))
     started = time.monotonic()
 
     def show(index: int) -> None:
@@ -171,19 +177,6 @@ def time_lanes(
         name: Measured([quantile(row[1:], 0.5) for row in rows], [row[0] for row in rows])
         for name, rows in slowest(found, group).items()
     }
-
-
-def _warm_up(lanes: dict[str, Lane], group: Group, settings: Settings, progress: Progress) -> int:
-    """Runs each lane for a while; returns how many rounds fit into the time allowed."""
-    per_step = 0.0
-    for name, lane in lanes.items():
-        progress.show(f"{lane.workload.name}: warming up {name}")
-        times = burst(lane, group, settings.warmup)[1:]
-        per_step += quantile(times, 0.5) if times else 0.0
-    if settings.seconds is None:
-        return settings.rounds
-    fitting = int(settings.seconds / max(group.most(per_step) * (settings.steps + 1), 1e-9))
-    return min(settings.rounds, max(fitting, FEWEST_ROUNDS))
 
 
 def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> list[float]:
@@ -217,29 +210,25 @@ def summarise(
     floor = measured[FLOOR].seconds if FLOOR in measured else None
     timings = []
     for name, result in measured.items():
-        exposed = None if floor is None else less(result.seconds, floor)
+        exposed = exposed_ratio = None
+        if floor is not None:
+            of_base = less(base, floor)
+            exposed = Spread.of(less(result.seconds, floor))
+            if min(of_base) > 0.0:  # else the baseline is the floor, or no slower than it
+                exposed_ratio = Spread.of(over(less(result.seconds, floor), of_base))
         timings.append(
             Timing(
-                variant=name,
-                step=Spread.of(result.seconds),
-                ratio=Spread.of(over(result.seconds, base)),
-                exposed=None if exposed is None else Spread.of(exposed),
-                check=verdicts.get(name, "not checked"),
-                rounds=tuple(result.seconds),
-                exposed_ratio=_exposed_ratio(exposed, base, floor),
-                sent_bytes=quantile(result.sent_bytes, 0.5),
+                name,
+                Spread.of(result.seconds),
+                Spread.of(over(result.seconds, base)),
+                exposed,
+                verdicts.get(name, "not checked"),
+                tuple(result.seconds),
+                exposed_ratio,
+                quantile(result.sent_bytes, 0.5),
             )
         )
     return timings
-
-
-def _exposed_ratio(
-    exposed: list[float] | None, base: list[float], floor: list[float] | None
-) -> Spread | None:
-    """None where it means nothing: the baseline is the floor, or no slower than it."""
-    if exposed is None or floor is None or min(less(base, floor)) <= 0.0:
-        return None
-    return Spread.of(over(exposed, less(base, floor)))
 
 
 def document(group: Group, settings: Settings, skipped: dict[str, str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,11 +44,9 @@ def tolerance_of(wire: str) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to wrap a model.
+    """One way to wrap a model; see WIRE_COSTS for its `bits` and `tolerance`.
 
     Attributes:
-        name: as given on the command line.
-        bits, tolerance: see WIRE_COSTS.
         unavailable: says why this variant cannot run here, or None.
         wire: the wire format of fastsync's variants; None for torch's.
         takes_sparse: whether it can reduce sparse gradients.
@@ -104,29 +103,19 @@ def _lacks_batched() -> str | None:
     return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
 
 
-def _is_fastsync(error: ModuleNotFoundError) -> bool:
-    return (error.name or "").partition(".")[0] == "fastsync"
-
-
 def _lacks_fastsync() -> str | None:
-    """Only an absent package counts: one that fails to build or load must be seen to fail."""
-    try:
-        from fastsync import FastDDP  # noqa: F401
-    except ModuleNotFoundError as error:
-        if not _is_fastsync(error):
-            raise
+    # Only an absent package counts: one that fails to build or load must be seen to fail.
+    if importlib.util.find_spec("fastsync") is None:
         return "package fastsync is not importable (run from the checkout, or `make install`)"
     return None
 
 
 def wire_formats() -> tuple[str, ...]:
     """The names that FastDDP accepts as `wire`; without the package, those it is known to."""
-    try:
-        from fastsync.wire import formats
-    except ModuleNotFoundError as error:
-        if not _is_fastsync(error):
-            raise
+    if _lacks_fastsync():
         return ("fp32", "bf16", "fp16")
+    from fastsync.wire import formats
+
     return formats.wire_formats()
 
 
