@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from examples.common.svg import line, rect, text
 from examples.synchronisation import HEADERS, Message, Picture, Run
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#edc948")
@@ -24,20 +25,9 @@ table { border-collapse: collapse; } td, th { padding: .25em .9em; text-align: r
 """
 
 
-def rect(x: float, y: float, w: float, h: float, fill: str, hover: str = "") -> str:
-    title = f"<title>{escape(hover)}</title>" if hover else ""
-    shape = f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}"'
-    return f"{shape}>{title}</rect>" if title else f"{shape}/>"
-
-
-def text(x: float, y: float, words: str, fill: str = INK, anchor: str = "start") -> str:
-    style = f'font-size="12" fill="{fill}" text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
-
-
 def svg(width: float, height: float, parts: list[str], label: str) -> str:
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-    font = 'font-family="Helvetica, Arial, sans-serif"'
+    font = f'font-family="Helvetica, Arial, sans-serif" fill="{INK}"'
     return f'<svg {size} role="img" aria-label="{label}" {font}>{"".join(parts)}</svg>'
 
 
@@ -64,7 +54,7 @@ def gradients_figure(picture: Picture) -> str:
     width = CELL * len(picture.parameters[0].after[0])
     titles = [f"rank {r}, {when}" for when in ("before", "after") for r in ranks]
     columns = [NAME_WIDTH + (width + GAP) * i for i in range(len(titles))]
-    parts = [text(x, 14, title, FAINT) for x, title in zip(columns, titles, strict=True)]
+    parts = [text(x, 14, title, fill=FAINT) for x, title in zip(columns, titles, strict=True)]
     y = 24
     for parameter in picture.parameters:
         colour = COLOURS[buckets[parameter.name] % len(COLOURS)]
@@ -114,7 +104,7 @@ def strategy_lanes(run: Run, y: float, scale: float) -> tuple[list[str], float]:
     x, length = float(NAME_WIDTH), scale * run.backward
     exposed = f"{1e3 * run.exposed:.2f} ms exposed"
     parts = [
-        *(text(0, y + 11, run.strategy), text(0, y + 26, exposed, FAINT)),
+        *(text(0, y + 11, run.strategy), text(0, y + 26, exposed, fill=FAINT)),
         rect(x + length, y, scale * run.exposed, height, SHADE, exposed),
         rect(x, y, length, LANE - 3, "#8c959f", f"backward {1e3 * run.backward:.2f} ms"),
     ]
@@ -135,8 +125,8 @@ def time_figure(picture: Picture) -> str:
         parts += drawn
     for tick in range(6):
         x, words = NAME_WIDTH + TIME_WIDTH * tick / 5, f"{1e3 * longest * tick / 5:.1f} ms"
-        line = f'x1="{x}" y1="0" x2="{x}" y2="{y}" stroke="{RULE}" stroke-width="0.7"'
-        parts += [f"<line {line}/>", text(x, y + 14, words, FAINT, "middle")]
+        label = text(x, y + 14, words, fill=FAINT, text_anchor="middle")
+        parts += [line(x, 0, x, y, RULE, 0.7), label]
     return svg(NAME_WIDTH + TIME_WIDTH + 30, y + 20, parts, "when messages were under way")
 
 

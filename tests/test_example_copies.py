@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TINY = {
-    "custom_codec": ("--steps", "40"),
+    "custom_codec": (),
     "demo": ("--help",),
     "hierarchical": ("--numel", "100"),
     "manual_parallel": ("--help",),

@@ -264,7 +264,7 @@ MEASURING_MODULES = {
         ["visualise"],
     ],
     "examples.common": [
-        ["ranks"],
+        ["ranks", "svg"],
         ["machine", "text", "variants"],
         ["training"],
         ["check", "costs"],

@@ -95,7 +95,7 @@ def measure(
 
 @b.benchmark(
     *(b.links("1gbit,10gbit,veth,loopback"), b.ranks(), b.SCALE, b.wrappers("all")),
-    argument("--model", "the model to train", "wide", choices=tuple(WORKLOADS)),
+    argument("--model", ", ".join(WORKLOADS), "wide", choices=tuple(WORKLOADS), metavar="NAME"),
     argument("--wait", f"seconds of backward of {' and '.join(WAITING)}", type=b.positive),
     *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2), b.BASELINE),
     kind=KIND,

@@ -107,13 +107,16 @@ rounds = _option("--rounds", "at most so many bursts of each way", whole)
 steps = _option("--steps", "timed steps in a burst", whole)
 warmup = _option("--warmup", "steps of each variant before the first round", _count)
 check_steps = _option("--check-steps", "steps of the correctness check; 0: none", _count)
-seconds = _option("--seconds", "of a table, about: fewer rounds where it took longer", positive)
+seconds = _option("--seconds", "that the rounds of one table may take, about", positive)
 links = _option("--links", "rates such as 100mbit, veth, loopback", _links)
 wrappers = _option("--wrappers", f"all, or of {', '.join(VARIANTS)}", _wrappers)
 RANKS = argument("--ranks", "processes to start; torchrun's wins", 2, type=whole)
-SCALE = argument("--scale", "share of a model's parameters; unset: by machine", type=positive)
+_SHARE = "share of a model's parameters, 1: its true size; unset: what suits machine and link"
+SCALE = argument("--scale", _SHARE, type=positive)
 LINK = argument("--link", "loopback, veth or a rate, see links", "loopback", type=LinkName)
-BASELINE = argument("--baseline", "what ratios refer to", "ddp", choices=tuple(VARIANTS))
+BASELINE = argument(
+    "--baseline", "the wrapper that ratios refer to", "ddp", choices=tuple(VARIANTS), metavar="NAME"
+)
 SOCKETS = argument(
     "--sockets",
     "ranks on GPUs talk over loopback sockets, as on hosts of their own, and may share a GPU",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from examples.common.svg import line, rect, text
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 220, 44, 52  # margins; the legend is at the right
@@ -48,8 +49,8 @@ def readable(size: float) -> str:
 
 def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> str:
     """Lines over a logarithmic horizontal axis; the vertical one begins at 0 unless it is too."""
-    xs = sorted({x for line in lines for x, _ in line.points})
-    ys = [y for line in lines for _, y in line.points if y > 0]
+    xs = sorted({x for each in lines for x, _ in each.points})
+    ys = [y for each in lines for _, y in each.points if y > 0]
     place = _logarithmic(xs[0], xs[-1], LEFT, WIDTH - RIGHT)
     if log_y:
         height = _logarithmic(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
@@ -62,11 +63,11 @@ def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> st
     for x in xs:
         if place(x) - last > ROOM:
             last, y = place(x), HEIGHT - BOTTOM + 18
-            parts.append(_text(last, y, labels.mark(x), 11, text_anchor="middle", fill=FAINT))
-    for index, line in enumerate(lines):
+            parts.append(text(last, y, labels.mark(x), 11, text_anchor="middle", fill=FAINT))
+    for index, drawn in enumerate(lines):
         colour = COLOURS[index % len(COLOURS)]
-        parts += _polyline([(place(x), height(y)) for x, y in line.points], colour, line.dashed)
-        parts += _legend(index, line.name, colour, line.dashed)
+        parts += _polyline([(place(x), height(y)) for x, y in drawn.points], colour, drawn.dashed)
+        parts += _legend(index, drawn.name, colour, drawn.dashed)
     return _document(parts)
 
 
@@ -81,17 +82,16 @@ def bar_chart(labels: Labels, groups: ByName, marks: ByName) -> str:
     width = 0.8 * room / len(names)
     for number, (group, bars) in enumerate(groups.items()):
         start = LEFT + (number + 0.1) * room
-        parts.append(_text(start + 0.4 * room, HEIGHT - BOTTOM + 18, group, text_anchor="middle"))
+        parts.append(text(start + 0.4 * room, HEIGHT - BOTTOM + 18, group, text_anchor="middle"))
         for index, name in enumerate(names):
             if name not in bars:
                 continue
             x, top = start + index * width, height(max(bars[name], 0.0))
-            size = f'width="{0.9 * width:.1f}" height="{HEIGHT - BOTTOM - top:.1f}"'
             colour = COLOURS[index % len(COLOURS)]
-            parts.append(f'<rect x="{x:.1f}" y="{top:.1f}" {size} fill="{colour}"/>')
+            parts.append(rect(x, top, 0.9 * width, HEIGHT - BOTTOM - top, colour))
             if name in marks.get(group, {}):
                 y = height(marks[group][name])
-                parts.append(_rule(x, y, x + width, INK, 3))
+                parts.append(line(x, y, x + width, y, INK, 3))
     for index, name in enumerate(names):
         parts += _legend(index, name, COLOURS[index % len(COLOURS)], False)
     return _document(parts)
@@ -114,38 +114,27 @@ def _logarithmic(low: float, high: float, start: float, end: float) -> Place:
     return lambda value: start + math.log(max(value, low) / low) / span * (end - start)
 
 
-def _text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
-    """One line of text; underscores in the names of attributes become hyphens."""
-    more = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{more}>{escape(words)}</text>'
-
-
-def _rule(x0: float, y: float, x1: float, colour: str, width: float) -> str:
-    ends = f'x1="{x0:.1f}" y1="{y:.1f}" x2="{x1:.1f}" y2="{y:.1f}"'
-    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'
-
-
 def _frame(labels: Labels, marks: Sequence[float], height: Place) -> list[str]:
     """Title, names of the axes, and a horizontal rule at every mark."""
     middle, grey = (TOP + HEIGHT - BOTTOM) / 2, {"text_anchor": "middle", "fill": FAINT}
     parts = [
-        _text(LEFT, 24, labels.title, 15, font_weight="bold"),
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, labels.x, **grey),  # type: ignore[arg-type]
-        _text(16, middle, labels.y, **grey, transform=f"rotate(-90 16 {middle:.1f})"),  # type: ignore[arg-type]
+        text(LEFT, 24, labels.title, 15, font_weight="bold"),
+        text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, labels.x, **grey),  # type: ignore[arg-type]
+        text(16, middle, labels.y, **grey, transform=f"rotate(-90 16 {middle:.1f})"),  # type: ignore[arg-type]
     ]
     for mark in marks:
         y = height(mark)
-        parts.append(_rule(LEFT, y, WIDTH - RIGHT, RULE, 1))
-        parts.append(_text(LEFT - 8, y + 4, f"{mark:g}", 11, text_anchor="end", fill=FAINT))
+        parts.append(line(LEFT, y, WIDTH - RIGHT, y, RULE, 1))
+        parts.append(text(LEFT - 8, y + 4, f"{mark:g}", 11, text_anchor="end", fill=FAINT))
     return parts
 
 
 def _polyline(places: Sequence[tuple[float, float]], colour: str, dashed: bool) -> list[str]:
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dash = ' stroke-dasharray="6 4"' if dashed else ""
-    line = f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
+    way = f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
     dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-    return [line, *(() if dashed else dots)]
+    return [way, *(() if dashed else dots)]
 
 
 def _legend(index: int, name: str, colour: str, dashed: bool) -> list[str]:
@@ -154,7 +143,7 @@ def _legend(index: int, name: str, colour: str, dashed: bool) -> list[str]:
     key = (
         f'<line x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}" stroke="{colour}" stroke-width="3"{dash}/>'
     )
-    return [key, _text(x + 28, y + 4, name)]
+    return [key, text(x + 28, y + 4, name)]
 
 
 def _document(parts: Sequence[str]) -> str:
