@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import fastsync
+from examples.common.costs import events_of
 from examples.common.ranks import Group, argument, run_example, whole
 from examples.common.rounds import in_turn, less, slowest
 from examples.common.text import Progress, Spread, milliseconds, render
@@ -215,10 +215,7 @@ def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
     for _ in range(CHECK_STEPS):
         lane.step()
     end = lane.weights()
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        lane.step()
-    events = recorded.events() or []
-    return start, end, sum(event.name == "c10d::allreduce_" for event in events)
+    return start, end, events_of(lane.step).count("c10d::allreduce_")
 
 
 def check(group: Group, progress: Progress) -> dict[str, Verdict]:

@@ -13,8 +13,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
 from bench.measure import benchmark as b
 from bench.measure.netns import Link
 from bench.report.tables import point
@@ -49,10 +47,8 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     scene = (args.link.name, f"{group.world} ranks")
     for name in args.models:
         link.shape(None)  # wrapping broadcasts the weights
-        dist.barrier()
         lanes = make_lanes(b.workload(name, args), (VARIANTS[FLOOR], *named), group)
         link.shape(args.link.rate)
-        dist.barrier()
         measured = time_lanes(lanes, group, b.settings_of(args))
         found = [point((*scene, name, FLOOR, "-"), measured[FLOOR].seconds)]
         for sized, cap in named.items():

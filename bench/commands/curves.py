@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -165,18 +164,12 @@ def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
         schedule.step()
         since += loss.detach().cpu()
         if (step + 1) % every == 0:
-            points.append((step + 1, mean_over_ranks(since, group) / every))
+            points.append((step + 1, group.mean(since) / every))
             since = torch.zeros(())
     module.eval()
     with torch.no_grad():
         held_out = torch.stack([task.loss(module, batch) for batch in task.held_out()]).mean()
-    return Curve(points, mean_over_ranks(held_out, group))
-
-
-def mean_over_ranks(value: Tensor, group: Group) -> float:
-    total = value.detach().to(group.device).clone()
-    dist.all_reduce(total)
-    return total.item() / group.world
+    return Curve(points, group.mean(held_out))
 
 
 def recommended(name: str, steps: int) -> Wire | None:

@@ -28,8 +28,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch.distributed as dist
-
 from bench.measure import benchmark as b
 from bench.measure.bare import all_reduce_rate
 from bench.measure.formulas import variant_bytes
@@ -72,9 +70,7 @@ def measure(
     # Of their own for each link: what they learn of one must not outlive it.
     lanes = make_lanes(model, variants, group)
     link.shape(name.rate)
-    dist.barrier()
-    bits = name.bits_per_second
-    rate = all_reduce_rate(group, None if bits is None else bits / 8)
+    rate = all_reduce_rate(group, name.bits_per_second)
     measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
     parameters = list(lanes[FLOOR].module.parameters())
     record: dict[str, Any] = {
@@ -105,13 +101,11 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Those of the links that this rank's place allows, one by one."""
     link, verdicts = Link.here(group.world), dict[float, dict[str, str]]()
     variants = select(args.wrappers, required=(FLOOR, args.baseline)).variants
-    here = [n for n in args.links if n.on_links == (link.seat is not None)]
-    # By size of the model, so that each is checked once; the unshaped links first.
-    for name in sorted(here, key=lambda n: (-n.scale, n.rate is not None)):
+    # By size of the model, so that each is checked once.
+    for name in sorted(link.these(args.links), key=lambda n: -n.scale):
         scale = name.scale if args.scale is None else args.scale
         model = model_of(args, scale)
         link.shape(None)  # checking and building would take long on a slow one
-        dist.barrier()
         if scale not in verdicts:
             verdicts[scale] = checked(model, variants, group, args.check_steps)
         gc.collect()

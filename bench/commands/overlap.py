@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from bench.measure import benchmark as b
@@ -116,14 +115,12 @@ def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]
     """A point per variant: `time` is the exposed one; the ranks are placed on the link."""
     link, make = Link.here(group.world), WORKLOADS[scene.model]
     link.shape(None)  # building the lanes broadcasts their weights
-    dist.barrier()
     elements = sum(p.numel() for p in make(scale=args.scale).build().parameters())
     seconds = scene.factor * bus_factor(group.world) * 4 * elements / scene.rate
     variants = (*select(args.wrappers, required=(FLOOR, args.baseline)).variants, BARE)
     lanes = make_lanes(make(scale=args.scale, seconds=seconds), variants, group)
     ready = Ready.seen(lanes[FLOOR])
     link.shape(scene.link.rate)
-    dist.barrier()
     measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
     timings = {t.variant: asdict(t) for t in summarise(measured, {}, args.baseline)}
     name = (scene.link.name, f"{group.world} ranks", scene.model, f"{scene.factor:g}")
@@ -156,11 +153,9 @@ def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Those of the links that this rank's place allows."""
     link = Link.here(group.world)
-    for name in (n for n in args.links if n.on_links == (link.seat is not None)):
+    for name in link.these(args.links):
         link.shape(name.rate)
-        dist.barrier()
-        bits = name.bits_per_second
-        rate = all_reduce_rate(group, None if bits is None else bits / 8)
+        rate = all_reduce_rate(group, name.bits_per_second)
         for model, factor in itertools.product(args.models, args.backward):
             found = measure(Scene(name, model, factor, rate), args, group)
             backward = f"{model}, backward {1e3 * found[0]['backward']:.0f} ms"

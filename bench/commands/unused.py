@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import benchmark as b
 from bench.models.workload import mean_square, normal_batch, seeded
+from examples.common.costs import events_of
 from examples.common.ranks import Group, UsageError, argument, whole
 from examples.common.rounds import time_lanes
 from examples.common.text import Spread
@@ -75,9 +75,7 @@ def variants() -> tuple[Variant, ...]:
 
 def collectives(lane: Lane) -> int:
     """Collectives of one step on this rank."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-        lane.step()
-    names = [event.name for event in profiler.events() or []]
+    names = events_of(lane.step)
     by_backend = sum(name.startswith(BACKENDS) for name in names)
     return by_backend or sum(name in COLLECTIVES for name in names)
 

@@ -80,13 +80,13 @@ class BareCollectives(nn.Module):
         self._started.clear()
 
 
-def all_reduce_rate(group: Group, expected: float | None) -> float:
+def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
     """Bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
 
     Args:
-        expected: what the link was shaped to, so that a probe takes a moment and not minutes.
+        bits_per_second: what the link was shaped to, so that a probe takes a moment.
     """
-    wanted = LARGEST_PROBE if expected is None else int(expected * PROBE_SECONDS)
+    wanted = LARGEST_PROBE if bits_per_second is None else int(bits_per_second / 8 * PROBE_SECONDS)
     size = max(SMALLEST_PROBE, min(LARGEST_PROBE, wanted))
     tensor = torch.zeros(size // 4, device=group.device)
     calls = [timed(group, lambda: dist.all_reduce(tensor)) for _ in range(PROBES + 1)]

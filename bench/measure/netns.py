@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from examples.common.ranks import MissingRights, Placement, UsageError
 
 DEVICE = "fslink"  # in every namespace of a rank
@@ -220,15 +222,20 @@ class Link:
         return cls(DEVICE, Seat(*value.split(",")), 1) if value else cls("lo", None, world)
 
     def shape(self, rate: str | None) -> None:
-        """Limits both directions to `rate`; None lifts the limit.
+        """Collective. Limits both directions of every rank to `rate`; None lifts the limit.
 
         With two ranks each one shapes its own end, which is the other's far end.
         """
-        if self.seat is None:
-            return
-        _shape(self.seat.namespace, DEVICE, rate)
-        if self.seat.far_device != DEVICE:
-            _shape(self.seat.far_namespace, self.seat.far_device, rate)
+        if self.seat is not None:
+            _shape(self.seat.namespace, DEVICE, rate)
+            if self.seat.far_device != DEVICE:
+                _shape(self.seat.far_namespace, self.seat.far_device, rate)
+        dist.barrier()
+
+    def these(self, names: Iterable[LinkName]) -> list[LinkName]:
+        """Those of the links that this rank's place allows, the unshaped ones first."""
+        here = [name for name in names if name.on_links == (self.seat is not None)]
+        return sorted(here, key=lambda name: name.rate is not None)
 
     def sent_bytes(self) -> int:
         """Bytes that have left by the device so far, headers included; of this rank's share."""

@@ -127,15 +127,16 @@ def peak_allocated(workload: Workload, variant: Variant, group: Group) -> float 
     return group.most(peak)
 
 
-def dispatched_ops(workload: Workload, variant: Variant, group: Group) -> int:
-    """CPU events of one zero_grad, forward and backward, after warm-up; the largest of all ranks.
+def events_of(run: Callable[[], object]) -> list[str]:
+    """The names of the CPU events that torch's profiler sees while `run` runs."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        run()
+    return [event.name for event in profiler.events() or []]
 
-    The count does not depend on the machine's speed: it can be compared between machines with the
-    same torch. Work in C++ that calls no operator is not seen.
-    """
+
+def dispatched_ops(workload: Workload, variant: Variant, group: Group) -> int:
+    """CPU events of a zero_grad, forward and backward, after warm-up; the largest of all ranks."""
     lane = make_lane(workload, variant, group, optimizer=None)
     for _ in range(WARMUP_STEPS):
         lane.step()
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-        lane.step()
-    return int(group.most(len(profiler.events() or [])))
+    return int(group.most(len(events_of(lane.step))))

@@ -63,6 +63,12 @@ class Group:
         """The largest of all ranks' numbers."""
         return float(self.max(torch.tensor([value], dtype=torch.float64)).item())
 
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean of all ranks' numbers."""
+        total = value.detach().to(self.device).clone()
+        dist.all_reduce(total)
+        return total.item() / self.world
+
     def all_agree(self, verdict: bool) -> bool:
         """Whether `verdict` is true on every rank."""
         return not self.most(0.0 if verdict else 1.0)
