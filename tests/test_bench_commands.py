@@ -1,6 +1,7 @@
 """Every benchmark as it is typed, with tiny settings: what it writes is complete and compares."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,21 @@ def test_everything_is_listed_and_chosen(capsys):
     for wrong in (["--only", "nothing"], ["--only", "ops", "--skip", "ops"]):
         assert command.main(["all", "--list", *wrong]) == USAGE
     assert sum(part.seconds for part in run_everything.PARTS) < 43 * 60
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("bench/results/*.json")), ids=lambda p: p.stem)
+def test_the_command_of_every_result_can_be_typed(path):
+    python, _, package, name, *arguments = json.loads(path.read_text())["command"].split()
+    assert (python, package) == ("python", "bench")
+    command.module_of(name).main.parser().parse_args(arguments)
+
+
+def test_documents_name_commands_that_exist():
+    named = {}
+    for path in [*documents.documents(), ROOT / "Makefile", ROOT / "bench" / "gpu_all.sh"]:
+        found = re.findall(r"-m bench([ .])(\w+)", path.read_text())
+        assert all(between == " " for between, _ in found), path.name
+        named |= {name: path.name for _, name in found}
+    assert len(named) > 15
+    for name, where in named.items():
+        assert name in command.COMMANDS, f"{where}: python -m bench {name}"

@@ -256,7 +256,7 @@ MEASURING_MODULES = {
         ["benchmark"],
     ],
     "bench.models": [["workload"], ["classic", "waiting"], ["known"], ["__init__"]],
-    "bench.report": [["charts", "tables"], ["aims", "figures"], ["documents"]],
+    "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
     "examples": [
         ["checkpoint", "data", "manual_parallel", "plot", "ring_allreduce", "shapes"],
         ["gpt", "hierarchical", "synchronisation", "train", "training"],
@@ -271,7 +271,7 @@ MEASURING_MODULES = {
         ["rounds"],
     ],
 }
-MOST_LINES = 9180  # of bench and examples together
+MOST_LINES = 9260  # of bench and examples together
 
 
 def measuring_files(*suffixes):

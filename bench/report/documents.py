@@ -5,7 +5,8 @@
 
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
-`bench:links-wires` is the part of links.json that tells which wire format to choose.
+`bench:links-wires` is the part of links.json that tells which wire format to choose, and
+`bench:summary` one row of each of five results.
 `bench:gpu-aims`, and `bench:gpu-` with the name of a stage of `bench gpu_all`, stand for results
 of every GPU, each in a folder of bench/results. Charts are drawn into docs/bench-*.svg. With
 --check nothing is written; the exit code is 1 where a document or a chart does not say what its
@@ -23,6 +24,7 @@ from typing import Any
 
 from bench.report.aims import aims_table
 from bench.report.figures import charts
+from bench.report.summary import summary
 from bench.report.tables import LAYOUTS, Point, link, link_title
 from examples.common.machine import describe
 from examples.common.ranks import Parser, argument, guarded
@@ -33,7 +35,7 @@ RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(
     r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
 )
-GPU, AIMS = "gpu-", "aims"
+GPU, AIMS, SUMMARY = "gpu-", "aims", "summary"
 NOT_MEASURED = "*not measured yet*"
 WIRES, LINKS = "links-wires", "links"  # a marker that shows a part of another result
 TORCH_WIRES = ("ddp", "ddp_fp16")
@@ -130,6 +132,8 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
     """What belongs between the markers of `name`; `drawn`: with links to its charts."""
     if name.startswith(GPU):
         return _of_gpus(name.removeprefix(GPU), results)
+    if name == SUMMARY:
+        return summary(results) or NOT_MEASURED
     path = results / f"{LINKS if name == WIRES else name}.json"
     if not path.exists():
         return NOT_MEASURED
