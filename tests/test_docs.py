@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import report
+from bench.report import documents as report
 from fastsync import FastDDP
 from fastsync.wire.formats import wire_formats
 
@@ -164,13 +164,13 @@ def test_figures_are_what_the_script_draws():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_measurements_are_what_the_results_say(path):
     text = path.read_text()
-    assert report.filled(text) == text, "run: python -m bench.report"
+    assert report.filled(text) == text, "run: python -m bench report"
     assert len(report.MARKED.findall(text)) == text.count("<!-- bench:")
 
 
 def test_charts_are_what_the_results_say():
     for path, wanted in report.renewed().items():
-        assert path.exists() and path.read_text() == wanted, "run: python -m bench.report"
+        assert path.exists() and path.read_text() == wanted, "run: python -m bench report"
 
 
 def test_report_fills_a_table(tmp_path):
@@ -180,7 +180,7 @@ def test_report_fills_a_table(tmp_path):
     facts = {"gpu": None, "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 2}
     facts |= {"transport": "Gloo", "threads_per_rank": 1, "torch": "2", "python": "3"}
     result = {
-        "command": "python -m bench.step",
+        "command": "python -m bench step",
         "environment": facts | {"commit": "abc"},
         "settings": {"baseline": "ddp", "rounds": 9},
         "models": {

@@ -285,3 +285,107 @@ def test_the_scan_sees_functions():
     assert len(list(python_functions(PACKAGE / "ddp.py"))) > 10
     assert len(list(cpp_functions(CSRC / "engine" / "reducer.cpp"))) > 20
     assert len(list(imported(ast.parse((PACKAGE / "ddp.py").read_text())))) > 3
+
+
+# Benchmarks and examples likewise: folders from the lowest, then the modules within each. Examples
+# can be copied out of the repository, so they know of nothing but themselves and fastsync.
+MEASURING = {"bench": ROOT / "bench", "examples": ROOT / "examples"}
+MEASURING_LAYERS = [
+    ["examples.common"],
+    ["examples"],
+    ["bench.models"],
+    ["bench.report"],
+    ["bench.measure"],
+    ["bench.commands"],
+    ["bench.gpu"],
+    ["bench"],
+]
+MEASURING_MODULES = {
+    "bench.gpu": [["stages"], ["all"]],
+    "bench.measure": [
+        ["formulas", "gpu", "netns", "transfers"],
+        ["bare", "codecs", "jobs"],
+        ["benchmark"],
+    ],
+    "bench.models": [["workload"], ["classic", "waiting"], ["known"], ["__init__"]],
+    "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
+    "examples": [
+        ["checkpoint", "data", "manual_parallel", "plot", "ring_allreduce", "shapes"],
+        ["gpt", "hierarchical", "synchronisation", "train", "training"],
+        ["demo", "visualise_page"],
+        ["visualise"],
+    ],
+    "examples.common": [
+        ["ranks", "svg"],
+        ["machine", "text", "variants"],
+        ["training"],
+        ["check", "costs"],
+        ["rounds"],
+    ],
+}
+MOST_LINES = 9260  # of bench and examples together
+
+
+def measuring_files(*suffixes):
+    found = (path for folder in MEASURING.values() for path in folder.rglob("*"))
+    return sorted(path for path in found if path.suffix in suffixes)
+
+
+def module_name(path):
+    """Dotted folder and module of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def measuring_imports(tree):
+    """Modules of bench and examples that are imported: dotted folder and module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in (n for n in names if n.split(".")[0] in MEASURING):
+            places = (
+                ROOT / name.replace(".", "/"),
+                ROOT / name.rpartition(".")[0].replace(".", "/"),
+            )
+            for place in places:
+                if place.with_suffix(".py").exists() or place.is_dir():
+                    yield module_name(place / "__init__" if place.is_dir() else place)
+                    break
+
+
+@pytest.mark.parametrize(
+    "path", measuring_files(".py"), ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_imports_of_benchmarks_and_examples_point_down(path):
+    folder, module = module_name(path)
+    mine = level_of(folder, MEASURING_LAYERS)
+    for other, name in measuring_imports(ast.parse(path.read_text())):
+        where = f"{path.relative_to(ROOT)} imports {other}.{name}"
+        if other == folder and name != module:
+            layers = MEASURING_MODULES[folder]
+            assert level_of(name, layers) < level_of(module, layers), where
+        elif other != folder:
+            assert level_of(other, MEASURING_LAYERS) < mine, where
+
+
+def test_the_package_knows_of_no_benchmark_and_no_example():
+    for path in python_files():
+        assert not list(measuring_imports(ast.parse(path.read_text()))), path.name
+
+
+def test_the_scan_sees_imports_of_benchmarks():
+    found = set(measuring_imports(ast.parse((ROOT / "bench" / "commands" / "step.py").read_text())))
+    assert {("bench.measure", "benchmark"), ("examples.common", "rounds")} <= found
+
+
+def test_benchmarks_and_examples_stay_small():
+    lines = {p: len(p.read_text().splitlines()) for p in measuring_files(".py", ".cpp", ".sh")}
+    assert max(lines.values()) <= LONGEST_FILE
+    assert sum(lines.values()) <= MOST_LINES
+    for path in measuring_files(".py"):
+        for name, size, _ in python_functions(path):
+            assert size <= LONGEST_FUNCTION, f"{path.name}: {name}"
