@@ -86,7 +86,11 @@ void Bucket::offer(size_t index, const Packing& how) {
 
 void Bucket::close() {
   if (state_ != BucketState::kFilling) return;
-  for (const Slot& slot : *slots_) missed_ = missed_ || !slot.param->used;
+  for (Slot& slot : *slots_) {
+    // What was accumulated before this backward may have been zeroed since.
+    if (slot.fires == 0 && !slot.grad().defined()) slot.param->used = false;
+    missed_ = missed_ || !slot.param->used;
+  }
   pending_ = 0;
   move_to(BucketState::kFilling, BucketState::kReady);
 }

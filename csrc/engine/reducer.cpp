@@ -62,7 +62,7 @@ void Reducer::detach_hooks() {
 
 void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot change the plan during a backward");
+  leave_backward("change the plan");
   const States states = state_views();
   std::vector<Bucket> buckets;
   std::vector<Place> places(params_.size());
@@ -119,18 +119,23 @@ void Reducer::prepare_local_forward() {
   attach_thawed();
 }
 
-// A backward that was left early, and what the last one had to complain about.
+// What a backward that an exception ended has left. `task`: what cannot be done inside of one.
+void Reducer::leave_backward(const char* task) {
+  if (!backward_running_) return;
+  FS_CHECK(running_backward() < 0, "cannot ", task, " during a backward");
+  const size_t launched = communicates() ? next_ : 0;
+  const std::string total = std::to_string(buckets_.size());
+  abandon();
+  FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
+           " of ", total,
+           " buckets had been sent: the ranks no longer agree. Expected to have finished "
+           "reduction in the prior iteration before starting a new one. Find the exception that "
+           "left backward() early, or restart from a checkpoint");
+}
+
+// That, and what the last backward had to complain about.
 void Reducer::check_ended() {
-  if (backward_running_) {
-    const size_t launched = communicates() ? next_ : 0;
-    const std::string total = std::to_string(buckets_.size());
-    abandon();
-    FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
-             " of ", total,
-             " buckets had been sent: the ranks no longer agree. Expected to have finished "
-             "reduction in the prior iteration before starting a new one. Find the exception that "
-             "left backward() early, or restart from a checkpoint");
-  }
+  leave_backward("start a forward of this wrapper");
   usage_.check_forward();
 }
 
@@ -346,11 +351,11 @@ void Reducer::complete_step() {
 }
 
 void Reducer::close_buckets() {
-  usage_.end_backward(planned_);
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (!buckets_[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
     buckets_[i].close();
   }
+  usage_.end_backward(planned_);
   advance();
 }
 

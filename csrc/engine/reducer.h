@@ -149,6 +149,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_grad_ready(size_t param, bool defined);
   void place_gradient(size_t param);
   ForwardAdvice advise();
+  void leave_backward(const char* task);
   void check_ended();
   void attach_thawed();
   void make_due_plan();

@@ -83,7 +83,7 @@ States Reducer::states() const {
 
 void Reducer::load_states(const States& states) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot load what parameters carry during a backward");
+  leave_backward("load what parameters carry");
   States parked;
   for (const auto& [name, tensors] : states) {
     FS_CHECK_VALUE(tensors.size() == params_.size(), "expects one ", name,
@@ -127,14 +127,14 @@ void Reducer::set_divisor(double divisor) {
 
 void Reducer::resume(int64_t steps) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot resume a training during a backward");
+  leave_backward("resume a training");
   FS_CHECK_VALUE(steps >= 0, "a training cannot have ", steps, " steps");
   earlier_steps_ = steps - stats_.steps;
 }
 
 void Reducer::set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flags_group) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot change the communication hook during a backward");
+  leave_backward("change the communication hook");
   routes_.hook = std::move(hook);
   flags_.reset();
   if (!votes() || options_.static_graph) return;

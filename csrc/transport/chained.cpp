@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "../ops/buffers.h"
 #include "../ops/ops.h"
 #include "flat.h"
 
@@ -28,6 +29,7 @@ class Chained final : public Transport {
   bool takes_once() const override { return true; }
 
   void pack(const Packing& how) override {
+    if (how.missed && residual_bytes() > 0) keep_residuals();
     std::vector<float> flags;
     for (const Slot& slot : slots_) flags.push_back(slot.param->used ? 1.0F : 0.0F);
     flags.push_back(how.vote ? 1.0F : 0.0F);
@@ -40,10 +42,12 @@ class Chained final : public Transport {
 
   void deliver(const std::vector<bool>& used) override {
     coding_->unpack(delivery_items(slots_, used, delivered_));
+    if (!kept_.empty()) put_back_residuals(used);
   }
 
   void abandon(bool in_flight) override {
     delivered_.clear();
+    kept_.clear();
     if (in_flight) coding_->abandon();
   }
 
@@ -90,6 +94,27 @@ class Chained final : public Transport {
   }
 
  private:
+  // The average of what no rank used reaches nobody, and so must leave no trace in what error feedback keeps. Only this rank
+  // knows what it kept before.
+  void keep_residuals() {
+    const at::Tensor flat = coding_->residual();
+    kept_.assign(slots_.size(), at::Tensor());
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const Slot& slot = slots_[i];
+      if (!slot.param->used) kept_[i] = ops::copy_of(ops::view_of(flat, slot.layout, at::kFloat));
+    }
+  }
+
+  void put_back_residuals(const std::vector<bool>& used) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = coding_->residual();
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (used[i] || !kept_[i].defined()) continue;
+      ops::view_of(flat, slots_[i].layout, at::kFloat).copy_(kept_[i]);
+    }
+    coding_->load_residual(flat);
+  }
+
   // Gradients whose averages may be written as they arrive. What this rank used is certain to get one.
   Delivery delivery() {
     Delivery delivery;
@@ -133,6 +158,7 @@ class Chained final : public Transport {
   std::unique_ptr<Coding> coding_;
   Slots& slots_;
   std::shared_ptr<comm::Chains> chains_;
+  std::vector<at::Tensor> kept_;        // residuals of what this rank did not use, before the step
   std::vector<const void*> delivered_;  // gradients whose averages are written on arrival, by slot
 };
 

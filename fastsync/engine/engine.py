@@ -290,7 +290,11 @@ class Engine:
         carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
 
     def _order(self) -> list[int]:
-        return [index for bucket in self.plan.buckets for index in bucket.params]
+        """The plan's, then parameters that have been thawed since it was made."""
+        planned = [index for bucket in self.plan.buckets for index in bucket.params]
+        later = set(planned)
+        trained = (i for i, p in enumerate(self._params) if p.tensor.requires_grad)
+        return [*planned, *(i for i in trained if i not in later)]
 
     def _complete(self, order: Sequence[int]) -> list[int]:
         """`order`, then the parameters that it lacks."""
