@@ -9,13 +9,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-torch-$(TORCH)
 COMPILER := $(or $(filter-out default,$(if $(filter-out default,$(origin CXX)),$(CXX))),c++)
-IN_CHECKOUT := PYTHONPATH=. $(BIN)/python
+WITH_NINJA := PATH="$(abspath $(BIN)):$$PATH"
+IN_CHECKOUT := $(WITH_NINJA) PYTHONPATH=. $(BIN)/python
 PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap bench-unused \
-  docs gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
+.PHONY: help setup extension install demo test test-all torch-suite bench bench-all bench-links bench-overlap \
+  bench-unused docs gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -23,15 +24,19 @@ help: ## list the targets
 	@echo
 	@echo "PYTHON=$(PYTHON) (3.10 or newer)  TORCH=$(TORCH)  VENV=$(VENV)"
 
-setup: $(STAMP) ## create .venv with pinned dependencies (TORCH=, PYTHON=, PIP_ARGS=)
+setup: $(STAMP) extension ## create .venv with pinned dependencies and compile (TORCH=, PYTHON=, PIP_ARGS=)
+	@echo "$(VENV) and the extension are ready: try make demo"
 
 $(STAMP): requirements-dev.txt | check-python check-compiler
+	@echo "installing torch $(TORCH) and the tools into $(VENV): a large download, about a minute on a fast network"
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) "torch==$(TORCH)" -r $(VENV)/requirements.txt
 	@rm -f $(VENV)/.setup-torch-*
 	@touch $@
-	@echo "$(VENV) is ready"
+
+extension: $(STAMP)
+	@$(IN_CHECKOUT) -c 'from fastsync.build import extension; extension.load()'
 
 check-python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -46,13 +51,18 @@ check-compiler:
 	  echo "error: no C++ compiler '$(firstword $(COMPILER))'; install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX"; exit 1; }
 
 install: $(STAMP) ## build the package and install it into .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
+	$(WITH_NINJA) $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
 
-demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick)
+demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick, ARGS=--long)
 	@$(IN_CHECKOUT) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run the tests
+test: extension ## run the tests of every feature, about four minutes on two cores
+	@echo "running the tests of every feature: about four minutes on two cores; make test-all runs all cases"
 	$(IN_CHECKOUT) -m pytest $(ARGS)
+
+test-all: extension ## run all cases too: a quarter of an hour (ARGS='-m slow': what make test leaves out)
+	@echo "running all tests: about a quarter of an hour on two cores"
+	$(IN_CHECKOUT) -m pytest -m '' $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)

@@ -47,7 +47,7 @@ def extension_arguments():
             target = Path(self.get_ext_fullpath("fastsync._C")).parent
             (target / "_prebuilt.json").write_text(json.dumps(build.binary_identity()))
 
-    sources = [str(Path("csrc") / source) for source in build.CPP_SOURCES]
+    sources = [str(Path("csrc") / source) for source in build.translation_units()]
     extension = CppExtension("fastsync._C", sources, include_dirs=[str(HERE / "csrc")])
     return {
         "ext_modules": [extension],

@@ -1,12 +1,12 @@
 # What each step does. Sourced by .ci/run.
 
 tests() {
-  timeout 2400 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
+  timeout 1200 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 
 # What `make test` leaves out.
-slow_tests() {
-  timeout 900 make test ARGS="-m slow"
+other_tests() {
+  timeout 2400 make test-all ARGS='-m slow' 2>&1 | tee "$WORK/other-tests-$NEWEST_TORCH.log"
 }
 
 torch_suite() {

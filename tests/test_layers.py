@@ -31,7 +31,7 @@ PACKAGE_LAYERS = [
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
-    "build": [["env", "recipe"], ["extension"]],
+    "build": [["env", "recipe", "trust"], ["extension"]],
     "engine": [["core", "agreement"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
@@ -73,6 +73,7 @@ CPP_LAYERS = [
     ["engine/reducer"],
     ["engine/reducer_state"],
     ["bindings.cpp"],
+    ["units"],
 ]
 
 
@@ -192,7 +193,7 @@ def test_only_the_hooks_know_autograd_and_only_comm_knows_c10d():
         text, unit = path.read_text(), path.relative_to(CSRC).as_posix()
         if not unit.startswith("engine/autograd_hooks"):
             assert "torch/csrc/autograd" not in text, unit
-        if not unit.startswith("comm/"):
+        if not unit.startswith(("comm/", "units/")):
             assert "c10d/" not in text, unit
             assert "c10d::" not in text, unit
 

@@ -37,7 +37,7 @@ class SyncStats(Mapping[str, Any]):
 
     Counters start when the model is wrapped. Times are medians over the steps that are recorded,
     the latest 50 at most, in seconds; without `timeline=` they are None, as nobody looks at the
-    clock when a collective completes.
+    clock when a collective completes. `str()` gives a report of a few lines.
 
     Attributes:
         steps: synchronised backwards.
@@ -91,6 +91,73 @@ class SyncStats(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(_NAMES)
+
+    def __str__(self) -> str:
+        """A report of a few lines, with units."""
+        rows = [*_counter_rows(self), *_time_rows(self)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(
+            [_headline(self), *(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)]
+        )
+
+
+def _headline(stats: SyncStats) -> str:
+    plans, buckets = _count(stats.plans, "plan"), _count(len(stats.buckets), "bucket")
+    return (
+        f"fastsync: {_count(stats.steps, 'synchronised step')}, {plans}, "
+        f"{buckets} of {_size(sum(stats.buckets))} in all"
+    )
+
+
+def _counter_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
+    steps = max(stats.steps, 1)
+    yield "collectives per step", f"{stats.collectives / steps:.1f}"
+    yield "handed to the backend", f"{_size(stats.bytes / steps)} per step"
+    yield "sent by this rank", f"{_size(stats.sent_bytes / steps)} per step"
+    if stats.between_nodes_bytes:
+        yield "sent between nodes", f"{_size(stats.between_nodes_bytes / steps)} per step"
+    if stats.residual_bytes:
+        yield "error feedback", f"{_size(stats.residual_bytes)} of memory"
+    yield "waited after backward", f"{_time(stats.exposed_seconds / steps)} per step"
+
+
+def _time_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
+    if not stats.recorded_steps:
+        yield "times", "not recorded; FastDDP(..., timeline=True) records them"
+        return
+    yield "times", f"medians of {_count(stats.recorded_steps, 'recorded step')}"
+    for name, value in (("step", stats.step_time), ("forward, backward", stats.compute_time)):
+        if value is not None:
+            yield f"  {name}", _time(value)
+    if stats.communication_time is not None:
+        inside = "" if stats.overlap is None else f", {stats.overlap:.0%} of it within backward"
+        yield "  communication", _time(stats.communication_time) + inside
+    if stats.exposed_time is not None:
+        yield "  exposed", f"{_time(stats.exposed_time)} that synchronising adds to a step"
+    if stats.scaling_efficiency is not None:
+        yield "  scaling efficiency", f"{stats.scaling_efficiency:.0%} of a single rank's speed"
+    for index, bucket in enumerate(stats.bucket_times or ()):
+        yield (
+            f"  bucket {index}",
+            f"{_size(bucket.bytes)}: waited {_time(bucket.waiting)}, "
+            f"communicated {_time(bucket.communicating)}",
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(amount: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
 _NAMES = tuple(field.name for field in fields(SyncStats))

@@ -1,0 +1,11 @@
+// Parsing torch's headers is what compiling costs: files that need the same ones share one parse.
+#include "../ops/codec_ops.cpp"
+#include "../ops/items.cpp"
+#include "../ops/lossy_ops.cpp"
+#include "../ops/ops.cpp"
+#include "../codec/coder.cpp"
+#include "../codec/plugin_codec.cpp"
+#include "../codec/topk_coder.cpp"
+#include "../transport/coded.cpp"
+#include "../transport/low_rank.cpp"
+#include "../transport/transport.cpp"

@@ -1,0 +1,13 @@
+// Parsing torch's headers is what compiling costs: files that need the same ones share one parse.
+#include "../comm/chain.cpp"
+#include "../engine/autograd_hooks.cpp"
+#include "../engine/bucket.cpp"
+#include "../engine/bucket_finish.cpp"
+#include "../engine/plan_watch.cpp"
+#include "../engine/precision.cpp"
+#include "../engine/reducer.cpp"
+#include "../engine/reducer_state.cpp"
+#include "../engine/step_log.cpp"
+#include "../engine/timeline.cpp"
+#include "../engine/usage.cpp"
+#include "../transport/hierarchical.cpp"
