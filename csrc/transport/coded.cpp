@@ -13,12 +13,10 @@ namespace fastsync::engine {
 
 namespace {
 
-using Buffers = CodeBuffers;
-
 // One piece on its way; the last thing done with it is to deliver its averages.
 class OnePiece : public comm::Links {
  public:
-  OnePiece(std::shared_ptr<const Buffers> buffers, std::shared_ptr<const Delivery> delivery,
+  OnePiece(std::shared_ptr<const CodeBuffers> buffers, std::shared_ptr<const Delivery> delivery,
            int64_t index)
       : buffers_(std::move(buffers)), delivery_(std::move(delivery)), index_(index) {}
 
@@ -34,7 +32,7 @@ class OnePiece : public comm::Links {
   }
 
  private:
-  std::shared_ptr<const Buffers> buffers_;
+  std::shared_ptr<const CodeBuffers> buffers_;
   std::shared_ptr<const Delivery> delivery_;
   int64_t index_;
 };
@@ -71,7 +69,7 @@ class Gather final : public OnePiece {
 class Coded final : public Coding {
  public:
   Coded(const CodedSpec& spec, int rank, int ranks, at::Device device)
-      : buffers_(std::make_shared<Buffers>(spec, rank, ranks, device)) {}
+      : buffers_(std::make_shared<CodeBuffers>(spec, rank, ranks, device)) {}
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
     buffers_->encode(items, encoding(how));
@@ -209,7 +207,7 @@ class Coded final : public Coding {
     return flag_;
   }
 
-  std::shared_ptr<Buffers> buffers_;
+  std::shared_ptr<CodeBuffers> buffers_;
   Rest rest_;
   mutable at::Tensor flag_;
 };

@@ -47,8 +47,8 @@ struct Floats {
 };
 
 // Reduce-scatter inside the node, codes between nodes, all-gather inside the node. Codes are of my shard.
-struct Buffers {
-  Buffers(const CodedSpec& spec, at::Device device)
+struct NodeBuffers {
+  NodeBuffers(const CodedSpec& spec, at::Device device)
       : codes(spec, static_cast<int>(spec.node), static_cast<int>(spec.nodes), device),
         values(spec.pieces, spec.node_ranks, codes.piece_numel(), device),
         flags(spec.pieces, spec.node_ranks, codes.flags_plan.numel / spec.pieces, device) {}
@@ -89,9 +89,9 @@ struct Buffers {
 };
 
 // Both forms between nodes take the same links, so that a chain of one form never overtakes one of the other.
-class Piece final : public comm::Links {
+class NodePiece final : public comm::Links {
  public:
-  Piece(std::shared_ptr<const Buffers> buffers, int64_t piece)
+  NodePiece(std::shared_ptr<const NodeBuffers> buffers, int64_t piece)
       : buffers_(std::move(buffers)), piece_(piece) {}
 
   size_t count() const override { return 4; }
@@ -128,14 +128,14 @@ class Piece final : public comm::Links {
     return comm::all_of(std::move(started));
   }
 
-  std::shared_ptr<const Buffers> buffers_;
+  std::shared_ptr<const NodeBuffers> buffers_;
   int64_t piece_;
 };
 
 class Hierarchical final : public Coding {
  public:
   Hierarchical(const CodedSpec& spec, at::Device device)
-      : buffers_(std::make_shared<Buffers>(spec, device)) {}
+      : buffers_(std::make_shared<NodeBuffers>(spec, device)) {}
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
     ops::pack(items, buffers_->values.packed, how.scale);
@@ -156,7 +156,8 @@ class Hierarchical final : public Coding {
   std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery /*delivery*/) override {
     InFlights pieces;
     for (int64_t i = 0; i < buffers_->spec().pieces; ++i) {
-      pieces.push_back(chains.run(std::make_shared<Piece>(buffers_, i), buffers_->codes.device));
+      pieces.push_back(
+          chains.run(std::make_shared<NodePiece>(buffers_, i), buffers_->codes.device));
     }
     return comm::all_of(std::move(pieces));
   }
@@ -171,7 +172,7 @@ class Hierarchical final : public Coding {
 
   void abandon() override {
     const CodeBuffers& old = buffers_->codes;
-    auto fresh = std::make_shared<Buffers>(old.spec, old.device);
+    auto fresh = std::make_shared<NodeBuffers>(old.spec, old.device);
     if (old.residual.defined()) fresh->codes.residual = ops::copy_of(old.residual);
     buffers_ = std::move(fresh);
   }
@@ -226,7 +227,7 @@ class Hierarchical final : public Coding {
     packed.copy_(on_host(flags, packed.numel()));
   }
 
-  std::shared_ptr<Buffers> buffers_;
+  std::shared_ptr<NodeBuffers> buffers_;
   at::Tensor carried_;  // what I hold of others' shards; see [Note: residuals of a shard]
 };
 
