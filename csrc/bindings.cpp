@@ -359,7 +359,6 @@ void bind_engine(py::module_& m) {
            py::arg("wire"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
            py::arg("low_rank") = py::none());
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
-      .def_readonly("replan", &engine::ForwardAdvice::replan)
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
       .def_readonly("unused", &engine::ForwardAdvice::unused);
   using engine::Precision;
@@ -372,8 +371,10 @@ void bind_engine(py::module_& m) {
       .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
            py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
            py::arg("skip_unused"), py::arg("precision") = nullptr)
-      .def("set_plan", &Reducer::set_plan, release, py::arg("specs"))
+      .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1)
+      .def("on_plan_due", &Reducer::on_plan_due, release, py::arg("fn"))
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
+      .def("prepare_local_forward", &Reducer::prepare_local_forward, release)
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"),
            py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)

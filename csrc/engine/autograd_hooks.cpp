@@ -129,10 +129,13 @@ bool GradientHooks::accumulating() const {
   });
 }
 
-void on_backward(const at::Tensor& output, std::function<void()> fn) {
-  if (!output.defined() || !output.grad_fn()) return;
+bool on_backward(const at::Tensor& output, std::function<void()> fn) {
+  if (!output.defined() || !output.grad_fn()) return false;
   output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>(std::move(fn)));
+  return true;
 }
+
+int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 void at_end_of_backward(std::function<void()> fn) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));

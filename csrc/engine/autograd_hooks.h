@@ -43,8 +43,12 @@ class GradientHooks {
   std::vector<std::function<void()>> adopt_;   // likewise; empty where the dtype stays
 };
 
-// Calls `fn` when a backward reaches the node that produced `output`, before anything in front of it.
-void on_backward(const at::Tensor& output, std::function<void()> fn);
+// Calls `fn` when a backward reaches the node that produced `output`, before anything in front of it. Returns whether there is
+// such a node.
+bool on_backward(const at::Tensor& output, std::function<void()> fn);
+
+// The number that autograd has given the running backward; each has its own, an inner one of reentrant checkpointing too.
+int running_backward();
 
 // Calls `fn` at the end of the running backward.
 void at_end_of_backward(std::function<void()> fn);

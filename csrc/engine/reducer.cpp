@@ -72,7 +72,7 @@ void Reducer::detach_hooks() {
   hooks().detach();
 }
 
-void Reducer::set_plan(std::vector<BucketSpec> specs) {
+void Reducer::set_plan(std::vector<BucketSpec> specs, int64_t until) {
   const Lock lock(mutex_);
   FS_CHECK(!backward_running_, "cannot change the plan during a backward");
   const Carried carried = carried_views();
@@ -98,6 +98,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs) {
   }
   buckets_ = std::move(buckets);
   places_ = std::move(places);
+  plan_until_ = until;
   load_carried(carried);
   hooks().update();
   watch_.plan_installed();
@@ -115,6 +116,11 @@ auto Reducer::noting_errors(const Fn& fn) {
   }
 }
 
+void Reducer::on_plan_due(std::function<void()> fn) {
+  const Lock lock(mutex_);
+  plan_due_ = std::move(fn);
+}
+
 ForwardAdvice Reducer::prepare_forward(bool captured) {
   const Lock lock(mutex_);
   captured_ = captured;
@@ -123,7 +129,14 @@ ForwardAdvice Reducer::prepare_forward(bool captured) {
   return noting_errors([&] { return advise(); });
 }
 
-ForwardAdvice Reducer::advise() {
+void Reducer::prepare_local_forward() {
+  const Lock lock(mutex_);
+  noting_errors([&] { check_ended(); });
+  attach_thawed();
+}
+
+// A backward that was left early, and what the last one had to complain about.
+void Reducer::check_ended() {
   if (backward_running_) {
     const size_t launched = communicates() ? next_ : 0;
     const std::string total = std::to_string(buckets_.size());
@@ -135,20 +148,28 @@ ForwardAdvice Reducer::advise() {
              "left backward() early, or restart from a checkpoint");
   }
   usage_.check_forward();
+}
+
+// A parameter that is thawed gets a hook at once, whether or not it is planned: what it accumulates counts as used.
+void Reducer::attach_thawed() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i]->tensor.requires_grad()) hooks().attach(i);
+  }
+}
+
+ForwardAdvice Reducer::advise() {
+  check_ended();
   ForwardAdvice advice;
   advice.unused = usage_.take_warning();
   if (captured_) {
     check_capture();
     return advice;
   }
-  advice.replan = watch_.replan_due();
+  attach_thawed();
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool trains = params_[i]->tensor.requires_grad();
-    // Where only this rank had frozen it, the plan kept it but its hook went.
-    if (trains && planned_[i]) hooks().attach(i);
     if (trains == planned_[i]) continue;
     if (trains || !votes()) {
-      advice.replan = true;
       advice.regrouped = true;
     } else {
       watch_.wish();
@@ -159,23 +180,37 @@ ForwardAdvice Reducer::advise() {
 
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   const Lock lock(mutex_);
-  syncing_ = sync;
-  if (!sync && !precision_) return;
   if (sync) log_.end_forward();
+  const auto pass = std::make_shared<ForwardPass>(ForwardPass{sync});
   const std::weak_ptr<Reducer> weak = weak_from_this();
+  bool watched = false;
   for (const at::Tensor& output : outputs) {
-    on_backward(output, [weak] {
-      if (const auto self = weak.lock()) self->on_outputs_reached();
+    watched |= on_backward(output, [weak, pass] {
+      if (const auto self = weak.lock()) self->on_outputs_reached(*pass);
     });
   }
+  if (std::exchange(made_step_, false) || !sync) opaque_forwards_ = 0;
+  may_bypass_ = sync && (watched || may_bypass_);
+  if (sync && !watched) ++opaque_forwards_;
 }
 
-void Reducer::on_outputs_reached() {
+void Reducer::on_outputs_reached(ForwardPass& pass) {
   const Lock lock(mutex_);
   if (precision_) precision_->begin_backward();
-  const bool waiting = syncing_ && !backward_running_ && !buckets_.empty();
-  if (waiting && hooks().accumulating()) begin_backward();
-  if (precision_) precision_->restore_at_end();  // behind the end of the step
+  if (hooks().accumulating()) {
+    known_backward_ = running_backward();
+    const bool due = std::exchange(pass.syncs, false);
+    if (due && !backward_running_ && !buckets_.empty()) {
+      opaque_forwards_ = 0;
+      begin_backward();
+    }
+  }
+  if (precision_) precision_->restore_at_end();  // after the end of the step
+}
+
+// Whether a gradient that arrives now belongs to a loss that bypasses the outputs.
+bool Reducer::is_first_backward() const {
+  return (may_bypass_ || opaque_forwards_ > 0) && known_backward_ != running_backward();
 }
 
 void Reducer::set_static_graph() {
@@ -213,7 +248,8 @@ void Reducer::use_group(const std::string& group_name) {
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
-  backward_running_ = true;
+  backward_running_ = made_step_ = true;
+  may_bypass_ = false;
   log_.begin_backward();
   next_ = 0;
   watch_.begin_step();
@@ -227,9 +263,12 @@ void Reducer::begin_backward() {
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
-  if (syncing_ && !backward_running_) begin_backward();
+  if (!backward_running_ && is_first_backward()) {
+    opaque_forwards_ = std::max<int64_t>(0, opaque_forwards_ - 1);
+    begin_backward();
+  }
   if (precision_) precision_->restore_at_end();
-  if (!syncing_) return;
+  if (!backward_running_) return;
   noting_errors([&] { place_gradient(param); });
 }
 
@@ -313,7 +352,7 @@ void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
 }
 
 void Reducer::finish_backward(int64_t generation) {
-  const Lock lock(mutex_);
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
   if (!backward_running_ || generation != generation_) return;
   log_.end_backward();
   try {
@@ -324,7 +363,23 @@ void Reducer::finish_backward(int64_t generation) {
   }
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
+  lock.unlock();
+  make_due_plan();  // before this rank alone complains
+  lock.lock();
   noting_errors([&] { FS_CHECK(change.empty(), change); });
+}
+
+// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
+void Reducer::make_due_plan() {
+  std::function<void()> make_plan;
+  {
+    const Lock lock(mutex_);
+    const bool asked = !captured_ && watch_.replan_due();
+    if (asked || (plan_until_ >= 0 && steps() >= plan_until_)) make_plan = plan_due_;
+  }
+  if (!make_plan) return;
+  if (precision_) precision_->end_forward();  // plans look at what parameters are stored in
+  make_plan();
 }
 
 void Reducer::complete_step() {
@@ -424,7 +479,7 @@ void Reducer::abandon() {
 }
 
 void Reducer::shadow_step() {
-  const Lock lock(mutex_);
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::vector<Shadow> shadows;
   const std::vector<bool>& used = log_.used();
   for (size_t i = 0; i < buckets_.size(); ++i) {
@@ -442,6 +497,8 @@ void Reducer::shadow_step() {
   }
   watch_.end_shadow_step();
   log_.count_steps(++stats_.steps);
+  lock.unlock();
+  make_due_plan();
 }
 
 }  // namespace fastsync::engine

@@ -6,17 +6,26 @@
 // is left, waits, and hands the averages over.
 //
 // [Note: which backwards synchronise]
-// The latest forward decides: after one under no_sync() gradients only accumulate; after any other, every backward
-// synchronises. Two losses from two forwards may thus be differentiated one after the other, and each is averaged.
+// A backward synchronises if it reaches the outputs of a forward outside no_sync() whose step has not been made yet. So
+// several forwards may come before their backwards, in any order, and each of these averages. A loss may also bypass the
+// outputs, or lie in an object that no search for tensors looks into: so the first backward after such a forward
+// synchronises too, unless it reaches the outputs of another forward of this wrapper. Every other backward only
+// accumulates: a second one through the same graph, one under no_sync(), any work on the bare module, a step of another
+// wrapper of the same parameters. Between steps the hooks rest.
 //
 // [Note: the outermost backward]
 // Reentrant checkpointing runs backwards inside a backward, each with final callbacks of its own. The step ends with the
 // outermost one, so its callback is queued by a hook on the forward's outputs, which runs before any inner backward can
 // start. Where a loss bypasses the outputs, the first gradient's hook queues it.
 //
+// [Note: where plans change]
+// Ranks may differ in their forwards: in how many come under no_sync(), in one whose backward never comes. Only a
+// synchronised step is common to all of them. So a new plan is made at the end of a step, in the callback `plan_due`, by
+// every rank or by none: whether it is due follows from sums over ranks and from the number of steps alone.
+//
 // [Note: unfreezing]
-// A parameter that is trained but not planned cannot wait for the votes of `PlanWatch`: its gradient must be averaged in
-// this very step. Unfreezing is taken to happen on all ranks before the same forward; Python checks that all ranks come.
+// A parameter that is trained but not planned cannot wait for the end of the step: its gradient must be averaged in this
+// very one. Unfreezing is taken to happen on all ranks before the same synchronising forward; Python checks that all come.
 //
 // [Note: captured steps]
 // A step that is captured into a CUDA graph runs this code once and its kernels many times. So nothing in it may wait for the
@@ -53,9 +62,13 @@ struct ReducerOptions {
 
 // What Python has to do before a forward.
 struct ForwardAdvice {
-  bool replan = false;              // compute and install a new plan, together with all ranks
-  bool regrouped = false;           // because of frozen or thawed parameters: cannot be put off
+  bool regrouped = false;           // see [Note: unfreezing]: plan anew before this forward
   std::vector<std::string> unused;  // parameters to warn about, once
+};
+
+// A forward of the wrapper, as its outputs' hooks know it.
+struct ForwardPass {
+  bool syncs = false;  // and its step has not been made yet
 };
 
 // Counters of this rank. Durations in seconds, sizes in bytes.
@@ -78,12 +91,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once.
-  void set_plan(std::vector<BucketSpec> specs);
+  // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once. Another plan is due once the
+  // training has made `until` steps; -1: never for that reason.
+  void set_plan(std::vector<BucketSpec> specs, int64_t until = -1);
 
-  // Start of a forward that will be differentiated. Throws what the previous backward left to say.
+  // Called at the end of a step where a new plan is due. See [Note: where plans change].
+  void on_plan_due(std::function<void()> fn);
+
+  // Start of a forward that will be differentiated, and synchronise. Throws what the previous backward left to say.
   // `captured`: see [Note: captured steps].
   ForwardAdvice prepare_forward(bool captured = false);
+  // Start of a forward under no_sync(), whose number may differ between ranks.
+  void prepare_local_forward();
   // End of such a forward. See [Note: which backwards synchronise].
   void prepare_backward(const std::vector<at::Tensor>& outputs, bool sync);
 
@@ -136,10 +155,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   GradientHooks& hooks();
-  void on_outputs_reached();
+  void on_outputs_reached(ForwardPass& pass);
+  bool is_first_backward() const;
   void on_grad_ready(size_t param, bool defined);
   void place_gradient(size_t param);
   ForwardAdvice advise();
+  void check_ended();
+  void attach_thawed();
+  void make_due_plan();
   void check_capture() const;
   void check_repeated(size_t param, const Place& place) const;
   void begin_backward();
@@ -173,6 +196,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<comm::Chains> chains_;
   std::unique_ptr<comm::Hook> hook_;
   std::vector<std::function<void()>> at_end_;
+  std::function<void()> plan_due_;
   double divisor_ = 1.0;
 
   std::vector<Bucket> buckets_;
@@ -180,7 +204,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Carried parked_;             // see [Note: parked residuals]
   std::vector<bool> planned_;  // parameters in the current plan
 
-  bool syncing_ = false;
+  // See [Note: which backwards synchronise].
+  bool may_bypass_ = false;  // no backward has come since a forward whose outputs are watched
+  int64_t opaque_forwards_ =
+      0;  // since then, without any tensor in their outputs; each has one backward
+  bool made_step_ = false;  // since the last forward
+  int known_backward_ =
+      -1;  // autograd's number of the last backward that reached outputs of any forward
   bool backward_running_ = false;
   bool captured_ = false;
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
@@ -194,6 +224,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;
+  int64_t plan_until_ = -1;
 };
 
 }  // namespace fastsync::engine

@@ -7,6 +7,7 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ class Engine:
     Attributes:
         plan: the current plan; `plans`: every one so far.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
+        regrouped: a plan of this training replaced another one with different buckets.
     """
 
     def __init__(
@@ -115,12 +117,14 @@ class Engine:
             skip_unused=policy.skip_unused,
             precision=self.precision,
         )
-        self._warming_up = False
         self.regrouped = False
+        self._plan_changed = False
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
         self.on_step: Callable[[Any], None] | None = None
+        me = weakref.ref(self)
+        self.core.on_plan_due(lambda: _replan(me))
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
@@ -147,7 +151,10 @@ class Engine:
         return self._group
 
     def before_forward(self) -> bool:
-        """Prepares a forward that will be differentiated; returns whether the plan changed.
+        """Prepares a forward whose backward will synchronise.
+
+        Returns:
+            Whether there is another plan than before the last one.
 
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
@@ -158,14 +165,23 @@ class Engine:
         if self.precision is not None:
             self.precision.end_forward()  # where an earlier one was not followed by a backward
         advice = self.core.prepare_forward(captured)
-        warmed_up = self._warming_up and not self._is_warming_up() and not captured
         if advice.unused and self._policy.warn_unused:
             self._warn_unused(advice.unused)
-        if advice.replan:
-            self._replan(advice.regrouped)
-        elif warmed_up:
-            self._install(self._order())
-        return bool(advice.replan or warmed_up)
+        if advice.regrouped:
+            self._meet_for_other_parameters()
+            self._replan()
+        changed, self._plan_changed = self._plan_changed, False
+        return changed
+
+    def before_local_forward(self) -> None:
+        """Prepares a forward whose backward will only accumulate; ranks may differ in their number.
+
+        Raises:
+            RuntimeError: the previous backward was not finished, or left an error to report.
+        """
+        if self.precision is not None:
+            self.precision.end_forward()
+        self.core.prepare_local_forward()
 
     def _is_captured(self) -> bool:
         """Whether this step becomes part of a CUDA graph."""
@@ -316,12 +332,13 @@ class Engine:
 
     def _install(self, order: Sequence[int]) -> None:
         """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
-        self._warming_up = self._is_warming_up()
+        until = self._policy.wire.warmup_steps if self._is_warming_up() else -1
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
         if self.plan.coded and dist.get_world_size(self._group) > 1:
             self._make_chains()
-        self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)])
+        self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)], until)
+        self._plan_changed = bool(self.plans)
         self.plans.append(self.plan)
 
     def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
@@ -401,13 +418,14 @@ class Engine:
         spec.seed = zlib.crc32(f"{self._policy.wire.seed} {index}".encode())
         return spec
 
-    def _replan(self, regrouped: bool) -> None:
+    def _meet_for_other_parameters(self) -> None:
+        place = f"plan-{self._identity}-{self.core.stats()['plans']}"
+        count = sum(p.tensor.requires_grad for p in self._params)
+        reason = f"the others to train the same parameters ({count} on this rank)"
+        meet(self._group, place, reason, Env.read().agree_timeout)
+
+    def _replan(self) -> None:
         """Collective. Rank 0's ready order decides; a parameter that any rank trains is planned."""
-        if regrouped:
-            place = f"plan-{self._identity}-{self.core.stats()['plans']}"
-            count = sum(p.tensor.requires_grad for p in self._params)
-            reason = f"the others to train the same parameters ({count} on this rank)"
-            meet(self._group, place, reason, Env.read().agree_timeout)
         ready = settled_order(self.core.ready_order(), self._graphs)
         trained, order = self._agreed(ready)
         before = self.plan
@@ -431,3 +449,10 @@ class Engine:
             "silence this warning",
             stacklevel=4,
         )
+
+
+def _replan(engine: weakref.ref[Engine]) -> None:
+    """What the reducer calls; it must not keep its engine alive."""
+    alive = engine()
+    if alive is not None:
+        alive._replan()

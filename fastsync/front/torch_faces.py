@@ -29,12 +29,19 @@ class FrontReducer:
         self.recorder = recorder
         self._logger = logger
         self._initial_world = dist.get_world_size(engine.group)
+        self._syncs = False
 
     def prepare_for_forward(self) -> None:
-        """Nothing to do: `_rebuild_buckets` comes right behind it."""
+        """The forward that `_rebuild_buckets` comes with is to synchronise."""
+        self._syncs = True
 
     def _rebuild_buckets(self) -> bool:
-        return self.engine.before_forward()
+        """Called before every forward, and by ranks that have joined."""
+        syncs, self._syncs = self._syncs, False
+        if syncs:
+            return self.engine.before_forward()
+        self.engine.before_local_forward()
+        return False
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         self.engine.after_forward(outputs)
