@@ -7,7 +7,7 @@ import torch
 
 from tests.random_cases import rule
 from tests.random_cases.drawing import draw
-from tests.random_cases.stages import BEFORE, STEPS, RESTS, accumulate, applicable
+from tests.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.random_cases.tree import Tree
 from tests.random_cases.wrapped import Twins, Wrapped
 
@@ -33,11 +33,11 @@ class Case:
         if way == "another":
             group = self.rng.choice((None, seat.second))
             self.models.append(self.add(draw(self.rng, seat.world), group))
-        elif way == "shared" and RESTS and first.drawn.theme == "plain":
+        elif way == "shared" and first.drawn.theme == "plain":
             drawn = draw(self.rng, seat.world, "plain")
             self.models.append(self.add(drawn, twins=first.twins))
             for model in self.models:
-                model.shared = True
+                model.siblings = [other for other in self.models if other is not model]
         self.note(f"models: {way if len(self.models) > 1 else 'alone'}")
 
     def add(self, drawn, group=None, twins=None):
@@ -54,7 +54,7 @@ class Case:
 
     def step(self):
         model = self.rng.choice(self.models)
-        model.twins.zero()
+        model.zero()
         for _ in range(self.rng.choice((0, 0, 1, 1, 2))):
             names = applicable(BEFORE, model)
             if names:
@@ -82,7 +82,7 @@ class Case:
             return False
         self.note("joint backward")
         for model in self.models:
-            model.twins.zero()
+            model.zero()
         forwards = [model.forward() for model in self.models]
         losses = [sum(pair) for pair in zip(*(f.losses() for f in forwards), strict=True)]
         for loss in losses:

@@ -9,13 +9,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import Wire
+from tests.random_cases import open_faults
 from tests.random_cases.tree import KINDS, REAL
 from tests.random_cases.wires import EXACT_WIRES, draw_wire
 
 __all__ = ["Drawn", "draw"]
-
-# What the engine does not do yet; each is drawn where its constant is True.
-SPARSE_UNDER_HOOKS = False  # a communication hook on a sparse gradient
 
 WITHOUT_COMPLEX = tuple(kind for kind in KINDS if kind not in ("complex", "conj"))
 THEMES = ("plain",) * 4 + ("wire",) * 4 + ("hook", "mixed", "static", "strict", "skip")
@@ -109,7 +107,7 @@ def draw(rng, world, theme=None):
 
 def _draw_hook(rng, shape, options):
     hook = rng.choice(tuple(HOOKS))
-    without = set() if SPARSE_UNDER_HOOKS else {"sparse"}
+    without = set() if open_faults.SPARSE_UNDER_HOOKS else {"sparse"}
     if hook.startswith("fp16"):
         without |= {"complex", "conj"}  # there is no complex fp16
     kinds = tuple(kind for kind in KINDS if kind not in without)

@@ -4,19 +4,15 @@
 """
 
 import io
-from dataclasses import dataclass
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from tests.random_cases import rule
+from tests.random_cases import open_faults, rule
 from tests.random_cases.wires import draw_wire
 
 __all__ = ["BEFORE", "STEPS", "applicable"]
-
-# What the engine does not do yet; each is drawn where its constant is True.
-RESTS = False  # after a step, and without a forward that asked for one, backwards only accumulate
-WIRE_AFTER_THAW = False  # set_wire() between thawing a parameter and the next forward
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,13 @@ def applicable(stages, wrapped):
 
 
 def takes_part(wrapped):
-    """All ranks do, or each as it likes: but as in DDP, not once there has been a join()."""
-    alone = wrapped.rng.random() < 0.6 and not wrapped.joined and not wrapped.drawn.alike
+    """All ranks do, or each as it likes.
+
+    But not once there has been a join(), as in DDP, nor where a forward meets the other ranks
+    because parameters were thawed.
+    """
+    meets = wrapped.joined or wrapped.drawn.alike or wrapped.regrouped
+    alone = wrapped.rng.random() < 0.6 and not meets
     return not alone or wrapped.mine.random() < 0.5
 
 
@@ -57,7 +58,7 @@ def fail_in_forward(wrapped):
 def fail_early(wrapped):
     """On all ranks, before any gradient."""
     wrapped.fail("early")
-    wrapped.pending = True
+    wrapped.pending = wrapped.failed = True
 
 
 def fail_late(wrapped):
@@ -185,31 +186,41 @@ def theme(*themes):
     return lambda wrapped: wrapped.drawn.theme in themes
 
 
+def outputs_are_seen(wrapped):
+    """Else it is not known whose backward is whose, where one of several is left out."""
+    return wrapped.tree.shape != "opaque"
+
+
 def free_use(wrapped):
     return not wrapped.drawn.fixed
 
 
 def may_change_wire(wrapped):
-    settled = not wrapped.regrouped or WIRE_AFTER_THAW
-    return wrapped.drawn.theme == "wire" and settled and not wrapped.frozen_alone
+    settled = not wrapped.regrouped or open_faults.WIRE_AFTER_THAW
+    wire = wrapped.drawn.theme == "wire" and not wrapped.frozen_alone
+    return wire and settled and may_change(wrapped)
+
+
+def may_change(wrapped):
+    return not wrapped.failed or open_faults.CHANGES_AFTER_FAILURE
 
 
 BEFORE = {
-    "skipped forward": Stage(skip_forward, free_use),
+    "skipped forward": Stage(skip_forward, lambda w: free_use(w) and outputs_are_seen(w)),
     "exception in forward": Stage(fail_in_forward),
-    "exception early in backward": Stage(fail_early, free_use),
+    "exception early in backward": Stage(fail_early, lambda w: free_use(w) and outputs_are_seen(w)),
     "exception late in backward": Stage(
-        fail_late, lambda w: free_use(w) and not w.frozen_alone and w.tree.shape != "opaque"
+        fail_late, lambda w: free_use(w) and not w.frozen_alone and outputs_are_seen(w)
     ),
     "work on the module": Stage(
         work_on_the_module,
-        lambda w: RESTS and not w.pending and w.trainable and w.drawn.theme != "skip",
+        lambda w: not w.pending and w.trainable and w.drawn.theme != "skip",
         weight=3,
     ),
     "evaluation": Stage(evaluate),
-    "resume": Stage(resume),
-    "restart": Stage(restart, lambda w: not w.shared),
-    "wrapped again": Stage(rewrap, lambda w: RESTS and not w.shared),
+    "resume": Stage(resume, may_change),
+    "restart": Stage(restart, lambda w: not w.siblings),
+    "wrapped again": Stage(rewrap, lambda w: not w.siblings and may_change(w)),
     "load weights": Stage(load_weights),
     "wire": Stage(change_wire, may_change_wire, weight=2),
     "thaw": Stage(thaw, free_use, weight=2),
@@ -239,6 +250,7 @@ def accumulate(wrapped):
     """Micro-steps that do not synchronise, each rank as many as it likes."""
     draws = wrapped.rng if wrapped.joined else wrapped.own
     for _ in range(draws.choice((0, 0, 0, 1, 2))):
+        wrapped.failed = False
         with wrapped.model.no_sync():
             forward = wrapped.forward()
             if inside := wrapped.own.random() < 0.7:
@@ -252,6 +264,8 @@ def two_forwards(wrapped):
     for forward in forwards:
         wrapped.backward(forward.losses())
         rule.check(wrapped)
+        if wrapped.owed and not open_faults.STALE_WITH_FEEDBACK:
+            wrapped.twins.zero("none")
 
 
 def sum_of_forwards(wrapped):
@@ -302,7 +316,7 @@ def uneven(wrapped):
     mine = []
     with wrapped.model.join(divide_by_initial_world_size=by_initial):
         for _ in range(counts[wrapped.seat.rank]):
-            wrapped.twins.zero("none")
+            wrapped.zero("none")
             wrapped.backward(wrapped.forward().losses())
             mine.append(rule.snapshot(wrapped, {}))
             rule.adopt(wrapped)
@@ -318,17 +332,13 @@ def uneven(wrapped):
         assert unchanged, f"parameter {index} changed on a rank that had joined"
 
 
-def outputs_are_seen(wrapped):
-    return wrapped.tree.shape != "opaque"
-
-
 STEPS = {
     "one": Stage(step, weight=6),
-    "two forwards": Stage(two_forwards, lambda w: outputs_are_seen(w) or not RESTS, weight=2),
-    "sum of forwards": Stage(sum_of_forwards),
-    "one graph twice": Stage(one_graph_twice, lambda w: RESTS and w.drawn.theme != "skip"),
+    "two forwards": Stage(two_forwards, weight=2),
+    "sum of forwards": Stage(sum_of_forwards, outputs_are_seen),
+    "one graph twice": Stage(one_graph_twice, lambda w: w.drawn.theme != "skip"),
     "accumulating in between": Stage(
-        accumulate_in_between, lambda w: RESTS and outputs_are_seen(w) and free_use(w)
+        accumulate_in_between, lambda w: outputs_are_seen(w) and free_use(w)
     ),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike

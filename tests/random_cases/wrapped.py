@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync import FastDDP
-from tests.random_cases import drawing
-from tests.random_cases.tree import WIDTH, Fault, Tree, loss_of
+from tests.random_cases import drawing, open_faults
+from tests.random_cases.tree import WIDTH, Fault, loss_of
 
 __all__ = ["Forward", "Seat", "Twins", "Wrapped", "same"]
 
@@ -126,8 +126,8 @@ class Wrapped:
         rng: the same on every rank; mine: this rank's own.
         used: positions of parameters that got gradients through the wrapper since the last step.
         touched: of those that got some without it, or after the end of a step.
-        pending: a forward's backward never came.
-        shared: another wrapper is over the same parameters.
+        pending: a forward's backward never came; failed: it raised, and no forward followed.
+        siblings: other wrappers over the same parameters.
         joined: there has been a join(), after which each forward tells the other ranks.
         frozen_alone: one rank may have frozen parameters that others train.
         regrouped: parameters were frozen or thawed since the last step.
@@ -144,7 +144,8 @@ class Wrapped:
     used: set = field(default_factory=set)
     touched: set = field(default_factory=set)
     pending: bool = False
-    shared: bool = False
+    failed: bool = False
+    siblings: list = field(default_factory=list)
     joined: bool = False
     frozen_alone: bool = False
     regrouped: bool = False
@@ -156,8 +157,6 @@ class Wrapped:
         self.order = list(range(len(self.twins.tree.kinds)))
         self.wire = self.drawn.wire
         self.fixed_use = [i for i in self.order if self.rng.random() < 0.7]
-        if self.drawn.mixed is not None:
-            self.twins.twin.low = self.drawn.mixed.param_dtype
         self.wrap()
 
     def wrap(self):
@@ -193,11 +192,22 @@ class Wrapped:
     def input(self):
         return torch.randn(WIDTH, dtype=torch.float64, generator=self.inputs)
 
+    def zero(self, way=None):
+        """Gradients: in the given way, or in that of the case."""
+        if self.owed and not open_faults.STALE_WITH_FEEDBACK:
+            way = "none"
+        if (self.used or self.touched) and not open_faults.ZEROED_AFTER_USE:
+            way = "zero"
+        self.twins.zero(way)
+
     def forward(self, bare=False, used=None):
         used = self.choose() if used is None else used
         x = self.input().requires_grad_()
         inputs = (x, x.detach().clone().requires_grad_())
         ours = (self.tree if bare else self.model)(inputs[0], used)
+        self.failed = self.failed and bare
+        mixed = self.drawn.mixed
+        self.twins.twin.low = None if bare or mixed is None else mixed.param_dtype
         return Forward(inputs, ours, self.twins.twin(inputs[1], used))
 
     def fail(self, where, used=None):
@@ -214,10 +224,13 @@ class Wrapped:
         """One backward of the sum of `losses`, which are pairs: of the model and of the copy."""
         for loss in map(sum, zip(*losses, strict=True)):
             loss.backward(retain_graph=retain)
+        fired = self.twins.take_fired()
         if bare:
-            self.touched |= self.twins.take_fired()
+            self.touched |= fired
         else:
-            self.used |= self.twins.take_fired()
+            self.used |= fired
+        for other in self.siblings:
+            other.touched |= fired
 
     @property
     def trainable(self):
