@@ -1,4 +1,4 @@
-"""What the engine does not do right, and what is therefore not drawn: each where its name is True."""
+"""What the engine does not do right, and is not drawn therefore, unless its name here is True."""
 
 # A parameter that a rank used, zeroed to None, and did not use in the step, arrives at that rank.
 ZEROED_AFTER_USE = False

@@ -214,7 +214,7 @@ BEFORE = {
     ),
     "work on the module": Stage(
         work_on_the_module,
-        lambda w: not w.pending and w.trainable and w.drawn.theme != "skip",
+        lambda w: not w.pending and w.drawn.theme != "skip",
         weight=3,
     ),
     "evaluation": Stage(evaluate),
