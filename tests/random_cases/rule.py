@@ -14,7 +14,7 @@ from tests.random_cases import open_faults
 from tests.random_cases.wires import tolerance
 from tests.random_cases.wrapped import same
 
-__all__ = ["check", "gathered", "recall", "snapshot", "verify"]
+__all__ = ["check", "gathered", "recall", "snapshot", "verify", "width"]
 
 UNUSED, TOUCHED, USED = 0.0, 1.0, 2.0
 
@@ -64,6 +64,11 @@ def snapshot(wrapped, residuals=None):
             parts.append(residuals[index])
     wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
     return torch.cat(parts)
+
+
+def width(wrapped):
+    """Elements of a snapshot without what is kept back."""
+    return sum(4 + 2 * _numel(param) for param, _ in wrapped.twins.params)
 
 
 def adopt(wrapped):
@@ -196,7 +201,7 @@ class _Parameter:
             return rounding + 2**-8 * size + 2**-22
         coded = bucket.coded if bucket is not None else None
         if coded is not None and coded.codec.name != "fp32":
-            return tolerance(coded, self.wrapped.wire, self.param, values)
+            return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
         if drawn.mixed is not None:
             rounding = rounding + 8 * torch.finfo(drawn.mixed.param_dtype).eps * size
         wire = self.real if bucket is None or coded is not None else bucket.wire
@@ -206,5 +211,6 @@ class _Parameter:
         if self._is_sparse():  # rows that occur twice may cancel out
             return rounding + 8 * self._eps() * size.max()
         rounded = drawn.mixed is not None and self.real is not torch.float32
-        exact = not rounded and not self.wrapped.blurred and len(parts) == 2
+        alone = len(parts) < 2 or self.wrapped.seat.world > 2
+        exact = not rounded and not self.wrapped.blurred and not alone
         return None if exact else rounding

@@ -320,7 +320,7 @@ def uneven(wrapped):
             wrapped.backward(wrapped.forward().losses())
             mine.append(rule.snapshot(wrapped, {}))
             rule.adopt(wrapped)
-    nothing = torch.zeros_like(rule.snapshot(wrapped, {}))
+    nothing = torch.zeros(rule.width(wrapped), dtype=torch.float64)
     mine += [nothing] * (max(counts) - len(mine))
     rows = rule.gathered(wrapped, torch.stack(mine)) if mine else []
     for number in range(max(counts)):
