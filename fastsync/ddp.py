@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -157,7 +159,9 @@ class FastDDP(Front):
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         facts = self._facts(static_graph)
         logger = FrontLogger(engine, facts)
-        self.reducer = FrontReducer(engine, logger, self._record(engine))
+        # A reference to itself would keep the model until it is collected.
+        joining = partial(_is_joining, weakref.ref(self))
+        self.reducer = FrontReducer(engine, logger, self._record(engine), joining)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
@@ -364,3 +368,9 @@ class FastDDP(Front):
                 "FastDDP(model, timeline=True), on every rank"
             )
         self._recorder.write(os.fspath(path), Env.read().agree_timeout)
+
+
+def _is_joining(model: weakref.ref[FastDDP]) -> bool:
+    """Whether all ranks have their forwards in common, those that ran out of inputs included."""
+    alive = model()
+    return alive is not None and bool(alive._join_config.enable)

@@ -53,7 +53,8 @@ class Sparse final : public Transport {
     FS_CHECK(result.sizes() == rows_.sizes(), "the communication hook returned ", result.sizes(),
              " for the sparse gradient of parameter '", slots_.front().param->name, "', which is ",
              rows_.sizes());
-    rows_ = result.detach();
+    const at::Tensor& like = slots_.front().param->tensor;
+    rows_ = result.detach().to(like.device(), slots_.front().param->dtype());
   }
 
   void deliver(const std::vector<bool>& used) override {

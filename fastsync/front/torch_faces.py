@@ -7,7 +7,7 @@ torch's, hence private.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -22,13 +22,24 @@ __all__ = ["FrontLogger", "FrontReducer"]
 
 
 class FrontReducer:
-    """Stands where torch's front expects a `torch.distributed.Reducer`."""
+    """Stands where torch's front expects a `torch.distributed.Reducer`.
 
-    def __init__(self, engine: Engine, logger: FrontLogger, recorder: Recorder | None) -> None:
+    Args:
+        in_lockstep: whether all ranks have their forwards in common, as under join().
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        logger: FrontLogger,
+        recorder: Recorder | None,
+        in_lockstep: Callable[[], bool],
+    ) -> None:
         self.engine = engine
         self.recorder = recorder
         self._logger = logger
         self._initial_world = dist.get_world_size(engine.group)
+        self._in_lockstep = in_lockstep
         self._syncs = False
 
     def prepare_for_forward(self) -> None:
@@ -36,8 +47,8 @@ class FrontReducer:
         self._syncs = True
 
     def _rebuild_buckets(self) -> bool:
-        """Called before every forward, and by ranks that have joined."""
-        syncs, self._syncs = self._syncs, False
+        """Called before every forward, and under join() by ranks that have run out of inputs."""
+        syncs, self._syncs = self._syncs or self._in_lockstep(), False
         if syncs:
             return self.engine.before_forward()
         self.engine.before_local_forward()
