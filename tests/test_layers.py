@@ -324,7 +324,7 @@ MEASURING_MODULES = {
         ["rounds"],
     ],
 }
-MOST_LINES = 9260  # of bench and examples together
+MOST_LINES = 9300  # of bench and examples together
 
 
 def measuring_files(*suffixes):
