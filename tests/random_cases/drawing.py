@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import Wire
-from tests.random_cases import open_faults
 from tests.random_cases.tree import KINDS, REAL
 from tests.random_cases.wires import EXACT_WIRES, draw_wire
 
