@@ -68,25 +68,25 @@ torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)
 
 bench: $(STAMP) ## step times of all variants, into out/step.json
-	$(IN_CHECKOUT) -m bench.step --json out/step.json $(ARGS)
+	$(IN_CHECKOUT) -m bench step --json out/step.json $(ARGS)
 
 bench-all: $(STAMP) ## all benchmarks, into bench/results and the documents (ARGS='--only step')
-	$(IN_CHECKOUT) -m bench.all $(ARGS)
+	$(IN_CHECKOUT) -m bench all $(ARGS)
 
 bench-links: $(STAMP) ## steps over shaped links, into out/links.json (needs root)
-	$(IN_CHECKOUT) -m bench.links --ranks 2,4 --json out/links.json $(ARGS)
+	$(IN_CHECKOUT) -m bench links --ranks 2,4 --json out/links.json $(ARGS)
 
 bench-overlap: $(STAMP) ## exposed communication against the least, into out/overlap.json (needs root)
-	$(IN_CHECKOUT) -m bench.overlap --json out/overlap.json $(ARGS)
+	$(IN_CHECKOUT) -m bench overlap --json out/overlap.json $(ARGS)
 
 bench-kernels bench-collectives bench-buckets bench-scale: bench-%: $(STAMP)
-	$(IN_CHECKOUT) -m bench.$* --json out/$*.json $(ARGS)
+	$(IN_CHECKOUT) -m bench $* --json out/$*.json $(ARGS)
 
 gpu: $(STAMP) ## everything that needs a GPU, see docs/gpu.md (ARGS=--list)
-	$(IN_CHECKOUT) -m bench.gpu_all $(ARGS)
+	$(IN_CHECKOUT) -m bench gpu_all $(ARGS)
 
 bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused.json
-	$(IN_CHECKOUT) -m bench.unused --json out/unused.json $(ARGS)
+	$(IN_CHECKOUT) -m bench unused --json out/unused.json $(ARGS)
 
 docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
 	$(IN_CHECKOUT) -m docs.build $(ARGS)

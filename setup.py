@@ -73,7 +73,7 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={
-        "fastsync": ["py.typed"],
+        "fastsync": ["py.typed", "_C.pyi"],
         "fastsync.timeline": ["page/*"],
         **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
     },

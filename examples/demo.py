@@ -21,23 +21,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import cli  # noqa: E402
-from bench.check import train as train_steps  # noqa: E402
-from bench.errors import CheckFailed, UsageError  # noqa: E402
-from bench.harness import Progress, Settings, Timing, measure  # noqa: E402
-from bench.launch import Group, launch  # noqa: E402
-from bench.machine import describe  # noqa: E402
-from bench.memory import gradient_memory  # noqa: E402
-from bench.models import Workload  # noqa: E402
-from bench.ops import dispatched_ops  # noqa: E402
-from bench.record import write_json  # noqa: E402
-from bench.stats import Spread  # noqa: E402
-from bench.step import document, model_record  # noqa: E402
-from bench.tables import milliseconds, ratio, render  # noqa: E402
-from bench.wrappers import BASELINE, FLOOR, VARIANTS, Selection, Variant, select  # noqa: E402
 from examples import data, gpt, plot, train  # noqa: E402
+from examples.common.check import train as train_steps  # noqa: E402
+from examples.common.costs import dispatched_ops, gradient_memory  # noqa: E402
+from examples.common.machine import describe, write_json  # noqa: E402
+from examples.common.ranks import CheckFailed, Group, UsageError, guarded, launch  # noqa: E402
+from examples.common.rounds import Settings, Timing, document, measure, model_record  # noqa: E402
+from examples.common.text import Progress, Spread, milliseconds, ratio, render  # noqa: E402
+from examples.common.training import Workload  # noqa: E402
+from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Selection, Variant, select  # noqa: E402  # noqa: E402
 
-OURS = "fastsync"
 PARITY_STEPS = 20
 MEASURED_SECONDS = 8.0  # that the rounds of part 3 may take, unless --long
 PROMPT = b"def "
@@ -265,7 +258,7 @@ def main() -> int:
     args = parser.parse_args()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without ± in their encoding
-    return cli.guarded(lambda: launch(lambda group: run(args, group), args.ranks, args.threads))
+    return guarded(lambda: launch(lambda group: run(args, group), args.ranks, args.threads))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, Protocol
 
+from fastsync.engine.core import Counters
 from fastsync.timeline.data import RankStep
 
 __all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats"]
@@ -163,7 +164,7 @@ _NAMES = tuple(field.name for field in fields(SyncStats))
 
 
 def make_stats(
-    counters: Mapping[str, Any],
+    counters: Counters,
     buckets: Sequence[int],
     recorded: Sequence[RankStep],
     one_rank_step: float | None,
@@ -188,15 +189,15 @@ def make_stats(
             "scaling efficiency needs two recorded steps in a row: pass timeline=True to FastDDP "
             "and train before you ask for it"
         )
-    base = dict(counters, buckets=tuple(buckets), recorded_steps=len(recorded))
+    base = SyncStats(**counters, buckets=tuple(buckets), recorded_steps=len(recorded))
     if not recorded:
-        return SyncStats(**base)
+        return base
     step_time = median(lengths) if lengths else None
     communicating = [step.communicating for step in recorded]
     ratios = [step.communicating / step.computing for step in recorded if step.computing > 0]
     overlaps = [s.overlapped / s.communicating for s in recorded if s.communicating > 0]
-    return SyncStats(
-        **base,
+    return replace(
+        base,
         step_time=step_time,
         compute_time=median(step.computing for step in recorded),
         communication_time=median(communicating),
@@ -224,15 +225,22 @@ def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple
     return tuple(timings)
 
 
+class Synchronised(Protocol):
+    """What a FastDDP is here."""
+
+    def sync_stats(self) -> SyncStats:
+        """As `FastDDP.sync_stats`."""
+
+
 class Writer(Protocol):
     """What TensorBoard's SummaryWriter has, and others that speak its language."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Takes one point of one curve."""
 
 
 def log_to_tensorboard(
-    model: Any, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
+    model: Synchronised, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
 ) -> None:
     """Writes the model's statistics as scalars; call it as often as you like to see a point.
 
@@ -242,7 +250,7 @@ def log_to_tensorboard(
         step: the x coordinate; the number of synchronised backwards by default.
         prefix: of the tags: "fastsync/exposed_time", "fastsync/bucket_0/communicating", ...
     """
-    stats: SyncStats = model.sync_stats()
+    stats = model.sync_stats()
     at = stats.steps if step is None else step
     for name, value in stats.items():
         if isinstance(value, int | float):

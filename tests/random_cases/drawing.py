@@ -1,0 +1,121 @@
+"""How a model is wrapped: what a case draws before it begins."""
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fastsync import Wire
+from tests.random_cases import open_faults
+from tests.random_cases.tree import KINDS, REAL
+from tests.random_cases.wires import EXACT_WIRES, draw_wire
+
+__all__ = ["Drawn", "draw"]
+
+WITHOUT_COMPLEX = tuple(kind for kind in KINDS if kind not in ("complex", "conj"))
+THEMES = ("plain",) * 4 + ("wire",) * 4 + ("hook", "mixed", "static", "strict", "skip")
+
+
+def averaged(state, bucket):
+    """A user's hook: sums, then divides."""
+    future = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].div_(dist.get_world_size()))
+
+
+HOOKS = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "fp16 around allreduce": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    "averaged": averaged,
+}
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One wrapper's settings.
+
+    Attributes:
+        theme: the feature that is looked at.
+        kinds: of parameters that go with it.
+        alike: all ranks use the same parameters in each forward; fixed: in every forward.
+        complete: every forward uses every parameter.
+    """
+
+    theme: str
+    shape: str
+    kinds: tuple = KINDS
+    wire: Wire = field(default_factory=Wire)
+    hook: str | None = None
+    mixed: _MixedPrecision | None = None
+    options: dict = field(default_factory=dict)
+    reals: tuple = REAL
+
+    @property
+    def alike(self):
+        return self.theme in ("static", "strict", "skip")
+
+    @property
+    def fixed(self):
+        return self.theme == "static"
+
+    @property
+    def complete(self):
+        return self.theme == "strict"
+
+    @property
+    def lossy_hook(self):
+        return self.hook is not None and self.hook.startswith("fp16")
+
+
+def draw(rng, world, theme=None):
+    theme = theme or rng.choice(THEMES)
+    shape = rng.choice(("tensor", "tensor", "nested", "opaque"))
+    options = {
+        "bucket_cap_mb": rng.choice((1e-6, 1e-4, 1e-3, None)),
+        "gradient_as_bucket_view": rng.random() < 0.7,
+        "find_unused_parameters": rng.choice((None, True)),
+    }
+    if theme == "plain":
+        exact = Wire() if rng.random() < 0.5 else rng.choice(EXACT_WIRES)
+        return Drawn(theme, shape, wire=exact, options={**options, "wire": exact})
+    if theme == "wire":
+        wire = draw_wire(rng, world)
+        return Drawn(theme, shape, WITHOUT_COMPLEX, wire, options={**options, "wire": wire})
+    if theme == "hook":
+        return _draw_hook(rng, shape, options)
+    if theme == "mixed":
+        shape = rng.choice(("tensor", "nested"))  # a loss must not bypass the outputs
+        low = rng.choice(LOW)
+        mixed = _MixedPrecision(low, rng.choice((low, torch.float32, torch.bfloat16)), None)
+        kinds = tuple(kind for kind in KINDS if kind != "sparse")
+        options["mixed_precision"] = mixed
+        reals = tuple(dtype for dtype in REAL if dtype is not torch.float64)
+        return Drawn(theme, shape, kinds, mixed=mixed, options=options, reals=reals)
+    options.update(
+        {
+            "static": {"static_graph": True},
+            "strict": {"find_unused_parameters": False},
+            "skip": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        }[theme]
+    )
+    return Drawn(theme, shape, options=options)
+
+
+def _draw_hook(rng, shape, options):
+    hook = rng.choice(tuple(HOOKS))
+    without = set() if open_faults.SPARSE_UNDER_HOOKS else {"sparse"}
+    if hook.startswith("fp16"):
+        without |= {"complex", "conj"}  # there is no complex fp16
+    kinds = tuple(kind for kind in KINDS if kind not in without)
+    return Drawn("hook", shape, kinds, hook=hook, options=options)
+
+
+def register(model, drawn):
+    if drawn.hook is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.register_comm_hook(model.process_group, HOOKS[drawn.hook])

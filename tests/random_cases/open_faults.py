@@ -1,0 +1,14 @@
+"""What the engine does not do right, and is not drawn therefore, unless its name here is True."""
+
+# A parameter that a rank used, zeroed to None, and did not use in the step, arrives at that rank.
+ZEROED_AFTER_USE = False
+# With error feedback, gradients that are left from before and used by no rank stay out of it.
+STALE_WITH_FEEDBACK = False
+# set_wire() between thawing a parameter and the next forward.
+WIRE_AFTER_THAW = False
+# set_wire() and load_sync_state_dict() after a backward that raised.
+CHANGES_AFTER_FAILURE = False
+# A sparse gradient that no rank used stays as it is.
+UNUSED_SPARSE = False
+# A communication hook on a sparse gradient.
+SPARSE_UNDER_HOOKS = False

@@ -1,0 +1,216 @@
+"""The rule that every synchronised backward is held against.
+
+Every gradient is the sum over ranks of (what this rank had + what it computed) / world size, and
+stays untouched where no rank used the parameter. The copies beside the models tell what each rank
+had and computed. Where the arithmetic is exact the averages are equal bit for bit; else they are
+within the bound of what they travelled as. With error feedback, the averages and what all ranks
+keep back together lack nothing.
+"""
+
+import torch
+import torch.distributed as dist
+
+from tests.random_cases import open_faults
+from tests.random_cases.wires import tolerance
+from tests.random_cases.wrapped import same
+
+__all__ = ["check", "gathered", "recall", "snapshot", "verify", "width"]
+
+UNUSED, TOUCHED, USED = 0.0, 1.0, 2.0
+
+
+def _real(tensor):
+    """fp64, flat; complex numbers as pairs."""
+    tensor = tensor.detach()
+    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.double().reshape(-1)
+
+
+def _numel(param):
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
+def _or_zeros(tensor, param):
+    return torch.zeros(_numel(param), dtype=torch.float64) if tensor is None else _real(tensor)
+
+
+def residuals_of(wrapped):
+    """By position; empty where the wire has no error feedback."""
+    if wrapped.wire.plain:
+        return {}
+    by_name = wrapped.model.sync_state_dict()["residuals"]
+    names = [param.name for param in wrapped.model._engine.params]
+    assert len(names) == len(wrapped.twins.params)
+    return {i: _real(by_name[name]) for i, name in enumerate(names) if name in by_name}
+
+
+def snapshot(wrapped, residuals=None):
+    """What this rank has after a backward, as one fp64 tensor; forgets what it used."""
+    residuals = residuals_of(wrapped) if residuals is None else residuals
+    parts = []
+    for index, (ours, theirs) in enumerate(wrapped.twins.params):
+        state = TOUCHED if index in wrapped.touched else UNUSED
+        state = USED if index in wrapped.used else state
+        facts = (
+            state,
+            ours.grad is not None,
+            theirs.grad is not None,
+            same(ours.grad, theirs.grad),
+        )
+        parts.append(torch.tensor(facts, dtype=torch.float64))
+        parts += [_or_zeros(ours.grad, ours), _or_zeros(theirs.grad, ours)]
+        if index in residuals:
+            parts.append(residuals[index])
+    wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
+    return torch.cat(parts)
+
+
+def width(wrapped):
+    """Elements of a snapshot without what is kept back."""
+    return sum(4 + 2 * _numel(param) for param, _ in wrapped.twins.params)
+
+
+def adopt(wrapped):
+    """The copies continue from what the engine computed."""
+    for ours, theirs in wrapped.twins.params:
+        theirs.grad = None if ours.grad is None else ours.grad.detach().clone()
+
+
+def gathered(wrapped, mine):
+    """Everybody's `mine`, [world, numel]."""
+    everyones = [torch.empty_like(mine) for _ in range(wrapped.seat.world)]
+    dist.all_gather(everyones, mine, group=wrapped.seat.judges)
+    return torch.stack(everyones)
+
+
+def check(wrapped):
+    """After a synchronised backward. Collective."""
+    residuals = residuals_of(wrapped)
+    rows = gathered(wrapped, snapshot(wrapped, residuals))
+    verify(wrapped, rows, wrapped.seat.world, residuals.keys())
+    adopt(wrapped)
+    wrapped.regrouped = wrapped.blurred = False
+
+
+def recall(wrapped):
+    """Takes what ranks keep back as it is: after a change that the rule says nothing of."""
+    residuals = residuals_of(wrapped)
+    wrapped.owed = {}
+    if residuals:
+        rows = gathered(wrapped, torch.cat(list(residuals.values())))
+        sizes = [r.numel() for r in residuals.values()]
+        wrapped.owed = dict(zip(residuals, rows.split(sizes, dim=1), strict=True))
+
+
+def verify(wrapped, rows, divisor, kept=()):
+    """Compares the snapshots of the ranks that took part, [ranks, numel], with the rule."""
+    place = 0
+    for index, (param, _) in enumerate(wrapped.twins.params):
+        size = _numel(param)
+        sizes = [4, size, size] + ([size] if index in kept else [])
+        facts, ours, theirs, *owed = rows[:, place : place + sum(sizes)].split(sizes, dim=1)
+        place += sum(sizes)
+        where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
+        one = _Parameter(wrapped, index, param, divisor, where)
+        one.compare(facts, ours, theirs, owed[0] if owed else None)
+
+
+class _Parameter:
+    """What arrived for one parameter."""
+
+    def __init__(self, wrapped, index, param, divisor, where):
+        self.wrapped, self.index, self.param, self.where = wrapped, index, param, where
+        self.scale = 1 / divisor
+        self.bucket = wrapped.plan_of(index)
+        self.real = param.dtype.to_real() if param.is_complex() else param.dtype
+
+    def compare(self, facts, ours, theirs, owed):
+        untouched = bool(facts[:, 3].all())
+        state = facts[:, 0].max()
+        before = self.wrapped.owed.get(self.index)
+        if owed is not None:
+            before = torch.zeros_like(owed) if before is None else before
+            self.wrapped.owed[self.index] = owed
+        may_rest = state != USED or self.param.numel() == 0
+        if untouched and may_rest and (owed is None or torch.equal(before, owed)):
+            return
+        if state == UNUSED and self._is_sparse() and not open_faults.UNUSED_SPARSE:
+            return
+        if state == UNUSED:
+            assert untouched, f"{self.where} was used by no rank, yet changed"
+            self._nothing_lost(sum(owed - before), theirs, owed, before)
+            return
+        assert bool(facts[:, 1].all()), f"{self.where} has no gradient"
+        assert bool((ours == ours[0]).logical_or(ours.isnan()).all()), f"{self.where}: ranks differ"
+        self._average(ours[0], theirs, owed, before)
+
+    def _average(self, got, grads, owed, before):
+        parts = list(grads.to(self.real).mul(self._scale()).unbind())
+        values = parts = [part.double() for part in parts]
+        if before is not None:
+            # A rank that did not use the parameter keeps back what it has kept back.
+            rests = (before == owed).all(1, keepdim=True)
+            values = list((torch.stack(parts) + before.where(~rests, 0.0)).unbind())
+        bound = self._bound(parts, values)
+        if bound is None:
+            wanted = parts[0].to(self.real) + parts[1].to(self.real)
+            assert torch.equal(got, wanted.double()), f"{self.where}: wrong average"
+            return
+        bound = bound + 2 * self._eps() * got.abs()
+        error = (got - sum(values)).abs()
+        assert bool((error <= bound).all()), (
+            f"{self.where}: off by {float(error.max())}, {self._travelled()}"
+        )
+        if owed is not None:
+            self._nothing_lost(got - sum(parts) + sum(owed) - sum(before), grads, owed, before)
+
+    def _scale(self):
+        """1 / N in the arithmetic of the kernels."""
+        wide = torch.float64 if self.real is torch.float64 else torch.float32
+        return torch.tensor(self.scale, dtype=wide)
+
+    def _eps(self):
+        return torch.finfo(self.real).eps
+
+    def _travelled(self):
+        bucket = self.bucket
+        return "unplanned" if bucket is None else f"travelled as {bucket.format_name}"
+
+    def _nothing_lost(self, missing, grads, owed, before):
+        size = grads.abs().sum(0) * self.scale + owed.abs().sum(0) + before.abs().sum(0)
+        allowed = (2**-19 + 2 * self._eps()) * (size + size.norm() * self._is_low_rank())
+        assert bool((missing.abs() <= allowed + 1e-37).all()), (
+            f"{self.where}: {float(missing.abs().max())} was lost or came twice, "
+            f"{self._travelled()}"
+        )
+
+    def _is_sparse(self):
+        return self.bucket is not None and self.bucket.sparse
+
+    def _is_low_rank(self):
+        coded = self.bucket.coded if self.bucket else None
+        return coded is not None and coded.codec.name == "powersgd"
+
+    def _bound(self, parts, values):
+        """None: exact."""
+        drawn, bucket = self.wrapped.drawn, self.bucket
+        size = sum(part.abs() for part in parts)
+        rounding = 8 * self._eps() * size + 1e-37
+        if drawn.lossy_hook:
+            return rounding + 2**-8 * size + 2**-22
+        coded = bucket.coded if bucket is not None else None
+        if coded is not None and coded.codec.name != "fp32":
+            return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
+        if drawn.mixed is not None:
+            rounding = rounding + 8 * torch.finfo(drawn.mixed.param_dtype).eps * size
+        wire = self.real if bucket is None or coded is not None else bucket.wire
+        if wire is not self.real:
+            narrow = torch.finfo(wire)
+            return rounding + 4 * narrow.eps * size + 4 * narrow.smallest_normal * narrow.eps
+        if self._is_sparse():  # rows that occur twice may cancel out
+            return rounding + 8 * self._eps() * size.max()
+        rounded = drawn.mixed is not None and self.real is not torch.float32
+        alone = len(parts) < 2 or self.wrapped.seat.world > 2
+        exact = not rounded and not self.wrapped.blurred and not alone
+        return None if exact else rounding

@@ -1,0 +1,347 @@
+"""What happens in a training besides plain steps: each stage is a function of a wrapped model.
+
+`BEFORE` may happen at rest, before a step; `STEPS` are ways to make one, and end compared.
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tests.random_cases import open_faults, rule
+from tests.random_cases.wires import draw_wire
+
+__all__ = ["BEFORE", "STEPS", "applicable"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of them; `suits` tells which wrapped models it is for, by facts that all ranks share."""
+
+    run: Callable
+    suits: Callable = lambda wrapped: True
+    weight: int = 1
+
+
+def applicable(stages, wrapped):
+    """Names, each as often as it weighs."""
+    return [name for name, s in stages.items() if s.suits(wrapped) for _ in range(s.weight)]
+
+
+def takes_part(wrapped):
+    """All ranks do, or each as it likes.
+
+    But not once there has been a join(), as in DDP, nor where a forward meets the other ranks
+    because parameters were thawed.
+    """
+    meets = wrapped.joined or wrapped.drawn.alike or wrapped.regrouped
+    alone = wrapped.rng.random() < 0.6 and not meets
+    return not alone or wrapped.mine.random() < 0.5
+
+
+# Before a step.
+
+
+def skip_forward(wrapped):
+    """A loss that was not finite, say: no backward follows."""
+    if takes_part(wrapped):
+        wrapped.forward()
+    wrapped.pending = True
+
+
+def fail_in_forward(wrapped):
+    if takes_part(wrapped):
+        wrapped.fail("forward")
+
+
+def fail_early(wrapped):
+    """On all ranks, before any gradient."""
+    wrapped.fail("early")
+    wrapped.pending = wrapped.failed = True
+
+
+def fail_late(wrapped):
+    """On all ranks, when buckets have been sent, the same ones; the user begins anew."""
+    used = list(wrapped.order)
+    wrapped.rng.shuffle(used)
+    wrapped.fail("late", used)
+    wrapped.twins.zero("none")
+    refused = False
+    try:
+        wrapped.model(wrapped.input(), used)
+    except RuntimeError as error:
+        refused = True
+        assert "stopped half-way" in str(error), error
+    refusals = rule.gathered(wrapped, torch.tensor([float(refused)]))
+    assert len(refusals.unique()) == 1, f"ranks differ in what they say: {refusals}"
+    wrapped.used, wrapped.touched, wrapped.pending = set(), set(), True
+    rule.recall(wrapped)
+
+
+def work_on_the_module(wrapped):
+    """Backwards of the module itself, on some ranks: they only accumulate."""
+    for _ in range(wrapped.mine.choice((0, 1, 1, 2))):
+        wrapped.backward(wrapped.forward(bare=True).losses(), bare=True)
+    if wrapped.mine.random() < 0.3:
+        wrapped.backward(penalty(wrapped), bare=True)
+
+
+def evaluate(wrapped):
+    if takes_part(wrapped):
+        wrapped.model.eval()
+        with torch.no_grad():
+            wrapped.model(wrapped.input(), wrapped.choose())
+        wrapped.model.train()
+
+
+def copied(state):
+    """As a file would return it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resume(wrapped):
+    wrapped.model.load_sync_state_dict(copied(wrapped.model.sync_state_dict()))
+    kept_as_before(wrapped)
+
+
+def restart(wrapped):
+    """Another model, with the weights and the state of the one before."""
+    thaw(wrapped)
+    state = copied(wrapped.model.sync_state_dict())
+    wrapped.twins.replace_tree()
+    wrapped.wrap()
+    wrapped.model.load_sync_state_dict(state)
+    kept_as_before(wrapped)
+
+
+def rewrap(wrapped):
+    """A second wrapper over the same parameters, which the first one leaves alone."""
+    thaw(wrapped)
+    state = copied(wrapped.model.sync_state_dict())
+    wrapped.old = wrapped.model
+    wrapped.wrap()
+    wrapped.model.load_sync_state_dict(state)
+    kept_as_before(wrapped)
+
+
+def kept_as_before(wrapped):
+    """What ranks keep back, where they still do."""
+    before = wrapped.owed
+    rule.recall(wrapped)
+    for index in before.keys() & wrapped.owed.keys():
+        same = torch.equal(before[index], wrapped.owed[index])
+        assert same, f"what is kept back of parameter {index} changed"
+
+
+def load_weights(wrapped):
+    for module in (wrapped.tree, wrapped.twins.twin):
+        state = {name: 0.75 * value for name, value in module.state_dict().items()}
+        module.load_state_dict(state)
+
+
+def change_wire(wrapped):
+    wrapped.wire = draw_wire(wrapped.rng, wrapped.seat.world)
+    wrapped.model.set_wire(wrapped.wire)
+    kept_as_before(wrapped)
+
+
+def turn(wrapped):
+    """Another order of use, on all ranks or on each its own."""
+    alike = wrapped.drawn.alike or wrapped.rng.random() < 0.7
+    draws = wrapped.rng if alike else wrapped.mine
+    order = list(wrapped.order)
+    draws.shuffle(order)
+    wrapped.order = order
+
+
+def freeze(wrapped):
+    """Half of the parameters on all ranks before the same forward, the others on one rank.
+
+    What one rank has frozen alone stays in the plan, so that this rank may thaw it alone.
+    """
+    flips = []
+    chosen = wrapped.rng.randrange(wrapped.seat.world)
+    for index in range(len(wrapped.twins.params)):
+        if wrapped.rng.random() > 0.3:
+            continue
+        alone = index % 2 == 1 and not wrapped.drawn.alike
+        if alone and (wrapped.tree.shape == "opaque" or wrapped.seat.rank != chosen):
+            continue
+        flips.append(index)
+    wrapped.frozen_alone = wrapped.regrouped = True
+    wrapped.twins.freeze(flips)
+
+
+def thaw(wrapped):
+    frozen = [i for i, (ours, _) in enumerate(wrapped.twins.params) if not ours.requires_grad]
+    wrapped.twins.freeze(frozen)
+    wrapped.frozen_alone, wrapped.regrouped = False, True
+
+
+def theme(*themes):
+    return lambda wrapped: wrapped.drawn.theme in themes
+
+
+def outputs_are_seen(wrapped):
+    """Else it is not known whose backward is whose, where one of several is left out."""
+    return wrapped.tree.shape != "opaque"
+
+
+def free_use(wrapped):
+    return not wrapped.drawn.fixed
+
+
+def may_change_wire(wrapped):
+    settled = not wrapped.regrouped or open_faults.WIRE_AFTER_THAW
+    wire = wrapped.drawn.theme == "wire" and not wrapped.frozen_alone
+    return wire and settled and may_change(wrapped)
+
+
+def may_change(wrapped):
+    return not wrapped.failed or open_faults.CHANGES_AFTER_FAILURE
+
+
+BEFORE = {
+    "skipped forward": Stage(skip_forward, lambda w: free_use(w) and outputs_are_seen(w)),
+    "exception in forward": Stage(fail_in_forward),
+    "exception early in backward": Stage(fail_early, lambda w: free_use(w) and outputs_are_seen(w)),
+    "exception late in backward": Stage(
+        fail_late, lambda w: free_use(w) and not w.frozen_alone and outputs_are_seen(w)
+    ),
+    "work on the module": Stage(
+        work_on_the_module,
+        lambda w: not w.pending and w.drawn.theme != "skip",
+        weight=3,
+    ),
+    "evaluation": Stage(evaluate),
+    "resume": Stage(resume, may_change),
+    "restart": Stage(restart, lambda w: not w.siblings),
+    "wrapped again": Stage(rewrap, lambda w: not w.siblings and may_change(w)),
+    "load weights": Stage(load_weights),
+    "wire": Stage(change_wire, may_change_wire, weight=2),
+    "thaw": Stage(thaw, free_use, weight=2),
+    "order": Stage(turn, free_use, weight=2),
+    "freeze": Stage(freeze, free_use, weight=4),
+}
+
+
+# Steps.
+
+
+def step(wrapped):
+    forward = wrapped.forward()
+    look(wrapped, forward)
+    wrapped.backward(forward.losses())
+    rule.check(wrapped)
+
+
+def look(wrapped, forward):
+    """Gradients of the outputs, at which somebody looks; they are accumulated nowhere."""
+    if wrapped.mine.random() < 0.2:
+        loss, _ = forward.losses()
+        torch.autograd.grad(loss, forward.inputs[0], retain_graph=True)
+
+
+def accumulate(wrapped):
+    """Micro-steps that do not synchronise, each rank as many as it likes."""
+    draws = wrapped.rng if wrapped.joined else wrapped.own
+    for _ in range(draws.choice((0, 0, 0, 1, 2))):
+        wrapped.failed = False
+        with wrapped.model.no_sync():
+            forward = wrapped.forward()
+            if inside := wrapped.own.random() < 0.7:
+                wrapped.backward(forward.losses())
+        if not inside:
+            wrapped.backward(forward.losses())
+
+
+def two_forwards(wrapped):
+    forwards = [wrapped.forward() for _ in range(2)]
+    for forward in forwards:
+        wrapped.backward(forward.losses())
+        rule.check(wrapped)
+        if wrapped.owed and not open_faults.STALE_WITH_FEEDBACK:
+            wrapped.twins.zero("none")
+
+
+def sum_of_forwards(wrapped):
+    first = wrapped.forward()
+    wrapped.blurred = wrapped.drawn.mixed is not None  # added up in the low precision
+    wrapped.backward(first.losses(), wrapped.forward().losses())
+    rule.check(wrapped)
+
+
+def one_graph_twice(wrapped):
+    """The second time only accumulates."""
+    forward = wrapped.forward()
+    wrapped.backward(forward.losses(), retain=True)
+    rule.check(wrapped)
+    wrapped.backward(forward.losses(), bare=True)
+
+
+def accumulate_in_between(wrapped):
+    """A forward that asks for a step, one that does not and its backward, then the step."""
+    forward = wrapped.forward()
+    with wrapped.model.no_sync():
+        wrapped.backward(wrapped.forward().losses())
+    wrapped.backward(forward.losses())
+    rule.check(wrapped)
+
+
+def penalised(wrapped):
+    """A gradient penalty on the module itself, in the loss of the wrapper's outputs."""
+    forward = wrapped.forward()
+    wrapped.backward(forward.losses(), penalty(wrapped))
+    rule.check(wrapped)
+
+
+def penalty(wrapped):
+    forward = wrapped.forward(bare=True)
+    found = []
+    for loss, x in zip(forward.losses(), forward.inputs, strict=True):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        found.append(grad.square().sum() + 0 * x.sum())
+    return tuple(found)
+
+
+def uneven(wrapped):
+    """Under join(): a rank that ran out of inputs takes part in the others' steps."""
+    counts = [wrapped.rng.randint(0, 3) for _ in range(wrapped.seat.world)]
+    by_initial = wrapped.drawn.hook is not None or wrapped.rng.random() < 0.5
+    wrapped.joined = True
+    mine = []
+    with wrapped.model.join(divide_by_initial_world_size=by_initial):
+        for _ in range(counts[wrapped.seat.rank]):
+            wrapped.zero("none")
+            wrapped.backward(wrapped.forward().losses())
+            mine.append(rule.snapshot(wrapped, {}))
+            rule.adopt(wrapped)
+    nothing = torch.zeros(rule.width(wrapped), dtype=torch.float64)
+    mine += [nothing] * (max(counts) - len(mine))
+    rows = rule.gathered(wrapped, torch.stack(mine)) if mine else []
+    for number in range(max(counts)):
+        present = [rank for rank, count in enumerate(counts) if count > number]
+        divisor = wrapped.seat.world if by_initial else len(present)
+        rule.verify(wrapped, rows[present, number], divisor)
+    for index, (ours, theirs) in enumerate(wrapped.twins.params):
+        unchanged = rule.same(ours.grad, theirs.grad)
+        assert unchanged, f"parameter {index} changed on a rank that had joined"
+
+
+STEPS = {
+    "one": Stage(step, weight=6),
+    "two forwards": Stage(two_forwards, weight=2),
+    "sum of forwards": Stage(sum_of_forwards, outputs_are_seen),
+    "one graph twice": Stage(one_graph_twice, lambda w: w.drawn.theme != "skip"),
+    "accumulating in between": Stage(
+        accumulate_in_between, lambda w: outputs_are_seen(w) and free_use(w)
+    ),
+    "gradient penalty": Stage(
+        penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
+    ),
+    "join": Stage(uneven, theme("plain", "hook")),
+}

@@ -1,0 +1,154 @@
+"""A bag of parameters of all kinds, which a forward uses in any selection and order."""
+
+import copy
+
+import torch
+from torch import nn
+
+__all__ = ["KINDS", "REAL", "WIDTH", "Fault", "Output", "Tree", "loss_of"]
+
+WIDTH = 5
+REAL = (torch.float32, torch.float32, torch.float64, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+REAL_KINDS = ("linear", "transposed", "expanded", "vector", "scalar", "empty", "conv")
+KINDS = (*REAL_KINDS, "complex", "conj", "sparse")
+ROWS = 9
+
+
+class Fault(Exception):
+    """What a case raises inside a forward or a backward."""
+
+
+class Raise(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Fault
+
+
+class Output:
+    """Something that no search for tensors looks into."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def loss_of(output):
+    while not isinstance(output, torch.Tensor):
+        output = output.loss if isinstance(output, Output) else output[0]
+    return output
+
+
+def make_parameter(kind, dtype, rng):
+    sizes = {
+        "linear": (WIDTH, WIDTH),
+        "transposed": (rng.choice((1, 3, 17)), WIDTH),
+        "expanded": (rng.choice((1, 40, 300)),),
+        "vector": (rng.choice((1, 2, 15, 16, 33)),),
+        "scalar": (),
+        "empty": rng.choice(((0,), (0, 3))),
+        "conv": (2, 3, 3, 3),
+        "complex": (rng.choice((1, 7)),),
+        "conj": (rng.choice((1, 7)),),
+        "sparse": (ROWS, 3),
+    }[kind]
+    value = torch.randn(sizes, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    value = value.to(dtype)
+    if kind == "conv" and rng.random() < 0.5:
+        value = value.to(memory_format=torch.channels_last)
+    return nn.Parameter(value)
+
+
+def use(kind, weight, x):
+    """A number that depends on `weight` and `x`, by a path that gives an awkward gradient."""
+    wide = x.to(weight.dtype)
+    if kind == "linear":
+        return (wide @ weight).tanh().sum()
+    if kind == "transposed":
+        return (wide @ weight.t()).square().sum()
+    if kind == "conv":
+        image = wide.mean() * torch.ones(1, 3, 4, 4, dtype=weight.dtype)
+        return nn.functional.conv2d(image, weight).square().sum()
+    if kind == "complex":
+        return (weight * wide.sum()).abs().sum()
+    if kind == "conj":
+        return (weight.conj() * wide.sum()).real.sum() + (weight.conj() * 2j).imag.sum()
+    if kind == "expanded":
+        return weight.sum() * wide.mean()
+    if kind == "sparse":
+        rows = (x.detach().abs() * 1000).long() % ROWS
+        return nn.functional.embedding(rows, weight, sparse=True).sum() * wide.mean()
+    return (weight * wide.mean()).sum()
+
+
+class Tree(nn.Module):
+    """Parameters of all kinds, nested, some of them under several names.
+
+    Attributes:
+        kinds, weights: of what a forward may use, by position.
+        low: the dtype that a copy of a model in mixed precision computes in; None: the stored one.
+    """
+
+    def __init__(self, rng, drawn):
+        super().__init__()
+        self.shape = drawn.shape
+        self.low = None
+        self.kinds = [rng.choice(drawn.kinds) for _ in range(rng.randint(1, 14))]
+        self.branches = nn.ModuleList(nn.Module() for _ in range(3))
+        self.weights = []
+        for index, kind in enumerate(self.kinds):
+            self.weights.append(self._add(rng, index, kind, drawn.reals))
+
+    def _add(self, rng, index, kind, reals):
+        dtype = rng.choice(COMPLEX if kind in ("complex", "conj") else reals)
+        if kind == "sparse":
+            dtype = torch.float32
+        weight = make_parameter(kind, dtype, rng)
+        alike = [w for k, w in zip(self.kinds, self.weights, strict=False) if k == kind]
+        if alike and rng.random() < 0.2:
+            weight = rng.choice(alike)
+        branch = self.branches[rng.randrange(3)]
+        if kind == "sparse":
+            table = nn.Embedding(*weight.shape, sparse=True)
+            table.weight = weight
+            branch.add_module(f"w{index}", table)
+        else:
+            branch.register_parameter(f"w{index}", weight)
+        return weight
+
+    def __deepcopy__(self, memo):
+        twin = copy.copy(self)
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)  # parameters and list share one memo
+        return twin
+
+    def forward(self, x, used, fault=None):
+        """The loss.
+
+        Args:
+            used: positions of the weights, in the order of their use.
+            fault: where to raise: in the "forward", or in the backward, "early", before any
+                gradient, or "late", when all gradients have come.
+        """
+        if fault == "late":
+            x = Raise.apply(x)
+        x = x if self.low is None else x.to(self.low)
+        weights = self._in_compute_dtype(used)
+        loss = x.sum()
+        for index in used:
+            loss = loss + use(self.kinds[index], weights[id(self.weights[index])], x).double()
+        if fault == "forward":
+            raise Fault
+        if fault == "early":
+            loss = Raise.apply(loss)
+        return {"tensor": loss, "nested": ([loss],), "opaque": Output(loss)}[self.shape]
+
+    def _in_compute_dtype(self, used):
+        weights = {id(self.weights[index]): self.weights[index] for index in used}
+        if self.low is None:
+            return weights
+        return {k: w.to(self.low) if w.is_floating_point() else w for k, w in weights.items()}

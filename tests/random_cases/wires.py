@@ -1,0 +1,120 @@
+"""Wire formats to draw, and how far each may be off, as `docs/wire.md` states it."""
+
+import dataclasses
+
+import torch
+
+from fastsync import Codec, PowerSGD, TopK, Wire
+from fastsync.plan.buckets import ParamSpec
+from fastsync.wire.formats import FORMATS
+
+__all__ = ["EXACT_WIRES", "draw_wire", "tolerance"]
+
+# Coded, but without loss: the rule holds bit for bit.
+EXACT_WIRES = (
+    Wire("fp32", form="two_shot"),
+    Wire("fp32", form="two_shot", piece_bytes=100),
+    Wire("fp32", form="gather", piece_bytes=400),
+)
+# Error of one code, as a share of the number, and of the largest number in its block.
+BOUNDS = {
+    "fp32": (2**-23, 0.0),
+    "bf16": (2**-8, 0.0),
+    "fp16": (2**-11, 2**-39),
+    "fp8_e4m3": (2**-4, 2**-17),
+    "fp8_e5m2": (2**-3, 2**-31),
+    "int8": (0.0, 1 / 252),
+    "int4": (0.0, 1 / 13.8),
+}
+FP32 = 2**-23
+
+
+class Halves(Codec):
+    """A user's codec: float16 by torch. Off by 2^-11 of a number, or by 2^-25."""
+
+    name = "halves"
+
+    def coded_bytes(self, numel):
+        return 2 * numel
+
+    def encode(self, values, wire):
+        wire.view(torch.float16).copy_(values)
+
+    def decode(self, wire, values):
+        values.copy_(wire.view(torch.float16))
+
+
+class GatheredHalves(Halves):
+    form = "gather"
+    error_feedback = False
+
+
+def draw_wire(rng, world, dense=True):
+    """A policy of any kind; the same on every rank."""
+    kind = rng.choice(("block", "block", "block", "topk", "powersgd", "codec", "native"))
+    feedback = rng.choice((None, True, False))
+    if kind == "native":
+        return Wire("bf16", form="native")
+    if kind == "topk":
+        format, form = TopK(rng.choice((0.01, 0.2, 0.7))), "auto"
+    elif kind == "powersgd":
+        ranks, warm = rng.choice((1, 2)), rng.random() < 0.7
+        format, form = PowerSGD(ranks, warm_start=warm, min_compression=1.0), "auto"
+    elif kind == "codec":
+        format, form = rng.choice((Halves, GatheredHalves))(), "auto"
+    else:
+        format = rng.choice(tuple(FORMATS))
+        forms = ("auto", "two_shot", "gather", *(["hierarchical"] * 3 if world == 4 else []))
+        form = rng.choice(forms)
+    wire = Wire(format, form, feedback, seed=rng.randrange(3))
+    return dataclasses.replace(wire, **_refinements(rng, kind))
+
+
+def _refinements(rng, kind):
+    chosen = {}
+    if kind == "block" and rng.random() < 0.2:
+        chosen["stochastic"] = True
+    if kind == "block" and rng.random() < 0.3:
+        chosen["piece_bytes"] = rng.choice((1, 100, 700))
+    if rng.random() < 0.2:
+        chosen["warmup_steps"] = rng.randint(1, 3)
+    if rng.random() < 0.15:
+        chosen["min_bytes"] = rng.choice((64, 400))
+    if rng.random() < 0.15:
+        chosen["overrides"] = {"*1*": rng.choice(("fp32", "bf16", "int8"))}
+    return chosen
+
+
+def tolerance(coded, wire, param, values):
+    """How far the average of one parameter may be off, by element.
+
+    Args:
+        coded: the `CodedPlan` of its bucket.
+        values: of each rank, what it coded: fp64, flat, in units of the average, residual included.
+    """
+    codec = coded.codec
+    size = sum(value.abs() for value in values)
+    rounding = 16 * FP32 * size + 1e-37
+    if codec.name == "topk":
+        return size + rounding
+    if codec.name == "powersgd":
+        spec = ParamSpec.of(0, param, codec=codec)
+        rank = codec.rank_for(spec.rows, spec.numel // max(1, spec.rows))
+        total = sum(values).norm() if rank else 0.0
+        return 1.001 * total + 1e-5 * size.norm() + rounding
+    if codec.name == "halves":
+        loss = lambda value: 2**-11 * value + 2**-25  # noqa: E731
+    else:
+        share, of_largest = BOUNDS[codec.name]
+        twice = 2 if wire.stochastic else 1
+        loss = lambda value: twice * (share * value + of_largest * _largest(value))  # noqa: E731
+    error = sum(loss(value.abs()) for value in values)
+    if coded.node_ranks > 1:
+        error = loss(size)
+    if coded.form == "two_shot":
+        error = error + loss(size + error)
+    return error + rounding
+
+
+def _largest(values):
+    return values.max() if values.numel() else 0.0

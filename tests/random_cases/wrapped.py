@@ -1,0 +1,243 @@
+"""A model and its unwrapped copy, trained side by side on one rank."""
+
+import copy
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from fastsync import FastDDP
+from tests.random_cases import drawing, open_faults
+from tests.random_cases.tree import WIDTH, Fault, loss_of
+
+__all__ = ["Forward", "Seat", "Twins", "Wrapped", "same"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank among those of a team.
+
+    Attributes:
+        judges: the process group over which results are compared, which no model uses.
+        second: one more group of all ranks, for a second model.
+    """
+
+    rank: int
+    world: int
+    judges: object
+    second: object
+
+
+def same(one, other):
+    """Bit for bit equal; any NaN equals any NaN."""
+    if one is None or other is None:
+        return one is other
+    one, other = (t.to_dense() if t.is_sparse else t for t in (one, other))
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+class Twins:
+    """A tree, its copy, and the gradients that a user saved of it."""
+
+    def __init__(self, tree, rng, mine):
+        self.tree, self.twin = tree, copy.deepcopy(tree)
+        self.params = list(zip(tree.parameters(), self.twin.parameters(), strict=True))
+        self.zeroing = rng.choice(("none", "none", "zero", "nothing", "some"))
+        self.mine = mine
+        self.saved = []
+        self.fired = set()
+        for index, (_, theirs) in enumerate(self.params):
+            theirs.register_post_accumulate_grad_hook(lambda _, i=index: self.fired.add(i))
+
+    def replace_tree(self):
+        """As a restart does: other parameters of the same values, and no gradients."""
+        self.tree = copy.deepcopy(self.tree)
+        theirs = [theirs for _, theirs in self.params]
+        self.params = list(zip(self.tree.parameters(), theirs, strict=True))
+        self.zero("none")
+        self.saved = []
+
+    def take_fired(self):
+        """Positions of the parameters whose copies got gradients since the last call."""
+        fired, self.fired = self.fired, set()
+        return fired
+
+    def freeze(self, flips):
+        """Turns the parameters at the positions `flips` from trained to frozen, or back."""
+        for index in flips:
+            ours, theirs = self.params[index]
+            ours.requires_grad_(not ours.requires_grad)
+            theirs.requires_grad_(ours.requires_grad)
+
+    def zero(self, way=None):
+        """In the way of this case; what the user saved must not notice."""
+        for ours, theirs in self.params:
+            how = way or self.zeroing
+            if how == "some":
+                how = self.mine.choice(("none", "zero", "nothing"))
+            if how == "none":
+                ours.grad = theirs.grad = None
+            elif how == "zero" and ours.grad is not None:
+                ours.grad.detach_().zero_()
+                theirs.grad.zero_()
+            if how != "none":  # autograd itself writes into the same memory
+                self.forget(ours)
+
+    def forget(self, param):
+        self.saved = [entry for entry in self.saved if entry[0] is not param]
+
+    def keep(self):
+        """Saves gradients as users do, each with a copy of its values."""
+        for ours, _ in self.params:
+            if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
+                continue
+            way = self.mine.choice(("itself", "slice", "detached", "storage"))
+            grad = ours.grad
+            held = {"slice": grad[:1] if grad.dim() else grad, "detached": grad.detach()}.get(way)
+            if way == "storage":
+                held = torch.empty(0, dtype=grad.dtype).set_(
+                    grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
+                )
+            held = grad if held is None else held
+            self.saved.append((ours, held, held.detach().clone(), way))
+
+    def check_saved(self):
+        for _, held, values, way in self.saved:
+            assert same(held, values), f"a saved gradient ({way}) was overwritten"
+
+
+@dataclass
+class Forward:
+    """Inputs and outputs of the model and of its copy."""
+
+    inputs: tuple
+    output: object
+    twin: object
+
+    def losses(self):
+        return loss_of(self.output), loss_of(self.twin)
+
+
+@dataclass
+class Wrapped:
+    """One wrapper over `twins`.
+
+    Attributes:
+        rng: the same on every rank; mine: this rank's own.
+        used: positions of parameters that got gradients through the wrapper since the last step.
+        touched: of those that got some without it, or after the end of a step.
+        pending: a forward's backward never came; failed: it raised, and no forward followed.
+        siblings: other wrappers over the same parameters.
+        joined: there has been a join(), after which each forward tells the other ranks.
+        frozen_alone: one rank may have frozen parameters that others train.
+        regrouped: parameters were frozen or thawed since the last step.
+        blurred: rounding of this step may differ from that of the copy.
+        owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
+    """
+
+    seat: Seat
+    drawn: drawing.Drawn
+    twins: Twins
+    rng: random.Random
+    mine: random.Random
+    group: object = None
+    used: set = field(default_factory=set)
+    touched: set = field(default_factory=set)
+    pending: bool = False
+    failed: bool = False
+    siblings: list = field(default_factory=list)
+    joined: bool = False
+    frozen_alone: bool = False
+    regrouped: bool = False
+    blurred: bool = False
+    owed: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
+        self.order = list(range(len(self.twins.tree.kinds)))
+        self.wire = self.drawn.wire
+        self.fixed_use = [i for i in self.order if self.rng.random() < 0.7]
+        self.wrap()
+
+    def wrap(self):
+        options = {**self.drawn.options, "process_group": self.group}
+        if "wire" in options:
+            options["wire"] = self.wire
+        self.model = FastDDP(self.twins.tree, **options)
+        drawing.register(self.model, self.drawn)
+
+    @property
+    def tree(self):
+        return self.twins.tree
+
+    @property
+    def own(self):
+        """What decides on this rank's doings: its own numbers, where ranks may differ."""
+        return self.rng if self.drawn.alike else self.mine
+
+    def choose(self):
+        """Weights for a forward, in the order of their use."""
+        if self.drawn.complete:
+            return list(self.order)
+        if self.drawn.fixed:
+            used = [i for i in self.order if i in self.fixed_use]
+        else:
+            used = [i for i in self.order if self.own.random() < 0.6]
+        # Nobody can see a backward that bypasses the outputs and the parameters.
+        weights = self.tree.weights
+        if self.tree.shape == "opaque" and not any(weights[i].requires_grad for i in used):
+            used = [i for i in self.order if weights[i].requires_grad]
+        return used
+
+    def input(self):
+        return torch.randn(WIDTH, dtype=torch.float64, generator=self.inputs)
+
+    def zero(self, way=None):
+        """Gradients: in the given way, or in that of the case."""
+        if self.owed and not open_faults.STALE_WITH_FEEDBACK:
+            way = "none"
+        if (self.used or self.touched) and not open_faults.ZEROED_AFTER_USE:
+            way = "zero"
+        self.twins.zero(way)
+
+    def forward(self, bare=False, used=None):
+        used = self.choose() if used is None else used
+        x = self.input().requires_grad_()
+        inputs = (x, x.detach().clone().requires_grad_())
+        ours = (self.tree if bare else self.model)(inputs[0], used)
+        self.failed = self.failed and bare
+        mixed = self.drawn.mixed
+        self.twins.twin.low = None if bare or mixed is None else mixed.param_dtype
+        return Forward(inputs, ours, self.twins.twin(inputs[1], used))
+
+    def fail(self, where, used=None):
+        """A forward or backward that raises; the copy sits it out."""
+        try:
+            x = self.input().requires_grad_()
+            used = self.choose() if used is None else used
+            loss_of(self.model(x, used, fault=where)).backward()
+        except Fault:
+            return
+        raise AssertionError(f"an exception in the {where} part was lost")
+
+    def backward(self, *losses, retain=False, bare=False):
+        """One backward of the sum of `losses`, which are pairs: of the model and of the copy."""
+        for loss in map(sum, zip(*losses, strict=True)):
+            loss.backward(retain_graph=retain)
+        fired = self.twins.take_fired()
+        if bare:
+            self.touched |= fired
+        else:
+            self.used |= fired
+        for other in self.siblings:
+            other.touched |= fired
+
+    @property
+    def trainable(self):
+        """Whether a backward of this model can do anything at all."""
+        return any(p.requires_grad for p in self.tree.parameters())
+
+    def plan_of(self, index):
+        """The bucket that parameter `index` travelled in; None: it is in no bucket."""
+        buckets = self.model._engine.plan.buckets
+        return next((bucket for bucket in buckets if index in bucket.params), None)
