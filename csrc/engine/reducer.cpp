@@ -424,6 +424,7 @@ void Reducer::abandon() {
 
 void Reducer::shadow_step() {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
+  if (buckets_.empty()) return;  // nothing is trained, so the others make no step either
   std::vector<Shadow> shadows;
   const std::vector<bool>& used = log_.used();
   for (size_t i = 0; i < buckets_.size(); ++i) {
