@@ -12,3 +12,7 @@ CHANGES_AFTER_FAILURE = False
 UNUSED_SPARSE = False
 # A communication hook on a sparse gradient.
 SPARSE_UNDER_HOOKS = False
+# In the hierarchical form error feedback keeps what it owes to a parameter that no rank used.
+UNUSED_IN_NODES = False
+# One backward through two wrappers whose losses bypass their outputs.
+JOINT_OPAQUE = False

@@ -109,8 +109,6 @@ def tolerance(coded, wire, param, values):
         twice = 2 if wire.stochastic else 1
         loss = lambda value: twice * (share * value + of_largest * _largest(value))  # noqa: E731
     error = sum(loss(value.abs()) for value in values)
-    if coded.node_ranks > 1:
-        error = loss(size)
     if coded.form == "two_shot":
         error = error + loss(size + error)
     return error + rounding
