@@ -9,13 +9,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-torch-$(TORCH)
 COMPILER := $(or $(filter-out default,$(if $(filter-out default,$(origin CXX)),$(CXX))),c++)
-IN_CHECKOUT := PYTHONPATH=. $(BIN)/python
+WITH_NINJA := PATH="$(abspath $(BIN)):$$PATH"
+IN_CHECKOUT := $(WITH_NINJA) PYTHONPATH=. $(BIN)/python
 PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test torch-suite bench bench-all bench-links bench-overlap bench-unused \
-  docs gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
+.PHONY: help setup extension install demo test test-all torch-suite bench bench-all bench-links bench-overlap \
+  bench-unused docs gpu bench-kernels bench-collectives bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -23,15 +24,19 @@ help: ## list the targets
 	@echo
 	@echo "PYTHON=$(PYTHON) (3.10 or newer)  TORCH=$(TORCH)  VENV=$(VENV)"
 
-setup: $(STAMP) ## create .venv with pinned dependencies (TORCH=, PYTHON=, PIP_ARGS=)
+setup: $(STAMP) extension ## create .venv with pinned dependencies and compile (TORCH=, PYTHON=, PIP_ARGS=)
+	@echo "$(VENV) and the extension are ready: try make demo"
 
 $(STAMP): requirements-dev.txt | check-python check-compiler
+	@echo "installing torch $(TORCH) and the tools into $(VENV): a large download, about a minute on a fast network"
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) "torch==$(TORCH)" -r $(VENV)/requirements.txt
 	@rm -f $(VENV)/.setup-torch-*
 	@touch $@
-	@echo "$(VENV) is ready"
+
+extension: $(STAMP)
+	@$(IN_CHECKOUT) -c 'from fastsync.build import extension; extension.load()'
 
 check-python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -46,37 +51,42 @@ check-compiler:
 	  echo "error: no C++ compiler '$(firstword $(COMPILER))'; install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX"; exit 1; }
 
 install: $(STAMP) ## build the package and install it into .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
+	$(WITH_NINJA) $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
 
-demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick)
+demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick, ARGS=--long)
 	@$(IN_CHECKOUT) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run the tests
+test: extension ## run the tests of every feature, about four minutes on two cores
+	@echo "running the tests of every feature: about four minutes on two cores; make test-all runs all cases"
 	$(IN_CHECKOUT) -m pytest $(ARGS)
+
+test-all: extension ## run all cases too: a quarter of an hour (ARGS='-m slow': what make test leaves out)
+	@echo "running all tests: about a quarter of an hour on two cores"
+	$(IN_CHECKOUT) -m pytest -m '' $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)
 
 bench: $(STAMP) ## step times of all variants, into out/step.json
-	$(IN_CHECKOUT) -m bench.step --json out/step.json $(ARGS)
+	$(IN_CHECKOUT) -m bench step --json out/step.json $(ARGS)
 
 bench-all: $(STAMP) ## all benchmarks, into bench/results and the documents (ARGS='--only step')
-	$(IN_CHECKOUT) -m bench.all $(ARGS)
+	$(IN_CHECKOUT) -m bench all $(ARGS)
 
 bench-links: $(STAMP) ## steps over shaped links, into out/links.json (needs root)
-	$(IN_CHECKOUT) -m bench.links --ranks 2,4 --json out/links.json $(ARGS)
+	$(IN_CHECKOUT) -m bench links --ranks 2,4 --json out/links.json $(ARGS)
 
 bench-overlap: $(STAMP) ## exposed communication against the least, into out/overlap.json (needs root)
-	$(IN_CHECKOUT) -m bench.overlap --json out/overlap.json $(ARGS)
+	$(IN_CHECKOUT) -m bench overlap --json out/overlap.json $(ARGS)
 
 bench-kernels bench-collectives bench-buckets bench-scale: bench-%: $(STAMP)
-	$(IN_CHECKOUT) -m bench.$* --json out/$*.json $(ARGS)
+	$(IN_CHECKOUT) -m bench $* --json out/$*.json $(ARGS)
 
 gpu: $(STAMP) ## everything that needs a GPU, see docs/gpu.md (ARGS=--list)
-	$(IN_CHECKOUT) -m bench.gpu_all $(ARGS)
+	$(IN_CHECKOUT) -m bench gpu_all $(ARGS)
 
 bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused.json
-	$(IN_CHECKOUT) -m bench.unused --json out/unused.json $(ARGS)
+	$(IN_CHECKOUT) -m bench unused --json out/unused.json $(ARGS)
 
 docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
 	$(IN_CHECKOUT) -m docs.build $(ARGS)

@@ -47,7 +47,7 @@ def extension_arguments():
             target = Path(self.get_ext_fullpath("fastsync._C")).parent
             (target / "_prebuilt.json").write_text(json.dumps(build.binary_identity()))
 
-    sources = [str(Path("csrc") / source) for source in build.CPP_SOURCES]
+    sources = [str(Path("csrc") / source) for source in build.translation_units()]
     extension = CppExtension("fastsync._C", sources, include_dirs=[str(HERE / "csrc")])
     return {
         "ext_modules": [extension],
@@ -73,7 +73,7 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={
-        "fastsync": ["py.typed"],
+        "fastsync": ["py.typed", "_C.pyi"],
         "fastsync.timeline": ["page/*"],
         **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
     },

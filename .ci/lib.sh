@@ -47,13 +47,13 @@ summary() {
   printf '%6d s  in all\n' $((SECONDS - STARTED))
 }
 
-# The last lines of the output: what pytest said, the whole suite's last.
+# The last lines of the output: what pytest said, that of `make test` last.
 repeat_test_results() {
-  local version log
-  for version in "$OLDEST_TORCH" "$NEWEST_TORCH"; do
-    log=$WORK/tests-$version.log
+  local run log
+  for run in "tests-$OLDEST_TORCH" "other-tests-$NEWEST_TORCH" "tests-$NEWEST_TORCH"; do
+    log=$WORK/$run.log
     if [[ -e $log ]]; then
-      printf 'pytest, torch %s:\n' "$version"
+      printf 'pytest, %s:\n' "${run/tests-/tests, torch }"
       grep -E '^[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -1 || echo "no result"
     fi
   done

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fastsync
-from bench.launch import Group, launch
+from examples.common.ranks import Group, launch
 from fastsync.build import extension
 
 STEPS = 10

@@ -1,12 +1,12 @@
 # What each step does. Sourced by .ci/run.
 
 tests() {
-  timeout 2400 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
+  timeout 1200 make test 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 
 # What `make test` leaves out.
-slow_tests() {
-  timeout 900 make test ARGS="-m slow"
+other_tests() {
+  timeout 2400 make test-all ARGS='-m slow' 2>&1 | tee "$WORK/other-tests-$NEWEST_TORCH.log"
 }
 
 torch_suite() {
@@ -142,6 +142,6 @@ browser_page() {
   if ! command -v chromium chromium-headless-shell chromium-browser google-chrome >/dev/null; then
     timeout 300 .venv/bin/python -m playwright install chromium-headless-shell >"$log" 2>&1 || cat "$log"
   fi
-  timeout 300 .venv/bin/python -m pytest tests/test_timeline_page.py 2>&1 | tee "$log"
+  timeout 300 .venv/bin/python -m pytest tests/test_timeline_page.py tests/test_docs_page.py 2>&1 | tee "$log"
   if grep -q 'no Chromium can be started' "$log"; then skip "no Chromium here"; fi
 }

@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -60,7 +61,9 @@ void bind_ops(py::module_& m) {
         py::arg("flat"), py::arg("scale"));
   m.def("unpack", &unpack, release, py::arg("tensors"), py::arg("offsets"), py::arg("flat"),
         py::arg("scale"), py::arg("accumulate"));
-  m.def("supports", [](const std::string& device) { return ops::supports(at::Device(device)); });
+  m.def(
+      "supports", [](const std::string& device) { return ops::supports(at::Device(device)); },
+      py::arg("device"));
 #ifdef FASTSYNC_WITH_CUDA
   m.attr("with_cuda") = true;
 #else
@@ -69,15 +72,12 @@ void bind_ops(py::module_& m) {
 }
 
 engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
-                             int64_t flags_offset, at::ScalarType wire, bool views, bool sparse,
+                             int64_t flags_offset, at::ScalarType dtype, bool views, bool sparse,
                              std::optional<engine::CodedSpec> coded,
-                             std::optional<engine::PowerSpec> low_rank) {
+                             std::optional<engine::LowRankSpec> low_rank) {
   engine::BucketSpec spec;
   for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
-  spec.numel = numel;
-  spec.flags_offset = flags_offset;
-  spec.wire = wire;
-  spec.views = views;
+  spec.flat = {numel, flags_offset, dtype, views};
   spec.sparse = sparse;
   spec.coded = std::move(coded);
   spec.low_rank = std::move(low_rank);
@@ -97,10 +97,11 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
                                            std::move(precision));
 }
 
-void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook) {
-  auto wrapped = hook.is_none() ? nullptr : comm::make_python_hook(std::move(state), hook);
+void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook,
+              const std::string& flags_group) {
+  auto wrapped = comm::make_python_hook(std::move(state), hook);
   const py::gil_scoped_release release;
-  reducer.set_hook(std::move(wrapped));
+  reducer.set_hook(std::move(wrapped), flags_group);
 }
 
 void at_end(engine::Reducer& reducer, std::function<void()> action) {
@@ -124,23 +125,21 @@ Tensors tensors_of(const Optionals& optionals) {
   return result;
 }
 
-py::dict carried_dict(const engine::Reducer& reducer) {
-  const engine::Carried carried = [&] {
+std::map<std::string, Optionals> states_of(const engine::Reducer& reducer) {
+  const engine::States states = [&] {
     const py::gil_scoped_release release;
-    return reducer.carried();
+    return reducer.states();
   }();
-  py::dict result;
-  result["residuals"] = optionals(carried.residuals);
-  result["factors"] = optionals(carried.factors);
+  std::map<std::string, Optionals> result;
+  for (const auto& [name, tensors] : states) result[name] = optionals(tensors);
   return result;
 }
 
-void load_carried(engine::Reducer& reducer, const Optionals& residuals, const Optionals& factors) {
+void load_states(engine::Reducer& reducer, const std::map<std::string, Optionals>& given) {
   const py::gil_scoped_release release;
-  engine::Carried carried(0);
-  carried.residuals = tensors_of(residuals);
-  carried.factors = tensors_of(factors);
-  reducer.load_carried(carried);
+  engine::States states;
+  for (const auto& [name, tensors] : given) states[name] = tensors_of(tensors);
+  reducer.load_states(states);
 }
 
 py::dict stats_dict(const engine::Reducer& reducer) {
@@ -245,10 +244,13 @@ void bind_codecs(py::module_& m) {
 
 void bind_wire(py::module_& m) {
   using engine::CodedSpec;
-  m.def("format_traits", [](const std::string& name) {
-    const kernels::FormatTraits traits = kernels::traits_of(format_named(name));
-    return py::make_tuple(traits.block, traits.bits, traits.scale_bytes);
-  });
+  m.def(
+      "format_traits",
+      [](const std::string& name) {
+        const kernels::FormatTraits traits = kernels::traits_of(format_named(name));
+        return py::make_tuple(traits.block, traits.bits, traits.scale_bytes);
+      },
+      py::arg("name"));
   m.def(
       "wire_average",
       [](const Tensors& tensors, const std::string& format, bool gather) {
@@ -270,15 +272,19 @@ void bind_wire(py::module_& m) {
       .def_property(
           "format", [](const CodedSpec& spec) { return kernels::name_of(spec.format); },
           [](CodedSpec& spec, const std::string& name) { spec.format = format_named(name); })
-      .def("use_codec",
-           [](CodedSpec& spec, py::object codec) {
-             spec.codec = engine::make_python_codec(std::move(codec));
-           })
-      .def("use_plugin",
-           [](CodedSpec& spec, uintptr_t table) {
-             // NOLINTNEXTLINE: the address that the library's entry returned
-             spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
-           })
+      .def(
+          "use_codec",
+          [](CodedSpec& spec, py::object codec) {
+            spec.codec = engine::make_python_codec(std::move(codec));
+          },
+          py::arg("codec"))
+      .def(
+          "use_plugin",
+          [](CodedSpec& spec, uintptr_t table) {
+            // NOLINTNEXTLINE: the address that the library's entry returned
+            spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
+          },
+          py::arg("table"))
       .def_readwrite("kept", &CodedSpec::kept)
       .def_readwrite("gather", &CodedSpec::gather)
       .def_readwrite("chunk_numel", &CodedSpec::chunk_numel)
@@ -297,12 +303,12 @@ void bind_wire(py::module_& m) {
 }
 
 void bind_low_rank(py::module_& m) {
-  using engine::PowerSpec;
-  py::class_<PowerSpec>(m, "PowerSpec")
+  using engine::LowRankSpec;
+  py::class_<LowRankSpec>(m, "LowRankSpec")
       .def(py::init<>())
       .def(
           "add_matrix",
-          [](PowerSpec& spec, int64_t offset, std::pair<int64_t, int64_t> sizes, int64_t rank,
+          [](LowRankSpec& spec, int64_t offset, std::pair<int64_t, int64_t> sizes, int64_t rank,
              std::pair<int64_t, int64_t> places) {
             spec.matrices.push_back(
                 {offset, sizes.first, sizes.second, rank, places.first, places.second});
@@ -310,18 +316,18 @@ void bind_low_rank(py::module_& m) {
           py::arg("offset"), py::arg("sizes"), py::arg("rank"), py::arg("places"))
       .def(
           "add_run",
-          [](PowerSpec& spec, int64_t offset, int64_t numel, int64_t place) {
+          [](LowRankSpec& spec, int64_t offset, int64_t numel, int64_t place) {
             spec.runs.push_back({offset, numel, place});
           },
           py::arg("offset"), py::arg("numel"), py::arg("place"))
-      .def_readwrite("numel", &PowerSpec::numel)
-      .def_readwrite("first_numel", &PowerSpec::first_numel)
-      .def_readwrite("second_numel", &PowerSpec::second_numel)
-      .def_readwrite("flags_offset", &PowerSpec::flags_offset)
-      .def_readwrite("flags", &PowerSpec::flags)
-      .def_readwrite("error_feedback", &PowerSpec::error_feedback)
-      .def_readwrite("warm_start", &PowerSpec::warm_start)
-      .def_readwrite("seed", &PowerSpec::seed);
+      .def_readwrite("numel", &LowRankSpec::numel)
+      .def_readwrite("first_numel", &LowRankSpec::first_numel)
+      .def_readwrite("second_numel", &LowRankSpec::second_numel)
+      .def_readwrite("flags_offset", &LowRankSpec::flags_offset)
+      .def_readwrite("flags", &LowRankSpec::flags)
+      .def_readwrite("error_feedback", &LowRankSpec::error_feedback)
+      .def_readwrite("warm_start", &LowRankSpec::warm_start)
+      .def_readwrite("seed", &LowRankSpec::seed);
 }
 
 // `by_torch`: what runs on devices for which there is no kernel.
@@ -356,7 +362,7 @@ void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::BucketSpec>(m, "BucketSpec")
       .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
-           py::arg("wire"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
+           py::arg("dtype"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
            py::arg("low_rank") = py::none());
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
@@ -379,14 +385,14 @@ void bind_engine(py::module_& m) {
            py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)
       .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"))
-      .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"))
+      .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"), py::arg("flags_group"))
       .def("at_end", &at_end, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
-      .def("carried", &carried_dict)
-      .def("load_carried", &load_carried, py::arg("residuals"), py::arg("factors"))
-      .def("drop_parked", &Reducer::drop_parked, release, py::arg("residuals"), py::arg("factors"))
+      .def("states", &states_of)
+      .def("load_states", &load_states, py::arg("states"))
+      .def("drop_parked", &Reducer::drop_parked, release, py::arg("name"), py::arg("params"))
       .def("resume", &Reducer::resume, release, py::arg("steps"))
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)

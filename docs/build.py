@@ -1,111 +1,81 @@
 """Builds the documentation as HTML and checks every link in it: python -m docs.build
 
 README.md becomes index.html, and every Markdown file of docs/ and examples/ a page of its own, in
-the folders that they have in the repository; what they link to is copied. Links are checked in what
-was built: a relative link has to lead to a file of the site, and its anchor to an element there.
-Links to other sites are not followed. Exits with 1 where a link is broken or a table was not made.
+the folders that they have in the repository; what they link to is copied. Pages follow the order of
+reading below. Each has an outline, and all share one index for the search, which runs in the
+browser and needs no server. Links are checked in what was built: a relative link has to lead to a
+file of the site, and its anchor to an element there. Links to other sites are not followed. Exits
+with 1 where a link is broken, a table was not made, or a page has no place in the order of reading.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import posixpath
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree.ElementTree import Element
+from string import Template
+from typing import Any, Final
 
 import markdown
 from markdown.extensions import Extension
+from markdown.extensions.codehilite import CodeHiliteExtension
 from markdown.extensions.toc import TocExtension
-from markdown.treeprocessors import Treeprocessor
 
-ROOT = Path(__file__).resolve().parents[1]
-MARK = ".built-by-docs-build"  # a folder without it is not removed
-ELSEWHERE = re.compile(r"[a-z][a-z+.-]*:|//")
+from docs.markup import ELSEWHERE, Redirect, Tables, Treeprocessors, address, slug
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+SITE: Final = Path(__file__).resolve().parent / "site"  # template, style and script
+ASSETS: Final = ("style.css", "site.js")
+INDEX: Final = "search-index.js"
+MARK: Final = ".built-by-docs-build"  # a folder without it is not removed
 # A pipe table that a converter took for text, and a heading or fence that it did not see.
-LEFT_OVER = re.compile(r"^\s*(\|.*\|\s*$|#{1,6} \S|```)", re.MULTILINE)
+LEFT_OVER: Final = re.compile(r"^\s*(\|.*\|\s*$|#{1,6} \S|```)", re.MULTILINE)
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.55 Helvetica, Arial, sans-serif; color: #24292f; margin: 0; }
-.frame { display: flex; max-width: 1280px; margin: 0 auto; }
-nav { flex: 0 0 200px; padding: 2em 1em; }
-nav a { display: block; padding: .25em .5em; color: #24292f; text-decoration: none; }
-nav a[aria-current] { background: #eaeef2; border-radius: 4px; font-weight: bold; }
-main { flex: 1; min-width: 0; padding: 1.2em 2em 4em; }
-h1, h2, h3 { line-height: 1.25; } h2 { border-bottom: 1px solid #d0d7de; padding-bottom: .25em;
-     margin-top: 2em; }
-a { color: #0550ae; }
-code { font: .88em/1.45 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-     background: #f0f2f4; padding: .1em .3em; border-radius: 3px; }
-pre { background: #f6f8fa; padding: 1em; overflow-x: auto; border-radius: 6px; }
-pre code { background: none; padding: 0; }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .92em; }
-td, th { border: 1px solid #d0d7de; padding: .35em .7em; text-align: left; vertical-align: top; }
-th { background: #f6f8fa; }
-img { max-width: 100%; }
-@media (max-width: 800px) { .frame { display: block; } nav { padding: 1em; }
-     nav a { display: inline-block; } main { padding: 0 1em 3em; } }
-"""
+# The order of reading. Files that are not there yet are passed over.
+READING: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("Start", ("README.md", "docs/drop-in.md", "docs/run.md", "examples/README.md")),
+    ("Use", ("docs/tuning.md", "docs/wire.md", "docs/custom-codec.md", "docs/timeline.md")),
+    ("Look up", ("docs/api.md", "docs/environment.md", "docs/troubleshooting.md")),
+    ("Measured", ("docs/benchmarks.md", "docs/gpu.md")),
+    ("Inside", ("docs/how-it-works.md", "docs/decisions.md")),
+)
+OTHERS: Final = "More"
+
+
+def reading(root: Path = ROOT) -> list[tuple[str, list[Path]]]:
+    """The Markdown files of the site by part, in the order of reading; the others come last."""
+    listed = [(part, [root / name for name in names]) for part, names in READING]
+    parts = [(part, [path for path in paths if path.exists()]) for part, paths in listed]
+    return [*parts, (OTHERS, unlisted(root))]
+
+
+def unlisted(root: Path = ROOT) -> list[Path]:
+    """Documents without a place in the order of reading."""
+    listed = {root / name for _, names in READING for name in names}
+    folders = (root / "docs", root / "examples")
+    return [p for folder in folders for p in sorted(folder.glob("*.md")) if p not in listed]
 
 
 def documents(root: Path = ROOT) -> list[Path]:
-    """The Markdown files of the site, the start page first."""
-    folders = (root / "docs", root / "examples")
-    return [root / "README.md", *(p for f in folders for p in sorted(f.glob("*.md")))]
+    """The Markdown files of the site, in the order of reading."""
+    return [path for _, paths in reading(root) for path in paths]
 
 
-def address(document: Path, root: Path) -> str:
-    """Where a document's page lies in the site."""
-    relative = document.relative_to(root).as_posix()
-    return "index.html" if relative == "README.md" else relative.removesuffix(".md") + ".html"
+@dataclass(frozen=True)
+class Heading:
+    """A heading of the second or third level, as the outline shows it: `name` is HTML."""
 
-
-def slug(heading: str, separator: str = "-") -> str:
-    """The name by which GitHub lets one link to a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
-
-
-class Redirect(Treeprocessor):
-    """Points links between documents at their pages, and notes the other files they lead to."""
-
-    def __init__(self, document: Path, root: Path) -> None:
-        super().__init__()
-        self.document, self.root = document, root
-        self.files: list[Path] = []
-
-    def run(self, tree: Element) -> None:
-        for element in tree.iter():
-            for attribute in ("href", "src"):
-                link = element.get(attribute)
-                if link and not ELSEWHERE.match(link) and not link.startswith("#"):
-                    element.set(attribute, self._redirected(link))
-
-    def _redirected(self, link: str) -> str:
-        target, mark, anchor = link.partition("#")
-        file = (self.document.parent / target).resolve()
-        if file.suffix == ".md" and file.is_relative_to(self.root):
-            here = posixpath.dirname(address(self.document, self.root)) or "."
-            return posixpath.relpath(address(file, self.root), here) + mark + anchor
-        if file.is_file() and file.is_relative_to(self.root):
-            self.files.append(file)
-        return link
-
-
-class _Redirection(Extension):
-    def __init__(self, redirect: Redirect) -> None:
-        super().__init__()
-        self.redirect = redirect
-
-    def extendMarkdown(self, md: markdown.Markdown) -> None:
-        # After `inline`, which makes the links.
-        md.treeprocessors.register(self.redirect, "redirect", 1)
+    level: int
+    name: str
+    anchor: str
 
 
 @dataclass(frozen=True)
@@ -114,50 +84,160 @@ class Page:
 
     Attributes:
         address: where it lies in the site.
+        part: of the order of reading.
         body: without navigation.
+        outline: its headings.
         files: what it links to besides documents.
     """
 
     address: str
+    part: str
     title: str
     body: str
+    outline: tuple[Heading, ...]
     files: tuple[Path, ...]
 
+    def link_to(self, target: str) -> str:
+        """A file of the site, relative to this page."""
+        return posixpath.relpath(target, posixpath.dirname(self.address) or ".")
 
-def convert(document: Path, root: Path) -> Page:
+
+def convert(document: Path, root: Path, part: str = "") -> Page:
     text = document.read_text(encoding="utf-8")
     # A comment would take the table below it along as raw HTML.
     text = re.sub(r"^(<!-- /?bench:[\w-]+ -->)$", r"\n\1\n", text, flags=re.MULTILINE)
     redirect = Redirect(document, root)
-    contents = TocExtension(slugify=slug)
     extensions: list[str | Extension] = [
-        "tables",
-        "fenced_code",
-        "sane_lists",
-        contents,
-        _Redirection(redirect),
+        *("tables", "fenced_code", "sane_lists"),
+        CodeHiliteExtension(guess_lang=False, css_class="highlight"),
+        TocExtension(slugify=slug, permalink="#", permalink_class="anchor"),
+        Treeprocessors((redirect, Tables())),
     ]
-    body = markdown.Markdown(extensions=extensions, output_format="html").convert(text)
+    converter = markdown.Markdown(extensions=extensions, output_format="html")
+    body = converter.convert(text)
     heading = re.search(r"^# +(.+)$", text, re.MULTILINE)
     title = heading[1] if heading else document.stem
-    return Page(address(document, root), title, body, tuple(redirect.files))
+    tokens: Sequence[dict[str, Any]] = getattr(converter, "toc_tokens", ())
+    files = tuple(redirect.files)
+    return Page(address(document, root), part, title, body, tuple(_outline(tokens)), files)
 
 
-def render(page: Page, pages: list[Page]) -> str:
+def _outline(tokens: Sequence[dict[str, Any]]) -> Iterator[Heading]:
+    for token in tokens:
+        if token["level"] in (2, 3):
+            yield Heading(token["level"], token["name"], token["id"])
+        yield from _outline(token["children"])
+
+
+def render(page: Page, pages: Sequence[Page]) -> str:
     """The whole HTML of a page, with links to all others."""
-    here = posixpath.dirname(page.address) or "."
-    links = []
-    for other in pages:
-        current = ' aria-current="page"' if other is page else ""
-        target = posixpath.relpath(other.address, here)
-        links.append(f'<a href="{target}"{current}>{escape(other.title)}</a>')
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(page.title)}</title><style>{STYLE}</style></head>\n"
-        f'<body><div class="frame"><nav>{"".join(links)}</nav>\n'
-        f"<main>{page.body}</main></div></body></html>\n"
+    template = Template((SITE / "page.html").read_text(encoding="utf-8"))
+    home = pages[0].title
+    return template.substitute(
+        title=escape(page.title if page.title == home else f"{page.title} · {home}"),
+        home=page.link_to("index.html"),
+        root=page.link_to("."),
+        style=page.link_to("assets/style.css"),
+        script=page.link_to("assets/site.js"),
+        navigation=_navigation(page, pages),
+        outline=_outline_links(page.outline),
+        body=page.body,
+        neighbours=_neighbours(page, pages),
     )
+
+
+def _navigation(page: Page, pages: Sequence[Page]) -> str:
+    lines, part = [], ""
+    for other in pages:
+        if other.part != part:
+            part = other.part
+            lines.append(f"<p>{escape(part)}</p>")
+        current = ' aria-current="page"' if other is page else ""
+        target = page.link_to(other.address)
+        lines.append(f'<a href="{target}"{current}>{escape(other.title)}</a>')
+    return "\n".join(lines)
+
+
+def _outline_links(outline: Sequence[Heading]) -> str:
+    if len(outline) < 2:
+        return ""
+    links = "\n".join(f'<a class="level{h.level}" href="#{h.anchor}">{h.name}</a>' for h in outline)
+    return (
+        '<details class="outline fold" open><summary>On this page</summary>'
+        f'<nav aria-label="On this page">\n{links}\n</nav></details>'
+    )
+
+
+def _neighbours(page: Page, pages: Sequence[Page]) -> str:
+    place = pages.index(page)
+    links = []
+    if place > 0:
+        links.append(("previous", "Previous", pages[place - 1]))
+    if place + 1 < len(pages):
+        links.append(("next", "Next", pages[place + 1]))
+    return "".join(
+        f'<a class="{name}" rel="{"prev" if name == "previous" else "next"}" '
+        f'href="{page.link_to(other.address)}"><small>{label}</small>{escape(other.title)}</a>'
+        for name, label, other in links
+    )
+
+
+class Sections(HTMLParser):
+    """What the search finds in a page: the text below each heading.
+
+    Attributes:
+        found: anchor, heading and text of each.
+    """
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, str]] = []
+        self._anchor, self._heading, self._text = "", title, [""]
+        self._in_heading = self._in_anchor = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if re.fullmatch(r"h[1-6]", tag) and values.get("id"):
+            self._close()
+            self._anchor, self._heading = values["id"] or "", ""
+            self._in_heading = True
+        elif tag == "a" and values.get("class") == "anchor":
+            self._in_anchor = True
+        elif tag not in ("code", "em", "strong", "a", "span"):
+            self._text.append(" ")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_anchor = self._in_anchor and tag != "a"
+        self._in_heading = self._in_heading and not re.fullmatch(r"h[1-6]", tag)
+
+    def handle_data(self, data: str) -> None:
+        if self._in_anchor:
+            return
+        if self._in_heading:
+            self._heading += data
+        else:
+            self._text.append(data)
+
+    def close(self) -> None:
+        super().close()
+        self._close()
+
+    def _close(self) -> None:
+        text = " ".join("".join(self._text).split())
+        if text or self._anchor:
+            self.found.append((self._anchor, self._heading.strip(), text))
+        self._text = [""]
+
+
+def search_index(pages: Sequence[Page]) -> str:
+    """The sections of all pages as a script, which a page can load from a disk too."""
+    entries = []
+    for page in pages:
+        sections = Sections(page.title)
+        sections.feed(page.body)
+        sections.close()
+        entries += [[page.address, page.title, *section] for section in sections.found]
+    return f"searchIndex({json.dumps(entries, ensure_ascii=False, separators=(',', ':'))});\n"
 
 
 class Found(HTMLParser):
@@ -171,7 +251,7 @@ class Found(HTMLParser):
         self.literal = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.literal += tag in ("pre", "code", "style")
+        self.literal += tag in ("pre", "code", "style", "script")
         for name, value in attrs:
             if name == "id" and value:
                 self.names.add(value)
@@ -179,7 +259,7 @@ class Found(HTMLParser):
                 self.links.append(value)
 
     def handle_endtag(self, tag: str) -> None:
-        self.literal -= tag in ("pre", "code", "style")
+        self.literal -= tag in ("pre", "code", "style", "script")
 
     def handle_data(self, data: str) -> None:
         if not self.literal:
@@ -226,7 +306,7 @@ def clear(site: Path) -> None:
 
 def build(site: Path, root: Path = ROOT) -> list[Page]:
     """Writes the site into a folder of its own."""
-    pages = [convert(document, root) for document in documents(root)]
+    pages = [convert(document, root, part) for part, paths in reading(root) for document in paths]
     clear(site)
     for page in pages:
         path = site / page.address
@@ -236,6 +316,11 @@ def build(site: Path, root: Path = ROOT) -> list[Page]:
             copy = site / file.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
+    assets = site / "assets"
+    assets.mkdir()
+    for name in ASSETS:
+        shutil.copyfile(SITE / name, assets / name)
+    (assets / INDEX).write_text(search_index(pages), encoding="utf-8")
     return pages
 
 
@@ -253,6 +338,8 @@ def main() -> int:
     except FileExistsError as error:
         parser.error(str(error))
     wrong = list(problems(site))
+    for path in unlisted():
+        wrong.append(f"{path.name} has no place in the order of reading: add it to READING")
     for problem in wrong:
         print(f"error: {problem}", file=sys.stderr)
     print(f"{len(pages)} pages in {site}, {len(wrong)} problems")

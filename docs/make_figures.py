@@ -113,8 +113,8 @@ def gradient_way() -> str:
         26,
         "view",
         "param.grad is a view of the flat buffer:",
-        "nothing is copied back. With another wire",
-        "dtype, one unpack kernel writes it instead",
+        "nothing is copied back. Sent in another dtype,",
+        "one unpack kernel writes it instead",
     )
     above, tops = scattered(left, 112)
     below, slots = flat_buffer(left, 236)
@@ -126,7 +126,7 @@ def gradient_way() -> str:
         168,
         "pack",
         "one kernel for the bucket: gather,",
-        "multiply by 1/N, cast to the wire dtype",
+        "multiply by 1/N, cast to the dtype sent",
     )
     parts.append(arrow((left + 282, 253), (right - 6, 253)))
     parts += step(

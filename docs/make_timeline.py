@@ -19,8 +19,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.launch import Group, launch  # noqa: E402
 from bench.models import WORKLOADS  # noqa: E402
+from examples.common.ranks import Group, launch  # noqa: E402
 from fastsync import FastDDP, TimelinePolicy, timeline  # noqa: E402
 
 RUN, PAGE = ROOT / "out" / "timeline.json", ROOT / "out" / "timeline.html"

@@ -27,21 +27,18 @@ class Trained:
     scaler: torch.amp.GradScaler
     device: torch.device
 
+    def parts(self) -> dict[str, Any]:
+        return {"module": self.module, "optimizer": self.optimizer, "scaler": self.scaler}
+
 
 def save(path: Path, trained: Trained, steps: int, settings: dict[str, Any]) -> None:
     """Collective. Rank 0 writes; a crash while it does leaves the former file as it was."""
     random = _random_states(trained.device)
     if dist.get_rank() != 0:
         return
-    content = {
-        "steps": steps,
-        "settings": settings,
-        "world": dist.get_world_size(),
-        "random": random,
-        "module": trained.module.state_dict(),
-        "optimizer": trained.optimizer.state_dict(),
-        "scaler": trained.scaler.state_dict(),
-    }
+    states = {name: part.state_dict() for name, part in trained.parts().items()}
+    settings = settings | {"ranks": dist.get_world_size()}
+    content = {"steps": steps, "settings": settings, "random": random, **states}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
@@ -61,23 +58,16 @@ def resume(path: Path, trained: Trained, settings: dict[str, Any]) -> int:
     if not raw:
         return 0
     content = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    _check(content, settings)
-    trained.module.load_state_dict(content["module"])
-    trained.optimizer.load_state_dict(content["optimizer"])
-    trained.scaler.load_state_dict(content["scaler"])
+    for name, value in {"ranks": dist.get_world_size(), **settings}.items():
+        if content["settings"].get(name) != value:
+            raise ValueError(
+                f"the checkpoint was made with {name} = {content['settings'].get(name)}, but this "
+                f"run has {value}; continue with the same settings, or without --resume"
+            )
+    for name, part in trained.parts().items():
+        part.load_state_dict(content[name])
     _set_random_state(content["random"][dist.get_rank()], trained.device)
     return int(content["steps"])
-
-
-def _check(content: dict[str, Any], settings: dict[str, Any]) -> None:
-    found = {"ranks": content["world"], **content["settings"]}
-    wanted = {"ranks": dist.get_world_size(), **settings}
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            raise ValueError(
-                f"the checkpoint was made with {name} = {found.get(name)}, but this run has "
-                f"{value}; continue with the same settings, or without --resume"
-            )
 
 
 def _broadcast_file(path: Path, device: torch.device) -> bytes:

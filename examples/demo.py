@@ -4,8 +4,8 @@
   2. trains the same steps with torch DDP and FastDDP and compares every bit of the weights;
   3. measures step time, exposed synchronisation, gradient memory and dispatched operators.
 
-The ranks use NCCL where every one has a GPU, else Gloo on the CPU. Needs about three minutes on two
-cores. Exits with 1 if the weights differ.
+The ranks use NCCL where every one has a GPU, else Gloo on the CPU. Needs about a minute on two
+cores, with --long two. Exits with 1 if the weights differ.
 """
 
 from __future__ import annotations
@@ -21,24 +21,18 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import cli  # noqa: E402
-from bench.check import train as train_steps  # noqa: E402
-from bench.errors import CheckFailed, UsageError  # noqa: E402
-from bench.harness import Progress, Settings, Timing, measure  # noqa: E402
-from bench.launch import Group, launch  # noqa: E402
-from bench.machine import describe  # noqa: E402
-from bench.memory import gradient_memory  # noqa: E402
-from bench.models import Workload  # noqa: E402
-from bench.ops import dispatched_ops  # noqa: E402
-from bench.record import write_json  # noqa: E402
-from bench.stats import Spread  # noqa: E402
-from bench.step import document, model_record  # noqa: E402
-from bench.tables import milliseconds, ratio, render  # noqa: E402
-from bench.wrappers import BASELINE, FLOOR, VARIANTS, Selection, Variant, select  # noqa: E402
 from examples import data, gpt, plot, train  # noqa: E402
+from examples.common.check import train as train_steps  # noqa: E402
+from examples.common.costs import dispatched_ops, gradient_memory  # noqa: E402
+from examples.common.machine import describe, write_json  # noqa: E402
+from examples.common.ranks import CheckFailed, Group, UsageError, guarded, launch  # noqa: E402
+from examples.common.rounds import Settings, Timing, document, measure, model_record  # noqa: E402
+from examples.common.text import Progress, Spread, milliseconds, ratio, render  # noqa: E402
+from examples.common.training import Workload  # noqa: E402
+from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Selection, Variant, select  # noqa: E402  # noqa: E402
 
-OURS = "fastsync"
 PARITY_STEPS = 20
+MEASURED_SECONDS = 8.0  # that the rounds of part 3 may take, unless --long
 PROMPT = b"def "
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.6
@@ -54,9 +48,21 @@ class Plan:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Plan:
-        steps = args.steps or (60 if args.quick else 800)
-        rounds, timed = (3, 2) if args.quick else (12, 3)
-        return cls(steps, Settings(rounds=rounds, steps=timed, optimizer="adamw"))
+        if args.quick:
+            steps, settings = 60, Settings(rounds=3, steps=2, optimizer="adamw")
+        elif args.long:
+            steps, settings = 800, Settings(rounds=12, steps=3, optimizer="adamw")
+        else:
+            settings = Settings(rounds=12, steps=3, seconds=MEASURED_SECONDS, optimizer="adamw")
+            steps = 240
+        return cls(args.steps or steps, settings)
+
+
+def duration(args: argparse.Namespace) -> str:
+    """How long the three parts take on two quiet cores, in words."""
+    if args.quick:
+        return "half a minute on two cores"
+    return "about two minutes on two cores" if args.long else "about a minute on two cores"
 
 
 def gpt_workload(corpus: data.Corpus) -> Workload:
@@ -218,6 +224,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     say(group, "fastsync demo: data-parallel training with FastDDP, next to torch's DDP")
     say(group, f"  {describe(result['environment'])}")
+    say(group, f"  {duration(args)}: 1. training, 2. the same bits as DDP, 3. what it costs")
     size = (len(corpus.train) + len(corpus.validation)) / 1e6
     say(group, f"  data: {corpus.files} files of Python's standard library, {size:.1f} MB")
     workload = gpt_workload(corpus)
@@ -237,15 +244,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, help="training steps of part 1 (default: 800; with --quick 60)")
-    add("--quick", action="store_true", help="a short look: less training, fewer rounds")
+    add(
+        "--steps",
+        type=int,
+        help="training steps of part 1 (default: 240; 60 with --quick, 800 with --long)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="less training, fewer rounds")
+    length.add_argument("--long", action="store_true", help="more training, more rounds")
     add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
     add("--threads", type=int, default=1, help="torch CPU threads per rank (default: 1)")
     add("--out", type=Path, default=ROOT / "out", help="folder for results (default: out)")
     args = parser.parse_args()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without ± in their encoding
-    return cli.guarded(lambda: launch(lambda group: run(args, group), args.ranks, args.threads))
+    return guarded(lambda: launch(lambda group: run(args, group), args.ranks, args.threads))
 
 
 if __name__ == "__main__":

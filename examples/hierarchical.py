@@ -27,10 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from bench import cli
-from bench.errors import UsageError
-from bench.launch import Group, launch
-from bench.tables import render
+from examples.common.ranks import Group, UsageError, argument, run_example, whole
+from examples.common.text import render
 from examples.ring_allreduce import Ring, all_gather, reduce_scatter, ring_all_reduce, split
 
 STEPS = 5
@@ -102,13 +100,9 @@ def hierarchical_hook(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that leave one node in one all-reduce.
-
-    Attributes:
-        flat, hierarchical: counted at this rank's node, by either form.
-        flat_formula, hierarchical_formula: 2(N-1)/N * M and 2(K-1)/K * M.
-        error: largest difference from dist.all_reduce relative to the largest sum of magnitudes.
-    """
+    """Bytes that leave one node in one all-reduce: counted at this rank's node by either form, and
+    2(N-1)/N * M and 2(K-1)/K * M. `error` is the largest difference from dist.all_reduce, relative
+    to the largest sum of magnitudes."""
 
     flat: int
     hierarchical: int
@@ -159,7 +153,11 @@ def train(group: Group, node_size: int | None) -> Tensor:
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
-    size = _node_size(args.nodes, group.world)
+    if args.nodes and group.world % args.nodes:
+        raise UsageError(f"{group.world} ranks do not make {args.nodes} nodes of equal size")
+    real = int(os.environ["LOCAL_WORLD_SIZE"])  # of a node, by torchrun
+    size = real if real < group.world else max(1, group.world // 2)
+    size = group.world // args.nodes if args.nodes else size
     found = compare(group, size, args.numel)
     by_node, flat = train(group, size), train(group, None)
     apart = float((by_node - flat).abs().max())
@@ -169,44 +167,25 @@ def run(args: argparse.Namespace, group: Group) -> int:
         nodes = group.world // size
         print(f"\n  {nodes} nodes of {size} ranks, {4 * args.numel:,} bytes to sum")
         print("  bytes that leave node 0:\n")
-        rows = [
-            ("flat ring", found.flat, float(found.flat_formula)),
-            ("by nodes", found.hierarchical, float(found.hierarchical_formula)),
-        ]
-        text = [(name, f"{counted:,}", f"{formula:,.1f}") for name, counted, formula in rows]
-        print(render(("form", "counted", "formula"), text))
+        flat_row = (f"{found.flat:,}", f"{float(found.flat_formula):,.1f}")
+        row = (f"{found.hierarchical:,}", f"{float(found.hierarchical_formula):,.1f}")
+        rows = (("flat ring", *flat_row), ("by nodes", *row))
+        print(render(("form", "counted", "formula"), rows))
         print(f"\n  against dist.all_reduce: error {found.error:.1e} of the largest sum")
         print(f"  FastDDP with the hook, {STEPS} steps: weights differ by {apart:.1e}")
         print(f"  {'equal up to the order of sums' if good else 'DIFFERENT'}")
     return 0 if good else 1
 
 
-def _node_size(nodes: int | None, world: int) -> int:
-    """By --nodes, else torchrun's LOCAL_WORLD_SIZE, else half of the ranks."""
-    if nodes is None:
-        size = int(os.environ["LOCAL_WORLD_SIZE"])
-        return size if size < world else max(1, world // 2)
-    if nodes < 1 or world % nodes:
-        raise UsageError(f"{world} ranks do not make {nodes} nodes of equal size")
-    return world // nodes
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.hierarchical",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes to start; torchrun's wins (default: 4)")
-    add("--nodes", type=int, help="pretended nodes (default: the real ones; 2 if there is one)")
-    add("--numel", type=int, default=1_000_000, help="fp32 elements (default: 1000000)")
-    return parser.parse_args()
-
-
 def main() -> int:
-    args = _parse()
-    return cli.guarded(lambda: launch(lambda group: run(args, group), args.ranks))
+    return run_example(
+        "hierarchical",
+        __doc__,
+        run,
+        argument("--nodes", "pretended nodes; unset: the real ones, 2 if there is one", type=whole),
+        argument("--numel", "fp32 elements", 1_000_000, type=whole),
+        ranks=4,
+    )
 
 
 if __name__ == "__main__":

@@ -26,15 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import fastsync
-from bench import cli
-from bench.errors import UsageError
-from bench.harness import Progress
-from bench.launch import Group, launch
-from bench.stats import Spread
-from bench.tables import milliseconds, render
+from examples.common.costs import events_of
+from examples.common.ranks import Group, argument, run_example, whole
+from examples.common.rounds import in_turn, less, slowest
+from examples.common.text import Progress, Spread, milliseconds, render
 
 FLOOR, REFERENCE = "none", "ddp"
 WIDTH, LAYERS, BATCH = 256, 24, 32
@@ -46,13 +43,8 @@ BUSY = 0.2  # of the median, between the quartiles of a step without any synchro
 
 @dataclass(frozen=True)
 class Replica:
-    """A rank's model under one strategy.
-
-    Attributes:
-        module: the bare model, whose weights are trained.
-        model: what is called in training.
-        finish: to be called after each backward; gradients are averages from then on.
-    """
+    """A rank's model under one strategy: the bare module, whose weights are trained, what is called
+    in training, and what to call after each backward, from when on gradients are averages."""
 
     module: nn.Module
     model: nn.Module
@@ -149,47 +141,29 @@ class Overlap:
         self.sent = 0
 
 
-def _nothing() -> None:
-    pass
+def by_hand(averager: Callable[[nn.Module], Callable[[], None]]) -> Callable[[nn.Module], Replica]:
+    def make(module: nn.Module) -> Replica:
+        broadcast_weights(module)
+        return Replica(module, module, averager(module))
+
+    return make
 
 
-def alone(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    return Replica(module, module, _nothing)
+def wrapped(wrapper: type[DistributedDataParallel]) -> Callable[[nn.Module], Replica]:
+    return lambda module: Replica(module, wrapper(module, bucket_cap_mb=BUCKET_MB), lambda: None)
 
 
-def per_parameter(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    return Replica(module, module, partial(average_each, list(module.parameters())))
-
-
-def bucketed(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    buckets = make_buckets(module.parameters(), BUCKET_MB)
-    return Replica(module, module, partial(average_buckets, buckets))
-
-
-def overlapped(module: nn.Module) -> Replica:
-    broadcast_weights(module)
-    overlap = Overlap(make_buckets(module.parameters(), BUCKET_MB))
-    return Replica(module, module, overlap.finish)
-
-
-def torch_ddp(module: nn.Module) -> Replica:
-    return Replica(module, DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB), _nothing)
-
-
-def fast_ddp(module: nn.Module) -> Replica:
-    return Replica(module, fastsync.FastDDP(module, bucket_cap_mb=BUCKET_MB), _nothing)
+def _buckets_of(module: nn.Module) -> list[Bucket]:
+    return make_buckets(module.parameters(), BUCKET_MB)
 
 
 STRATEGIES: dict[str, Callable[[nn.Module], Replica]] = {
-    FLOOR: alone,
-    "per parameter": per_parameter,
-    "bucketed": bucketed,
-    "overlapped": overlapped,
-    REFERENCE: torch_ddp,
-    "fastsync": fast_ddp,
+    FLOOR: by_hand(lambda module: lambda: None),
+    "per parameter": by_hand(lambda module: partial(average_each, list(module.parameters()))),
+    "bucketed": by_hand(lambda module: partial(average_buckets, _buckets_of(module))),
+    "overlapped": by_hand(lambda module: Overlap(_buckets_of(module)).finish),
+    REFERENCE: wrapped(DistributedDataParallel),
+    "fastsync": wrapped(fastsync.FastDDP),
 }
 
 
@@ -215,13 +189,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What training with a strategy gave.
-
-    Attributes:
-        alike: all ranks hold the same weights.
-        distance: of the weights from DDP's, relative to the way that training moved them.
-        collectives: all-reduces in one step.
-    """
+    """What training with a strategy gave: whether all ranks hold the same weights, how far those
+    are from DDP's relative to the way that training moved them, and the all-reduces of a step."""
 
     alike: bool
     distance: float
@@ -231,6 +200,13 @@ class Verdict:
         """Two ranks leave no room for the order of a sum."""
         return self.alike and self.distance <= (0.0 if world <= 2 else 1e-4)
 
+    def words(self, world: int) -> str:
+        if not self.alike:
+            return "differ between ranks"
+        if self.distance == 0:
+            return "DDP's bits"
+        return f"{self.distance:.0e} off DDP's" if self.good(world) else "NOT DDP'S"
+
 
 def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
     """Weights before and after training, and the all-reduces of one more step."""
@@ -239,10 +215,7 @@ def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
     for _ in range(CHECK_STEPS):
         lane.step()
     end = lane.weights()
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        lane.step()
-    events = recorded.events() or []
-    return start, end, sum(event.name == "c10d::allreduce_" for event in events)
+    return start, end, events_of(lane.step).count("c10d::allreduce_")
 
 
 def check(group: Group, progress: Progress) -> dict[str, Verdict]:
@@ -253,10 +226,8 @@ def check(group: Group, progress: Progress) -> dict[str, Verdict]:
     for strategy in STRATEGIES:
         progress.show(f"checking {strategy}")
         _, weights, collectives = trained(strategy, group)
-        first = weights.clone()
-        dist.broadcast(first, 0)
-        alike = group.all_agree(torch.equal(weights, first))
-        distance = group.max((weights - expected).norm() / moved).item()
+        alike = group.alike(weights)
+        distance = group.most(float((weights - expected).norm() / moved))
         verdicts[strategy] = Verdict(alike, distance, collectives)
     progress.clear()
     return verdicts
@@ -269,14 +240,13 @@ def measure(group: Group, rounds: int, steps: int, progress: Progress) -> dict[s
     slows all of them alike.
     """
     lanes = {strategy: Lane(strategy, group) for strategy in STRATEGIES}
-    names, times = list(lanes), torch.zeros(len(lanes), rounds, dtype=torch.float64)
-    for index in range(rounds):
+
+    def show(index: int) -> None:
         progress.show(f"round {index + 1} of {rounds}")
-        for place in range(len(names)):
-            which = (index + place) % len(names)
-            times[which, index] = _seconds(lanes[names[which]], group, steps)
+
+    times = in_turn(lanes, lambda name: _seconds(lanes[name], group, steps), rounds, show)
     progress.clear()
-    return dict(zip(names, group.max(times).tolist(), strict=True))
+    return slowest(times, group)
 
 
 def _seconds(lane: Lane, group: Group, steps: int) -> float:
@@ -291,29 +261,16 @@ def _seconds(lane: Lane, group: Group, steps: int) -> float:
 
 
 def report(times: dict[str, list[float]], verdicts: dict[str, Verdict], world: int) -> str:
-    overheads = {
-        name: Spread.of([a - b for a, b in zip(steps, times[FLOOR], strict=True)])
-        for name, steps in times.items()
-    }
+    overheads = {name: Spread.of(less(steps, times[FLOOR])) for name, steps in times.items()}
     longest = max(spread.median for spread in overheads.values())
     rows = []
     for name, steps in times.items():
         verdict, overhead = verdicts[name], overheads[name]
         bar = "#" * max(0, round(BAR * overhead.median / longest)) if longest > 0 else ""
-        cells = (*milliseconds(Spread.of(steps)), *milliseconds(overhead))
-        rows.append(
-            (name, str(verdict.collectives), *cells, _words(verdict, world), bar.ljust(BAR))
-        )
+        cells = (*milliseconds(Spread.of(steps)), *milliseconds(overhead), verdict.words(world))
+        rows.append((name, str(verdict.collectives), *cells, bar.ljust(BAR)))
     headers = ("strategy", "all-reduces", "step ms", "±", "overhead ms", "±", "weights", "overhead")
     return render(headers, rows)
-
-
-def _words(verdict: Verdict, world: int) -> str:
-    if not verdict.alike:
-        return "differ between ranks"
-    if verdict.distance == 0:
-        return "DDP's bits"
-    return f"{verdict.distance:.0e} off DDP's" if verdict.good(world) else "NOT DDP'S"
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
@@ -341,23 +298,13 @@ def run(args: argparse.Namespace, group: Group) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.manual_parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return run_example(
+        "manual_parallel",
+        __doc__,
+        run,
+        argument("--rounds", "how often each is timed", 12, type=whole),
+        argument("--steps", "steps per round", 5, type=whole),
     )
-    add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
-    add("--rounds", type=int, default=12, help="how often each is timed (default: 12)")
-    add("--steps", type=int, default=5, help="steps per round (default: 5)")
-    args = parser.parse_args()
-
-    def start() -> int:
-        if min(args.rounds, args.steps) < 1:
-            raise UsageError("expects at least one round and one step")
-        return launch(lambda group: run(args, group), args.ranks)
-
-    return cli.guarded(start)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import cli
-from bench.errors import UsageError
-from bench.launch import Group, launch
-from bench.tables import render
+from examples.common.ranks import Group, argument, run_example, whole
+from examples.common.text import render
 
 Chunks = Sequence[Tensor]
 Watch = Callable[[str, Chunks], None]
+
+unwatched: Watch = lambda phase, chunks: None  # noqa: E731
 
 
 @dataclass
@@ -75,11 +75,7 @@ class Ring:
         self.steps += 1
 
 
-def _no_watch(phase: str, chunks: Chunks) -> None:
-    pass
-
-
-def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch = _no_watch) -> int:
+def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch = unwatched) -> int:
     """Adds up the ranks' chunks in place, one finished chunk on each rank, in N-1 steps.
 
     Returns:
@@ -95,7 +91,7 @@ def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch = _no_watch) -> int:
     return (rank + 1) % n
 
 
-def all_gather(ring: Ring, chunks: Chunks, watch: Watch = _no_watch) -> None:
+def all_gather(ring: Ring, chunks: Chunks, watch: Watch = unwatched) -> None:
     """Spreads the chunks that `reduce_scatter` has finished, in N-1 steps."""
     n, rank = ring.size, ring.rank
     for step in range(n - 1):
@@ -114,7 +110,7 @@ def split(tensor: Tensor, parts: int) -> Chunks:
     return tensor.view(-1).tensor_split(parts)
 
 
-def ring_all_reduce(tensor: Tensor, ring: Ring, watch: Watch = _no_watch) -> None:
+def ring_all_reduce(tensor: Tensor, ring: Ring, watch: Watch = unwatched) -> None:
     """Replaces `tensor` by its sum over the ranks, the same bits on each of them.
 
     Args:
@@ -131,15 +127,18 @@ def trace(group: Group) -> list[str]:
 
     Rank r contributes the bit 1 << r to every chunk, so that a sum tells who is in it.
     """
-    ring, lines = Ring(), [f"  {'':<18}{'rank: its chunks, by the ranks summed in them'}"]
+    ring, lines = Ring(), [f"  {'':<18}rank: its chunks, by the ranks summed in them"]
     tensor = torch.full((group.world,), 1 << group.rank, device=group.device)
+
+    def members(bits: int) -> str:
+        return "".join(str(r) for r in range(group.world) if bits >> r & 1)
 
     def note(phase: str, chunks: Chunks) -> None:
         everyone = [torch.empty_like(tensor) for _ in range(group.world)]
         dist.all_gather(everyone, tensor)
         for rank, sums in enumerate(everyone):
             title = f"{ring.steps:>2} {phase}" if rank == 0 else ""
-            held = "  ".join(_members(int(s)).ljust(group.world) for s in sums.tolist())
+            held = "  ".join(members(int(s)).ljust(group.world) for s in sums.tolist())
             lines.append(f"  {title:<18}{rank}: {held}")
 
     note("start", ())
@@ -147,17 +146,12 @@ def trace(group: Group) -> list[str]:
     return lines
 
 
-def _members(sum_of_bits: int) -> str:
-    return "".join(str(rank) for rank in range(64) if sum_of_bits >> rank & 1)
-
-
 @dataclass(frozen=True)
 class Check:
     """One all-reduce held against torch's and against the formula.
 
     Attributes:
-        steps: exchanges of this rank.
-        sent: bytes that this rank sent.
+        steps, sent: exchanges of this rank, and the bytes that it sent.
         formula: 2(N-1)/N * M, in bytes.
         sent_by_all: bytes that all ranks sent together: exactly N times the formula.
         error: largest difference from torch's sum, relative to the largest sum of magnitudes.
@@ -179,17 +173,15 @@ def check(group: Group, numel: int, dtype: torch.dtype) -> Check:
     dist.all_reduce(expected)
     dist.all_reduce(magnitudes)
     ring_all_reduce(mine, ring)
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    total = torch.tensor(sum(ring.sent.values()), device=group.device)
+    total = torch.tensor(ring.sent.total(), device=group.device)
     dist.all_reduce(total)
     return Check(
         steps=ring.steps,
-        sent=sum(ring.sent.values()),
+        sent=ring.sent.total(),
         formula=Fraction(2 * (group.world - 1) * mine.nbytes, group.world),
         sent_by_all=int(total),
         error=float((mine.double() - expected.double()).abs().max() / magnitudes.max()),
-        alike=group.all_agree(torch.equal(mine, first)),
+        alike=group.alike(mine),
     )
 
 
@@ -221,30 +213,17 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 1 if failed else 0
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.ring_allreduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes to start; torchrun's wins (default: 4)")
-    sizes = [1, 1_000, 1_000_003, 4_000_000]
-    add("--numel", type=int, nargs="+", default=sizes, help=f"elements (default: {sizes})")
-    kinds = ("float32", "float64", "int64")
-    add("--dtype", choices=kinds, default="float32", help="(default: float32)")
-    return parser.parse_args()
-
-
 def main() -> int:
-    args = _parse()
-
-    def start() -> int:
-        if min(args.numel) < 1:
-            raise UsageError(f"expects at least one element but got --numel {min(args.numel)}")
-        return launch(lambda group: run(args, group), args.ranks)
-
-    return cli.guarded(start)
+    sizes = [1, 1_000, 1_000_003, 4_000_000]
+    kinds = ("float32", "float64", "int64")
+    return run_example(
+        "ring_allreduce",
+        __doc__,
+        run,
+        argument("--numel", "elements", sizes, type=whole, nargs="+"),
+        argument("--dtype", "of the elements", "float32", choices=kinds),
+        ranks=4,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from bench.launch import Group
+from examples.common.ranks import Group
 from examples.manual_parallel import Bucket, Overlap, Replica, broadcast_weights, make_buckets
 
 BUCKET_MB = 0.5
@@ -31,13 +31,8 @@ CALLBACK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Message:
-    """One collective.
-
-    Attributes:
-        names: the parameters whose gradients it carries.
-        size: bytes of gradients.
-        start, end: seconds since backward began, on rank 0's host.
-    """
+    """One collective: the parameters whose gradients it carries, their bytes, and when it was under
+    way, in seconds since backward began, on rank 0's host."""
 
     names: tuple[str, ...]
     size: int
@@ -50,10 +45,9 @@ class Run:
     """One step under one strategy, seen by rank 0.
 
     Attributes:
-        backward: seconds until backward had produced its last gradient.
-        total: seconds until all gradients were averages.
-        error: largest difference from the fp64 average on any rank, relative to the largest
-            average.
+        backward, total: seconds until backward had produced its last gradient, and until all
+            gradients were averages.
+        error: largest difference from the fp64 average on any rank, of the largest average.
     """
 
     strategy: str
@@ -67,16 +61,26 @@ class Run:
         """Seconds of communication that backward did not hide."""
         return self.total - self.backward
 
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table whose headers are HEADERS."""
+        size = sum(message.size for message in self.messages)
+        times = (f"{1e3 * self.total:.2f}", f"{1e3 * self.exposed:.2f}")
+        return (
+            self.strategy,
+            str(len(self.messages)),
+            f"{size / 1e6:.2f}",
+            *times,
+            f"{self.error:.0e}",
+        )
+
+
+HEADERS = ("strategy", "messages", "MB", "step ms", "exposed ms", "error")
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter and CELLS elements of its gradient, evenly spaced.
-
-    Attributes:
-        size: bytes of its gradient.
-        before: elements of every rank's own gradient.
-        after: the same elements of what FastDDP left on every rank.
-    """
+    """A parameter and CELLS elements of its gradient, evenly spaced: every rank's own before
+    averaging, and what FastDDP left on every rank after it; `size` is in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -130,11 +134,7 @@ class Recorder:
         self.messages[key][3] = self.now()
 
     def taken(self) -> tuple[Message, ...]:
-        """The messages in the order in which they were sent.
-
-        Raises:
-            RuntimeError: one of them has not arrived.
-        """
+        """The messages in the order in which they were sent; RuntimeError where one is missing."""
         deadline = time.monotonic() + CALLBACK_SECONDS
         # The backend's thread notes an arrival right after it has let the waiting rank go on.
         while any(message[3] is None for message in self.messages.values()):
@@ -159,31 +159,24 @@ class WatchedBucket(Bucket):
         self.work.get_future().add_done_callback(arrived)
 
 
+Make = Callable[[nn.Module, Recorder], Replica]
+
+
 def _one_by_one(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         bucket.launch()
         bucket.finish()
 
 
-def per_parameter(module: nn.Module, recorder: Recorder) -> Replica:
-    broadcast_weights(module)
-    buckets = [WatchedBucket([p], recorder) for p in reversed(list(module.parameters()))]
-    return Replica(module, module, partial(_one_by_one, buckets))
+def _by_hand(cap_mb: float, overlaps: bool) -> Make:
+    def make(module: nn.Module, recorder: Recorder) -> Replica:
+        broadcast_weights(module)
+        plain = make_buckets(module.parameters(), cap_mb)
+        buckets = [WatchedBucket(bucket.params, recorder) for bucket in plain]
+        finish = Overlap(buckets).finish if overlaps else partial(_one_by_one, buckets)
+        return Replica(module, module, finish)
 
-
-def bucketed(module: nn.Module, recorder: Recorder) -> Replica:
-    broadcast_weights(module)
-    return Replica(module, module, partial(_one_by_one, _watched(module, recorder)))
-
-
-def overlapped(module: nn.Module, recorder: Recorder) -> Replica:
-    broadcast_weights(module)
-    return Replica(module, module, Overlap(_watched(module, recorder)).finish)
-
-
-def _watched(module: nn.Module, recorder: Recorder) -> list[Bucket]:
-    plain = make_buckets(module.parameters(), BUCKET_MB)
-    return [WatchedBucket(bucket.params, recorder) for bucket in plain]
+    return make
 
 
 def watching_hook(
@@ -203,25 +196,21 @@ def watching_hook(
     return future
 
 
-def _hooked(model: DistributedDataParallel, recorder: Recorder) -> Replica:
-    model.register_comm_hook(recorder, watching_hook)
-    return Replica(model.module, model, lambda: None)
+def _hooked(wrapper: type[DistributedDataParallel]) -> Make:
+    def make(module: nn.Module, recorder: Recorder) -> Replica:
+        model = wrapper(module, bucket_cap_mb=BUCKET_MB)
+        model.register_comm_hook(recorder, watching_hook)
+        return Replica(module, model, lambda: None)
+
+    return make
 
 
-def torch_ddp(module: nn.Module, recorder: Recorder) -> Replica:
-    return _hooked(DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB), recorder)
-
-
-def fast_ddp(module: nn.Module, recorder: Recorder) -> Replica:
-    return _hooked(fastsync.FastDDP(module, bucket_cap_mb=BUCKET_MB), recorder)
-
-
-STRATEGIES: dict[str, Callable[[nn.Module, Recorder], Replica]] = {
-    "per parameter": per_parameter,
-    "bucketed": bucketed,
-    "overlapped": overlapped,
-    "ddp": torch_ddp,
-    "fastsync": fast_ddp,
+STRATEGIES: dict[str, Make] = {
+    "per parameter": _by_hand(0.0, overlaps=False),
+    "bucketed": _by_hand(BUCKET_MB, overlaps=False),
+    "overlapped": _by_hand(BUCKET_MB, overlaps=True),
+    "ddp": _hooked(DistributedDataParallel),
+    "fastsync": _hooked(fastsync.FastDDP),
 }
 
 
@@ -239,13 +228,6 @@ def batch(group: Group) -> Tensor:
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def own_gradients(group: Group) -> dict[str, Tensor]:
-    """This rank's gradients, averaged with nobody's."""
-    module = build(group)
-    module(batch(group)).square().mean().backward()
-    return gradients(module)
 
 
 def observe(strategy: str, group: Group, expected: Tensor) -> tuple[Run, dict[str, Tensor]]:
@@ -287,22 +269,17 @@ def _cells(grads: dict[str, Tensor]) -> dict[str, tuple[float, ...]]:
 
 def take_picture(group: Group) -> Picture:
     """Collective. The picture is the same on every rank but for rank 0's times."""
-    own = own_gradients(group)
+    alone = build(group)
+    alone(batch(group)).square().mean().backward()
+    own = gradients(alone)
     expected = _flat(own)
     dist.all_reduce(expected)
     expected /= group.world
     observed = {name: observe(name, group, expected) for name in STRATEGIES}
     strips: list[Any] = [None] * group.world
     dist.all_gather_object(strips, (_cells(own), _cells(observed["fastsync"][1])))
-    parameters = [
-        Parameter(
-            name,
-            tuple(grad.shape),
-            grad.nbytes,
-            tuple(before[name] for before, _ in strips),
-            tuple(after[name] for _, after in strips),
-        )
-        for name, grad in own.items()
-    ]
-    runs = tuple(run for run, _ in observed.values())
-    return Picture(group.transport, tuple(parameters), runs)
+    parameters = []
+    for name, grad in own.items():
+        before, after = (tuple(of[side][name] for of in strips) for side in range(2))
+        parameters.append(Parameter(name, tuple(grad.shape), grad.nbytes, before, after))
+    return Picture(group.transport, tuple(parameters), tuple(run for run, _ in observed.values()))

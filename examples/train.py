@@ -7,11 +7,10 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from bench.harness import Progress
-from bench.launch import Group
+from examples.common.ranks import Group
+from examples.common.text import Progress
 from examples.data import Corpus
 
 BATCH = 12
@@ -37,12 +36,6 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_RATE * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def mean_over_ranks(loss: torch.Tensor, group: Group) -> float:
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / group.world
-
-
 def train(model: nn.Module, corpus: Corpus, length: int, steps: int, group: Group) -> History:
     """Trains for `steps` steps and shows progress on rank 0.
 
@@ -64,7 +57,7 @@ def train(model: nn.Module, corpus: Corpus, length: int, steps: int, group: Grou
         done = step + 1
         if done % PROGRESS_EVERY == 0 or done == steps:
             history.steps.append(done)
-            history.losses.append(mean_over_ranks(loss, group))
+            history.losses.append(group.mean(loss))
             history.seconds = time.monotonic() - started
             history.tokens_per_second = done * BATCH * length * group.world / history.seconds
             _report(history, steps, group, progress)

@@ -97,12 +97,8 @@ class Saving:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ends with, the same on every rank.
-
-    Attributes:
-        digest: SHA-256 of all weights and buffers.
-        rates: the learning rate of every step that this run made.
-    """
+    """What a run ends with, the same on every rank: `digest` is the SHA-256 of all weights and
+    buffers, `rates` the learning rate of every step that this run made."""
 
     loss: float
     accuracy: float
@@ -209,11 +205,8 @@ class Trainer:
     def loader(
         self, data: Dataset[Any], batch: int, order: Sampler[int] | None = None
     ) -> DataLoader[Any]:
-        """A loader with a generator of its own.
-
-        By default every pass over a loader takes a number from torch's global generator, whose
-        state is in the checkpoint: a run that resumes behind a pass would have other numbers.
-        """
+        # With a generator of its own: by default every pass takes a number from torch's global one,
+        # whose state is in the checkpoint, and a run that resumes after a pass would have others.
         pinned, own = self.device.type == "cuda", torch.Generator()
         return DataLoader(data, batch, sampler=order, generator=own, pin_memory=pinned)
 
@@ -242,11 +235,9 @@ class Trainer:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Collective. The share of validation pictures classified rightly, each counted once.
-
-        Calls the bare module: ranks may hold different numbers of pictures here, and a wrapped
-        forward would broadcast buffers.
-        """
+        """Collective. The share of validation pictures classified rightly, each counted once."""
+        # The bare module: ranks may hold different numbers of pictures here, and a wrapped forward
+        # would broadcast buffers.
         module = self.model.module
         for buffer in module.buffers():  # without SyncBatchNorm, ranks have statistics of their own
             dist.broadcast(buffer, 0)
@@ -254,18 +245,13 @@ class Trainer:
         right = torch.zeros((), device=self.device)
         module.eval()
         for pictures, labels in self.loader(Subset(self.validation, mine), 256):
-            found = module(pictures.to(self.device)).argmax(dim=1)
-            right += (found == labels.to(self.device)).sum()
+            right += (module(pictures.to(self.device)).argmax(1) == labels.to(self.device)).sum()
         module.train()
         dist.all_reduce(right)
         return right.item() / len(self.validation)
 
     def digest(self) -> str:
-        """Collective. SHA-256 of weights and buffers.
-
-        Raises:
-            RuntimeError: the ranks hold different ones.
-        """
+        """Collective. SHA-256 of weights and buffers; RuntimeError where ranks hold others."""
         state = self.model.module.state_dict()
         raw = b"".join(t.detach().cpu().contiguous().numpy().tobytes() for t in state.values())
         mine = hashlib.sha256(raw).hexdigest()
@@ -274,12 +260,6 @@ class Trainer:
         if len(set(everyones)) != 1:
             raise RuntimeError(f"ranks hold different weights: {everyones}")
         return mine
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    total = value.clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 def say(text: str) -> None:
@@ -311,7 +291,9 @@ def train(settings: Settings, saving: Saving, device: torch.device) -> Result:
                 say(f"  step {trainer.steps} of {settings.epochs * per_epoch}")
         pictures = (trainer.steps - first) * settings.batch * settings.accumulate
         speed = pictures * dist.get_world_size() / (time.monotonic() - started)
-        loss, accuracy = mean_over_ranks(torch.stack(losses).mean()), trainer.accuracy()
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        loss, accuracy = mean.item() / dist.get_world_size(), trainer.accuracy()
         say(
             f"epoch {trainer.steps // per_epoch} of {settings.epochs}: loss {loss:.4f}, "
             f"validation accuracy {accuracy:.1%}, rate {rates[-1]:.4f}, {speed:,.0f} pictures/s"

@@ -15,10 +15,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import cli
-from bench.launch import Group, launch
-from bench.tables import render
-from examples.synchronisation import Parameter, Picture, Run, take_picture
+from examples.common.ranks import Group, argument, run_example
+from examples.common.text import render
+from examples.synchronisation import HEADERS, Picture, Run, take_picture
 from examples.visualise_page import page
 
 WIDTH = 64
@@ -36,18 +35,15 @@ def strip(values: tuple[float, ...], largest: float) -> str:
     return "".join(LEVELS[round((v / largest + 1) / 2 * top)] for v in picked)
 
 
-def gradient_rows(parameter: Parameter, bucket: int) -> tuple[str, ...]:
-    shown = parameter.before[:RANKS_SHOWN]
-    largest = max(abs(v) for values in (*shown, parameter.after[0]) for v in values) or 1.0
-    strips = [strip(values, largest) for values in (*shown, parameter.after[0])]
-    shape = "x".join(str(n) for n in parameter.shape)
-    return (parameter.name, shape, *strips, MARKS[bucket % len(MARKS)])
-
-
 def gradient_table(picture: Picture) -> str:
-    buckets = picture.bucket_of("fastsync")
-    ranks = [f"rank {rank} before" for rank in range(min(picture.world, RANKS_SHOWN))]
-    rows = [gradient_rows(p, buckets[p.name]) for p in picture.parameters]
+    buckets, rows = picture.bucket_of("fastsync"), []
+    for p in picture.parameters:
+        shown = (*p.before[:RANKS_SHOWN], p.after[0])
+        largest = max(abs(v) for values in shown for v in values) or 1.0
+        strips = (strip(values, largest) for values in shown)
+        shape, mark = "x".join(str(n) for n in p.shape), MARKS[buckets[p.name] % len(MARKS)]
+        rows.append((p.name, shape, *strips, mark))
+    ranks = (f"rank {rank} before" for rank in range(min(picture.world, RANKS_SHOWN)))
     return render(("parameter", "shape", *ranks, "after, on all", "bucket"), rows)
 
 
@@ -64,26 +60,6 @@ def lanes(run: Run, longest: float) -> list[str]:
     return ["=" * (place(run.backward) + 1), "".join(messages).rstrip()]
 
 
-def strategy_view(picture: Picture) -> list[str]:
-    longest = max(run.total for run in picture.runs)
-    lines = []
-    for run in picture.runs:
-        backward, messages = lanes(run, longest)
-        lines += [f"  {run.strategy:<14}|{backward}", f"  {'':<14}|{messages}"]
-    scale = f"{1e3 * longest:.1f} ms".rjust(WIDTH - 1)
-    return [*lines, f"  {'':<14}+{'-' * WIDTH}", f"  {'':<14}0{scale}"]
-
-
-def strategy_table(picture: Picture) -> str:
-    rows = []
-    for run in picture.runs:
-        size = sum(message.size for message in run.messages)
-        exposed, total = f"{1e3 * run.exposed:.2f}", f"{1e3 * run.total:.2f}"
-        cells = (str(len(run.messages)), f"{size / 1e6:.2f}", total, exposed, f"{run.error:.0e}")
-        rows.append((run.strategy, *cells))
-    return render(("strategy", "messages", "MB", "step ms", "exposed ms", "error"), rows)
-
-
 def averages(picture: Picture) -> bool:
     """Whether every strategy left averages, and FastDDP the same ones on every rank."""
     alike = all(set(p.after) == {p.after[0]} for p in picture.parameters)
@@ -94,11 +70,15 @@ def show(picture: Picture) -> None:
     print(f"\n  gradients, {STRIP} elements of each: the middle level is zero\n")
     print(gradient_table(picture))
     print("\n  one backward (=) and its messages, by number\n")
-    print("\n".join(strategy_view(picture)), "\n")
-    print(strategy_table(picture))
-    print(
-        f"\n  {picture.world} ranks over {picture.transport}; a single step, so times are a look,"
-    )
+    longest = max(run.total for run in picture.runs)
+    for run in picture.runs:
+        backward, messages = lanes(run, longest)
+        print(f"  {run.strategy:<14}|{backward}\n  {'':<14}|{messages}")
+    scale = f"{1e3 * longest:.1f} ms".rjust(WIDTH - 1)
+    print(f"  {'':<14}+{'-' * WIDTH}\n  {'':<14}0{scale}\n")
+    print(render(HEADERS, [run.cells() for run in picture.runs]))
+    ranks = f"{picture.world} ranks over {picture.transport}"
+    print(f"\n  {ranks}; a single step, so times are a look,")
     print("  not a measurement; exposed: after the last gradient; error: from the fp64 average")
 
 
@@ -117,18 +97,10 @@ def run(args: argparse.Namespace, group: Group) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.visualise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
-    add("--page", type=Path, help="write an HTML page to this file")
-    args = parser.parse_args()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without bars in their encoding
-    return cli.guarded(lambda: launch(lambda group: run(args, group), args.ranks))
+    page_argument = argument("--page", "write an HTML page to this file", type=Path)
+    return run_example("visualise", __doc__, run, page_argument)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
-from examples.synchronisation import Message, Parameter, Picture, Run
+from examples.common.svg import line, rect, text
+from examples.synchronisation import HEADERS, Message, Picture, Run
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#edc948")
 POSITIVE, NEGATIVE = (196, 60, 40), (38, 96, 180)
 INK, FAINT, RULE, SHADE = "#24292f", "#6e7781", "#d0d7de", "#fde8e4"
-CELL, ROW = 5, 22
+CELL, ROW, BETWEEN = 5, 22, 4.0
 NAME_WIDTH, GAP = 150, 16
 TIME_WIDTH, LANE = 900, 14
 RANKS_SHOWN = 4
@@ -24,26 +25,10 @@ table { border-collapse: collapse; } td, th { padding: .25em .9em; text-align: r
 """
 
 
-def rect(x: float, y: float, w: float, h: float, fill: str, hover: str = "") -> str:
-    title = f"<title>{escape(hover)}</title>" if hover else ""
-    shape = f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}"'
-    return f"{shape}>{title}</rect>" if title else f"{shape}/>"
-
-
-def text(x: float, y: float, words: str, fill: str = INK, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" fill="{fill}" text-anchor="{anchor}">'
-        f"{escape(words)}</text>"
-    )
-
-
 def svg(width: float, height: float, parts: list[str], label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
-        f'role="img" aria-label="{escape(label)}" font-family="Helvetica, Arial, sans-serif">'
-        + "".join(parts)
-        + "</svg>"
-    )
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    font = f'font-family="Helvetica, Arial, sans-serif" fill="{INK}"'
+    return f'<svg {size} role="img" aria-label="{label}" {font}>{"".join(parts)}</svg>'
 
 
 def shade(value: float, largest: float) -> str:
@@ -58,59 +43,47 @@ def strip(x: float, y: float, values: tuple[float, ...], largest: float) -> list
         rect(x + CELL * i, y, CELL, ROW - 8, shade(v, largest), f"{v:.2e}")
         for i, v in enumerate(values)
     ]
-    width = CELL * len(values)
-    frame = (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{ROW - 8}" fill="none" stroke="{RULE}"/>'
-    )
-    return [*cells, frame]
+    size = f'width="{CELL * len(values)}" height="{ROW - 8}"'
+    return [*cells, f'<rect x="{x}" y="{y}" {size} fill="none" stroke="{RULE}"/>']
 
 
 def gradients_figure(picture: Picture) -> str:
-    """A row per parameter; a column per rank before averaging, then one per rank after it.
-
-    Of the ranks, the first RANKS_SHOWN.
-    """
-    buckets = picture.bucket_of("fastsync")
+    """A row per parameter; a column per rank before averaging, then one per rank after it, of the
+    first RANKS_SHOWN ranks."""
+    buckets, ranks = picture.bucket_of("fastsync"), range(min(picture.world, RANKS_SHOWN))
     width = CELL * len(picture.parameters[0].after[0])
-    ranks = range(min(picture.world, RANKS_SHOWN))
-    titles = [f"rank {r}, before" for r in ranks] + [f"rank {r}, after" for r in ranks]
+    titles = [f"rank {r}, {when}" for when in ("before", "after") for r in ranks]
     columns = [NAME_WIDTH + (width + GAP) * i for i in range(len(titles))]
-    parts = [text(x, 14, title, FAINT) for x, title in zip(columns, titles, strict=True)]
-    for index, parameter in enumerate(picture.parameters):
-        y = 24 + ROW * index
+    parts = [text(x, 14, title, fill=FAINT) for x, title in zip(columns, titles, strict=True)]
+    y = 24
+    for parameter in picture.parameters:
         colour = COLOURS[buckets[parameter.name] % len(COLOURS)]
         parts += [rect(0, y, 8, ROW - 8, colour), text(14, y + 11, parameter.name)]
         strips = (*parameter.before[:RANKS_SHOWN], *parameter.after[:RANKS_SHOWN])
         largest = max(abs(v) for values in strips for v in values) or 1.0
         for x, values in zip(columns, strips, strict=True):
             parts += strip(x, y, values, largest)
-    height = 24 + ROW * len(picture.parameters)
-    return svg(columns[-1] + width + 4, height, parts, "gradients before and after")
-
-
-def bucket_bar(run: Run, sizes: dict[str, Parameter], y: float) -> list[str]:
-    """The parameters in the order in which they travel, as wide as their bytes."""
-    total = sum(message.size for message in run.messages)
-    scale = (TIME_WIDTH - GAP * 0.25 * len(run.messages)) / total
-    parts, x = [text(0, y + 13, run.strategy)], float(NAME_WIDTH)
-    for number, message in enumerate(run.messages):
-        for name in message.names:
-            size = sizes[name].size
-            hover = f"{name}, {size:,} bytes, in message {number}"
-            colour = COLOURS[number % len(COLOURS)]
-            parts.append(rect(x, y, max(0.6, size * scale - 0.6), 18, colour, hover))
-            x += max(0.6, size * scale)
-        x += GAP * 0.25
-    return parts
+        y += ROW
+    return svg(columns[-1] + width + 4, y, parts, "gradients before and after")
 
 
 def buckets_figure(picture: Picture) -> str:
-    parameters = {parameter.name: parameter for parameter in picture.parameters}
-    parts: list[str] = []
-    for index, run in enumerate(picture.runs):
-        parts += bucket_bar(run, parameters, 4 + 26 * index)
-    height = 8 + 26 * len(picture.runs)
-    return svg(NAME_WIDTH + TIME_WIDTH + 30, height, parts, "buckets of every strategy")
+    """The parameters in the order in which they travel, as wide as their bytes."""
+    sizes, parts, y = {p.name: p.size for p in picture.parameters}, list[str](), 4
+    for run in picture.runs:
+        room = TIME_WIDTH - BETWEEN * len(run.messages)
+        scale, x = room / sum(sizes.values()), float(NAME_WIDTH)
+        parts.append(text(0, y + 13, run.strategy))
+        for number, message in enumerate(run.messages):
+            colour = COLOURS[number % len(COLOURS)]
+            for name in message.names:
+                hover = f"{name}, {sizes[name]:,} bytes, in message {number}"
+                width = max(0.6, sizes[name] * scale)
+                parts.append(rect(x, y, max(0.6, width - 0.6), 18, colour, hover))
+                x += width
+            x += BETWEEN
+        y += 26
+    return svg(NAME_WIDTH + TIME_WIDTH + 30, y + 4, parts, "buckets of every strategy")
 
 
 def stacked(messages: tuple[Message, ...]) -> list[tuple[int, Message]]:
@@ -127,16 +100,13 @@ def stacked(messages: tuple[Message, ...]) -> list[tuple[int, Message]]:
 def strategy_lanes(run: Run, y: float, scale: float) -> tuple[list[str], float]:
     """Backward, the messages under it, exposed time shaded; and where the next one begins."""
     placed = stacked(run.messages)
-    height = LANE * (1 + max(lane for lane, _ in placed) + 1)
-    x = float(NAME_WIDTH)
+    height = LANE * (2 + max(lane for lane, _ in placed))
+    x, length = float(NAME_WIDTH), scale * run.backward
     exposed = f"{1e3 * run.exposed:.2f} ms exposed"
     parts = [
-        text(0, y + 11, run.strategy),
-        text(0, y + 26, exposed, FAINT),
-        rect(x + scale * run.backward, y, scale * run.exposed, height, SHADE, exposed),
-        rect(
-            x, y, scale * run.backward, LANE - 3, "#8c959f", f"backward {1e3 * run.backward:.2f} ms"
-        ),
+        *(text(0, y + 11, run.strategy), text(0, y + 26, exposed, fill=FAINT)),
+        rect(x + length, y, scale * run.exposed, height, SHADE, exposed),
+        rect(x, y, length, LANE - 3, "#8c959f", f"backward {1e3 * run.backward:.2f} ms"),
     ]
     for number, (lane, message) in enumerate(placed):
         took = f"{1e3 * message.start:.2f} to {1e3 * message.end:.2f} ms"
@@ -149,36 +119,23 @@ def strategy_lanes(run: Run, y: float, scale: float) -> tuple[list[str], float]:
 
 def time_figure(picture: Picture) -> str:
     longest = max(run.total for run in picture.runs)
-    scale, y, parts = TIME_WIDTH / longest, 4.0, []
+    y, parts = 4.0, list[str]()
     for run in picture.runs:
-        drawn, y = strategy_lanes(run, y, scale)
+        drawn, y = strategy_lanes(run, y, TIME_WIDTH / longest)
         parts += drawn
     for tick in range(6):
-        x = NAME_WIDTH + TIME_WIDTH * tick / 5
-        parts.append(
-            f'<line x1="{x}" y1="0" x2="{x}" y2="{y}" stroke="{RULE}" stroke-width="0.7"/>'
-        )
-        parts.append(text(x, y + 14, f"{1e3 * longest * tick / 5:.1f} ms", FAINT, "middle"))
+        x, words = NAME_WIDTH + TIME_WIDTH * tick / 5, f"{1e3 * longest * tick / 5:.1f} ms"
+        label = text(x, y + 14, words, fill=FAINT, text_anchor="middle")
+        parts += [line(x, 0, x, y, RULE, 0.7), label]
     return svg(NAME_WIDTH + TIME_WIDTH + 30, y + 20, parts, "when messages were under way")
-
-
-def table(picture: Picture) -> str:
-    headers = ("strategy", "messages", "MB", "step ms", "exposed ms", "error")
-    rows = []
-    for run in picture.runs:
-        size = sum(message.size for message in run.messages)
-        times = (f"{1e3 * run.total:.2f}", f"{1e3 * run.exposed:.2f}")
-        rows.append(
-            (run.strategy, str(len(run.messages)), f"{size / 1e6:.2f}", *times, f"{run.error:.0e}")
-        )
-    head = "".join(f"<th>{cell}</th>" for cell in headers)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def page(picture: Picture) -> str:
     """The whole page."""
     cells = len(picture.parameters[0].after[0])
+    head = "".join(f"<th>{cell}</th>" for cell in HEADERS)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in run.cells()) for run in picture.runs)
+    table = f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -199,7 +156,7 @@ colours from above. Shaded: exposed communication, which backward does not hide.
 look, not a measurement.</p>
 {time_figure(picture)}
 <h2>In numbers</h2>
-{table(picture)}
+{table}
 <p>Error: the largest difference from the average computed in fp64, on any rank, relative to the
 largest average.</p>
 </body></html>

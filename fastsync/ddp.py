@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync.build.env import Env
 from fastsync.engine import checkpoint
@@ -25,18 +25,20 @@ from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.recorder import RecordedModel, Recorder
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
+    BuiltinCommHookType,
+    Front,
     builtin_comm_hook,
     find_tensors,
     gloo_threads,
     split_graphs_at_buckets,
     untraced,
 )
-from fastsync.wire.formats import Wire
+from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["FastDDP"]
 
 
-class FastDDP(DistributedDataParallel):
+class FastDDP(Front):
     """Averages gradients over ranks while backward is still running.
 
     Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
@@ -47,15 +49,17 @@ class FastDDP(DistributedDataParallel):
     * `find_unused_parameters` may be left out: parameters without gradient are handled, at no cost
       to the others, and named in one warning. False makes them an error, True silences the warning.
     * parameters may be frozen and unfrozen after wrapping (on every rank, before the same forward).
-    * every backward that follows a forward outside `no_sync()` synchronises.
+    * each forward outside `no_sync()` has one backward that synchronises, in any order; all other
+      work on the parameters, as on the bare module, stays local.
     * a difference between the ranks' models or settings is an error that names it, on every rank.
 
     Args:
         module: the module to train; replicated from rank 0 unless `init_sync` is False.
         bucket_cap_mb: size of a bucket in MiB; by default 25, with a first bucket of 1, and less
             where the first step finds the network slow.
-        wire: what gradients travel as: a name of `fastsync.codec.wire_formats()`, a codec, or a
-            `fastsync.Wire`. Sums are fp32. 16-bit gradients only become narrower, fp64 ones never.
+        wire: what gradients travel as: a codec, a `fastsync.Wire`, or a name that
+            `fastsync.wire.formats.wire_formats()` lists. Sums are fp32. 16-bit gradients
+            only become narrower, fp64 ones never.
         timeline: a path: records when each bucket is ready, packed, launched and done on every
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
@@ -84,14 +88,14 @@ class FastDDP(DistributedDataParallel):
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = True,
         forward_sync_buffers: bool | None = None,
         *,
-        wire: Any = "fp32",
+        wire: Wire | Choice = "fp32",
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
@@ -133,7 +137,7 @@ class FastDDP(DistributedDataParallel):
             self.broadcast_buffers = forward_sync_buffers
         self._set_mixed_precision(mixed_precision)
 
-    def _set_mixed_precision(self, mixed_precision: Any) -> None:
+    def _set_mixed_precision(self, mixed_precision: object) -> None:
         """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
         self.mixed_precision = mixed_precision
         if mixed_precision is not None:
@@ -153,9 +157,9 @@ class FastDDP(DistributedDataParallel):
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         facts = self._facts(static_graph)
         logger = FrontLogger(engine, facts)
-        self.reducer = cast(Any, FrontReducer(engine, logger, self._record(engine)))
-        self.logger = cast(Any, logger)
-        cast(Any, self)._passing_sync_batchnorm_handle(self.module)
+        self.reducer = FrontReducer(engine, logger, self._record(engine))
+        self.logger = logger
+        self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
 
     def _record(self, engine: Engine) -> Recorder | None:
@@ -199,46 +203,45 @@ class FastDDP(DistributedDataParallel):
         return self._engine.graph_buckets(ready)
 
     @untraced
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return cast(Any, super())._pre_forward(*inputs, **kwargs)
+    def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
+        return super()._pre_forward(*inputs, **kwargs)
 
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         if self._policy.mixed.param is None:
-            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            return super()._run_ddp_forward(*inputs, **kwargs)
         with self._engine.computing():
-            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            return super()._run_ddp_forward(*inputs, **kwargs)
 
     def _sync_buffers(self) -> None:
         """Broadcasts rank 0's buffers, unless no forward can have changed any since the last time.
 
         Under join() the ranks do not share a history.
         """
-        front, watch = cast(Any, super()), self._buffer_watch
-        usual = not (hasattr(self, "buffer_hook") or cast(Any, self)._join_config.enable)
+        watch = self._buffer_watch
+        usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
         if not usual or (watch.stale and dist.get_world_size(self.process_group) > 1):
-            front._sync_buffers()
+            super()._sync_buffers()
         watch.stale = False
 
     @untraced
-    def _post_forward(self, output: Any) -> Any:
-        front = cast(Any, self)  # its methods carry no annotations
+    def _post_forward(self, output: object) -> object:
         if self.modules_buffers:
             self._buffer_watch.after_forward(self.module)
         if self._delay_all_reduce_all_params:
-            front._clear_grad_buffer()
+            self._clear_grad_buffer()
             return output
-        if front._check_sync_bufs_post_fwd():
-            front._sync_buffers()
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         if torch.is_grad_enabled():
             sync = self.require_forward_param_sync = self.require_backward_grad_sync
             self._engine.after_forward(find_tensors(output), sync)
         else:
             self.require_forward_param_sync = False
-        front._clear_grad_buffer()
+        self._clear_grad_buffer()
         return output
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        cast(Any, super())._sync_final_model(is_last_joiner)
+        super()._sync_final_model(is_last_joiner)
         self._buffer_watch.stale = True  # the ranks' forwards differ in number
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
@@ -248,7 +251,7 @@ class FastDDP(DistributedDataParallel):
     def _match_unused_params_allreduce(self) -> None:
         """Nothing to do: used flags travel inside the buckets."""
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduces each bucket with `hook(state, bucket)` instead of averaging it.
 
         As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
@@ -258,7 +261,7 @@ class FastDDP(DistributedDataParallel):
         Raises:
             ValueError: `wire` or `mixed_precision` compresses gradients already.
         """
-        cast(Any, self)._check_comm_hook(hook)
+        self._check_comm_hook(hook)
         if self._policy.mixed.reduce is not None:
             raise ValueError(
                 "mixed_precision and a communication hook would both choose what gradients travel "
@@ -269,15 +272,15 @@ class FastDDP(DistributedDataParallel):
                 f"wire={self._policy.wire.describe()!r} and a communication hook would both "
                 "compress gradients; leave wire out to use the hook"
             )
-        self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]
         self._engine.set_hook(state, hook)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
-        self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    def set_wire(self, wire: Any) -> None:
+    def set_wire(self, wire: Wire | Choice) -> None:
         """Has gradients travel as `wire` from the next step on.
 
         Collective: every rank calls it, between the same two steps. What error feedback has kept
@@ -293,7 +296,7 @@ class FastDDP(DistributedDataParallel):
         self._policy = replace(self._policy, wire=settled)
         self._engine.set_wire(settled)
 
-    def _new_wire(self, wire: Any) -> Wire:
+    def _new_wire(self, wire: Wire | Choice) -> Wire:
         if self._policy.hooked or self._comm_hooks:
             raise ValueError(
                 "a communication hook reduces the gradients, so they cannot travel in a wire "
@@ -317,7 +320,7 @@ class FastDDP(DistributedDataParallel):
         """
         return checkpoint.capture(self._engine)
 
-    def load_sync_state_dict(self, state: Any) -> None:
+    def load_sync_state_dict(self, state: checkpoint.State | Sequence[checkpoint.State]) -> None:
         """Goes on where `sync_state_dict()` was called.
 
         Collective: every rank calls it, before a forward. After a restart with as many ranks, each

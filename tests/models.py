@@ -86,7 +86,7 @@ def batch(name, seed):
 
 
 def loss_of(output):
-    return output.float().square().mean()
+    return output.square().mean()
 
 
 def wrap(kind, model, **options):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench import accuracy
-from bench.errors import CheckFailed
+from bench.commands import accuracy
+from examples.common.ranks import CheckFailed
 from fastsync.build import extension
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
 import fastsync.testing
 from fastsync.testing import run_ranks
+from fastsync.wire.formats import wire_formats
 
 PAGE = (Path(__file__).parent.parent / "docs/api.md").read_text()
 
@@ -46,6 +48,56 @@ def test_arguments_and_defaults():
     ]
     assert [row[:2] for row in rows("Arguments")] == wanted
     assert all(len(row) == 3 and row[2] for row in rows("Arguments"))
+
+
+def another_value(name, group):
+    """A layer, and an argument with another value than its default, where there is one."""
+    layer = torch.nn.Linear(2, 2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    delayed = layer.bias
+    values = {
+        "module": {},
+        "device_ids": {"device_ids": []},
+        "output_device": {"output_device": None},
+        "dim": {"dim": 1},
+        "process_group": {"process_group": group},
+        "bucket_cap_mb": {"bucket_cap_mb": 1},
+        "mixed_precision": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+        "device_mesh": {"device_mesh": mesh},
+        "bucket_cap_mb_list": {"bucket_cap_mb_list": [1, 2]},
+        "delay_all_reduce_named_params": {
+            "delay_all_reduce_named_params": [("bias", delayed)],
+            "param_to_hook_all_reduce": layer.weight,
+        },
+        "timeline": {"timeline": True},
+    }
+    values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]
+    flag = inspect.signature(fastsync.FastDDP).parameters[name].default
+    return layer, values.get(name, {name: not flag})
+
+
+def trained(layer, arguments):
+    model = fastsync.FastDDP(layer, **arguments)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+def accepted(rank, world, names, wires):
+    group = torch.distributed.new_group()
+    arguments = {name: trained(*another_value(name, group)) for name in names}
+    return arguments | {wire: trained(torch.nn.Linear(2, 2), {"wire": wire}) for wire in wires}
+
+
+def test_what_is_described_is_accepted():
+    """Every argument, with another value than its default, and every wire format."""
+    described = {row[0]: row[2] for row in rows("Arguments")}
+    assert not [name for name, meaning in described.items() if "not supported" in meaning]
+    formats = next(row[2] for row in rows("fastsync.Wire") if row[0] == "format")
+    assert set(wire_formats()) <= set(re.findall(r"\w+", formats))
+    names = [name for name in described if name != "wire"]
+    trained_with = run_ranks(accepted, 1, names, wire_formats())[0]
+    assert trained_with == dict.fromkeys([*names, *wire_formats()], True)
 
 
 def test_methods_of_its_own():

@@ -1,6 +1,7 @@
 """Every benchmark as it is typed, with tiny settings: what it writes is complete and compares."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import all as run_everything
-from bench import buckets, cli, collectives, compare, kernels, links, overlap, report, scale, step
-from bench.launch import Group
+from bench import __main__ as command
+from bench.commands import all as run_everything
+from bench.commands import compare
+from bench.report import documents
+from examples.common.ranks import USAGE, Group
 from fastsync.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -29,26 +32,21 @@ COMMANDS = {
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = {
-    "step": step,
-    "links": links,
-    "collectives": collectives,
-    "overlap": overlap,
-    "buckets": buckets,
-}
+IN_RANKS = ("step", "links", "collectives", "overlap", "buckets")
 
 
 def run_rank(rank, world, name, arguments):
     """What one rank of a command reports."""
-    module = IN_RANKS[name]
+    benchmark = command.module_of(name).main
     parts = []
     group = Group(rank, world, torch.device("cpu"))
-    assert module.run(module.command().parse_args(arguments), group, parts.append) == 0
+    args = benchmark.parser().parse_args(arguments)
+    assert benchmark.on_rank(args, group, parts.append) == 0
     return parts
 
 
 def bench(name, *arguments):
-    command = [sys.executable, "-m", f"bench.{name}", *arguments]
+    command = [sys.executable, "-m", "bench", name, *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
@@ -137,10 +135,9 @@ def test_command(name, tmp_path):
     assert compare.kind_of(compare.load(path)) == name
     changes = compare.compare(result, result, compare.TIME)
     assert len(changes) > 2 and not any(change.verdict(0.05) for change in changes)
-    assert len(report.figures(name, tmp_path).splitlines()) > len(changes) / 4
+    assert len(documents.figures(name, tmp_path).splitlines()) > len(changes) / 4
 
 
-MODULES = {**IN_RANKS, "kernels": kernels, "scale": scale}
 BAD_INPUT = {
     "step": ("--ranks", "two"),
     "kernels": ("--cases", "pack fp7>fp32"),
@@ -152,9 +149,8 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_one_line(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name, *BAD_INPUT[name]])
-    assert MODULES[name].main() == cli.USAGE
+def test_bad_input_is_one_line(name, capsys):
+    assert command.main([name, *BAD_INPUT[name]]) == USAGE
     said = capsys.readouterr().err
     assert said.startswith("error: ") and BAD_INPUT[name][1] in said and said.count("\n") == 1
 
@@ -169,11 +165,27 @@ def test_jobs_of_several_worlds_make_one_result(tmp_path):
     assert result["environment"]["ranks"] == "1 and 2"
 
 
-def test_everything_is_listed_and_chosen(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["all", "--list", "--only", "ops,links", "--skip", "links"])
-    assert run_everything.main() == 0
+def test_everything_is_listed_and_chosen(capsys):
+    assert command.main(["all", "--list", "--only", "ops,links", "--skip", "links"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ops"]
     for wrong in (["--only", "nothing"], ["--only", "ops", "--skip", "ops"]):
-        monkeypatch.setattr(sys, "argv", ["all", "--list", *wrong])
-        assert run_everything.main() == run_everything.USAGE
+        assert command.main(["all", "--list", *wrong]) == USAGE
     assert sum(part.seconds for part in run_everything.PARTS) < 43 * 60
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("bench/results/*.json")), ids=lambda p: p.stem)
+def test_the_command_of_every_result_can_be_typed(path):
+    python, _, package, name, *arguments = json.loads(path.read_text())["command"].split()
+    assert (python, package) == ("python", "bench")
+    command.module_of(name).main.parser().parse_args(arguments)
+
+
+def test_documents_name_commands_that_exist():
+    named = {}
+    for path in [*documents.documents(), ROOT / "Makefile", ROOT / "bench" / "gpu_all.sh"]:
+        found = re.findall(r"-m bench([ .])(\w+)", path.read_text())
+        assert all(between == " " for between, _ in found), path.name
+        named |= {name: path.name for _, name in found}
+    assert len(named) > 15
+    for name, where in named.items():
+        assert name in command.COMMANDS, f"{where}: python -m bench {name}"

@@ -1,4 +1,4 @@
-"""python -m bench.links as it is typed, with tiny settings; links are real where rights allow."""
+"""python -m bench links as it is typed, with tiny settings; links are real where rights allow."""
 
 import json
 import os
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import cli, jobs, netns
-from bench.errors import UsageError
-from bench.launch import INTERRUPTED
-from bench.netns import LinkName, parse_links
+from bench.measure import jobs, netns
+from bench.measure.netns import LinkName, parse_links
+from examples.common.ranks import INTERRUPTED, NO_RIGHTS, USAGE, UsageError
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--scale", "0.01", "--rounds", "1", "--seconds", "1", "--check-steps", "2")
@@ -22,7 +21,7 @@ needs_links = pytest.mark.skipif(MISSING is not None, reason=f"links: {MISSING}"
 
 
 def links(*arguments, **options):
-    command = [sys.executable, "-m", "bench.links", *TINY, *arguments]
+    command = [sys.executable, "-m", "bench", "links", *TINY, *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, **options
     )
@@ -64,7 +63,7 @@ def test_ranks_meet_over_a_shaped_link(tmp_path, ranks):
 
 @needs_links
 def test_links_are_removed_when_the_benchmark_is_stopped():
-    command = [sys.executable, "-m", "bench.links", *TINY, "--links", "1gbit", "--seconds", "60"]
+    command = [sys.executable, "-m", "bench", "links", *TINY, "--links", "1gbit", "--seconds", "60"]
     process = subprocess.Popen([*command, "--rounds", "10000"], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300
     while not left_behind(process.pid):
@@ -86,7 +85,7 @@ def test_what_would_stop_a_removal_waits_for_its_end(monkeypatch):
         return run(*arguments)
 
     monkeypatch.setattr(netns, "_ip", interrupted)
-    with jobs._terminable(), pytest.raises(KeyboardInterrupt), netns.Network(2):
+    with jobs.terminable(), pytest.raises(KeyboardInterrupt), netns.Network(2):
         assert left_behind(os.getpid())
     assert not left_behind(os.getpid())
 
@@ -113,7 +112,7 @@ def test_what_a_killed_run_left_is_removed_and_the_living_are_not():
 
 def test_missing_tools_are_named_and_have_a_code_of_their_own(tmp_path):
     done = links("--links", "1gbit", env={**os.environ, "PATH": str(tmp_path)})
-    assert done.returncode == cli.NO_RIGHTS
+    assert done.returncode == NO_RIGHTS
     assert "ip and tc not found" in done.stderr
 
 
@@ -124,6 +123,6 @@ def test_bad_input_is_refused():
         with pytest.raises(UsageError, match="unknown rate"):
             parse_links(text)
     done = links("--links", "loopback", "--wrappers", "fastsync_nonsense")
-    assert done.returncode == cli.USAGE and "unknown wrapper ['fastsync_nonsense']" in done.stderr
+    assert done.returncode == USAGE and "unknown wrapper ['fastsync_nonsense']" in done.stderr
     done = links("--links", "loopback", "--ranks", "1")
-    assert done.returncode == cli.USAGE and "at least 2 rank(s)" in done.stderr
+    assert done.returncode == USAGE and "at least 2 rank(s)" in done.stderr

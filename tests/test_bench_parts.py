@@ -5,16 +5,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from bench import compare, wrappers
-from bench.charts import Labels, Line, bar_chart, line_chart, nice_marks
-from bench.codec_cases import CODEC_CASES
-from bench.errors import CheckFailed, UsageError
-from bench.harness import Measured, summarise
-from bench.kernel_cases import CASES, make_scattered, methods
-from bench.kernel_timing import check
+from bench.commands import compare
+from bench.measure.codecs import CODEC_CASES
+from bench.measure.formulas import bucketed, finish, least_exposed
+from bench.measure.transfers import CASES, check, make_scattered, methods
 from bench.models import WORKLOADS
-from bench.overlap_model import bucketed, finish, least_exposed
-from bench.stats import Spread
+from bench.report.charts import Labels, Line, bar_chart, line_chart, nice_marks
+from examples.common import variants
+from examples.common.ranks import CheckFailed, UsageError
+from examples.common.rounds import Measured, summarise
+from examples.common.text import Spread
 from fastsync.wire.formats import FORMATS
 
 
@@ -94,10 +94,10 @@ def test_a_codec_that_does_too_little_is_found_out(case):
 
 
 def test_wire_formats_are_those_of_the_package():
-    ours = {v.wire: v for v in wrappers.VARIANTS.values() if v.wire is not None}
+    ours = {v.wire: v for v in variants.VARIANTS.values() if v.wire is not None}
     assert {*FORMATS, "topk", "powersgd"} <= set(ours)
     for wire, variant in ours.items():
-        assert variant.name == wrappers.fastsync_name(wire)
+        assert variant.name == variants.fastsync_name(wire)
         assert variant.lossy == (wire != "fp32")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.unused import costs
+from bench.commands.unused import costs
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,7 +22,7 @@ def test_the_cost_is_what_synchronisation_exposes_more():
 
 def test_unused_parameters_add_no_collective(tmp_path):
     result = tmp_path / "unused.json"
-    command = [sys.executable, "-m", "bench.unused", "--depth", "4", "--width", "16"]
+    command = [sys.executable, "-m", "bench", "unused", "--depth", "4", "--width", "16"]
     command += ["--rounds", "1", "--steps", "1", "--warmup", "3", "--json", str(result)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -47,7 +48,7 @@ def fake_build(monkeypatch, tmp_path, script):
     """An Env and a compiler that is a few lines of Python."""
     source = tmp_path / "build.py"
     source.write_text(f"import pathlib, sys, time\nout = pathlib.Path(sys.argv[2])\n{script}\n")
-    monkeypatch.setattr(recipe, "__file__", str(source))
+    monkeypatch.setattr(extension, "_RECIPE", str(source))
     monkeypatch.setattr(recipe, "fingerprint", lambda *args: "digest")
     return dataclasses.replace(Env.read(), cache_dir=tmp_path / "cache", cuda="0")
 
@@ -92,7 +93,7 @@ def test_a_failed_build_shows_the_log_and_leaves_nothing(monkeypatch, tmp_path):
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    folder = extension._writable(tmp_path / "file" / "cache")
+    folder = extension._cache_folder(tmp_path / "file" / "cache")
     assert folder.is_dir()
     assert tmp_path not in folder.parents
 
@@ -100,3 +101,38 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 def test_importing_the_package_builds_nothing():
     code = "import fastsync, sys; sys.exit('fastsync._C' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_whichever_rank_compiles_reports_progress(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(extension, "_REPORT_SECONDS", 0.1)
+    script = "print('[1/9] c++ one', flush=True); time.sleep(1); (out / '_C.so').touch()"
+    env = dataclasses.replace(fake_build(monkeypatch, tmp_path, script), rank=1)
+    extension._built(env)
+    said = capsys.readouterr().err
+    jobs = recipe.count_jobs(with_cuda=False)
+    assert f"about {recipe.estimated_seconds(False, recipe.cores())} s on" in said
+    assert f"compiled 1 of {jobs} parts" in said
+    assert "compiled in" in said
+
+
+def test_a_rank_that_waits_names_who_compiles(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(extension, "_SILENT_SECONDS", 0.1)
+    runs = tmp_path / "runs"
+    script = f"time.sleep(1); (out / '_C.so').touch(); open({str(runs)!r}, 'a').write('x')"
+    env = fake_build(monkeypatch, tmp_path, script)
+    ranks = [dataclasses.replace(env, rank=rank) for rank in (2, 3)]
+    threads = [threading.Thread(target=extension._built, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert runs.read_text() == "x"
+    said = capsys.readouterr().err
+    assert said.count("waiting for rank") == 1
+    assert f"(process {os.getpid()} on" in said
+
+
+def test_the_installed_library_is_stripped_and_small():
+    library = extension._built(Env.read())
+    assert b".symtab" not in library.read_bytes() or Env.read().sanitize
+    assert library.stat().st_size < 30 << 20

@@ -1,5 +1,6 @@
 """Sources, flags and tools of the extension, without building it."""
 
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ def test_sources_exist_and_none_is_forgotten():
     root = recipe.source_dir()
     named = {*recipe.CPP_SOURCES, *recipe.CUDA_SOURCES}
     there = {p.relative_to(root).as_posix() for p in recipe.all_files() if p.suffix != ".h"}
+    there = {name for name in there if not name.startswith("units/")}
     assert named == there
 
 
@@ -64,3 +66,25 @@ def test_no_toolkit(monkeypatch, tmp_path):
     with pytest.raises(BuildError, match="FASTSYNC_CUDA=0"):
         recipe.find_toolkit("auto")
     assert recipe.find_toolkit("0") is None
+
+
+def test_every_source_is_compiled_once():
+    root = recipe.source_dir()
+    units = recipe.translation_units()
+    compiled = [name for name in units if not name.startswith("units/")]
+    for unit in (name for name in units if name.startswith("units/")):
+        lines = re.findall(r'^#include "../(.*)"$', (root / unit).read_text(), re.MULTILINE)
+        compiled += lines
+    assert sorted(compiled) == sorted(recipe.CPP_SOURCES)
+
+
+def test_a_source_in_no_unit_is_compiled_by_itself(monkeypatch):
+    monkeypatch.setattr(recipe, "CPP_SOURCES", (*recipe.CPP_SOURCES, "ops/another.cpp"))
+    assert "ops/another.cpp" in recipe.translation_units()
+
+
+def test_the_estimate_depends_on_cores_and_cuda():
+    assert recipe.estimated_seconds(True, 2) > recipe.estimated_seconds(False, 2)
+    assert recipe.estimated_seconds(False, 1) > recipe.estimated_seconds(False, 2)
+    assert recipe.estimated_seconds(False, 64) == recipe.estimated_seconds(False, 128)
+    assert recipe.count_jobs(True) == recipe.count_jobs(False) + len(recipe.CUDA_SOURCES)

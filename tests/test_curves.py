@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import curves
-from bench.errors import CheckFailed
-from bench.launch import Group
+from bench.commands import curves
+from examples.common.ranks import CheckFailed, Group
 from fastsync import Codec, Wire
 from fastsync.testing import run_ranks
 
@@ -92,7 +91,17 @@ def test_formats_are_judged_as_they_are_recommended():
 
 def test_the_command(tmp_path):
     out = tmp_path / "curves.json"
-    command = [sys.executable, "-m", "bench.curves", "--quick", "--steps", "4", "--wires", "int8"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "curves",
+        "--quick",
+        "--steps",
+        "4",
+        "--wires",
+        "int8",
+    ]
     done = subprocess.run(
         [*command, "--tasks", "gpt", "--json", str(out)],
         cwd=ROOT,
@@ -108,7 +117,7 @@ def test_the_command(tmp_path):
 
 
 def test_unknown_names_are_refused():
-    command = [sys.executable, "-m", "bench.curves", "--wires", "int9"]
+    command = [sys.executable, "-m", "bench", "curves", "--wires", "int9"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "int9" in done.stderr

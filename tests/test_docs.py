@@ -1,6 +1,9 @@
 """The documents: links resolve, every variable is described, figures are what their sources say."""
 
+import importlib
+import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -9,11 +12,14 @@ from pathlib import Path
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import report
+from bench.report import documents as report
 from fastsync import FastDDP
+from fastsync.wire.formats import wire_formats
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*report.documents(ROOT), *sorted(ROOT.glob("examples/*.md"))]
+# Before a test registers one of its own.
+FORMATS = wire_formats()
 VARIABLE = re.compile(r"FASTSYNC_[A-Z_]+")
 # Markdown's [text](target) and ![text](target); HTML's src and href.
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
@@ -58,10 +64,82 @@ def test_every_document_is_reached_from_the_readme():
     assert set(DOCUMENTS) <= reached
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_summary_is_made_of_the_results():
+    summary = report.figures("summary")
+    rows = [line for line in summary.splitlines() if line.startswith("| ")][2:]
+    results = {
+        name: json.loads((report.RESULTS / f"{name}.json").read_text()) for name in ("step", "ops")
+    }
+    step = results["step"]["models"]["wide"]["variants"]
+    assert len(rows) == 5
+    assert f"{1e3 * step['ddp']['step']['median']:.0f} ms" in rows[0]
+    assert f"{step['fastsync']['ratio']['median']:.2f}x" in rows[0]
+    operators = {row[0]: int(row[1]) for row in results["ops"]["rows"]}
+    assert str(operators["ddp"] - operators["no_sync"]) in rows[3]
+    assert report.figures("summary", ROOT / "nowhere") == report.NOT_MEASURED
+
+
+# Where a document lists the wire formats, as rows of a table under a heading or in a row.
+LISTS_OF_WIRES = {
+    "README.md": "Choosing a wire format",
+    "docs/wire.md": "Formats",
+    "docs/tuning.md": "Which wire format?",
+}
+
+
+@pytest.mark.parametrize("name", LISTS_OF_WIRES)
+def test_every_wire_format_is_listed(name):
+    text = (ROOT / name).read_text().split(f"\n## {LISTS_OF_WIRES[name]}\n")[1].split("\n## ")[0]
+    first_cells = " ".join(re.findall(r"^\| ([^|]+)", text, re.M))
+    listed = set(re.findall(r"`\"?(\w+)\"?`", first_cells))
+    missing = set(FORMATS) - listed
+    assert not missing, f"{name} lacks {missing}"
+
+
+@pytest.mark.parametrize("name", ["docs/api.md", "docs/troubleshooting.md"])
+def test_every_wire_format_is_named(name):
+    """Where a paragraph or a row says what `wire=` takes, it says all of it."""
+    paragraphs = re.split(r"\n\n|\n\| ", (ROOT / name).read_text())
+    of_wires = [p for p in paragraphs if "fp8_e4m3" in p]
+    assert of_wires
+    for paragraph in of_wires:
+        assert {n for n in FORMATS if n in re.findall(r"\w+", paragraph)} == set(FORMATS)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_named_files_exist(path):
     for name in PATH.findall(path.read_text()):
         assert (ROOT / name).exists(), f"{path.name} names {name}, which is not there"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_exist(path):
+    """Modules after `python -m`, and targets after `make` where it begins a piece of code."""
+    text = path.read_text()
+    for module in re.findall(r"-m ((?:bench|docs|examples|fastsync|tests)[\w.]*)", text):
+        assert importlib.util.find_spec(module.rstrip(".")), f"{path.name} runs {module}"
+    targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)
+    known = {target for line in targets for target in line.split()}
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M):
+        assert target in known, f"{path.name} says `make {target}`"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_names_of_the_package_exist(path):
+    """What a page calls fastsync.something can be imported from there."""
+    for name in set(
+        re.findall(r"\bfastsync(?:\.[A-Za-z_]\w*)+", path.read_text().replace("\\", ""))
+    ):
+        *parents, last = name.split(".")
+        if last in ("sh", "py", "json", "html"):
+            continue
+        module = importlib.import_module(".".join(parents))
+        if not hasattr(module, last):
+            importlib.import_module(name)
 
 
 def test_every_variable_is_documented():
@@ -86,13 +164,13 @@ def test_figures_are_what_the_script_draws():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_measurements_are_what_the_results_say(path):
     text = path.read_text()
-    assert report.filled(text) == text, "run: python -m bench.report"
+    assert report.filled(text) == text, "run: python -m bench report"
     assert len(report.MARKED.findall(text)) == text.count("<!-- bench:")
 
 
 def test_charts_are_what_the_results_say():
     for path, wanted in report.renewed().items():
-        assert path.exists() and path.read_text() == wanted, "run: python -m bench.report"
+        assert path.exists() and path.read_text() == wanted, "run: python -m bench report"
 
 
 def test_report_fills_a_table(tmp_path):
@@ -102,7 +180,7 @@ def test_report_fills_a_table(tmp_path):
     facts = {"gpu": None, "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 2}
     facts |= {"transport": "Gloo", "threads_per_rank": 1, "torch": "2", "python": "3"}
     result = {
-        "command": "python -m bench.step",
+        "command": "python -m bench step",
         "environment": facts | {"commit": "abc"},
         "settings": {"baseline": "ddp", "rounds": 9},
         "models": {

@@ -1,14 +1,15 @@
 """docs/build.py: every page is built, every table made, every link checked."""
 
+import json
 import re
 
 import pytest
 
 from tests.scripts import ROOT
 
-pytest.importorskip(
-    "markdown", reason="make setup installs it; .ci/run builds the pages in any case"
-)
+# `make setup` installs both, and .ci/run builds the pages in any case.
+pytest.importorskip("markdown", reason="markdown is not installed")
+pytest.importorskip("pygments", reason="pygments is not installed")
 
 from docs import build
 
@@ -43,7 +44,106 @@ def test_figures_come_along(site):
 def test_every_table_is_made(site):
     for document, page in zip(build.documents(), site[1], strict=True):
         text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
-        assert page.body.count("<table>") == len(re.findall(r"^\|[-: |]+\|$", text, re.MULTILINE))
+        assert page.body.count("<table") == len(re.findall(r"^\|[-: |]+\|$", text, re.MULTILINE))
+
+
+def page_of(site, address):
+    return next(page for page in site[1] if page.address == address)
+
+
+def test_pages_follow_the_order_of_reading(site):
+    listed = [name for _, names in build.READING for name in names if (ROOT / name).exists()]
+    wanted = [build.address(ROOT / name, ROOT) for name in listed]
+    assert [page.address for page in site[1]] == wanted
+    html = (site[0] / "index.html").read_text()
+    links = re.findall(r'<nav aria-label="Pages">(.*?)</nav>', html, re.DOTALL)[0]
+    assert re.findall(r'href="([^"]+)"', links) == wanted
+
+
+def test_the_readme_lists_every_document_in_that_order():
+    section = (ROOT / "README.md").read_text().split("\n## Documentation\n")[1].split("\n## ")[0]
+    listed = [ROOT / target for target in re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", section, re.M)]
+    assert listed == build.documents()[1:]
+
+
+def test_neighbours_are_linked(site):
+    pages = site[1]
+    html = (site[0] / pages[1].address).read_text()
+    footer = re.findall(r"<footer>(.*?)</footer>", html)[0]
+    shown = re.findall(r'class="(\w+)" rel="\w+" href="([^"]+)"', footer)
+    neighbours = (("previous", pages[0]), ("next", pages[2]))
+    assert shown == [(name, pages[1].link_to(other.address)) for name, other in neighbours]
+
+
+def test_every_page_has_a_place_in_the_order_of_reading():
+    assert build.unlisted() == [], "add it to READING in docs/build.py"
+
+
+def test_a_page_without_a_place_is_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/forgotten.md").write_text("# Forgotten\n")
+    (tmp_path / "docs/tuning.md").write_text("# Tuning\n")
+    assert build.unlisted(tmp_path) == [tmp_path / "docs/forgotten.md"]
+    assert build.documents(tmp_path)[-1] == tmp_path / "docs/forgotten.md"
+
+
+def test_an_outline_leads_to_every_heading(site):
+    text = re.sub(r"```.*?```", "", (ROOT / "docs/wire.md").read_text(), flags=re.DOTALL)
+    page = page_of(site, "docs/wire.html")
+    assert [heading.level for heading in page.outline] == [
+        len(marks) for marks in re.findall(r"^(##+) ", text, re.MULTILINE)
+    ]
+    found = build.read(site[0] / page.address)
+    assert {f"#{heading.anchor}" for heading in page.outline} <= set(found.links)
+    assert {heading.anchor for heading in page.outline} <= found.names
+
+
+def test_names_on_a_page_are_unique(site):
+    for page in site[1]:
+        names = re.findall(r'\bid="([^"]+)"', (site[0] / page.address).read_text())
+        assert len(names) == len(set(names)), page.address
+
+
+def test_code_is_highlighted(site):
+    body = page_of(site, "docs/custom-codec.html").body
+    assert '<span class="k">class</span>' in body  # Python
+    assert '<span class="kt">int64_t</span>' in body  # C++
+
+
+def index_of(folder):
+    script = (folder / "assets" / build.INDEX).read_text()
+    return json.loads(re.fullmatch(r"searchIndex\((.*)\);\n", script, re.DOTALL)[1])
+
+
+def test_the_search_knows_every_section_of_every_page(site):
+    entries = index_of(site[0])
+    for page in site[1]:
+        anchors = {anchor for address, _, anchor, _, _ in entries if address == page.address}
+        assert {heading.anchor for heading in page.outline} <= anchors
+        assert anchors <= build.read(site[0] / page.address).names | {""}
+    text = next(text for _, _, _, heading, text in entries if heading == "Error feedback")
+    assert "residual" in text and "#" not in text
+
+
+def test_columns_of_tests_are_folded(site):
+    body = page_of(site, "docs/drop-in.html").body
+    folded = re.findall(r"<details>(.*?)</details>", body, re.DOTALL)
+    rows = [
+        line
+        for line in (ROOT / "docs/drop-in.md").read_text().splitlines()
+        if line.startswith("| ") and "`test_" in line
+    ]
+    assert len(folded) == len(rows) > 50
+    for row, fold in zip(rows, folded, strict=True):
+        assert re.findall(r"test_\w+::test_\w+", row) == re.findall(r"test_\w+::test_\w+", fold)
+        assert fold.startswith("<summary>")
+
+
+def test_cells_carry_the_heading_that_a_card_shows(site):
+    body = page_of(site, "docs/drop-in.html").body
+    assert '<td data-label="better than in DDP">' in body
+    assert '<table class="words">' in body
+    assert '<table class="numbers">' in page_of(site, "docs/benchmarks.html").body
 
 
 def problems_of(tmp_path, readme, other="# Other\n"):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from bench.harness import Settings
-from bench.launch import Group
-from bench.wrappers import select
 from examples import data, demo
+from examples.common.ranks import Group
+from examples.common.rounds import Settings
+from examples.common.variants import select
 from fastsync.testing import run_ranks
 
 

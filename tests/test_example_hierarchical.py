@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.launch import Group
 from examples import hierarchical
+from examples.common.ranks import Group
 from examples.hierarchical import Cluster
 from fastsync.testing import RankError, run_ranks
 from tests.scripts import run_module

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bench.harness import Progress
-from bench.launch import Group
 from examples import manual_parallel as manual
+from examples.common.ranks import Group
+from examples.common.text import Progress
 from fastsync.testing import run_ranks
 from tests.scripts import run_module
 
@@ -20,7 +20,7 @@ def only_buckets_go_wrong():
     """One kind of bucket is not sent to its end, the other starts from the rank's own weights."""
     send = manual.average_buckets
     manual.average_buckets = lambda buckets: send(buckets[:-1])
-    overlapped = manual.overlapped
+    overlapped = manual.STRATEGIES["overlapped"]
 
     def without_broadcast(module):
         manual.broadcast_weights = lambda module: None

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.launch import Group
 from examples import ring_allreduce
+from examples.common.ranks import Group
 from examples.ring_allreduce import Ring, ring_all_reduce
 from fastsync.testing import run_ranks
 from tests.scripts import run_module

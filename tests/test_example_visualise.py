@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from bench.launch import Group
 from examples import synchronisation
+from examples.common.ranks import Group
 from examples.visualise import averages, lanes, strip
 from examples.visualise_page import page, shade, stacked
 from fastsync.testing import run_ranks

@@ -11,11 +11,12 @@ PACKAGE = ROOT / "fastsync"
 CSRC = ROOT / "csrc"
 LONGEST_FUNCTION = 80
 LONGEST_FILE = 450
+MOST_ANY = 15  # per thousand lines
 
 # Packages, from the lowest: a module may import from packages above its own line only. What stands
 # in one line does not know of each other.
 PACKAGE_LAYERS = [
-    ["build", "torch_private"],
+    ["_C", "build", "torch_private"],
     ["wire"],
     ["plan"],
     ["ranks"],
@@ -30,8 +31,8 @@ PACKAGE_LAYERS = [
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
-    "build": [["env", "recipe"], ["extension"]],
-    "engine": [["state", "agreement"], ["engine"], ["checkpoint"]],
+    "build": [["env", "recipe", "trust"], ["extension"]],
+    "engine": [["core", "agreement"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
@@ -47,28 +48,32 @@ MODULE_LAYERS = {
 CPP_LAYERS = [
     ["check.h", "codec_plugin.h"],
     ["kernels"],
+    ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
     ["ops/ops", "comm/worker", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "comm/collective"],
-    ["comm/chain"],
-    ["codec/coder"],
+    ["comm/chain", "comm/hook"],
+    ["comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
+    ["transport/coded_spec", "transport/coding", "transport/slots"],
+    ["transport/code_buffers", "transport/low_rank", "transport/transport"],
+    ["transport/coded", "transport/hierarchical", "transport/flat"],
+    ["transport/hooked", "transport/sparse", "transport/chained"],
+    ["transport/choose"],
     [
-        "comm/hook",
         "engine/autograd_hooks",
+        "engine/forwards",
         "engine/plan_watch",
         "engine/step_log",
         "engine/rate_meter",
     ],
-    ["comm/python_hook", "transport/transport", "engine/precision"],
-    ["transport/coded", "transport/low_rank"],
-    ["transport/hierarchical"],
-    ["engine/bucket"],
-    ["engine/bucket_finish"],
+    ["engine/precision"],
+    ["engine/bucket", "engine/flags"],
     ["engine/usage"],
     ["engine/reducer"],
     ["engine/reducer_state"],
     ["bindings.cpp"],
+    ["units"],
 ]
 
 
@@ -94,6 +99,10 @@ def place_of(path):
     return parts if len(parts) == 2 else (parts[0], None)
 
 
+def is_module(place):
+    return place.is_dir() or any(place.with_suffix(s).exists() for s in (".py", ".pyi"))
+
+
 def imported(tree):
     """Fastsync's own modules that a module imports, anywhere in it: (package, module)."""
     for node in ast.walk(tree):
@@ -102,7 +111,7 @@ def imported(tree):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastsync"):
             inside = (f"{node.module}.{alias.name}" for alias in node.names)
             files = [PACKAGE.parent / Path(*name.split(".")) for name in inside]
-            found = [f for f in files if f.with_suffix(".py").exists() or f.is_dir()]
+            found = [f for f in files if is_module(f)]
             names = [".".join(f.relative_to(PACKAGE.parent).parts) for f in found] or [node.module]
         else:
             continue
@@ -160,12 +169,31 @@ def test_kernels_see_no_torch_header():
             assert not re.search(r"#include <(torch|ATen|c10)", path.read_text()), path
 
 
+def test_memory_threads_and_devices_have_one_place_each():
+    """An allocator, a way to divide work or another device is a change of one file in ops/."""
+    allocates = r"at::(empty|zeros|ones|full)\w*\(|\.clone\(|\.new_\w+\("
+    places = {
+        "ops/buffers.cpp": allocates,
+        "ops/parallel.h": r"at::parallel_for",
+        "ops/device.h": r"#ifdef FASTSYNC_WITH_CUDA",
+        "kernels/random.h": r"0x9e3779b97f4a7c15",
+    }
+    for place, pattern in places.items():
+        assert re.search(pattern, (CSRC / place).read_text()), f"{place} is not the place"
+        for path in cpp_files():
+            unit = path.relative_to(CSRC).as_posix()
+            if Path(unit).with_suffix("") == Path(place).with_suffix("") or unit == "bindings.cpp":
+                continue
+            found = re.search(pattern, path.read_text())
+            assert not found, f"{unit}: {found[0]} belongs in {place}"
+
+
 def test_only_the_hooks_know_autograd_and_only_comm_knows_c10d():
     for path in cpp_files():
         text, unit = path.read_text(), path.relative_to(CSRC).as_posix()
         if not unit.startswith("engine/autograd_hooks"):
             assert "torch/csrc/autograd" not in text, unit
-        if not unit.startswith("comm/"):
+        if not unit.startswith(("comm/", "units/")):
             assert "c10d/" not in text, unit
             assert "c10d::" not in text, unit
 
@@ -175,6 +203,31 @@ def test_private_names_of_torch_live_in_one_package():
     for path in python_files():
         if path.parent.name != "torch_private" and path.stem != "_forkserver":
             assert not private.search(path.read_text()), path.name
+
+
+def test_one_module_calls_the_extension():
+    """What knows C++ by its types is engine/core.py; others go through it."""
+    calls = re.compile(r"\bextension\.load\(|fastsync(\._C| import _C)\b")
+    callers = {
+        p for p in python_files() if p.parent.name != "build" and calls.search(p.read_text())
+    }
+    assert callers == {PACKAGE / "engine" / "core.py"}
+
+
+def mentions_of_any(tree):
+    """In code: imports, annotations, casts."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if "Any" in names or (isinstance(node, ast.Name) and node.id == "Any"):
+            yield node
+
+
+def test_types_are_said():
+    files = [*python_files(), *PACKAGE.glob("*.pyi")]
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    found = sum(len(list(mentions_of_any(ast.parse(path.read_text())))) for path in files)
+    assert found <= MOST_ANY * lines / 1000, f"{found} of Any in {lines} lines"
+    assert len(list(mentions_of_any(ast.parse("from typing import Any\nx: list[Any] = []")))) == 2
 
 
 def environment_reads(tree):
@@ -233,3 +286,107 @@ def test_the_scan_sees_functions():
     assert len(list(python_functions(PACKAGE / "ddp.py"))) > 10
     assert len(list(cpp_functions(CSRC / "engine" / "reducer.cpp"))) > 20
     assert len(list(imported(ast.parse((PACKAGE / "ddp.py").read_text())))) > 3
+
+
+# Benchmarks and examples likewise: folders from the lowest, then the modules within each. Examples
+# can be copied out of the repository, so they know of nothing but themselves and fastsync.
+MEASURING = {"bench": ROOT / "bench", "examples": ROOT / "examples"}
+MEASURING_LAYERS = [
+    ["examples.common"],
+    ["examples"],
+    ["bench.models"],
+    ["bench.report"],
+    ["bench.measure"],
+    ["bench.commands"],
+    ["bench.gpu"],
+    ["bench"],
+]
+MEASURING_MODULES = {
+    "bench.gpu": [["stages"], ["all"]],
+    "bench.measure": [
+        ["formulas", "gpu", "netns", "transfers"],
+        ["bare", "codecs", "jobs"],
+        ["benchmark"],
+    ],
+    "bench.models": [["workload"], ["classic", "waiting"], ["known"], ["__init__"]],
+    "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
+    "examples": [
+        ["checkpoint", "data", "manual_parallel", "plot", "ring_allreduce", "shapes"],
+        ["gpt", "hierarchical", "synchronisation", "train", "training"],
+        ["demo", "visualise_page"],
+        ["visualise"],
+    ],
+    "examples.common": [
+        ["ranks", "svg"],
+        ["machine", "text", "variants"],
+        ["training"],
+        ["check", "costs"],
+        ["rounds"],
+    ],
+}
+MOST_LINES = 9260  # of bench and examples together
+
+
+def measuring_files(*suffixes):
+    found = (path for folder in MEASURING.values() for path in folder.rglob("*"))
+    return sorted(path for path in found if path.suffix in suffixes)
+
+
+def module_name(path):
+    """Dotted folder and module of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def measuring_imports(tree):
+    """Modules of bench and examples that are imported: dotted folder and module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in (n for n in names if n.split(".")[0] in MEASURING):
+            places = (
+                ROOT / name.replace(".", "/"),
+                ROOT / name.rpartition(".")[0].replace(".", "/"),
+            )
+            for place in places:
+                if place.with_suffix(".py").exists() or place.is_dir():
+                    yield module_name(place / "__init__" if place.is_dir() else place)
+                    break
+
+
+@pytest.mark.parametrize(
+    "path", measuring_files(".py"), ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_imports_of_benchmarks_and_examples_point_down(path):
+    folder, module = module_name(path)
+    mine = level_of(folder, MEASURING_LAYERS)
+    for other, name in measuring_imports(ast.parse(path.read_text())):
+        where = f"{path.relative_to(ROOT)} imports {other}.{name}"
+        if other == folder and name != module:
+            layers = MEASURING_MODULES[folder]
+            assert level_of(name, layers) < level_of(module, layers), where
+        elif other != folder:
+            assert level_of(other, MEASURING_LAYERS) < mine, where
+
+
+def test_the_package_knows_of_no_benchmark_and_no_example():
+    for path in python_files():
+        assert not list(measuring_imports(ast.parse(path.read_text()))), path.name
+
+
+def test_the_scan_sees_imports_of_benchmarks():
+    found = set(measuring_imports(ast.parse((ROOT / "bench" / "commands" / "step.py").read_text())))
+    assert {("bench.measure", "benchmark"), ("examples.common", "rounds")} <= found
+
+
+def test_benchmarks_and_examples_stay_small():
+    lines = {p: len(p.read_text().splitlines()) for p in measuring_files(".py", ".cpp", ".sh")}
+    assert max(lines.values()) <= LONGEST_FILE
+    assert sum(lines.values()) <= MOST_LINES
+    for path in measuring_files(".py"):
+        for name, size, _ in python_functions(path):
+            assert size <= LONGEST_FUNCTION, f"{path.name}: {name}"

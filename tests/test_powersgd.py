@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastsync import FastDDP, PowerSGD, Wire
 from fastsync.build import extension
+from fastsync.engine import core
 from fastsync.testing import run_ranks
 from tests.test_wire import (
     constant_gradients,
@@ -41,7 +42,8 @@ def train(wrapped, rank, steps, start=0):
 def first_factors(wrapped):
     """The Q that each parameter's first step begins with, by position: [cols, rank]."""
     (bucket,) = wrapped._engine.plan.buckets
-    spec = wrapped._engine._low_rank_spec(0, bucket.layout, bucket.coded, bucket.coded.layout)
+    sender = core.Sender(wrapped._engine.wire, dist.get_rank())
+    spec = core.low_rank_spec(0, bucket.layout, bucket.coded, sender)
     factors = {}
     for place, matrix in enumerate(bucket.coded.layout.matrices):
         q = torch.empty(matrix.rank, matrix.cols)

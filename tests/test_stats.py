@@ -87,6 +87,53 @@ def test_stats_are_a_mapping_and_frozen():
         stats.bytes = 1
 
 
+def test_counters_print_as_a_report():
+    counters = {**COUNTERS, "bytes": 9 << 20, "sent_bytes": 9 << 9, "between_nodes_bytes": 0}
+    assert str(make_stats(counters, [64, 32], [], None)).splitlines() == [
+        "fastsync: 9 synchronised steps, 2 plans, 2 buckets of 96 B in all",
+        "  collectives per step   2.0",
+        "  handed to the backend  1.0 MiB per step",
+        "  sent by this rank      512 B per step",
+        "  error feedback         256 B of memory",
+        "  waited after backward  55.56 ms per step",
+        "  times                  not recorded; FastDDP(..., timeline=True) records them",
+    ]
+
+
+def test_times_print_as_a_report():
+    lines = str(make_stats(COUNTERS, [64, 32], recorded(), 0.08)).splitlines()
+    assert lines[-8:] == [
+        "  times                  medians of 3 recorded steps",
+        "    step                 100.00 ms",
+        "    forward, backward    50.00 ms",
+        "    communication        27.00 ms, 70% of it within backward",
+        "    exposed              10.00 ms that synchronising adds to a step",
+        "    scaling efficiency   80% of a single rank's speed",
+        "    bucket 0             64 B: waited 1.00 ms, communicated 14.00 ms",
+        "    bucket 1             32 B: waited 5.00 ms, communicated 13.00 ms",
+    ]
+
+
+def train_and_print(rank, world, timeline):
+    model = FastDDP(nn.Linear(8, 8), timeline=timeline)
+    before = str(model.sync_stats())
+    for _ in range(6):
+        model(torch.ones(1, 8)).sum().backward()
+    return before, model.sync_stats()
+
+
+@pytest.mark.parametrize("timeline", [False, True])
+def test_two_ranks_that_print(timeline):
+    for before, stats in run_ranks(train_and_print, 2, timeline):
+        assert "0 synchronised steps" in before
+        text = str(stats)
+        assert "6 synchronised steps" in text
+        assert "None" not in text
+        assert ("timeline=True" in text) == (not timeline)
+        assert ("exposed" in text) == timeline
+        assert repr(stats).startswith("SyncStats(steps=6, ")
+
+
 class Recorded:
     """Has the one method of a SummaryWriter that is used."""
 

@@ -80,8 +80,7 @@ def test_bytes_and_plans_are_told():
         sizes = {size for _, mark, _, size, _ in events if mark == "launched"}
         assert sizes == {4 * (1024 + 16)}
         plans = {mark: index for _, mark, index, _, _ in events if mark in STEP_MARKS}
-        assert plans["forward_start"] == 1  # the second forward brings the plan of the seen order
-        assert plans["backward_start"] == plans["step_end"] == 2
+        assert set(plans.values()) == {2}  # the first step ended with the plan of the seen order
 
 
 def test_buckets_that_lack_gradients_are_ready_when_backward_ends():

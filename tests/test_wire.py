@@ -151,7 +151,7 @@ def residual_mass(rank, world, wire):
         wrapped.zero_grad()
         wrapped(inputs(step, rank)).square().mean().backward()
         owed = owed + true_average(step, world) - flat_grads(wrapped).double()
-    residuals = wrapped._engine.core.carried()["residuals"]
+    residuals = wrapped._engine.core.states()["residual"]
     mass = torch.cat([r.flatten() for r in residuals]).double()
     dist.all_reduce(mass)
     return ((mass - owed).norm() / owed.norm()).item(), (owed.norm() / mass.norm()).item()

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from bench.models.workload import (
-    WEIGHT_SEED,
-    Workload,
-    data_generator,
-    mean_square,
-    normal_batch,
-    share,
-    side,
-)
+from bench.models.workload import mean_square, normal_batch, seeded, share, side, tokens
+from examples.common.training import Workload
 
 
 def _relu_stack(depth: int, width: int) -> nn.Module:
     """Linear + ReLU layers; He initialisation, as torch's default underflows in deep stacks."""
-    torch.manual_seed(WEIGHT_SEED)
     layers: list[nn.Module] = []
     for _ in range(depth):
         linear = nn.Linear(width, width)
@@ -30,14 +24,15 @@ def _relu_stack(depth: int, width: int) -> nn.Module:
 
 def small(scale: float = 1.0) -> Workload:
     """400 x (Linear(64, 64), ReLU) = 800 tensors of 1.7 M elements: per-tensor costs dominate."""
-    depth = share(400, scale)
-    return Workload("small", lambda: _relu_stack(depth, 64), normal_batch(16, 64), mean_square)
+    build = seeded(lambda: _relu_stack(share(400, scale), 64))
+    return Workload("small", build, normal_batch(16, 64), mean_square)
 
 
 def wide(scale: float = 1.0) -> Workload:
     """6 x (Linear(2048, 2048), ReLU) = 25 M elements in 12 tensors: bytes moved dominate."""
     width = side(2048, scale)
-    return Workload("wide", lambda: _relu_stack(6, width), normal_batch(8, width), mean_square)
+    build = seeded(lambda: _relu_stack(6, width))
+    return Workload("wide", build, normal_batch(8, width), mean_square)
 
 
 class Transformer(nn.Module):
@@ -61,69 +56,65 @@ class Transformer(nn.Module):
 def transformer(scale: float = 1.0) -> Workload:
     """A 17 M transformer on 4 x 64 tokens: many tensor sizes, much computation to overlap with."""
     width, vocabulary = side(384, scale, multiple=6), side(8192, scale)
-
-    def build() -> nn.Module:
-        torch.manual_seed(WEIGHT_SEED)
-        return Transformer(width, vocabulary)
-
-    def batch(rank: int, step: int) -> Tensor:
-        return torch.randint(vocabulary, (4, 64), generator=data_generator(rank, step))
-
-    return Workload("transformer", build, batch, mean_square)
+    build = seeded(lambda: Transformer(width, vocabulary))
+    return Workload("transformer", build, tokens(vocabulary, 4, 64), mean_square)
 
 
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm around a shortcut."""
+Layer = tuple[int, int, int]  # a convolution's channels, size and stride
 
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+
+class Residual(nn.Module):
+    """Convolutions with BatchNorm, and ReLU between them, around a shortcut."""
+
+    def __init__(self, channels_in: int, layers: Sequence[Layer]) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
+        body: list[nn.Module] = []
+        before, stride = channels_in, 1
+        for channels, size, step in layers:
+            convolution = nn.Conv2d(before, channels, size, step, size // 2, bias=False)
+            body += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
+            before, stride = channels, stride * step
+        self.body = nn.Sequential(*body[:-1])
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-            )
+        if stride != 1 or channels_in != before:
+            convolution = nn.Conv2d(channels_in, before, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(before))
 
     def forward(self, image: Tensor) -> Tensor:
         return torch.relu(self.body(image) + self.shortcut(image))
 
 
-def _build_conv(first: int) -> nn.Module:
-    torch.manual_seed(WEIGHT_SEED)
-    convolution = nn.Conv2d(3, first, 7, 2, 3, bias=False)
-    stem = [convolution, nn.BatchNorm2d(first), nn.ReLU(), nn.MaxPool2d(2)]
-    blocks: list[nn.Module] = []
-    channels_in = first
-    for channels, stride in ((first, 1), (2 * first, 2), (4 * first, 2), (8 * first, 2)):
-        blocks += [ResidualBlock(channels_in, channels, stride)]
-        blocks += [ResidualBlock(channels, channels, 1)]
-        channels_in = channels
-    return nn.Sequential(
-        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 10)
-    )
+def residual_network(
+    first: int, pool: nn.Module, blocks: Sequence[Sequence[Layer]], classes: int
+) -> nn.Module:
+    """A stem with `first` channels, residual blocks, and a classifier."""
+    stem = nn.Conv2d(3, first, 7, 2, 3, bias=False)
+    layers: list[nn.Module] = [stem, nn.BatchNorm2d(first), nn.ReLU(), pool]
+    channels = first
+    for block in blocks:
+        layers.append(Residual(channels, block))
+        channels = block[-1][0]
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    return nn.Sequential(*layers, *head)
 
 
 def conv(scale: float = 1.0) -> Workload:
     """An 11 M residual network with BatchNorm on 4 x 3 x 64 x 64: buffers besides gradients."""
     first = side(64, scale)
-    return Workload("conv", lambda: _build_conv(first), normal_batch(4, 3, 64, 64), mean_square)
-
-
-def _build_ops400(depth: int) -> nn.Module:
-    torch.manual_seed(WEIGHT_SEED)
-    layers: list[nn.Module] = []
-    for _ in range(depth):
-        layers += [nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()]
-    return nn.Sequential(*layers)
+    blocks = [
+        ((first * 2**stage, 3, 2 if stage and not index else 1), (first * 2**stage, 3, 1))
+        for stage in range(4)
+        for index in range(2)
+    ]
+    build = seeded(lambda: residual_network(first, nn.MaxPool2d(2), blocks, 10))
+    return Workload("conv", build, normal_batch(4, 3, 64, 64), mean_square)
 
 
 def ops400(scale: float = 1.0) -> Workload:
     """100 x (Linear(64, 64), LayerNorm(64), ReLU) = 400 tensors, on which operators are counted."""
-    depth = share(100, scale)
-    return Workload("ops400", lambda: _build_ops400(depth), normal_batch(16, 64), torch.sum)
+
+    def layers() -> nn.Module:
+        parts = ((nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(share(100, scale)))
+        return nn.Sequential(*(layer for part in parts for layer in part))
+
+    return Workload("ops400", seeded(layers), normal_batch(16, 64), torch.sum)

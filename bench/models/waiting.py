@@ -17,24 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.models.workload import WEIGHT_SEED, Workload, mean_square, normal_batch, side
+from bench.models.workload import mean_square, normal_batch, seeded, side
+from examples.common.training import Workload
 
 LAYERS = 24
 WIDTH = 1024
 
 
 class Clock:
-    """How long each layer of a backward waits.
-
-    Args:
-        seconds: from one layer to the next.
-        paced: layers end at multiples of `seconds` after the first one's start.
-    """
+    """Waits `seconds` from one layer to the next; `paced`: layers end at multiples of that after
+    the first one's start."""
 
     def __init__(self, seconds: float, paced: bool) -> None:
-        self._seconds = seconds
-        self._paced = paced
-        self._end = 0.0
+        self._seconds, self._paced, self._end = seconds, paced, 0.0
 
     def wait(self, first: bool) -> None:
         """Sleeps, without the GIL, until a layer ends; `first`: no other was before it."""
@@ -65,13 +60,9 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """A chain of layers, each with one square weight, whose backwards take `seconds` in all.
+    """A chain of layers, each with one square weight, whose backwards take `seconds` in all."""
 
-    Args:
-        paced: see the module's text.
-    """
-
-    def __init__(self, layers: int, width: int, seconds: float, paced: bool = False) -> None:
+    def __init__(self, layers: int, width: int, seconds: float, paced: bool) -> None:
         super().__init__()
         self.weights = nn.ParameterList(
             nn.Parameter(torch.randn(width, width) / width) for _ in range(layers)
@@ -81,10 +72,9 @@ class Waiting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs and outputs are of shape [batch, features]."""
-        pattern = self._pattern.to(x.device)
-        for index, weight in enumerate(self.weights):
-            last = index == len(self.weights) - 1
-            x = _Wait.apply(x, weight, pattern, self._clock, last)
+        pattern, *_, end = (self._pattern.to(x.device), *self.weights)
+        for weight in self.weights:
+            x = _Wait.apply(x, weight, pattern, self._clock, weight is end)
         return x
 
 
@@ -100,9 +90,5 @@ def paced(scale: float = 1.0, seconds: float = 0.2) -> Workload:
 
 def _workload(name: str, scale: float, seconds: float) -> Workload:
     width = side(WIDTH, scale)
-
-    def build() -> nn.Module:
-        torch.manual_seed(WEIGHT_SEED)
-        return Waiting(LAYERS, width, seconds, paced=name == "paced")
-
+    build = seeded(lambda: Waiting(LAYERS, width, seconds, paced=name == "paced"))
     return Workload(name, build, normal_batch(8, 16), mean_square)

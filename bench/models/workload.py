@@ -1,10 +1,9 @@
-"""What a benchmark trains: a model with its data, made the same way at every call."""
+"""Seeds, sizes and batches of the models."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +12,14 @@ WEIGHT_SEED = 20_13
 CPU_SCALE = 1 / 16  # of models of real size, so that two CPU cores take a fraction of a second
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model with its data.
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Makes the same model at every call."""
 
-    Attributes:
-        name: as given on the command line.
-        build: makes the model on the CPU, the same one at every call.
-        batch: the input of one (rank, step), on the CPU.
-        loss: the scalar loss of the model's output.
-        sparse: whether some gradients are sparse tensors.
-    """
+    def build() -> nn.Module:
+        torch.manual_seed(WEIGHT_SEED)
+        return make()
 
-    name: str
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, int], Tensor]
-    loss: Callable[[Tensor], Tensor]
-    sparse: bool = False
+    return build
 
 
 def data_generator(rank: int, step: int) -> torch.Generator:
@@ -45,6 +35,11 @@ def mean_square(output: Tensor) -> Tensor:
 def normal_batch(*shape: int) -> Callable[[int, int], Tensor]:
     """Normally distributed inputs of one shape."""
     return lambda rank, step: torch.randn(*shape, generator=data_generator(rank, step))
+
+
+def tokens(vocabulary: int, *shape: int) -> Callable[[int, int], Tensor]:
+    """Numbers of words, of one shape."""
+    return lambda rank, step: torch.randint(vocabulary, shape, generator=data_generator(rank, step))
 
 
 def side(size: int, scale: float, multiple: int = 1) -> int:

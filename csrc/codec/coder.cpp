@@ -2,10 +2,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -81,8 +79,7 @@ class FlatCoder final : public Coder {
   void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
               int64_t /*first*/, uint64_t /*seed*/) override {
     const at::NoGradGuard no_grad;
-    const auto options = at::TensorOptions().dtype(at::kFloat).device(result.device());
-    const at::Tensor sum = at::zeros({plan_.layout.chunk_numel}, options);
+    const at::Tensor sum = ops::make_flat(plan_.layout.chunk_numel, at::kFloat, result.device());
     add_decoded(received, 0, received.numel() / plan_.layout.chunk_bytes, sum);
     encode_chunk(sum, residual, coded(result, 0), /*add=*/true);
   }
@@ -116,9 +113,9 @@ class FlatCoder final : public Coder {
       codec_->encode(values, wire);
       return;
     }
-    const at::Tensor wanted = values.clone();
+    const at::Tensor wanted = ops::copy_of(values);
     codec_->encode(values, wire);
-    at::Tensor lost = at::empty_like(wanted);
+    at::Tensor lost = ops::make_scratch(wanted.sizes(), at::kFloat, wanted.device());
     codec_->decode(wire, lost);
     lost = wanted - lost;
     const at::Tensor kept = add ? residual + lost : lost;
@@ -126,7 +123,7 @@ class FlatCoder final : public Coder {
   }
 
   void add_decoded(const at::Tensor& wire, int64_t first, int64_t count, const at::Tensor& sum) {
-    const at::Tensor part = at::empty_like(sum);
+    const at::Tensor part = ops::make_scratch(sum.sizes(), at::kFloat, sum.device());
     for (int64_t i = first; i < first + count; ++i) {
       codec_->decode(coded(wire, i), part);
       sum.add_(part);

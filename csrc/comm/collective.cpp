@@ -2,7 +2,6 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 #include "worker.h"
 
 namespace fastsync::comm {
@@ -240,8 +240,6 @@ std::unique_ptr<Collective> Collective::resolve(const std::string& group_name) {
 }
 
 void probe_links(Collective& group, at::Device device, LinkKinds kinds) {
-  const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
-  const auto floats = bytes.dtype(at::kFloat);
   const auto probe = [](const char* what, const auto& start) {
     try {
       start()->wait();
@@ -249,14 +247,14 @@ void probe_links(Collective& group, at::Device device, LinkKinds kinds) {
       throw std::runtime_error(concat(what, ": ", error.what()));
     }
   };
-  const at::Tensor everyones = at::zeros({group.size()}, bytes);
-  const at::Tensor all = at::zeros({group.size()}, bytes);
+  const at::Tensor everyones = ops::make_bytes(group.size(), device);
+  const at::Tensor all = ops::make_bytes(group.size(), device);
   if (kinds.all_to_all) probe("all-to-all", [&] { return group.all_to_all(everyones, all); });
-  probe("all-gather", [&] { return group.all_gather(everyones, at::zeros({1}, bytes)); });
+  probe("all-gather", [&] { return group.all_gather(everyones, ops::make_bytes(1, device)); });
   if (!kinds.reduce_scatter) return;
-  const at::Tensor mine = at::zeros({1}, floats);
-  probe("reduce-scatter",
-        [&] { return group.reduce_scatter(mine, at::zeros({group.size()}, floats)); });
+  const at::Tensor mine = ops::make_flat(1, at::kFloat, device);
+  const at::Tensor theirs = ops::make_flat(group.size(), at::kFloat, device);
+  probe("reduce-scatter", [&] { return group.reduce_scatter(mine, theirs); });
 }
 
 }  // namespace fastsync::comm

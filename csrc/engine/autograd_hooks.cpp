@@ -1,6 +1,5 @@
 #include "autograd_hooks.h"
 
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 
 namespace fastsync::engine {
 namespace {
@@ -50,7 +50,7 @@ using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor(
 // The node that accumulates gradients of another dtype than the tensor's own. Nodes are made for the dtype that they find.
 Accumulator accumulator_of(const at::Tensor& tensor, at::ScalarType dtype) {
   const at::Tensor data = tensor.variable_data();
-  const auto one = at::zeros({}, tensor.options().dtype(dtype).requires_grad(false));
+  const auto one = ops::make_zeros({}, dtype, tensor.device());
   tensor.set_data(one.expand(tensor.sizes()));
   auto node = torch::autograd::impl::grad_accumulator(tensor);
   tensor.set_data(data);

@@ -1,6 +1,5 @@
 #include "plan_watch.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -59,7 +58,7 @@ void PlanWatch::note_votes(const at::Tensor& sum) {
     votes.passed = ops::first_element(sum) > 0;
     return;
   }
-  votes.host = at::empty({1}, sum.options().device(at::kCPU).pinned_memory(true));
+  votes.host = ops::make_pinned_scalar(sum.scalar_type());
   votes.host.copy_(sum, /*non_blocking=*/true);
   votes.copied.emplace(sum.device().type());
   votes.copied->record(c10::impl::VirtualGuardImpl(sum.device().type()).getStream(sum.device()));

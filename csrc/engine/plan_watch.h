@@ -1,10 +1,9 @@
 // Watches whether the bucket plan still fits the order in which gradients arrive, and has all ranks agree on a new one.
 //
 // [Note: new plans]
-// After the first synchronised step the ready order is known, and every rank asks for a new plan at its next forward. Later
-// a rank that sees buckets complete out of plan order, or parameters frozen, sets a vote that travels in the flags of the
-// last bucket. Its sum is read two steps later, when no device has to be waited for, and is the same on all ranks, so they
-// all meet again at the same forward. A rank waits twice as long before each further vote: where no plan fits, planning
+// After the first synchronised step the ready order is known, and every rank asks for a new plan. Later a rank that sees buckets
+// complete out of plan order, or parameters frozen, sets a vote that travels in the flags of the last bucket. Its sum is read at
+// the end of the next step, when no device has to be waited for, and is the same on all ranks, so they all plan at once. A rank waits twice as long before each further vote: where no plan fits, planning
 // ends.
 #pragma once
 
@@ -38,7 +37,7 @@ class PlanWatch {
   // The sum of this step's votes, on any device; undefined where there were none.
   void note_votes(const at::Tensor& sum);
 
-  // At a forward: whether all ranks ask for a new plan now.
+  // At the end of a step: whether all ranks ask for a new plan now.
   bool replan_due();
   // Whether the plan was made from the order of a step.
   bool knows_order() const { return learned_; }

@@ -1,6 +1,5 @@
 #include "reducer.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -8,21 +7,11 @@
 #include <utility>
 
 #include "../check.h"
-#include "../transport/hierarchical.h"
 
 namespace fastsync::engine {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
-
-// Null where the bucket's gradients are summed in place.
-std::unique_ptr<Wire> wire_of(const Bucket& bucket, const comm::Collective& group) {
-  const BucketSpec& spec = bucket.spec();
-  if (spec.low_rank) return make_power_wire(*spec.low_rank, group.size(), bucket.device());
-  if (!spec.coded) return nullptr;
-  if (spec.coded->node_ranks > 1) return make_hierarchical_wire(*spec.coded, bucket.device());
-  return make_coded_wire(*spec.coded, group.rank(), group.size(), bucket.device());
-}
 
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return std::nullopt;
@@ -36,11 +25,10 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
                  std::shared_ptr<Precision> precision)
     : options_(options),
       precision_(std::move(precision)),
-      collective_(comm::Collective::resolve(group_name)),
-      parked_(params.size()),
-      usage_(params_, collective_->rank(), options.static_graph, options.fail_on_unused) {
+      routes_{comm::Collective::resolve(group_name), nullptr, nullptr},
+      usage_(params_, routes_.group->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
-  divisor_ = collective_->size();
+  divisor_ = routes_.group->size();
   counting_fires_ = options_.static_graph;
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
@@ -72,10 +60,10 @@ void Reducer::detach_hooks() {
   hooks().detach();
 }
 
-void Reducer::set_plan(std::vector<BucketSpec> specs, int64_t until) {
+void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot change the plan during a backward");
-  const Carried carried = carried_views();
+  leave_backward("change the plan");
+  const States states = state_views();
   std::vector<Bucket> buckets;
   std::vector<Place> places(params_.size());
   for (size_t b = 0; b < specs.size(); ++b) {
@@ -84,11 +72,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs, int64_t until) {
       FS_CHECK_VALUE(place.bucket < 0, "the plan holds a parameter twice");
       place = Place{static_cast<int64_t>(b), s};
     }
-    buckets.emplace_back(std::move(specs[b]), params_);
-    if (!communicates()) continue;
-    auto wire = wire_of(buckets.back(), *collective_);
-    FS_CHECK(!wire || chains_, "coded buckets need process groups for their chains");
-    buckets.back().use(std::move(wire));
+    buckets.emplace_back(specs[b], params_, routes_, b, specs.size());
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     if (planned_[i] != (places[i].bucket >= 0)) log_.forget_used();
@@ -99,7 +83,7 @@ void Reducer::set_plan(std::vector<BucketSpec> specs, int64_t until) {
   buckets_ = std::move(buckets);
   places_ = std::move(places);
   plan_until_ = until;
-  load_carried(carried);
+  load_states(states);
   hooks().update();
   watch_.plan_installed();
   log_.plan_installed(++stats_.plans);
@@ -135,18 +119,23 @@ void Reducer::prepare_local_forward() {
   attach_thawed();
 }
 
-// A backward that was left early, and what the last one had to complain about.
+// What a backward that an exception ended has left. `task`: what cannot be done inside of one.
+void Reducer::leave_backward(const char* task) {
+  if (!backward_running_) return;
+  FS_CHECK(running_backward() < 0, "cannot ", task, " during a backward");
+  const size_t launched = communicates() ? next_ : 0;
+  const std::string total = std::to_string(buckets_.size());
+  abandon();
+  FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
+           " of ", total,
+           " buckets had been sent: the ranks no longer agree. Expected to have finished "
+           "reduction in the prior iteration before starting a new one. Find the exception that "
+           "left backward() early, or restart from a checkpoint");
+}
+
+// That, and what the last backward had to complain about.
 void Reducer::check_ended() {
-  if (backward_running_) {
-    const size_t launched = communicates() ? next_ : 0;
-    const std::string total = std::to_string(buckets_.size());
-    abandon();
-    FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
-             " of ", total,
-             " buckets had been sent: the ranks no longer agree. Expected to have finished "
-             "reduction in the prior iteration before starting a new one. Find the exception that "
-             "left backward() early, or restart from a checkpoint");
-  }
+  leave_backward("start a forward of this wrapper");
   usage_.check_forward();
 }
 
@@ -189,28 +178,16 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync
       if (const auto self = weak.lock()) self->on_outputs_reached(*pass);
     });
   }
-  if (std::exchange(made_step_, false) || !sync) opaque_forwards_ = 0;
-  may_bypass_ = sync && (watched || may_bypass_);
-  if (sync && !watched) ++opaque_forwards_;
+  forwards_.ended(sync, watched);
 }
 
 void Reducer::on_outputs_reached(ForwardPass& pass) {
   const Lock lock(mutex_);
   if (precision_) precision_->begin_backward();
-  if (hooks().accumulating()) {
-    known_backward_ = running_backward();
-    const bool due = std::exchange(pass.syncs, false);
-    if (due && !backward_running_ && !buckets_.empty()) {
-      opaque_forwards_ = 0;
-      begin_backward();
-    }
+  if (hooks().accumulating() && forwards_.reached(pass, running_backward())) {
+    if (!backward_running_ && !buckets_.empty()) begin_backward();
   }
   if (precision_) precision_->restore_at_end();  // after the end of the step
-}
-
-// Whether a gradient that arrives now belongs to a loss that bypasses the outputs.
-bool Reducer::is_first_backward() const {
-  return (may_bypass_ || opaque_forwards_ > 0) && known_backward_ != running_backward();
 }
 
 void Reducer::set_static_graph() {
@@ -226,30 +203,14 @@ void Reducer::set_static_graph() {
   counting_fires_ = true;
 }
 
-void Reducer::set_hook(std::unique_ptr<comm::Hook> hook) {
-  const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot change the communication hook during a backward");
-  hook_ = std::move(hook);
-}
-
 void Reducer::at_end(std::function<void()> action) {
   const Lock lock(mutex_);
   at_end_.push_back(std::move(action));
 }
 
-void Reducer::use_group(const std::string& group_name) {
-  const Lock lock(mutex_);
-  abandon();
-  collective_ = comm::Collective::resolve(group_name);
-  divisor_ = collective_->size();
-  usage_.set_rank(collective_->rank());
-  watch_.group_changed();
-}
-
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
-  backward_running_ = made_step_ = true;
-  may_bypass_ = false;
+  backward_running_ = true;
   log_.begin_backward();
   next_ = 0;
   watch_.begin_step();
@@ -263,10 +224,7 @@ void Reducer::begin_backward() {
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
-  if (!backward_running_ && is_first_backward()) {
-    opaque_forwards_ = std::max<int64_t>(0, opaque_forwards_ - 1);
-    begin_backward();
-  }
+  if (!backward_running_ && forwards_.bypassed(running_backward())) begin_backward();
   if (precision_) precision_->restore_at_end();
   if (!backward_running_) return;
   noting_errors([&] { place_gradient(param); });
@@ -287,7 +245,7 @@ void Reducer::place_gradient(size_t param) {
     advance();
   } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
     // Not in the first step, which tells how often each gradient arrives.
-    bucket.pack_early(place.slot, packing());
+    bucket.offer(place.slot, packing());
   }
 }
 
@@ -296,7 +254,7 @@ void Reducer::check_repeated(size_t param, const Place& place) const {
   const auto b = static_cast<size_t>(place.bucket);
   const bool sent = communicates() && (next_ > b || buckets_[b].is_settled(place.slot));
   FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
-           "' (index ", param, ") on rank ", collective_->rank(),
+           "' (index ", param, ") on rank ", routes_.group->rank(),
            " received another gradient after its bucket had been sent. It is used in several "
            "backwards of one step (reentrant activation checkpointing, or backward called twice "
            "inside a backward). Use static_graph=True, or torch.utils.checkpoint with "
@@ -311,10 +269,16 @@ void Reducer::advance() {
     if (communicates() && !idles) with_context(next_, "sending", [&] { launch(bucket); });
     ++next_;
   }
+  const bool all_sent = next_ == buckets_.size() && !buckets_.empty();
+  if (all_sent && flags_ && flags_->overlaps(buckets_.front().device())) start_flags();
 }
 
-PackOptions Reducer::packing() const {
-  return {hook_ ? 1.0 : 1.0 / divisor_, watch_.vote(), static_cast<uint64_t>(steps())};
+void Reducer::start_flags() {
+  if (!flags_->started()) flags_->start(params_, buckets_.front().device());
+}
+
+Packing Reducer::packing() const {
+  return {1.0 / divisor_, watch_.vote(), /*missed=*/false, static_cast<uint64_t>(steps())};
 }
 
 void Reducer::launch(Bucket& bucket) {
@@ -322,31 +286,28 @@ void Reducer::launch(Bucket& bucket) {
   bucket.pack(packing());
   const auto index = static_cast<int64_t>(next_);
   log_.mark(Mark::kPacked, index);
-  log_.mark(Mark::kLaunched, index, bucket.wire_bytes());
-  if (hook_) {
-    bucket.launch(*hook_, next_, buckets_.size());
-  } else if (bucket.is_coded()) {
-    bucket.launch(*chains_);
-  } else {
-    bucket.launch(*collective_);
-  }
+  const Transport& transport = bucket.transport();
+  log_.mark(Mark::kLaunched, index, transport.bytes());
+  bucket.launch();
   auto done = log_.on_done(index);
-  if (stats_.steps == 0 && !hook_) done = rate_.timed(bucket.gradient_bytes(), std::move(done));
+  // Devices tell when a collective was enqueued, not when it ended.
+  const bool timed = stats_.steps == 0 && !transport.is_users() && bucket.device().is_cpu();
+  if (timed) done = rate_.timed(bucket.gradient_bytes(), std::move(done));
   if (done) bucket.on_done(std::move(done));
   ++stats_.collectives;
-  stats_.bytes += bucket.wire_bytes();
-  stats_.sent_bytes += bucket.sent_bytes(collective_->size());
-  stats_.between_nodes_bytes += bucket.between_nodes_bytes();
+  stats_.bytes += transport.bytes();
+  stats_.sent_bytes += transport.sent_bytes();
+  stats_.between_nodes_bytes += transport.between_nodes_bytes();
 }
 
 template <typename Fn>
 void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
-  if (hook_) return fn();  // its errors are the user's own
+  if (buckets_[bucket].transport().is_users()) return fn();
   try {
     fn();
   } catch (const std::exception& error) {
-    throw std::runtime_error(concat("fastsync: rank ", collective_->rank(), ", ", what, " bucket ",
-                                    bucket, " of ", buckets_.size(), " (",
+    throw std::runtime_error(concat("fastsync: rank ", routes_.group->rank(), ", ", what,
+                                    " bucket ", bucket, " of ", buckets_.size(), " (",
                                     buckets_[bucket].describe(), "): ", error.what()));
   }
 }
@@ -390,11 +351,11 @@ void Reducer::complete_step() {
 }
 
 void Reducer::close_buckets() {
-  usage_.end_backward(planned_);
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (!buckets_[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
     buckets_[i].close();
   }
+  usage_.end_backward(planned_);
   advance();
 }
 
@@ -405,12 +366,12 @@ void Reducer::finish_buckets() {
   }
   std::vector<bool> used;
   const auto start = std::chrono::steady_clock::now();
-  if (hook_) {
-    // A hook may start further collectives when its first one is done, so flags must wait for all hooks.
+  if (flags_) {
     for (Bucket& bucket : buckets_) {
       if (bucket.state() == BucketState::kInFlight) bucket.receive();
     }
-    used = exchange_flags();
+    start_flags();  // where they had to wait for all hooks
+    used = flags_->wait();
   }
   const Bucket* last = nullptr;
   for (size_t i = 0; i < buckets_.size(); ++i) {
@@ -420,39 +381,21 @@ void Reducer::finish_buckets() {
     }
     with_context(i, "receiving", [&] {
       FS_CHECK(!captured_ || !buckets_[i].missed(), "a parameter got no gradient while captured");
-      if (!hook_) buckets_[i].receive();
+      if (buckets_[i].state() == BucketState::kInFlight) buckets_[i].receive();
       buckets_[i].finish(used);
     });
     last = &buckets_[i];
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!hook_) watch_.note_votes(last && !captured_ ? last->vote() : at::Tensor());
-}
-
-// The flags that ride in the buckets where no hook owns them, in a collective of their own. Empty: nobody asks. There is
-// no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a hook the plan made after the first
-// step stays, as it does in DDP, unless parameters are thawed.
-std::vector<bool> Reducer::exchange_flags() {
-  if (!votes() || options_.static_graph) return {};
-  const auto count = static_cast<int64_t>(params_.size());
-  at::Tensor flags = at::zeros({count}, at::TensorOptions().dtype(at::kFloat));
-  auto* values = flags.mutable_data_ptr<float>();
-  for (size_t i = 0; i < params_.size(); ++i) values[i] = params_[i]->used ? 1.0F : 0.0F;
-  const at::Tensor sum = flags.to(buckets_.front().device());
-  collective_->all_reduce(sum)->wait();
-  flags = sum.to(at::kCPU);
-  values = flags.mutable_data_ptr<float>();
-  hook_counts_.assign(values, values + count);
-  return std::vector<bool>(values, values + count);
+  watch_.note_votes(last && !captured_ ? last->transport().vote() : at::Tensor());
 }
 
 // skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.
 bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const {
   if (!options_.skip_unused) return false;
-  const auto& slots = bucket.spec().slots;
-  return std::none_of(slots.begin(), slots.end(),
-                      [&](const SlotSpec& slot) { return used(static_cast<size_t>(slot.param)); });
+  return std::none_of(bucket.slots().begin(), bucket.slots().end(),
+                      [&](const Slot& slot) { return used(slot.index); });
 }
 
 void Reducer::end_step() {
@@ -461,8 +404,8 @@ void Reducer::end_step() {
   log_.end_step(std::move(used));
   std::vector<int64_t> missing;
   for (const Bucket& bucket : buckets_) {
-    for (const SlotSpec& slot : bucket.spec().slots) {
-      if (!params_[static_cast<size_t>(slot.param)]->used) missing.push_back(slot.param);
+    for (const Slot& slot : bucket.slots()) {
+      if (!slot.param->used) missing.push_back(static_cast<int64_t>(slot.index));
     }
   }
   watch_.end_step(missing);
@@ -473,6 +416,7 @@ void Reducer::end_step() {
 
 void Reducer::abandon() {
   for (Bucket& bucket : buckets_) bucket.abandon();
+  if (flags_) flags_->abandon();
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
   next_ = 0;
@@ -484,17 +428,14 @@ void Reducer::shadow_step() {
   const std::vector<bool>& used = log_.used();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
-    Bucket& bucket = buckets_[i];
-    shadows.push_back(hook_               ? bucket.shadow(*hook_, i, buckets_.size())
-                      : bucket.is_coded() ? bucket.shadow(*chains_, packing().step)
-                                          : bucket.shadow(*collective_));
+    shadows.push_back(buckets_[i].transport().shadow(packing().step));
   }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();
-  if (hook_) {
-    exchange_flags();
-  } else if (!shadows.empty()) {
-    watch_.note_votes(shadows.back().vote());
+  if (flags_) {
+    start_flags();
+    flags_->wait();
   }
+  watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());
   watch_.end_shadow_step();
   log_.count_steps(++stats_.steps);
   lock.unlock();

@@ -5,14 +5,6 @@
 // issues the same collectives in the same order whatever its own gradients do; the engine's final callback launches what
 // is left, waits, and hands the averages over.
 //
-// [Note: which backwards synchronise]
-// A backward synchronises if it reaches the outputs of a forward outside no_sync() whose step has not been made yet. So
-// several forwards may come before their backwards, in any order, and each of these averages. A loss may also bypass the
-// outputs, or lie in an object that no search for tensors looks into: so the first backward after such a forward
-// synchronises too, unless it reaches the outputs of another forward of this wrapper. Every other backward only
-// accumulates: a second one through the same graph, one under no_sync(), any work on the bare module, a step of another
-// wrapper of the same parameters. Between steps the hooks rest.
-//
 // [Note: the outermost backward]
 // Reentrant checkpointing runs backwards inside a backward, each with final callbacks of its own. The step ends with the
 // outermost one, so its callback is queued by a hook on the forward's outputs, which runs before any inner backward can
@@ -46,6 +38,8 @@
 #include "../comm/collective.h"
 #include "autograd_hooks.h"
 #include "bucket.h"
+#include "flags.h"
+#include "forwards.h"
 #include "plan_watch.h"
 #include "precision.h"
 #include "rate_meter.h"
@@ -64,11 +58,6 @@ struct ReducerOptions {
 struct ForwardAdvice {
   bool regrouped = false;           // see [Note: unfreezing]: plan anew before this forward
   std::vector<std::string> unused;  // parameters to warn about, once
-};
-
-// A forward of the wrapper, as its outputs' hooks know it.
-struct ForwardPass {
-  bool syncs = false;  // and its step has not been made yet
 };
 
 // Counters of this rank. Durations in seconds, sizes in bytes.
@@ -93,7 +82,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once. Another plan is due once the
   // training has made `until` steps; -1: never for that reason.
-  void set_plan(std::vector<BucketSpec> specs, int64_t until = -1);
+  void set_plan(const std::vector<BucketSpec>& specs, int64_t until = -1);
 
   // Called at the end of a step where a new plan is due. See [Note: where plans change].
   void on_plan_due(std::function<void()> fn);
@@ -111,11 +100,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(double divisor);
   // Takes part in one step of the other ranks without gradients of its own.
   void shadow_step();
-  // Reduces buckets with `hook` instead of averaging them; nullptr goes back. Needs a plan whose wire dtypes are the
-  // gradients' own.
-  void set_hook(std::unique_ptr<comm::Hook> hook);
+  // Reduces the buckets of later plans with `hook` instead of averaging them. `flags_group`: a process group for used flags
+  // alone; empty: there is none.
+  void set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flags_group);
   // Called once, at the end of the next synchronised backward.
   void at_end(std::function<void()> action);
+  // Averages over another group from the next plan on, which must come at once.
   void use_group(const std::string& group_name);
   // Process groups for the links of coded buckets' chains, in order; see comm/worker.h. Needed before a plan with coded buckets.
   void use_chains(const std::vector<std::string>& group_names);
@@ -142,11 +132,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
 
-  // Copies of what coding carries from step to step.
-  Carried carried() const;
-  void load_carried(const Carried& carried);
-  // Frees what is parked of these parameters' residuals and factors. See [Note: parked residuals].
-  void drop_parked(const std::vector<int64_t>& residuals, const std::vector<int64_t>& factors);
+  // Copies of what parameters carry from step to step, and the other way.
+  States states() const;
+  void load_states(const States& states);
+  // Frees what is parked of the state called `name` of these parameters. See [Note: parked states].
+  void drop_parked(const std::string& name, const std::vector<int64_t>& params);
 
  private:
   struct Place {
@@ -156,10 +146,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   GradientHooks& hooks();
   void on_outputs_reached(ForwardPass& pass);
-  bool is_first_backward() const;
   void on_grad_ready(size_t param, bool defined);
   void place_gradient(size_t param);
   ForwardAdvice advise();
+  void leave_backward(const char* task);
   void check_ended();
   void attach_thawed();
   void make_due_plan();
@@ -170,16 +160,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch(Bucket& bucket);
   void finish_backward(int64_t generation);
   void complete_step();
-  Carried carried_views() const;
+  States state_views() const;
+  bool is_held(const std::string& state, size_t param) const;
   void close_buckets();
   void finish_buckets();
+  void start_flags();
   bool idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const;
   void end_step();
   void abandon();
-  bool communicates() const { return hook_ != nullptr || collective_->size() > 1; }
-  PackOptions packing() const;
-  bool votes() const { return !options_.fail_on_unused && collective_->size() > 1; }
-  std::vector<bool> exchange_flags();
+  bool communicates() const { return routes_.communicate(); }
+  Packing packing() const;
+  bool votes() const { return !options_.fail_on_unused && routes_.group->size() > 1; }
   template <typename Fn>
   auto noting_errors(const Fn& fn);
   template <typename Fn>
@@ -188,29 +179,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Recursive: a communication hook runs under it and may ask the reducer something.
   mutable std::recursive_mutex mutex_;
   ReducerOptions options_;
-  std::vector<std::unique_ptr<Parameter>> params_;
+  Parameters params_;
   std::unique_ptr<GradientHooks> hooks_;
   std::shared_ptr<Precision>
       precision_;  // null: parameters compute in the dtype that they are stored in
-  std::unique_ptr<comm::Collective> collective_;
-  std::unique_ptr<comm::Chains> chains_;
-  std::unique_ptr<comm::Hook> hook_;
+  Routes routes_;
   std::vector<std::function<void()>> at_end_;
   std::function<void()> plan_due_;
   double divisor_ = 1.0;
 
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;
-  Carried parked_;             // see [Note: parked residuals]
+  States parked_;              // see [Note: parked states]
   std::vector<bool> planned_;  // parameters in the current plan
 
-  // See [Note: which backwards synchronise].
-  bool may_bypass_ = false;  // no backward has come since a forward whose outputs are watched
-  int64_t opaque_forwards_ =
-      0;  // since then, without any tensor in their outputs; each has one backward
-  bool made_step_ = false;  // since the last forward
-  int known_backward_ =
-      -1;  // autograd's number of the last backward that reached outputs of any forward
+  Forwards forwards_;
   bool backward_running_ = false;
   bool captured_ = false;
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
@@ -221,7 +204,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   UsageCheck usage_;
   StepLog log_;
   RateMeter rate_;
-  std::vector<int64_t> hook_counts_;  // used_counts() where a hook owns the buckets
+  std::unique_ptr<FlagExchange>
+      flags_;  // null where flags travel with the gradients, or not at all
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;
   int64_t plan_until_ = -1;

@@ -1,10 +1,12 @@
-// What others may ask a reducer, and what coding carries from step to step, which they may take and give.
+// What others may ask a reducer and tell it between steps: its counters, what parameters carry, its ways between ranks.
 //
-// [Note: parked residuals]
+// [Note: parked states]
 // A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
 // error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
 #include "../check.h"
+#include "../ops/buffers.h"
+#include "../transport/chained.h"
 #include "reducer.h"
 
 namespace fastsync::engine {
@@ -15,7 +17,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // Not a view that keeps a whole bucket's memory.
 at::Tensor own(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.storage().nbytes() == tensor.nbytes()) return tensor;
-  return tensor.clone();
+  return ops::copy_of(tensor);
 }
 
 }  // namespace
@@ -39,9 +41,10 @@ StepReport Reducer::last_step() const {
 
 std::vector<int64_t> Reducer::used_counts() const {
   const Lock lock(mutex_);
-  if (hook_ && !hook_counts_.empty()) return hook_counts_;
-  std::vector<int64_t> counts(log_.used().begin(), log_.used().end());
-  if (hook_ || !communicates() || !votes() || counts.empty()) return counts;
+  std::vector<int64_t> counts = flags_ ? flags_->counts() : std::vector<int64_t>();
+  if (!counts.empty()) return counts;
+  counts.assign(log_.used().begin(), log_.used().end());
+  if (!communicates() || !votes() || counts.empty()) return counts;
   for (const Bucket& bucket : buckets_) bucket.count_uses(counts);
   return counts;
 }
@@ -49,55 +52,62 @@ std::vector<int64_t> Reducer::used_counts() const {
 ReducerStats Reducer::stats() const {
   const Lock lock(mutex_);
   ReducerStats stats = stats_;
-  for (const Bucket& bucket : buckets_) stats.residual_bytes += bucket.residual_bytes();
-  for (const at::Tensor& parked : parked_.residuals) {
-    if (parked.defined()) stats.residual_bytes += static_cast<int64_t>(parked.nbytes());
+  for (const Bucket& bucket : buckets_) {
+    stats.residual_bytes += bucket.transport().residual_bytes();
+  }
+  const auto parked = parked_.find(kResidual);
+  if (parked == parked_.end()) return stats;
+  for (const at::Tensor& residual : parked->second) {
+    if (residual.defined()) stats.residual_bytes += static_cast<int64_t>(residual.nbytes());
   }
   return stats;
 }
 
-Carried Reducer::carried_views() const {
-  Carried views = parked_;
-  for (const Bucket& bucket : buckets_) bucket.read_carried(views);
+States Reducer::state_views() const {
+  States views = parked_;
+  for (const char* name : {kResidual, kFactor}) views[name].resize(params_.size());
+  for (const Bucket& bucket : buckets_) bucket.transport().read(views);
   return views;
 }
 
-Carried Reducer::carried() const {
+States Reducer::states() const {
   const Lock lock(mutex_);
-  Carried copies = carried_views();
-  for (std::vector<at::Tensor>* tensors : {&copies.residuals, &copies.factors}) {
-    for (at::Tensor& copy : *tensors) {
-      if (copy.defined()) copy = copy.clone();
+  States copies = state_views();
+  for (auto& [name, tensors] : copies) {
+    for (at::Tensor& copy : tensors) {
+      if (copy.defined()) copy = ops::copy_of(copy);
     }
   }
   return copies;
 }
 
-void Reducer::load_carried(const Carried& carried) {
+void Reducer::load_states(const States& states) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot load what coding carries during a backward");
-  FS_CHECK_VALUE(
-      carried.residuals.size() == params_.size() && carried.factors.size() == params_.size(),
-      "expects one residual and one factor per parameter");
-  Carried parked(params_.size());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const Place& place = places_[i];
-    const Bucket* bucket =
-        place.bucket < 0 ? nullptr : &buckets_[static_cast<size_t>(place.bucket)];
-    const bool feeds_back = bucket != nullptr && bucket->has_residual();
-    const bool learns = bucket != nullptr && bucket->has_factor(place.slot);
-    if (!feeds_back) parked.residuals[i] = own(carried.residuals[i]);
-    if (!learns) parked.factors[i] = own(carried.factors[i]);
+  leave_backward("load what parameters carry");
+  States parked;
+  for (const auto& [name, tensors] : states) {
+    FS_CHECK_VALUE(tensors.size() == params_.size(), "expects one ", name,
+                   " per parameter, but got ", tensors.size(), " for ", params_.size());
+    parked[name].resize(params_.size());
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (!is_held(name, i)) parked[name][i] = own(tensors[i]);
+    }
   }
-  for (Bucket& bucket : buckets_) bucket.load_carried(carried);
+  for (Bucket& bucket : buckets_) bucket.transport().load(states);
   parked_ = std::move(parked);
 }
 
-void Reducer::drop_parked(const std::vector<int64_t>& residuals,
-                          const std::vector<int64_t>& factors) {
+bool Reducer::is_held(const std::string& state, size_t param) const {
+  const Place& place = places_[param];
+  return place.bucket >= 0 &&
+         buckets_[static_cast<size_t>(place.bucket)].transport().holds(state, place.slot);
+}
+
+void Reducer::drop_parked(const std::string& name, const std::vector<int64_t>& params) {
   const Lock lock(mutex_);
-  for (const int64_t param : residuals) parked_.residuals.at(static_cast<size_t>(param)).reset();
-  for (const int64_t param : factors) parked_.factors.at(static_cast<size_t>(param)).reset();
+  const auto parked = parked_.find(name);
+  if (parked == parked_.end()) return;
+  for (const int64_t param : params) parked->second.at(static_cast<size_t>(param)).reset();
 }
 
 void Reducer::check_capture() const {
@@ -117,16 +127,36 @@ void Reducer::set_divisor(double divisor) {
 
 void Reducer::resume(int64_t steps) {
   const Lock lock(mutex_);
-  FS_CHECK(!backward_running_, "cannot resume a training during a backward");
+  leave_backward("resume a training");
   FS_CHECK_VALUE(steps >= 0, "a training cannot have ", steps, " steps");
   earlier_steps_ = steps - stats_.steps;
+}
+
+void Reducer::set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flags_group) {
+  const Lock lock(mutex_);
+  leave_backward("change the communication hook");
+  routes_.hook = std::move(hook);
+  flags_.reset();
+  if (!votes() || options_.static_graph) return;
+  const bool own = !flags_group.empty();
+  flags_ = std::make_unique<FlagExchange>(
+      own ? comm::Collective::resolve(flags_group) : routes_.group, own);
+}
+
+void Reducer::use_group(const std::string& group_name) {
+  const Lock lock(mutex_);
+  abandon();
+  routes_.group = comm::Collective::resolve(group_name);
+  divisor_ = routes_.group->size();
+  usage_.set_rank(routes_.group->rank());
+  watch_.group_changed();
 }
 
 void Reducer::use_chains(const std::vector<std::string>& group_names) {
   const Lock lock(mutex_);
   std::vector<std::shared_ptr<comm::Collective>> groups;
   for (const std::string& name : group_names) groups.push_back(comm::Collective::resolve(name));
-  chains_ = std::make_unique<comm::Chains>(std::move(groups));
+  routes_.chains = std::make_shared<comm::Chains>(std::move(groups));
 }
 
 }  // namespace fastsync::engine

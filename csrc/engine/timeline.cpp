@@ -10,7 +10,7 @@
 namespace fastsync::engine {
 namespace {
 
-int64_t now() {
+int64_t host_time() {
   const auto time = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
@@ -55,7 +55,7 @@ Timeline::Timeline(size_t capacity, c10::Device device) : device_(device), ring_
   origin_ = timing_event(device_);
   record_now(*origin_, device_);
   origin_->synchronize();
-  origin_time_ = now();
+  origin_time_ = host_time();
 }
 
 void Timeline::record(Mark mark, int64_t index, int64_t bytes) {
@@ -71,7 +71,7 @@ std::function<void()> Timeline::on_done(int64_t bucket) {
 void Timeline::write(int64_t step, Mark mark, int64_t index, int64_t bytes) {
   const uint64_t number = recorded_.fetch_add(1, std::memory_order_relaxed);
   Entry& entry = ring_[number % ring_.size()];
-  const int64_t time = device_.is_cpu() ? now() : 0;
+  const int64_t time = device_.is_cpu() ? host_time() : 0;
   entry.sequence.store(0, std::memory_order_relaxed);
   entry.mark.store(static_cast<uint64_t>(mark), std::memory_order_release);
   entry.step.store(step, std::memory_order_release);

@@ -12,8 +12,6 @@ namespace fastsync::engine {
 
 class UsageCheck {
  public:
-  using Parameters = std::vector<std::unique_ptr<Parameter>>;
-
   // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused` that every step uses all.
   UsageCheck(const Parameters& params, int rank, bool static_graph, bool fail_on_unused)
       : params_(params),

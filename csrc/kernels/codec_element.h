@@ -16,6 +16,7 @@
 
 #include "codec.h"
 #include "element.h"
+#include "random.h"
 
 // Where a device has conversions of fp16 in hardware, codecs use them; a test may choose those forms on the host.
 #ifndef FS_DEVICE_FORMS
@@ -29,12 +30,9 @@
 namespace fastsync::kernels {
 
 constexpr uint32_t kFloatOne = 1u << 23;  // a step of fp32's exponent field
-constexpr uint32_t kMagnitudeMask = 0x7fffffff;
 
 // 2^127. Below it no format's rounding leaves the range of fp32; from it on a block of a scaled format is poisoned.
 constexpr uint32_t kTooLarge = 0x7f000000;
-
-FS_HOST_DEVICE bool is_finite(float value) { return (bits_of(value) & kMagnitudeMask) < kFloatInf; }
 
 FS_HOST_DEVICE float quiet_nan() { return float_of(0x7fc00000); }
 
@@ -51,12 +49,8 @@ struct RandomKey {
   uint32_t between;
 };
 
-// The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 FS_HOST_DEVICE RandomKey random_key(uint64_t seed) {
-  uint64_t z = seed + 0x9e3779b97f4a7c15;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-  z ^= z >> 31;
+  const uint64_t z = mixed(seed);
   return {static_cast<uint32_t>(z), static_cast<uint32_t>(z >> 32)};
 }
 
@@ -274,6 +268,8 @@ struct Int4Codec : FormatConstants<Format::kInt4>, IntegerCodec<7> {
   }
 };
 
+// --- What the loops do to one element, whatever the format ---
+
 template <class Codec, bool kStochastic>
 FS_HOST_DEVICE Coded code_element(float y, RandomKey key, uint32_t index) {
   if constexpr (kStochastic) {
@@ -281,6 +277,24 @@ FS_HOST_DEVICE Coded code_element(float y, RandomKey key, uint32_t index) {
   } else {
     return Codec::nearest(y);
   }
+}
+
+// What is left of x where `coded` travels.
+template <class Codec>
+FS_HOST_DEVICE float lost_of(float x, const Coded& coded, float factor) {
+  return x - (Codec::kScaled ? coded.value * factor : coded.value);
+}
+
+template <class Codec>
+FS_HOST_DEVICE float decoded(uint32_t code, float factor) {
+  const float value = Codec::value(code);
+  return Codec::kScaled ? value * factor : value;
+}
+
+// The residual: what was lost, plus the old one when kAdd.
+template <bool kAdd>
+FS_HOST_DEVICE float residual_of(float old, float lost) {
+  return finite_or(kAdd ? old + lost : lost, old);
 }
 
 }  // namespace fastsync::kernels

@@ -93,10 +93,7 @@ __device__ __forceinline__ void decode_group(float (&x)[kGroup], const uint8_t* 
     factor = Codec::factor(*reinterpret_cast<const typename Codec::Scale*>(wire + place.scale));
   }
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const float value = Codec::value(get_code<Codec>(codes, i));
-    x[i] = Codec::kScaled ? value * factor : value;
-  }
+  for (int i = 0; i < kGroup; ++i) x[i] = decoded<Codec>(get_code<Codec>(codes, i), factor);
 }
 
 template <class Codec>
@@ -120,7 +117,7 @@ __device__ __forceinline__ uint32_t largest_magnitude(const float (&x)[kGroup]) 
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
-    const uint32_t magnitude = bits_of(x[i]) & kMagnitudeMask;
+    const uint32_t magnitude = magnitude_of(x[i]);
     largest = magnitude > largest ? magnitude : largest;
   }
 #pragma unroll
@@ -148,7 +145,7 @@ __device__ __forceinline__ Codes<Codec> code_elements(float (&x)[kGroup], float 
         code_element<Codec, kStochastic>(y, random.key, random.first + static_cast<uint32_t>(i));
     const bool poisoned = Codec::kScaled && !is_finite(factor);
     set_code<Codec>(codes, i, poisoned ? 0 : coded.code);
-    x[i] -= Codec::kScaled ? coded.value * factor : coded.value;
+    x[i] = lost_of<Codec>(x[i], coded, factor);
   }
   return codes;
 }
@@ -180,10 +177,7 @@ __device__ __forceinline__ void keep_group(float* residual, const float (&lost)[
                                            const float (&old)[kGroup], int numel) {
   float kept[kGroup];
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const float wanted = kAdd ? old[i] + lost[i] : lost[i];
-    kept[i] = is_finite(wanted) ? wanted : old[i];
-  }
+  for (int i = 0; i < kGroup; ++i) kept[i] = residual_of<kAdd>(old[i], lost[i]);
   store_group(residual, kept, numel);
 }
 

@@ -38,20 +38,15 @@ template <bool kAdd>
 struct Keep {
   FS_HOST_DEVICE static void run(float* residual, const float* lost, int numel) {
     FS_INDEPENDENT
-    for (int i = 0; i < numel; ++i) {
-      const float old = residual[i];
-      const float wanted = kAdd ? old + lost[i] : lost[i];
-      residual[i] = float_of(select(is_finite(wanted), bits_of(wanted), bits_of(old)));
-    }
+    for (int i = 0; i < numel; ++i) residual[i] = residual_of<kAdd>(residual[i], lost[i]);
   }
 };
 
-// Magnitudes of floats compare like the integers that hold their bits; a NaN is above infinity.
 template <int kBlock>
 FS_HOST_DEVICE uint32_t largest_magnitude(const float* x) {
   int32_t largest = 0;
   for (int i = 0; i < kBlock; ++i) {
-    const auto magnitude = static_cast<int32_t>(bits_of(x[i]) & kMagnitudeMask);
+    const auto magnitude = static_cast<int32_t>(magnitude_of(x[i]));
     largest = magnitude > largest ? magnitude : largest;
   }
   return static_cast<uint32_t>(largest);
@@ -91,7 +86,7 @@ FS_HOST_DEVICE void code_run(float* x, typename Codec::Code* codes, int numel, f
     const Coded coded =
         code_element<Codec, kStochastic>(y, random.key, random.first + static_cast<uint32_t>(i));
     codes[i] = static_cast<typename Codec::Code>(coded.code);
-    if (kLost) x[i] -= Codec::kScaled ? coded.value * factor : coded.value;
+    if (kLost) x[i] = lost_of<Codec>(x[i], coded, factor);
   }
 }
 
@@ -154,8 +149,7 @@ template <class Codec, bool kAdd>
 FS_HOST_DEVICE void sum_run(float* x, const typename Codec::Code* codes, int numel, float factor) {
   FS_INDEPENDENT
   for (int i = 0; i < numel; ++i) {
-    const float code = Codec::value(codes[i]);
-    const float value = Codec::kScaled ? code * factor : code;
+    const float value = decoded<Codec>(codes[i], factor);
     x[i] = kAdd ? x[i] + value : value;
   }
 }

@@ -63,6 +63,22 @@ FS_HOST_DEVICE uint32_t select(bool condition, uint32_t yes, uint32_t no) {
 }
 
 constexpr uint32_t kFloatInf = 0x7f800000;  // every larger magnitude is a NaN
+constexpr uint32_t kMagnitudeMask = 0x7fffffff;
+
+// Magnitudes of floats compare like the integers that hold their bits; a NaN is above infinity.
+FS_HOST_DEVICE uint32_t magnitude_of(float value) { return bits_of(value) & kMagnitudeMask; }
+
+FS_HOST_DEVICE bool is_finite(float value) { return magnitude_of(value) < kFloatInf; }
+
+// What error feedback keeps of a `wanted` residual: poison must not outlive the step.
+FS_HOST_DEVICE float finite_or(float wanted, float old) {
+#ifdef __CUDA_ARCH__
+  return is_finite(wanted) ? wanted : old;
+#else
+  return float_of(select(is_finite(wanted), bits_of(wanted), bits_of(old)));
+#endif
+}
+
 constexpr uint32_t kHalfRebias =
     112 << 23;  // fp32's exponent bias less fp16's, in the fp32 exponent field
 
@@ -91,7 +107,7 @@ FS_HOST_DEVICE Half encode_half(float value) {
   return half;
 #else
   const uint32_t bits = bits_of(value);
-  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t magnitude = bits & kMagnitudeMask;
   const uint32_t sign = (bits >> 16) & 0x8000;
   // Adding half of the dropped unit, less one unless the kept part is odd, rounds to nearest even; a carry out of the
   // fraction steps the exponent, up to infinity.
@@ -113,7 +129,7 @@ FS_HOST_DEVICE BFloat16 encode_bfloat16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const uint32_t quiet = (bits >> 16) | 0x40;  // rounding up could carry a NaN to infinity or zero
-  return {static_cast<uint16_t>(select((bits & 0x7fffffff) > kFloatInf, quiet, rounded))};
+  return {static_cast<uint16_t>(select((bits & kMagnitudeMask) > kFloatInf, quiet, rounded))};
 #endif
 }
 

@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstddef>
 
+#include "element.h"
 #include "low_rank.h"
+#include "random.h"
 
 namespace fastsync::kernels {
 namespace {
@@ -54,14 +56,6 @@ bool normalise(const float* before, int64_t count, int64_t numel, float* vector)
   return true;
 }
 
-// The finaliser of SplitMix64 (Steele et al., 2014).
-uint64_t mixed(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ULL;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
-
 }  // namespace
 
 void orthonormalise_cpu(float* vectors, int64_t count, int64_t numel, const float* refill) {
@@ -105,8 +99,7 @@ void low_rank_product_cpu(const LowRankArgs& args, int64_t begin, int64_t end, f
       if (residual != nullptr) {
         float* kept = residual + row * args.cols + first;
         for (int64_t i = 0; i < width; ++i) {
-          const float lost = out[i] - args.share * sums[static_cast<size_t>(i)];
-          kept[i] = std::isfinite(lost) ? lost : kept[i];
+          kept[i] = finite_or(out[i] - args.share * sums[static_cast<size_t>(i)], kept[i]);
         }
       }
       std::copy(sums.begin(), sums.begin() + width, out);

@@ -1,12 +1,11 @@
 #include "codec_ops.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 
 #include "../check.h"
+#include "buffers.h"
 
 namespace fastsync::ops {
 namespace {
@@ -20,8 +19,7 @@ void check_wire(const at::Tensor& wire, int64_t bytes) {
   FS_CHECK_VALUE(wire.defined() && wire.scalar_type() == at::kByte && wire.is_contiguous() &&
                      wire.numel() == bytes,
                  "expects a wire buffer of ", bytes, " bytes");
-  FS_CHECK_VALUE(supports(wire.device()), "this build has no kernels for ", wire.device(),
-                 "; install a CUDA toolkit (nvcc) and rebuild, or keep the model on the CPU");
+  check_supported(wire.device());
 }
 
 float* residual_data(const at::Tensor& residual, int64_t numel) {
@@ -48,25 +46,22 @@ void encode(const std::vector<Item>& items, const at::Tensor& residual, const at
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
   check_wire(wire, chunks(plan) * chunk_bytes * how.sources);
-  const c10::DeviceGuard device(wire.device());
   const SegmentTable table(items, Way::kGather, plan.numel, wire.device(), at::kFloat);
   float* lost = residual_data(residual, plan.numel);
   void* out = wire.mutable_data_ptr<uint8_t>() + how.source * chunk_bytes;
   table.for_each([&](DType dtype, const std::vector<Segment>& all) {
-    const auto segments = clip(all, how.begin, how.end, kernels::element_size(dtype));
+    const size_t size = kernels::element_size(dtype);
     kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
                              static_cast<float>(how.scale)};
     args.layout.chunk_bytes *= how.sources;  // the same chunk of all sources lies together
-    if (wire.is_cpu()) {
-      run_on_cpu(segments, kernels::element_size(dtype), block(plan), [&](const auto& part) {
-        kernels::encode_cpu(part.data(), part.size(), lost, out, args);
-      });
-      return;
-    }
-#ifdef FASTSYNC_WITH_CUDA
-    kernels::encode_cuda(segments.data(), segments.size(), lost, out, args,
-                         current_stream(wire.device()));
-#endif
+    run_on_segments(
+        clip(all, how.begin, how.end, size), wire.device(), {size, block(plan)},
+        [&](const Segment* part, size_t count) {
+          kernels::encode_cpu(part, count, lost, out, args);
+        },
+        [&](const Segment* whole, size_t count, auto stream) {
+          kernels::encode_cuda(whole, count, lost, out, args, stream);
+        });
   });
 }
 
@@ -75,18 +70,14 @@ void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tens
   check_wire(result, plan.layout.chunk_bytes);
   const int64_t sources = received.numel() / plan.layout.chunk_bytes;
   check_wire(received, sources * plan.layout.chunk_bytes);
-  const c10::DeviceGuard device(result.device());
   const kernels::ReduceArgs args{plan.layout, Rounding{plan.stochastic, seed},
                                  static_cast<int32_t>(sources), first};
+  const void* in = received.const_data_ptr();
+  void* out = result.mutable_data_ptr();
   float* lost = residual_data(residual, plan.layout.chunk_numel);
-  if (result.is_cpu()) {
-    kernels::reduce_cpu(received.const_data_ptr(), result.mutable_data_ptr(), lost, args);
-    return;
-  }
-#ifdef FASTSYNC_WITH_CUDA
-  kernels::reduce_cuda(received.const_data_ptr(), result.mutable_data_ptr(), lost, args,
-                       current_stream(result.device()));
-#endif
+  run_kernel(
+      result.device(), [&] { kernels::reduce_cpu(in, out, lost, args); },
+      [&](auto stream) { kernels::reduce_cuda(in, out, lost, args, stream); });
 }
 
 void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
@@ -94,22 +85,18 @@ void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePl
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
   check_wire(wire, chunks(plan) * chunk_bytes * sources);
-  const c10::DeviceGuard device(wire.device());
   SegmentTable table(items, Way::kScatter, plan.numel, wire.device(), at::kFloat);
+  const void* in = wire.const_data_ptr();
   table.for_each([&](DType dtype, const std::vector<Segment>& all) {
-    const auto segments = clip(all, begin, end, kernels::element_size(dtype));
+    const size_t size = kernels::element_size(dtype);
     kernels::DecodeArgs args{plan.layout, dtype, sources, chunk_bytes};
     args.layout.chunk_bytes *= sources;  // the same chunk of all sources lies together
-    if (wire.is_cpu()) {
-      run_on_cpu(segments, kernels::element_size(dtype), block(plan), [&](const auto& part) {
-        kernels::decode_cpu(part.data(), part.size(), wire.const_data_ptr(), args);
-      });
-      return;
-    }
-#ifdef FASTSYNC_WITH_CUDA
-    kernels::decode_cuda(segments.data(), segments.size(), wire.const_data_ptr(), args,
-                         current_stream(wire.device()));
-#endif
+    run_on_segments(
+        clip(all, begin, end, size), wire.device(), {size, block(plan)},
+        [&](const Segment* part, size_t count) { kernels::decode_cpu(part, count, in, args); },
+        [&](const Segment* whole, size_t count, auto stream) {
+          kernels::decode_cuda(whole, count, in, args, stream);
+        });
   });
   table.finish();
 }
@@ -125,20 +112,20 @@ at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format 
       one_chunk(format, std::max<int64_t>(1, (numel + block - 1) / block) * block);
   const int64_t bytes = plan.layout.chunk_bytes;
   const SlotLayout run = SlotLayout::run(0, numel);
-  const auto options = tensors.front().options();
-  const at::Tensor received = at::zeros({ranks * bytes}, options.dtype(at::kByte));
+  const at::Device device = tensors.front().device();
+  const at::Tensor received = make_bytes(ranks * bytes, device);
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const at::Tensor& mine = tensors[static_cast<size_t>(rank)];
     FS_CHECK_VALUE(mine.numel() == numel, "ranks have tensors of different sizes");
     encode({{mine.reshape({numel}), &run}}, at::Tensor(), received.narrow(0, rank * bytes, bytes),
            plan, {1.0 / static_cast<double>(ranks)});
   }
-  const at::Tensor result = at::zeros({numel}, options.dtype(at::kFloat));
+  const at::Tensor result = make_flat(numel, at::kFloat, device);
   if (gather) {
     decode({{result, &run}}, received, plan, static_cast<int32_t>(ranks), 0, plan.numel);
     return result;
   }
-  const at::Tensor sum = at::zeros({bytes}, received.options());
+  const at::Tensor sum = make_bytes(bytes, device);
   reduce(received, sum, at::Tensor(), plan, 0, 0);
   decode({{result, &run}}, sum, plan, 1, 0, plan.numel);
   return result;

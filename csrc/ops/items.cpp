@@ -1,12 +1,11 @@
 #include "items.h"
 
-#include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
 
 #include "../check.h"
+#include "buffers.h"
 
 namespace fastsync::ops {
 namespace {
@@ -47,14 +46,6 @@ SlotLayout SlotLayout::run(int64_t offset, int64_t numel) {
   return SlotLayout{offset, numel, {numel}, {1}};
 }
 
-bool supports(at::Device device) {
-#ifdef FASTSYNC_WITH_CUDA
-  return device.is_cpu() || device.is_cuda();
-#else
-  return device.is_cpu();
-#endif
-}
-
 // The stride of a dimension of size 1 means nothing, and autograd may hand over gradients that are only marked as
 // conjugated or negated.
 bool in_slot_order(const at::Tensor& tensor, const SlotLayout& layout) {
@@ -85,14 +76,6 @@ DType kernel_dtype(at::ScalarType dtype) {
       "; supported are float32, float16, bfloat16, float64 and complex numbers made of those"));
 }
 
-#ifdef FASTSYNC_WITH_CUDA
-// c10 knows the current stream of a device without any CUDA header.
-CUstream_st* current_stream(at::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return static_cast<CUstream_st*>(guard.getStreamNativeHandle(guard.getStream(device)));
-}
-#endif
-
 SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t numel,
                            at::Device device, at::ScalarType dtype) {
   for (const Item& item : items) {
@@ -109,7 +92,8 @@ void SegmentTable::add(const Item& item, Way way, at::ScalarType dtype) {
   if (item.tensor.defined()) {
     at::Tensor memory = item.tensor;
     if (!in_slot_order(item.tensor, layout)) {
-      memory = at::empty_strided(layout.sizes, layout.strides, item.tensor.options());
+      memory = make_strided(layout.sizes, layout.strides, item.tensor.scalar_type(),
+                            item.tensor.device());
       if (way != Way::kScatter) memory.copy_(item.tensor);
       reordered_.emplace_back(item.tensor, memory);
     }

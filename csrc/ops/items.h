@@ -1,7 +1,6 @@
 // Tensors that a kernel gathers from or scatters to, and how they become its table of segments.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -10,6 +9,8 @@
 #include <vector>
 
 #include "../kernels/pack.h"
+#include "device.h"
+#include "parallel.h"
 
 namespace fastsync::ops {
 
@@ -34,17 +35,10 @@ struct Item {
   float fill = 0.0F;
 };
 
-// Whether this build can run the kernels on `device`.
-bool supports(at::Device device);
-
 // Whether the tensor's memory holds its elements, as they read, in the slot's order.
 bool in_slot_order(const at::Tensor& tensor, const SlotLayout& layout);
 
 kernels::DType kernel_dtype(at::ScalarType dtype);
-
-#ifdef FASTSYNC_WITH_CUDA
-CUstream_st* current_stream(at::Device device);
-#endif
 
 constexpr size_t kDTypes = 4;
 
@@ -83,22 +77,28 @@ std::vector<kernels::Segment> slice(const std::vector<kernels::Segment>& segment
 std::vector<kernels::Segment> clip(const std::vector<kernels::Segment>& segments, int64_t begin,
                                    int64_t end, size_t element_size);
 
-// Elements below which another CPU thread costs more than it saves (128 KiB of fp32).
-constexpr int64_t kGrain = 32768;
+// What segments may be cut into: whole blocks of elements of this size.
+struct Grid {
+  size_t element_size;
+  int64_t block;
+};
 
-// Calls kernel(part) for parts of `segments` that together are all of them, on the intra-op threads.
-template <typename Kernel>
-void run_on_cpu(const std::vector<kernels::Segment>& segments, size_t element_size, int64_t block,
-                const Kernel& kernel) {
-  int64_t total = 0;
-  for (const kernels::Segment& segment : segments) total += segment.numel;
-  if (total < 2 * kGrain || at::get_num_threads() == 1 || at::in_parallel_region()) {
-    kernel(segments);
-    return;
-  }
-  at::parallel_for(0, total, kGrain, [&](int64_t begin, int64_t end) {
-    kernel(slice(segments, begin, end, element_size, block));
-  });
+// on_cpu(segments, count) for parts of `segments` that together are all of them, on the intra-op threads; or
+// on_cuda(segments, count, stream) for all at once. See run_kernel().
+template <typename Cpu, typename Cuda>
+void run_on_segments(const std::vector<kernels::Segment>& segments, at::Device device, Grid grid,
+                     const Cpu& on_cpu, const Cuda& on_cuda) {
+  const auto by_parts = [&] {
+    int64_t total = 0;
+    for (const kernels::Segment& segment : segments) total += segment.numel;
+    if (stays_here(total)) return on_cpu(segments.data(), segments.size());
+    parallel_ranges(total, 1, [&](int64_t begin, int64_t end) {
+      const auto part = slice(segments, begin, end, grid.element_size, grid.block);
+      on_cpu(part.data(), part.size());
+    });
+  };
+  run_kernel(device, by_parts,
+             [&](auto stream) { on_cuda(segments.data(), segments.size(), stream); });
 }
 
 }  // namespace fastsync::ops

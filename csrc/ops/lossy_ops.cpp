@@ -1,16 +1,13 @@
 #include "lossy_ops.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mv.h>
 #include <ATen/ops/topk.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <limits>
@@ -19,12 +16,10 @@
 #include "../check.h"
 #include "../kernels/low_rank.h"
 #include "../kernels/select.h"
+#include "buffers.h"
 
 namespace fastsync::ops {
 namespace {
-
-// Elements below which another thread costs more than it saves.
-constexpr int64_t kGrainElements = 32768;
 
 const float* data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
@@ -75,6 +70,17 @@ Direction direction(const at::Tensor& others, const at::Tensor& vector) {
   return {left / length, length <= kernels::kDependent * scaled.norm()};
 }
 
+void multiply_on_cpu(const at::Tensor& left, const at::Tensor& right, double share,
+                     const at::Tensor& matrix, const at::Tensor& residual) {
+  const kernels::LowRankArgs args{data(left),   data(right),   left.size(0),
+                                  left.size(1), right.size(1), static_cast<float>(share)};
+  float* out = mutable_data(matrix);
+  float* lost = mutable_data(residual);
+  parallel_ranges(args.rows, args.cols, [&](int64_t begin, int64_t end) {
+    kernels::low_rank_product_cpu(args, begin, end, out, lost);
+  });
+}
+
 }  // namespace
 
 void select_largest(const at::Tensor& values, const at::Tensor& positions) {
@@ -84,9 +90,13 @@ void select_largest(const at::Tensor& values, const at::Tensor& positions) {
   FS_CHECK_VALUE(positions.numel() > 0 && positions.numel() <= values.numel() &&
                      values.numel() <= std::numeric_limits<int32_t>::max(),
                  "cannot select ", positions.numel(), " of ", values.numel(), " elements");
-  if (!values.is_cpu()) return select_largest_by_torch(values, positions);
-  kernels::select_largest_cpu(data(values), values.numel(), positions.numel(),
-                              positions.mutable_data_ptr<int32_t>());
+  run_kernel_or_torch(
+      values.device(),
+      [&] {
+        kernels::select_largest_cpu(data(values), values.numel(), positions.numel(),
+                                    positions.mutable_data_ptr<int32_t>());
+      },
+      [&] { select_largest_by_torch(values, positions); });
 }
 
 // Magnitude in the upper half, how far from the end in the lower one: no two are equal, so which are largest is settled.
@@ -101,11 +111,9 @@ void select_largest_by_torch(const at::Tensor& values, const at::Tensor& positio
 
 void keep_finite(const at::Tensor& from, const at::Tensor& to) {
   const at::NoGradGuard no_grad;
-  if (!from.is_cpu()) {
-    to.copy_(at::where(at::isfinite(from), from, to));
-    return;
-  }
-  kernels::keep_finite_cpu(data(from), mutable_data(to), from.numel());
+  run_kernel_or_torch(
+      from.device(), [&] { kernels::keep_finite_cpu(data(from), mutable_data(to), from.numel()); },
+      [&] { to.copy_(at::where(at::isfinite(from), from, to)); });
 }
 
 void orthonormalise(const at::Tensor& vectors, const at::Tensor& refill) {
@@ -114,9 +122,13 @@ void orthonormalise(const at::Tensor& vectors, const at::Tensor& refill) {
     check_floats(refill, "vectors");
     FS_CHECK_VALUE(refill.sizes() == vectors.sizes(), "expects as many vectors to refill from");
   }
-  if (!vectors.is_cpu()) return orthonormalise_by_torch(vectors, refill);
-  kernels::orthonormalise_cpu(mutable_data(vectors), vectors.size(0), vectors.size(1),
-                              data(refill));
+  run_kernel_or_torch(
+      vectors.device(),
+      [&] {
+        kernels::orthonormalise_cpu(mutable_data(vectors), vectors.size(0), vectors.size(1),
+                                    data(refill));
+      },
+      [&] { orthonormalise_by_torch(vectors, refill); });
 }
 
 void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill) {
@@ -133,22 +145,16 @@ void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill
       found.unit = at::where(found.dependent, other.unit, found.unit);
       found.dependent = found.dependent.logical_and(other.dependent);
     }
-    vectors[k].copy_(at::where(found.dependent, at::zeros_like(found.unit), found.unit));
+    vectors[k].copy_(found.unit.masked_fill(found.dependent, 0.0));
   }
 }
 
 void low_rank_product(const at::Tensor& left, const at::Tensor& right, double share,
                       const at::Tensor& matrix, const at::Tensor& residual) {
   check_product(left, right, matrix, residual);
-  if (!matrix.is_cpu()) return low_rank_product_by_torch(left, right, share, matrix, residual);
-  const kernels::LowRankArgs args{data(left),   data(right),   left.size(0),
-                                  left.size(1), right.size(1), static_cast<float>(share)};
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.cols));
-  float* out = mutable_data(matrix);
-  float* lost = mutable_data(residual);
-  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
-    kernels::low_rank_product_cpu(args, begin, end, out, lost);
-  });
+  run_kernel_or_torch(
+      matrix.device(), [&] { multiply_on_cpu(left, right, share, matrix, residual); },
+      [&] { low_rank_product_by_torch(left, right, share, matrix, residual); });
 }
 
 void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, double share,
@@ -161,7 +167,7 @@ void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, 
 
 void fill_random(const at::Tensor& values, uint64_t seed) {
   const at::NoGradGuard no_grad;
-  const at::Tensor host = at::empty(values.sizes(), at::TensorOptions().dtype(at::kFloat));
+  const at::Tensor host = make_scratch(values.sizes(), at::kFloat, at::kCPU);
   kernels::fill_random(mutable_data(host), host.numel(), seed);
   values.copy_(host);
 }
@@ -174,7 +180,7 @@ Feedback::Feedback(const std::vector<Item>& items, at::Tensor residual)
   }
   if (absent_.empty()) return;
   const at::NoGradGuard no_grad;
-  working_ = residual_.clone();
+  working_ = copy_of(residual_);
   for (const SlotLayout* slot : absent_) working_.narrow(0, slot->offset, slot->numel).zero_();
 }
 

@@ -1,8 +1,6 @@
 #include "ops.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/DeviceGuard.h>
 
 #include "../check.h"
 #include "../kernels/pack.h"
@@ -18,36 +16,32 @@ using Way = SegmentTable::Way;
 void check_flat(const at::Tensor& flat) {
   FS_CHECK_VALUE(flat.defined() && flat.dim() == 1 && flat.is_contiguous(),
                  "expects a contiguous one-dimensional flat buffer");
-  FS_CHECK_VALUE(supports(flat.device()), "this build has no kernels for ", flat.device(),
-                 "; install a CUDA toolkit (nvcc) and rebuild, or keep the model on the CPU");
+  check_supported(flat.device());
 }
 
 void run(const SegmentTable& table, const at::Tensor& flat, double scale, Way way) {
-  const c10::DeviceGuard device(flat.device());
   void* data = flat.data_ptr();
   Transfer transfer{DType::kFloat32, kernel_dtype(flat.scalar_type()), scale,
                     way == Way::kScatterAdd};
+  const bool pack = way == Way::kGather;
   table.for_each([&](DType dtype, const std::vector<Segment>& segments) {
     transfer.tensor_dtype = dtype;
-    const auto pack = way == Way::kGather;
-    if (flat.is_cpu()) {
-      run_on_cpu(segments, kernels::element_size(dtype), 1, [&](const std::vector<Segment>& part) {
-        if (pack) {
-          kernels::pack_cpu(part.data(), part.size(), data, transfer);
-        } else {
-          kernels::unpack_cpu(part.data(), part.size(), data, transfer);
-        }
-      });
-      return;
-    }
-#ifdef FASTSYNC_WITH_CUDA
-    CUstream_st* stream = current_stream(flat.device());
-    if (pack) {
-      kernels::pack_cuda(segments.data(), segments.size(), data, transfer, stream);
-    } else {
-      kernels::unpack_cuda(segments.data(), segments.size(), data, transfer, stream);
-    }
-#endif
+    run_on_segments(
+        segments, flat.device(), {kernels::element_size(dtype), 1},
+        [&](const Segment* part, size_t count) {
+          if (pack) {
+            kernels::pack_cpu(part, count, data, transfer);
+          } else {
+            kernels::unpack_cpu(part, count, data, transfer);
+          }
+        },
+        [&](const Segment* all, size_t count, auto stream) {
+          if (pack) {
+            kernels::pack_cuda(all, count, data, transfer, stream);
+          } else {
+            kernels::unpack_cuda(all, count, data, transfer, stream);
+          }
+        });
   });
 }
 
@@ -87,11 +81,6 @@ bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayo
          tensor.storage_offset() * per_element == flat.storage_offset() + layout.offset &&
          tensor.sizes() == at::IntArrayRef(layout.sizes) && in_slot_order(tensor, layout) &&
          c10::toRealValueType(tensor.scalar_type()) == flat.scalar_type();
-}
-
-at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
-  const at::NoGradGuard no_grad;
-  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
 double first_element(const at::Tensor& tensor) {

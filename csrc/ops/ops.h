@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "buffers.h"
 #include "items.h"
 
 namespace fastsync::ops {
@@ -25,9 +26,6 @@ at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarT
 
 // Whether `tensor` is that view: same storage, place and strides.
 bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout);
-
-// A zero-filled flat buffer of `numel` elements.
-at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 
 // The first element of a CPU tensor of a packable dtype. Costs no dispatched operation.
 double first_element(const at::Tensor& tensor);

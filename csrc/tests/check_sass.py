@@ -42,7 +42,8 @@ BYTES_PER_THREAD = 64
 
 def load_build() -> ModuleType:
     """fastsync/build/recipe.py, by its path: the package itself needs torch."""
-    spec = importlib.util.spec_from_file_location("_build", ROOT / "fastsync" / "recipe.py")
+    path = ROOT / "fastsync" / "build" / "recipe.py"
+    spec = importlib.util.spec_from_file_location("_build", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["_build"] = module

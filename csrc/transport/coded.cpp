@@ -1,135 +1,27 @@
 #include "coded.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "../codec/topk_coder.h"
+#include "../kernels/random.h"
 #include "../ops/ops.h"
+#include "code_buffers.h"
 
 namespace fastsync::engine {
 
-// The finaliser of SplitMix64 (Steele et al., 2014).
-uint64_t mixed(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ULL;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
-
-ops::WirePlan CodedSpec::values_plan(int64_t chunks) const {
-  return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
-}
-
-ops::WirePlan CodedSpec::flags_plan(int64_t chunks) const {
-  return {{kernels::Format::kFloat32, flags_per_chunk, chunk_bytes, flags_offset},
-          chunks * flags_per_chunk};
-}
-
-uint64_t CodedSpec::seed_of(Taking how) const { return mixed(seed + (how.step << 32)); }
-
 namespace {
-
-// Parts of the buffers that travel together.
-struct Piece {
-  at::Tensor sent;
-  at::Tensor received;
-  at::Tensor sum;
-};
-
-// Buffers and what is needed to fill them: shared with collectives under way, which may outlive the bucket.
-struct Buffers {
-  Buffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on)
-      : spec(coded), rank(my_rank), ranks(all_ranks), device(on) {
-    plan = spec.values_plan(chunks());
-    flags_plan = spec.flags_plan(chunks());
-    coder = make_coder();
-    if (spec.flags_per_chunk > 0) flags_coder = make_block_coder(flags_plan);
-    allocate();
-  }
-
-  std::shared_ptr<Coder> make_coder() const {
-    if (spec.codec) return make_flat_coder(spec.codec, plan, spec.coded_bytes);
-    if (spec.kept > 0) return make_topk_coder(plan, spec.kept);
-    return make_block_coder(plan);
-  }
-
-  // Zeros where nothing is ever written: between the slots.
-  void allocate() {
-    const at::NoGradGuard no_grad;
-    const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
-    received = at::zeros({spec.pieces * ranks * spec.chunk_bytes}, bytes);
-    sent = spec.gather ? received : at::zeros_like(received);
-    if (!spec.gather) sums = at::zeros({spec.pieces * spec.chunk_bytes}, bytes);
-    sent_flags.clear();
-    pieces.clear();
-    for (int64_t i = 0; i < spec.pieces; ++i) pieces.push_back(piece(i));
-  }
-
-  int32_t sources() const { return spec.gather ? ranks : 1; }
-  int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
-  int64_t piece_numel() const { return plan.numel / spec.pieces; }
-
-  Piece piece(int64_t index) const {
-    const auto part = [&](const at::Tensor& buffer, int64_t chunks_each) {
-      const int64_t bytes = chunks_each * spec.chunk_bytes;
-      return buffer.narrow(0, index * bytes, bytes);
-    };
-    const at::Tensor everyones = part(received, ranks);
-    if (!spec.gather) return Piece{part(sent, ranks), everyones, part(sums, 1)};
-    return Piece{everyones.narrow(0, rank * spec.chunk_bytes, spec.chunk_bytes), everyones, {}};
-  }
-
-  // How codes enter `sent`.
-  ops::Encoding encoding() const {
-    ops::Encoding how;
-    how.sources = sources();
-    how.source = spec.gather ? rank : 0;
-    return how;
-  }
-
-  void encode(const std::vector<ops::Item>& items, const ops::Encoding& how) const {
-    coder->encode(items, residual, sent, how);
-  }
-
-  void sum(int64_t index) const {
-    const Piece& piece = pieces[static_cast<size_t>(index)];
-    const int64_t mine = (index * ranks + rank) * spec.chunk_numel;
-    const at::Tensor lost =
-        residual.defined() ? residual.narrow(0, mine, spec.chunk_numel) : at::Tensor();
-    coder->reduce(piece.received, piece.sum, lost, mine, mixed(seed));
-    if (flags_coder) flags_coder->reduce(piece.received, piece.sum, at::Tensor(), 0, 0);
-  }
-
-  CodedSpec spec;
-  int rank;
-  int ranks;
-  at::Device device;
-  ops::WirePlan plan;
-  ops::WirePlan flags_plan;
-  std::shared_ptr<Coder> coder;
-  std::shared_ptr<Coder> flags_coder;
-  at::Tensor sent;      // in the gather form `received`, where each rank has a part of every piece
-  at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
-  at::Tensor sums;
-  std::vector<Piece> pieces;  // of these buffers
-  at::Tensor residual;
-  std::vector<float> sent_flags;  // what the buffer to send holds already
-  uint64_t seed = 0;              // of this step
-};
 
 // One piece on its way; the last thing done with it is to deliver its averages.
 class OnePiece : public comm::Links {
  public:
-  OnePiece(std::shared_ptr<const Buffers> buffers, std::shared_ptr<const Delivery> delivery,
+  OnePiece(std::shared_ptr<const CodeBuffers> buffers, std::shared_ptr<const Delivery> delivery,
            int64_t index)
       : buffers_(std::move(buffers)), delivery_(std::move(delivery)), index_(index) {}
 
  protected:
-  const Piece& piece() const { return buffers_->pieces[static_cast<size_t>(index_)]; }
+  const CodePiece& piece() const { return buffers_->pieces[static_cast<size_t>(index_)]; }
   void sum() const { buffers_->sum(index_); }
 
   void deliver() const {
@@ -140,7 +32,7 @@ class OnePiece : public comm::Links {
   }
 
  private:
-  std::shared_ptr<const Buffers> buffers_;
+  std::shared_ptr<const CodeBuffers> buffers_;
   std::shared_ptr<const Delivery> delivery_;
   int64_t index_;
 };
@@ -174,14 +66,10 @@ class Gather final : public OnePiece {
   }
 };
 
-class CodedWire final : public Wire {
+class Coded final : public Coding {
  public:
-  CodedWire(const CodedSpec& spec, int rank, int ranks, at::Device device)
-      : buffers_(std::make_shared<Buffers>(spec, rank, ranks, device)) {
-    if (!spec.error_feedback) return;
-    const at::NoGradGuard no_grad;
-    buffers_->residual = ops::make_flat(buffers_->plan.numel, at::kFloat, device);
-  }
+  Coded(const CodedSpec& spec, int rank, int ranks, at::Device device)
+      : buffers_(std::make_shared<CodeBuffers>(spec, rank, ranks, device)) {}
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
     buffers_->encode(items, encoding(how));
@@ -234,10 +122,7 @@ class CodedWire final : public Wire {
   }
 
   void abandon() override {
-    auto fresh = std::make_shared<Buffers>(*buffers_);
-    fresh->allocate();
-    if (fresh->residual.defined()) fresh->residual = fresh->residual.clone();
-    buffers_ = std::move(fresh);
+    buffers_ = buffers_->renewed();
     rest_ = {};
   }
 
@@ -269,7 +154,7 @@ class CodedWire final : public Wire {
   int32_t sources() const { return buffers_->sources(); }
 
   ops::Encoding encoding(Taking how) {
-    buffers_->seed = buffers_->spec.seed_of(how);
+    buffers_->seed = buffers_->spec.seed_of(how.step);
     ops::Encoding encoding = buffers_->encoding();
     encoding.scale = how.scale;
     encoding.seed = buffers_->seed;
@@ -317,21 +202,20 @@ class CodedWire final : public Wire {
     for (int32_t r = 0; r < sources(); ++r) {
       sum += reinterpret_cast<const float*>(flags + r * spec.chunk_bytes)[place];
     }
-    if (!flag_.defined()) flag_ = at::zeros({1}, at::kFloat);
+    if (!flag_.defined()) flag_ = ops::make_host_floats(1);
     flag_.mutable_data_ptr<float>()[0] = sum;
     return flag_;
   }
 
-  std::shared_ptr<Buffers> buffers_;
+  std::shared_ptr<CodeBuffers> buffers_;
   Rest rest_;
   mutable at::Tensor flag_;
 };
 
 }  // namespace
 
-std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
-                                      at::Device device) {
-  return std::make_unique<CodedWire>(spec, rank, ranks, device);
+std::unique_ptr<Coding> make_coded(const CodedSpec& spec, int rank, int ranks, at::Device device) {
+  return std::make_unique<Coded>(spec, rank, ranks, device);
 }
 
 }  // namespace fastsync::engine

@@ -16,7 +16,7 @@
 // residual. The sum of the residuals over ranks is then exactly what the averages applied so far still lack.
 //
 // [Note: flags on a coded wire]
-// Used flags and the vote travel behind the codes of each chunk as floats, and are summed exactly.
+// Used flags and the vote travel after the codes of each chunk as floats, and are summed exactly.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,41 +25,12 @@
 #include <memory>
 #include <vector>
 
-#include "../codec/coder.h"
-#include "transport.h"
+#include "coded_spec.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 
-struct CodedSpec {
-  kernels::Format format = kernels::Format::kFloat32;
-  std::shared_ptr<Codec> codec;  // a user's, instead of the format
-  int64_t kept = 0;         // elements that top-k keeps, instead of the format; 0: it is not top-k
-  bool gather = false;      // the gather form
-  int64_t chunk_numel = 0;  // elements: a piece in the gather form, else a rank's part of it
-  int64_t chunk_bytes = 0;  // codes, flags and padding
-  int64_t coded_bytes = 0;  // codes alone
-  int64_t pieces = 1;
-  int64_t flags_offset = 0;     // byte of the first flag in a chunk
-  int64_t flags_per_chunk = 0;  // floats; 0: no flags travel
-  int64_t node_ranks = 1;       // ranks of a node; more than 1: the hierarchical form
-  int64_t node_rank = 0;        // this one's place among them
-  int64_t nodes = 1;            // and then, between how many
-  int64_t node = 0;
-  bool error_feedback = false;
-  bool stochastic = false;
-  uint64_t seed = 0;  // of stochastic rounding; 32 bits, others on every rank and bucket
-
-  // Where codes, and flags, lie in so many chunks.
-  ops::WirePlan values_plan(int64_t chunks) const;
-  ops::WirePlan flags_plan(int64_t chunks) const;
-  uint64_t seed_of(Taking how) const;
-};
-
-// Scatters the bits of a seed: sums of seeds and counters do for random numbers.
-uint64_t mixed(uint64_t value);
-
 // Between `ranks` ranks, of which this is number `rank`.
-std::unique_ptr<Wire> make_coded_wire(const CodedSpec& spec, int rank, int ranks,
-                                      at::Device device);
+std::unique_ptr<Coding> make_coded(const CodedSpec& spec, int rank, int ranks, at::Device device);
 
 }  // namespace fastsync::engine

@@ -12,11 +12,12 @@
 // holds of others' shards then goes with its next gradients, in full precision, to whoever codes them.
 #pragma once
 
-#include "coded.h"
+#include "coded_spec.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 
 // Needs chains of four process groups: in the node, between nodes, between nodes, in the node.
-std::unique_ptr<Wire> make_hierarchical_wire(const CodedSpec& spec, at::Device device);
+std::unique_ptr<Coding> make_hierarchical(const CodedSpec& spec, at::Device device);
 
 }  // namespace fastsync::engine

@@ -1,9 +1,7 @@
 #include "low_rank.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -17,10 +15,10 @@ namespace {
 // Buffers and what is done to them: shared with collectives under way, which may outlive the bucket.
 class Factors {
  public:
-  Factors(const PowerSpec& spec, int ranks, at::Device device)
+  Factors(const LowRankSpec& spec, int ranks, at::Device device)
       : spec_(spec), ranks_(ranks), device_(device) {
     const at::NoGradGuard no_grad;
-    for (const PowerSpec::Run& run : spec_.runs) {
+    for (const LowRankSpec::Run& run : spec_.runs) {
       run_layouts_.push_back(ops::SlotLayout::run(run.place, run.numel));
     }
     flat_ = ops::make_flat(spec_.numel, at::kFloat, device);
@@ -34,18 +32,18 @@ class Factors {
   std::shared_ptr<Factors> renewed() const {
     const at::NoGradGuard no_grad;
     auto fresh = std::make_shared<Factors>(*this);
-    fresh->flat_ = at::empty_like(flat_).zero_();
-    if (residual_.defined()) fresh->residual_ = residual_.clone();
+    fresh->flat_ = ops::make_flat(flat_.numel(), at::kFloat, device_);
+    if (residual_.defined()) fresh->residual_ = ops::copy_of(residual_);
     fresh->allocate();
     return fresh;
   }
 
-  // Behind take(): `first` becomes P, and what is not compressed.
+  // After take(): `first` becomes P, and what is not compressed.
   void compress(uint64_t step) const {
     const at::NoGradGuard no_grad;
     if (residual_.defined()) take_residual();
     if (!spec_.warm_start) draw(second_, step);
-    for (const PowerSpec::Matrix& matrix : spec_.matrices) {
+    for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
       const at::Tensor right = right_of(second_, matrix);
       ops::orthonormalise(right, right_of(initial_, matrix));
       at::Tensor left = left_of(matrix);
@@ -54,20 +52,20 @@ class Factors {
     ops::pack(runs(), first_, 1.0);
   }
 
-  // Behind the first all-reduce: `second` becomes Q.
+  // After the first all-reduce: `second` becomes Q.
   void project() const {
     const at::NoGradGuard no_grad;
-    for (const PowerSpec::Matrix& matrix : spec_.matrices) {
+    for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
       ops::orthonormalise(left_of(matrix), at::Tensor());
       at::Tensor right = right_of(second_, matrix);
       at::mm_out(right, left_of(matrix), matrix_in(flat_, matrix));
     }
   }
 
-  // Behind the second one: the flat buffer becomes the averages.
+  // After the second one: the flat buffer becomes the averages.
   void expand() const {
     const at::NoGradGuard no_grad;
-    for (const PowerSpec::Matrix& matrix : spec_.matrices) {
+    for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
       const at::Tensor lost = residual_.defined() ? matrix_in(residual_, matrix) : at::Tensor();
       if (lost.defined() && spec_.flags > 0) left_of(matrix).mul_(used_anywhere(matrix));
       ops::low_rank_product(left_of(matrix), right_of(second_, matrix), 1.0 / ranks_,
@@ -94,7 +92,7 @@ class Factors {
     mine.copy_(fits ? right : right_at(offset, initial_));
   }
 
-  const PowerSpec& spec() const { return spec_; }
+  const LowRankSpec& spec() const { return spec_; }
   int ranks() const { return ranks_; }
   at::Device device() const { return device_; }
   const at::Tensor& flat() const { return flat_; }
@@ -105,13 +103,13 @@ class Factors {
  private:
   void allocate() {
     first_ = ops::make_flat(spec_.first_numel, at::kFloat, device_);
-    second_ = initial_.clone();
+    second_ = ops::copy_of(initial_);
   }
 
   // What is not compressed leaves nothing behind; what another codec left there travels once.
   void take_residual() const {
     flat_.add_(residual_);
-    for (const PowerSpec::Run& run : spec_.runs) {
+    for (const LowRankSpec::Run& run : spec_.runs) {
       residual_.narrow(0, run.offset, run.numel).zero_();
     }
   }
@@ -123,18 +121,18 @@ class Factors {
     }
   }
 
-  static at::Tensor matrix_in(const at::Tensor& flat, const PowerSpec::Matrix& matrix) {
+  static at::Tensor matrix_in(const at::Tensor& flat, const LowRankSpec::Matrix& matrix) {
     const int64_t numel = matrix.rows * matrix.cols;
     return flat.narrow(0, matrix.offset, numel).view({matrix.rows, matrix.cols});
   }
-  static at::Tensor right_of(const at::Tensor& all, const PowerSpec::Matrix& matrix) {
+  static at::Tensor right_of(const at::Tensor& all, const LowRankSpec::Matrix& matrix) {
     const int64_t numel = matrix.rank * matrix.cols;
     return all.narrow(0, matrix.right, numel).view({matrix.rank, matrix.cols});
   }
-  // 1 or 0, behind the first all-reduce.
-  at::Tensor used_anywhere(const PowerSpec::Matrix& matrix) const {
+  // 1 or 0, after the first all-reduce.
+  at::Tensor used_anywhere(const LowRankSpec::Matrix& matrix) const {
     const auto before = [&](const auto& other) { return other.offset < matrix.offset; };
-    const auto empty = [&](const PowerSpec::Run& run) {
+    const auto empty = [&](const LowRankSpec::Run& run) {
       return run.offset == matrix.offset && run.numel == 0;
     };
     const auto slot = std::count_if(spec_.matrices.begin(), spec_.matrices.end(), before) +
@@ -144,12 +142,12 @@ class Factors {
   }
   at::Tensor right_at(int64_t offset, const at::Tensor& all) const {
     if (!spec_.warm_start) return {};
-    const auto found =
-        std::find_if(spec_.matrices.begin(), spec_.matrices.end(),
-                     [offset](const PowerSpec::Matrix& matrix) { return matrix.offset == offset; });
+    const auto found = std::find_if(
+        spec_.matrices.begin(), spec_.matrices.end(),
+        [offset](const LowRankSpec::Matrix& matrix) { return matrix.offset == offset; });
     return found == spec_.matrices.end() ? at::Tensor() : right_of(all, *found);
   }
-  at::Tensor left_of(const PowerSpec::Matrix& matrix) const {
+  at::Tensor left_of(const LowRankSpec::Matrix& matrix) const {
     const int64_t numel = matrix.rank * matrix.rows;
     return first_.narrow(0, matrix.left, numel).view({matrix.rank, matrix.rows});
   }
@@ -158,13 +156,13 @@ class Factors {
   std::vector<ops::Item> runs() const {
     std::vector<ops::Item> items;
     for (size_t i = 0; i < spec_.runs.size(); ++i) {
-      const PowerSpec::Run& run = spec_.runs[i];
+      const LowRankSpec::Run& run = spec_.runs[i];
       items.push_back({flat_.narrow(0, run.offset, run.numel), &run_layouts_[i]});
     }
     return items;
   }
 
-  PowerSpec spec_;
+  LowRankSpec spec_;
   int ranks_;
   at::Device device_;
   std::vector<ops::SlotLayout> run_layouts_;
@@ -175,9 +173,9 @@ class Factors {
   at::Tensor residual_;
 };
 
-class PowerLinks final : public comm::Links {
+class LowRankLinks final : public comm::Links {
  public:
-  PowerLinks(std::shared_ptr<const Factors> factors, Delivery delivery)
+  LowRankLinks(std::shared_ptr<const Factors> factors, Delivery delivery)
       : factors_(std::move(factors)), delivery_(std::move(delivery)) {}
 
   size_t count() const override { return 2; }
@@ -203,9 +201,9 @@ class PowerLinks final : public comm::Links {
   Delivery delivery_;
 };
 
-class PowerWire final : public Wire {
+class LowRank final : public Coding {
  public:
-  PowerWire(const PowerSpec& spec, int ranks, at::Device device)
+  LowRank(const LowRankSpec& spec, int ranks, at::Device device)
       : factors_(std::make_shared<Factors>(spec, ranks, device)) {}
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
@@ -222,7 +220,7 @@ class PowerWire final : public Wire {
   bool works_on_parts() const override { return true; }
 
   std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) override {
-    auto links = std::make_shared<PowerLinks>(factors_, std::move(delivery));
+    auto links = std::make_shared<LowRankLinks>(factors_, std::move(delivery));
     return chains.run(std::move(links), factors_->device());
   }
 
@@ -232,7 +230,9 @@ class PowerWire final : public Wire {
 
   bool has_flags() const override { return factors_->spec().flags > 0; }
   at::Tensor flags() const override { return factors_->flags_in_first(); }
-  at::Tensor flag(int64_t index) const override { return flags().narrow(0, index, 1).clone(); }
+  at::Tensor flag(int64_t index) const override {
+    return ops::copy_of(flags().narrow(0, index, 1));
+  }
 
   void abandon() override { factors_ = factors_->renewed(); }
 
@@ -266,8 +266,8 @@ class PowerWire final : public Wire {
 
 }  // namespace
 
-std::unique_ptr<Wire> make_power_wire(const PowerSpec& spec, int ranks, at::Device device) {
-  return std::make_unique<PowerWire>(spec, ranks, device);
+std::unique_ptr<Coding> make_low_rank(const LowRankSpec& spec, int ranks, at::Device device) {
+  return std::make_unique<LowRank>(spec, ranks, device);
 }
 
 }  // namespace fastsync::engine

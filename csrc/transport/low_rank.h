@@ -6,7 +6,7 @@
 //
 // One step of a power iteration: the next step begins with this step's Q (warm start), so the approximation turns towards the
 // gradients' leading singular vectors. Vectors, and matrices that are not larger than their factors, travel in the first
-// all-reduce as they are, with used flags and the vote behind them.
+// all-reduce as they are, with used flags and the vote after them.
 //
 // Q belongs to its parameter, not to the bucket: another plan, or a checkpoint, carries it on. The first Q is the plan's own; it
 // also stands in for vectors of Q that depend on others or are not finite.
@@ -24,11 +24,11 @@
 #include <memory>
 #include <vector>
 
-#include "transport.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 
-struct PowerSpec {
+struct LowRankSpec {
   // A gradient to compress. Factors are stored transposed: [rank, rows] and [rank, cols].
   struct Matrix {
     int64_t offset = 0;  // first element in the flat buffer
@@ -57,6 +57,6 @@ struct PowerSpec {
   uint64_t seed = 0;  // of the first Q: equal on all ranks
 };
 
-std::unique_ptr<Wire> make_power_wire(const PowerSpec& spec, int ranks, at::Device device);
+std::unique_ptr<Coding> make_low_rank(const LowRankSpec& spec, int ranks, at::Device device);
 
 }  // namespace fastsync::engine

@@ -1,76 +1,85 @@
-// A bucket's way between ranks where its gradients are not simply summed in place by one all-reduce.
+// A bucket's way from gradients to averages.
+//
+// Each bucket has one, chosen with its plan: all-reduce, sparse, hooked, or a chain of collectives that carries codes (coded,
+// hierarchical, low rank). The bucket counts gradients and keeps the states; the transport has the buffers, and does not
+// know the states. In a step it is asked to
+//
+//   take()* ─▶ pack() ─▶ launch() ─▶ receive() ─▶ deliver()
+//
+// or to abandon() what it was about, at any point.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "../comm/chain.h"
-#include "../ops/items.h"
+#include "../comm/collective.h"
+#include "slots.h"
 
 namespace fastsync::engine {
 
-// Gradients that averages are written into as they arrive, and where they lie. Kept alive until then.
-struct Delivery {
-  // Refer to the layouts here.
-  std::vector<ops::Item> items() const {
-    std::vector<ops::Item> all;
-    for (size_t i = 0; i < tensors.size(); ++i) all.push_back({tensors[i], &layouts[i]});
-    return all;
-  }
-
-  std::vector<at::Tensor> tensors;
-  std::vector<ops::SlotLayout> layouts;
+// How a step's gradients are taken.
+struct Packing {
+  double scale = 1.0;   // 1 / divisor, applied before the sum
+  bool vote = false;    // this rank asks for a new plan
+  bool missed = false;  // this rank had no gradient for some slot
+  uint64_t step = 0;    // of the whole training, restarts included: random numbers follow from it
 };
 
-// How a step takes its gradients.
-struct Taking {
-  double scale = 1.0;
-  uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
+// What parameters carry from step to step, fp32: by the name of the state, then by the parameter's index; undefined where
+// there is nothing.
+using States = std::map<std::string, std::vector<at::Tensor>>;
+
+// A collective that this rank joins only so that the others do not wait for it.
+struct Shadow {
+  std::unique_ptr<comm::InFlight> in_flight;
+  std::function<at::Tensor()> vote;  // after in_flight->wait(); undefined without flags
 };
 
-// Flags as a tensor [numel] on the CPU, zeros behind them.
-at::Tensor on_host(const std::vector<float>& flags, int64_t numel);
-
-class Wire {
+class Transport {
  public:
-  virtual ~Wire() = default;
+  virtual ~Transport() = default;
 
-  // Takes gradients, scaled. pack() comes once per step and ends the taking, and the items' layouts must live until
-  // launch(), which may read them; `flags` are summed over ranks exactly.
-  virtual void take(const std::vector<ops::Item>& items, Taking how) = 0;
-  virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
-                    Taking how) = 0;
-  // Whether take() may be called for single gradients ahead of pack(), and launch() may deliver.
-  virtual bool works_on_parts() const = 0;
-  // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in their slots' order.
-  virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
-  // Writes averages; only behind the end of what launch() returned.
-  virtual void unpack(const std::vector<ops::Item>& items) = 0;
+  // Takes a gradient that has arrived ahead of its bucket, where that pays: sets its slot's `early`.
+  virtual void take(size_t slot, const Packing& how) = 0;
+  // Whether another gradient for a slot that was taken early would come too late.
+  virtual bool takes_once() const = 0;
+  virtual void pack(const Packing& how) = 0;
+  virtual std::unique_ptr<comm::InFlight> launch() = 0;
+  // `result`: what the InFlight's wait() returned.
+  virtual void receive(const at::Tensor& /*result*/) {}
+  // Makes the gradients of the slots that are used, on any rank, the averages.
+  virtual void deliver(const std::vector<bool>& used) = 0;
+  // Drops what a step has left. `in_flight`: collectives may still write to the buffers, and keep them.
+  virtual void abandon(bool in_flight) = 0;
+  virtual Shadow shadow(uint64_t step) = 0;
+
+  // Whether errors on the way between ranks are the user's own, and the gradients are averaged by him.
+  virtual bool is_users() const { return false; }
+
+  // Flags travel with the gradients: one per slot, then the vote. All still on the device, of the last step.
   virtual bool has_flags() const = 0;
   virtual at::Tensor flags() const = 0;
-  virtual at::Tensor flag(int64_t index) const = 0;
-  // What is under way keeps its buffers; the next step gets others.
-  virtual void abandon() = 0;
+  virtual at::Tensor vote() const = 0;
 
-  // Bytes that this rank hands to collectives, and that leave it, in one step.
+  // Bytes that this rank hands to collectives, that leave it, and that leave its node, in one step.
   virtual int64_t bytes() const = 0;
   virtual int64_t sent_bytes() const = 0;
-  // Those of them that leave this rank's node, where the form knows of nodes.
   virtual int64_t between_nodes_bytes() const { return 0; }
-  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without. The wire's own
-  // memory, or a copy.
-  virtual at::Tensor residual() const = 0;
-  // Takes the place of residual(), and may be its result, changed.
-  virtual void load_residual(const at::Tensor& flat) = 0;
-  virtual int64_t residual_bytes() const = 0;
-  // What the next step's code of the gradient at element `offset` of the flat buffer starts with, where the format learns from
-  // step to step: the wire's own memory, equal on all ranks. Undefined where it does not.
-  virtual at::Tensor factor(int64_t /*offset*/) const { return {}; }
-  // Takes its place; undefined, or of other sizes: it begins anew. Only where there is a factor.
-  virtual void load_factor(int64_t /*offset*/, const at::Tensor& /*factor*/) {}
+
+  // Whether the slot's parameter has the state of this name here.
+  virtual bool holds(const std::string& /*state*/, size_t /*slot*/) const { return false; }
+  // Adds what its parameters carry: perhaps views of its memory.
+  virtual void read(States& /*states*/) const {}
+  // The other way. Where there is nothing, it begins anew.
+  virtual void load(const States& /*states*/) {}
+  // Memory that error feedback holds.
+  virtual int64_t residual_bytes() const { return 0; }
 };
 
 }  // namespace fastsync::engine

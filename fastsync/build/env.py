@@ -33,7 +33,8 @@ class Env:
             where all of them have to change their plan together (default: 60).
         local_ranks: ``LOCAL_WORLD_SIZE``, as torchrun sets it: ranks on this machine (default: 0,
             unknown). The hierarchical wire form takes nodes from it.
-        rank: ``RANK``, as torchrun sets it (default: 0). Only decides who reports progress.
+        rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
+            compiles to those that wait for it.
     """
 
     cache_dir: Path

@@ -4,6 +4,7 @@
 torchrun starts all ranks of a node at once. They meet at a file lock: the first builds into a
 temporary folder and renames it into place; the others wait and find it there. The lock is the
 kernel's, so a rank that dies releases it, and a half-finished build is never seen by anyone.
+Whoever builds reports progress, whatever its rank; one that waits names whom it waits for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,16 +31,22 @@ import torch
 from fastsync.build import recipe
 from fastsync.build.env import Env
 from fastsync.build.recipe import BuildError
+from fastsync.build.trust import make_private, why_not_ours
 
 __all__ = ["BuildError", "load"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_RECIPE = recipe.__file__
 _TAIL_LINES = 30
+_REPORT_SECONDS = 5.0  # between two reports of progress at least
+_QUIET_SECONDS = 15.0  # without progress that are added to it
+_SILENT_SECONDS = 3.0  # that a rank waits before it says so
+_POLL_SECONDS = 0.1
 
 
 @cache
 def load() -> ModuleType:
-    """The extension module ``fastsync._C``. The first call may compile it (about a minute).
+    """The extension module ``fastsync._C``. The first call may compile it, and says how long.
 
     Raises:
         BuildError: it has to be compiled and cannot be; the text carries the remedy.
@@ -62,24 +70,55 @@ def _built(env: Env) -> Path:
     toolkit = recipe.find_toolkit(env.cuda)
     digest = recipe.fingerprint(toolkit, env.cuda_archs, env.sanitize)
     version = torch.__version__.split("+")[0]
-    folder = _writable(env.cache_dir) / f"torch{version}-{digest}"
+    folder = _cache_folder(env.cache_dir) / f"torch{version}-{digest}"
     library = folder / f"{recipe.MODULE}.so"
     if not library.exists():
-        with _lock(_beside(folder, ".lock")):
+        with _lock(_beside(folder, ".lock"), env.rank):
             if not library.exists():
-                _compile(env, folder)
+                _compile(env, folder, toolkit is not None)
+    for path in (folder, library):
+        if reason := why_not_ours(path):
+            raise BuildError(f"{_REFUSED} {path}: {reason}. Delete {folder} to have it built again")
     return library
 
 
-def _writable(folder: Path) -> Path:
+_REFUSED = "refusing to load code that others may have written, from"
+
+
+def _cache_folder(wanted: Path) -> Path:
+    """The cache folder, or else one of our own under the temporary folder.
+
+    Raises:
+        BuildError: others own or may write to the latter too.
+    """
+    wanted = wanted.resolve()
+    reason = _why_unusable(wanted)
+    if reason is None:
+        return wanted
+    fallback = Path(tempfile.gettempdir()) / f"fastsync-{os.getuid()}"
+    if (also := _why_unusable(fallback)) is not None:
+        raise BuildError(
+            f"there is no safe folder for the compiled extension: {reason}; {also}. Point "
+            "FASTSYNC_CACHE_DIR at a folder that you own and nobody else may write to"
+        )
+    _say(
+        f"not using the cache folder: {reason}. Using {fallback}; to change that, let nobody else "
+        "write there (chmod go-w), or point FASTSYNC_CACHE_DIR at a folder that only you may write"
+    )
+    return fallback
+
+
+def _why_unusable(folder: Path) -> str | None:
+    """Creates a cache folder; returns the reason where it cannot be used."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        fallback = Path(tempfile.gettempdir()) / f"fastsync-{os.getuid()}"
-        fallback.mkdir(mode=0o700, exist_ok=True)
-        return fallback
+        make_private(folder)
+        reason = why_not_ours(folder)
+        if reason is None:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        return reason
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
 
 
 def _beside(folder: Path, ending: str) -> Path:
@@ -88,50 +127,92 @@ def _beside(folder: Path, ending: str) -> Path:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _lock(path: Path, rank: int) -> Iterator[None]:
+    with path.open("a+") as file:
+        _acquire(file.fileno(), path)
+        file.truncate(0)
+        file.write(f"rank {rank} (process {os.getpid()} on {os.uname().nodename})")
+        file.flush()
         yield
 
 
-def _compile(env: Env, folder: Path) -> None:
-    say = _Reporter(env.rank)
-    what = "C++ and CUDA" if recipe.find_toolkit(env.cuda) else "C++ only, no CUDA toolkit found"
-    say(f"building the extension ({what}); once per environment, about a minute ...")
+def _acquire(descriptor: int, path: Path) -> None:
+    start, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not told and time.monotonic() - start > _SILENT_SECONDS:
+                told = True
+                who = path.read_text() or "another process"
+                _say(f"waiting for {who}, which compiles the extension")
+            time.sleep(_POLL_SECONDS)
+
+
+def _compile(env: Env, folder: Path, with_cuda: bool) -> None:
+    cores = recipe.cores()
+    what = "C++ and CUDA" if with_cuda else "C++ only, without CUDA"
+    about = recipe.estimated_seconds(with_cuda, cores)
+    _say(
+        f"compiling the extension ({what}), once for this environment: "
+        f"about {about} s on {cores} core{'s'[: cores > 1]}"
+    )
     start = time.monotonic()
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + ".building."))
     log = _beside(folder, ".log")
-    command = [sys.executable, recipe.__file__, "--out", str(work), "--cuda", env.cuda]
+    command = [sys.executable, _RECIPE, "--out", str(work), "--cuda", env.cuda]
     command += ["--archs", ";".join(env.cuda_archs), "--sanitize", env.sanitize]
     try:
-        _run_logged(command, log, env.verbose and env.rank == 0)
+        _run_logged(command, log, env.verbose, recipe.count_jobs(with_cuda))
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    say(f"built in {time.monotonic() - start:.0f} s, cached in {folder}")
+    _say(f"compiled in {time.monotonic() - start:.0f} s, cached in {folder}")
 
 
-def _run_logged(command: list[str], log: Path, echo: bool) -> None:
+def _run_logged(command: list[str], log: Path, echo: bool, jobs: int) -> None:
+    """Runs the build, which nobody else may write into, and reports how far it is."""
     with log.open("w") as file:
-        code = subprocess.run(
-            command, stdout=None if echo else file, stderr=None if echo else subprocess.STDOUT
-        ).returncode
-    if code == 0:
+        process = subprocess.Popen(
+            command,
+            stdout=None if echo else file,
+            stderr=None if echo else subprocess.STDOUT,
+            umask=0o077,
+        )
+        try:
+            _report_until_done(process, log, jobs)
+        finally:
+            process.kill()
+    if process.wait() == 0:
         return
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
     raise BuildError(f"compiling the extension failed; the whole log is {log}. It ends:\n{tail}")
 
 
-class _Reporter:
-    """Prints progress on rank 0 only."""
+def _report_until_done(process: subprocess.Popen[bytes], log: Path, jobs: int) -> None:
+    start, told, next_report = time.monotonic(), -1, _REPORT_SECONDS
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_SECONDS)
+            return
+        passed = time.monotonic() - start
+        if passed < next_report:
+            continue
+        done = _count_done(log.read_text(errors="replace"))
+        if done != told or passed >= next_report + _QUIET_SECONDS:
+            _say(f"compiled {done} of {jobs} parts, {passed:.0f} s so far")
+            told, next_report = done, passed + _REPORT_SECONDS
 
-    def __init__(self, rank: int) -> None:
-        self._silent = rank != 0
 
-    def __call__(self, text: str) -> None:
-        if not self._silent:
-            print(f"fastsync: {text}", file=sys.stderr, flush=True)
+def _count_done(log: str) -> int:
+    """The commands that ended, by what ninja and the recipe print after each: "[3/8] c++ ..."."""
+    return len(re.findall(r"^\[\d+/\d+\] ", log, re.MULTILINE))
+
+
+def _say(text: str) -> None:
+    print(f"fastsync: {text}", file=sys.stderr, flush=True)
 
 
 def _import(path: Path) -> ModuleType:

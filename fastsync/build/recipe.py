@@ -15,16 +15,20 @@ import argparse
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 MODULE = "_C"
 CPP_SOURCES = (
     "kernels/pack_cpu.cpp",
+    "ops/buffers.cpp",
+    "ops/device.cpp",
     "ops/items.cpp",
     "kernels/codec_cpu.cpp",
     "kernels/select_cpu.cpp",
@@ -41,7 +45,6 @@ CPP_SOURCES = (
     "engine/precision.cpp",
     "engine/timeline.cpp",
     "engine/step_log.cpp",
-    "transport/transport.cpp",
     "codec/coder.cpp",
     "codec/python_codec.cpp",
     "codec/plugin_codec.cpp",
@@ -49,8 +52,16 @@ CPP_SOURCES = (
     "transport/low_rank.cpp",
     "transport/coded.cpp",
     "transport/hierarchical.cpp",
+    "transport/slots.cpp",
+    "transport/coding.cpp",
+    "transport/code_buffers.cpp",
+    "transport/flat.cpp",
+    "transport/hooked.cpp",
+    "transport/sparse.cpp",
+    "transport/chained.cpp",
+    "transport/choose.cpp",
     "engine/bucket.cpp",
-    "engine/bucket_finish.cpp",
+    "engine/flags.cpp",
     "engine/usage.cpp",
     "engine/reducer.cpp",
     "engine/reducer_state.cpp",
@@ -62,6 +73,8 @@ CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")
 CXX_FLAGS = (
     *KERNEL_CXX_FLAGS,
+    "-g0",  # distutils adds -g, which nobody reads once the library is stripped
+    "-DAT_PER_OPERATOR_HEADERS",  # torch's headers include the operators that they use, not all
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
@@ -77,11 +90,20 @@ NVCC_FLAGS = (
     "-Xptxas=-Werror,-warn-spills,-warn-lmem-usage",
     "--threads=0",  # architectures in parallel
 )
+STRIP_FLAG = "-Wl,-s"
 CUDA_LINK_FLAGS = ("-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL")
 DEFAULT_ARCHS = ("80", "90", "100")
 # Instrumented code at -O3 takes minutes to compile and finds nothing more. gcc, which then inlines
 # less, takes optional values in torch's headers for uninitialised.
 _SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized")
+
+
+# Processor seconds that compiling took, the longest of its parts, and what runs once and alone
+# (importing torch, linking), on a server processor of 2023. They only serve the estimate.
+_CPP_SECONDS = 95
+_CUDA_SECONDS = 42
+_LONGEST_SECONDS = 30
+_ALONE_SECONDS = 10
 
 
 class BuildError(RuntimeError):
@@ -103,6 +125,40 @@ def all_files() -> list[Path]:
     kinds = (".h", ".cpp", ".cu")
     files = (p for p in root.rglob("*") if p.suffix in kinds)
     return sorted(p for p in files if p.relative_to(root).parts[0] != "tests")
+
+
+def translation_units() -> list[str]:
+    """What the C++ compiler is given: the files of csrc/units, and each source that is in none.
+
+    A unit includes several sources, which share the cost of parsing torch's headers.
+    """
+    root = source_dir()
+    units = sorted(root.glob("units/*.cpp"))
+    united = {
+        (unit.parent / name).resolve().relative_to(root.resolve()).as_posix()
+        for unit in units
+        for name in re.findall(r'^#include "(.*[.]cpp)"$', unit.read_text(), re.MULTILINE)
+    }
+    alone = [source for source in CPP_SOURCES if source not in united]
+    return [f"units/{unit.name}" for unit in units] + alone
+
+
+def cores() -> int:
+    """The processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def estimated_seconds(with_cuda: bool, cores: int) -> int:
+    """About how long a build takes where nothing is cached and nothing else runs."""
+    parts = [_CPP_SECONDS, _CUDA_SECONDS] if with_cuda else [_CPP_SECONDS]
+    return _ALONE_SECONDS + sum(max(_LONGEST_SECONDS, part // cores) for part in parts)
+
+
+def count_jobs(with_cuda: bool) -> int:
+    """How many commands a build runs: one for each unit and CUDA source, and the linker."""
+    return len(translation_units()) + 1 + (len(CUDA_SOURCES) if with_cuda else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,22 +240,30 @@ def arch_flags(archs: Sequence[str]) -> list[str]:
 
 
 def compile_cuda(toolkit: Toolkit, out: Path, archs: Sequence[str]) -> list[str]:
-    """Compiles the CUDA sources with nvcc alone; returns the object files.
+    """Compiles the CUDA sources with nvcc alone, all at once; returns the object files.
 
     Raises:
         BuildError: nvcc failed; carries its output.
     """
-    objects = []
-    for source in CUDA_SOURCES:
-        target = out / (Path(source).stem + ".cuda.o")
-        path = source_dir() / source
-        flags = [*NVCC_FLAGS, *arch_flags(archs)]
-        command = [str(toolkit.nvcc), *flags, "-c", str(path), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise BuildError(_broken(toolkit.nvcc, f"\n{done.stdout}{done.stderr}"))
-        objects.append(str(target))
-    return objects
+    flags = [*NVCC_FLAGS, *arch_flags(archs)]
+    with ThreadPoolExecutor(len(CUDA_SOURCES)) as pool:
+        jobs = {
+            pool.submit(_compile_one, toolkit.nvcc, flags, source, out): source
+            for source in CUDA_SOURCES
+        }
+        for done, job in enumerate(as_completed(jobs), 1):
+            job.result()
+            print(f"[{done}/{len(jobs)}] {toolkit.nvcc} {jobs[job]}", flush=True)
+    return [job.result() for job in jobs]
+
+
+def _compile_one(nvcc: Path, flags: Sequence[str], source: str, out: Path) -> str:
+    target = out / (Path(source).stem + ".cuda.o")
+    command = [str(nvcc), *flags, "-c", str(source_dir() / source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(_broken(nvcc, f"\n{done.stdout}{done.stderr}"))
+    return str(target)
 
 
 def check_compilers() -> None:
@@ -252,6 +316,7 @@ def fingerprint(toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "
         *binary_identity().values(),
         *CXX_FLAGS,
         *NVCC_FLAGS,
+        STRIP_FLAG,
         *sanitizer_flags(sanitize),
         compiler.stdout,
         f"{toolkit.version} {archs}" if toolkit else "no cuda",
@@ -272,12 +337,12 @@ class Recipe:
 def recipe(out: Path, toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> Recipe:
     """Compiles the CUDA kernels, if there is a toolkit, and describes the rest of the build."""
     flags = [*CXX_FLAGS, *sanitizer_flags(sanitize)]
-    link = sanitizer_flags(sanitize)[:1]
+    link = sanitizer_flags(sanitize)[:1] or [STRIP_FLAG]
     if toolkit is not None:
         flags.append("-DFASTSYNC_WITH_CUDA")
         link += [*compile_cuda(toolkit, out, archs), f"-L{toolkit.library_dir}", *CUDA_LINK_FLAGS]
     root = source_dir()
-    return Recipe([str(root / s) for s in CPP_SOURCES], [str(root)], flags, link)
+    return Recipe([str(root / u) for u in translation_units()], [str(root)], flags, link)
 
 
 def build(out: Path, wanted_cuda: str, archs: Sequence[str], sanitize: str) -> None:

@@ -57,7 +57,7 @@ def capture(engine: Engine) -> dict[str, Any]:
         "wire": engine.wire.describe(),
         "rank": dist.get_rank(engine.group),
         "world_size": dist.get_world_size(engine.group),
-        "steps": int(engine.core.steps()),
+        "steps": engine.core.steps(),
         "order": [engine.params[i].name for i in engine.next_order()],
         "rate": network.rate,
         "latency": network.latency,
@@ -121,7 +121,7 @@ def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
     same = first["world_size"] == world
     network = Network(float(mine[0]["rate"]), float(mine[0]["latency"])) if same else Network()
     progress = Progress(int(first["steps"]), list(first["order"]), network)
-    return Share(progress, Carried(residuals, first["factors"]))
+    return Share(progress, Carried({"residual": residuals, "factor": first["factors"]}))
 
 
 def _check_form(state: Any) -> None:

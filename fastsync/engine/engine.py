@@ -12,32 +12,27 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fastsync.build import extension
 from fastsync.build.env import Env
+from fastsync.engine import core
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
 from fastsync.engine.state import Carried
 from fastsync.plan.buckets import (
     BucketPlan,
-    CodedPlan,
     ParamSpec,
-    PlannedBucket,
     factor_shape,
     feeds_back,
     make_plan,
     settled_order,
 )
-from fastsync.plan.layout import FlatLayout, LowRankLayout, WireLayout
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
-from fastsync.ranks.links import Nodes, find_nodes, make_links
+from fastsync.ranks.links import Nodes, find_nodes, make_links, new_group_like
 from fastsync.ranks.meeting import meet
-from fastsync.wire.formats import Format, TopK, Wire
-from fastsync.wire.plugins import PluginCodec
+from fastsync.wire.formats import Wire
 
 __all__ = ["Engine", "NamedParam", "Progress"]
 
@@ -92,7 +87,6 @@ class Engine:
         buckets: BucketPolicy,
         policy: SyncPolicy,
     ) -> None:
-        self._ext = extension.load()
         self._params = list(params)
         self._group = group
         self._buckets = buckets
@@ -102,27 +96,20 @@ class Engine:
         self._nodes = self._find_nodes()
         self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
         self._linked: list[str] = []  # those that the reducer has
+        self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
         self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
         self._check_devices()
         tensors = [p.tensor for p in params]
-        self.precision = (
-            None if policy.mixed.param is None else self._ext.Precision(tensors, policy.mixed.param)
-        )
-        self.core = self._ext.Reducer(
-            params=tensors,
-            names=[p.name for p in params],
-            group_name=group.group_name,
-            static_graph=policy.static_graph,
-            fail_on_unused=policy.fail_on_unused,
-            skip_unused=policy.skip_unused,
-            precision=self.precision,
-        )
+        compute = policy.mixed.param
+        self.precision = None if compute is None else core.make_precision(tensors, compute)
+        names = [p.name for p in params]
+        self.core = core.make_reducer(tensors, names, group, policy, self.precision)
         self.regrouped = False
         self._plan_changed = False
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
-        self.on_step: Callable[[Any], None] | None = None
+        self.on_step: Callable[[core.Reducer], None] | None = None
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _replan(me))
         # Autograd reaches the last registered layers first.
@@ -134,7 +121,7 @@ class Engine:
 
     def _check_devices(self) -> None:
         for device in {p.tensor.device for p in self._params if p.tensor.requires_grad}:
-            if not self._ext.supports(str(device)):
+            if not core.supports(device):
                 raise RuntimeError(
                     f"this build of fastsync has no kernels for {device}: install a CUDA toolkit "
                     "(nvcc) and delete the cached extension, or keep the model on the CPU"
@@ -237,9 +224,8 @@ class Engine:
         self._group = group
         self.core.use_group(group.group_name)
         self._nodes = self._find_nodes()
-        self._links, self._linked = {}, []
-        if self.plan.coded:
-            self._install(self._order())
+        self._links, self._linked, self._own_group = {}, [], None
+        self._install(self._order())
 
     @property
     def wire(self) -> Wire:
@@ -252,10 +238,13 @@ class Engine:
         self._policy = replace(self._policy, wire=wire)
         self._nodes = self._find_nodes()
         self._install(order)
-        stays = (self.feedback_shapes(), self.factor_shapes())
-        self.core.drop_parked(
-            *([i for i, p in enumerate(self._params) if p.name not in shapes] for shapes in stays)
-        )
+        for name, shapes in self.state_shapes().items():
+            gone = [i for i, p in enumerate(self._params) if p.name not in shapes]
+            self.core.drop_parked(name, gone)
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of what parameters carry, by the name of the state and of the parameter."""
+        return {"residual": self.feedback_shapes(), "factor": self.factor_shapes()}
 
     def feedback_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
@@ -287,7 +276,7 @@ class Engine:
         buckets are cut.
         """
         timed = not torch.are_deterministic_algorithms_enabled()
-        rate = self._measured_rate or (float(self.core.wire_rate()) if timed else 0.0)
+        rate = self._measured_rate or (self.core.wire_rate() if timed else 0.0)
         return Network(rate, self._network.latency)
 
     def resume(self, progress: Progress, carried: Carried) -> None:
@@ -301,19 +290,33 @@ class Engine:
         carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
 
     def _order(self) -> list[int]:
-        return [index for bucket in self.plan.buckets for index in bucket.params]
+        """The plan's, then parameters that have been thawed since it was made."""
+        planned = [index for bucket in self.plan.buckets for index in bucket.params]
+        later = set(planned)
+        trained = (i for i, p in enumerate(self._params) if p.tensor.requires_grad)
+        return [*planned, *(i for i in trained if i not in later)]
 
     def _complete(self, order: Sequence[int]) -> list[int]:
         """`order`, then the parameters that it lacks."""
         seen = set(order)
         return [*order, *(i for i in reversed(range(len(self._params))) if i not in seen)]
 
-    def set_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def set_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
         order = self._order()
         self._policy = replace(self._policy, hooked=True)
+        self.core.set_hook(state, hook, self._flags_group())
         self._install(order)
-        self.core.set_hook(state, hook)
+
+    def _flags_group(self) -> str:
+        """Collective. The name of a process group for used flags; empty where none is needed."""
+        told = self._policy.static_graph or self._policy.fail_on_unused
+        alone = dist.get_world_size(self._group) == 1
+        if told or alone or self._params[0].tensor.device.type != "cpu":
+            return ""
+        if self._own_group is None:
+            self._own_group = new_group_like(self._group, "used flags")
+        return str(self._own_group.group_name)
 
     def _plan(self, order: Sequence[int]) -> BucketPlan:
         wire = Wire() if self._is_warming_up() else self._policy.wire
@@ -328,7 +331,7 @@ class Engine:
         return make_plan(specs, order, buckets, policy, world, node_ranks)
 
     def _is_warming_up(self) -> bool:
-        return bool(self.core.steps() < self._policy.wire.warmup_steps)
+        return self.core.steps() < self._policy.wire.warmup_steps
 
     def _install(self, order: Sequence[int]) -> None:
         """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
@@ -337,7 +340,9 @@ class Engine:
         self._order_is_known = self.core.stats()["steps"] > 0
         if self.plan.coded and dist.get_world_size(self._group) > 1:
             self._make_chains()
-        self.core.set_plan([self._spec(i, b) for i, b in enumerate(self.plan.buckets)], until)
+        sender = core.Sender(self.wire, dist.get_rank(self._group), self._nodes)
+        specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
+        self.core.set_plan(specs, until)
         self._plan_changed = bool(self.plans)
         self.plans.append(self.plan)
 
@@ -353,70 +358,6 @@ class Engine:
         if self._linked != self._links[self._nodes]:
             self._linked = self._links[self._nodes]
             self.core.use_chains(self._linked)
-
-    def _spec(self, index: int, bucket: PlannedBucket) -> Any:
-        layout, plan = bucket.layout, bucket.coded
-        coded = low_rank = None
-        if plan is not None and isinstance(plan.layout, LowRankLayout):
-            low_rank = self._low_rank_spec(index, layout, plan, plan.layout)
-        elif plan is not None and isinstance(plan.layout, WireLayout):
-            coded = self._coded_spec(index, plan, plan.layout)
-        return self._ext.BucketSpec(
-            slots=list(zip(bucket.params, layout.offsets, strict=True)),
-            numel=layout.numel,
-            flags_offset=layout.flags_offset,
-            wire=bucket.wire,
-            views=bucket.views,
-            sparse=bucket.sparse,
-            coded=coded,
-            low_rank=low_rank,
-        )
-
-    def _coded_spec(self, index: int, coded: CodedPlan, layout: WireLayout) -> Any:
-        wire = self._policy.wire
-        spec = self._ext.CodedSpec()
-        if isinstance(coded.codec, Format):
-            spec.format = coded.codec.name
-        elif isinstance(coded.codec, TopK):
-            spec.kept = layout.coded_bytes // 8
-        elif isinstance(coded.codec, PluginCodec):
-            spec.use_plugin(coded.codec.address)
-        else:
-            spec.use_codec(coded.codec)
-        for name in ("pieces", "chunk_numel", "chunk_bytes", "coded_bytes"):
-            setattr(spec, name, getattr(layout, name))
-        spec.flags_offset = layout.flags_offset
-        spec.flags_per_chunk = layout.flags_per_chunk
-        spec.gather = coded.form == "gather"
-        if coded.node_ranks > 1 and self._nodes is not None:
-            spec.node_ranks, spec.node_rank = len(self._nodes.node_ranks), self._nodes.place
-            spec.nodes, spec.node = len(self._nodes.cross_ranks), self._nodes.node
-        spec.error_feedback = coded.error_feedback
-        spec.stochastic = wire.stochastic
-        rank = dist.get_rank(self._group)
-        spec.seed = zlib.crc32(f"{wire.seed} {rank} {index}".encode())
-        return spec
-
-    def _low_rank_spec(
-        self, index: int, slots: FlatLayout, coded: CodedPlan, layout: LowRankLayout
-    ) -> Any:
-        spec = self._ext.PowerSpec()
-        for matrix in layout.matrices:
-            spec.add_matrix(
-                offset=slots.offsets[matrix.slot],
-                sizes=(matrix.rows, matrix.cols),
-                rank=matrix.rank,
-                places=(matrix.left, matrix.right),
-            )
-        for slot, place in layout.places:
-            spec.add_run(offset=slots.offsets[slot], numel=slots.numels[slot], place=place)
-        spec.numel = slots.numel
-        for name in ("first_numel", "second_numel", "flags_offset", "flags"):
-            setattr(spec, name, getattr(layout, name))
-        spec.error_feedback = coded.error_feedback
-        spec.warm_start = coded.codec.warm_start
-        spec.seed = zlib.crc32(f"{self._policy.wire.seed} {index}".encode())
-        return spec
 
     def _meet_for_other_parameters(self) -> None:
         place = f"plan-{self._identity}-{self.core.stats()['plans']}"

@@ -4,36 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from fastsync.engine.core import Reducer
 
 __all__ = ["Carried"]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors of one rank, fp32.
+    """Tensors of one rank, fp32, by the name of the state, then of the parameter.
 
     Attributes:
-        residuals: what error feedback has kept back of the averages, of the parameter's shape.
-        factors: what PowerSGD's next step starts with, [rank, columns]: the same on all ranks.
+        states: "residual": what error feedback has kept back of the averages, of the parameter's
+            shape; "factor": what PowerSGD's next step starts with, [rank, columns], the same on all
+            ranks.
     """
 
-    residuals: Mapping[str, torch.Tensor]
-    factors: Mapping[str, torch.Tensor]
+    states: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
-    def of(cls, reducer: Any, names: Sequence[str]) -> Carried:
+    def of(cls, reducer: Reducer, names: Sequence[str]) -> Carried:
         """Copies of what the C++ `reducer` of the parameters `names` holds."""
-        held = reducer.carried()
 
         def by_name(tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
             return {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
 
-        return cls(by_name(held["residuals"]), by_name(held["factors"]))
+        return cls({state: by_name(held) for state, held in reducer.states().items()})
 
-    def load_into(self, reducer: Any, devices: Mapping[str, torch.device]) -> None:
+    @property
+    def residuals(self) -> Mapping[str, torch.Tensor]:
+        """What error feedback has kept back, by parameter."""
+        return self.states["residual"]
+
+    @property
+    def factors(self) -> Mapping[str, torch.Tensor]:
+        """What PowerSGD's next step starts with, by parameter."""
+        return self.states["factor"]
+
+    def load_into(self, reducer: Reducer, devices: Mapping[str, torch.device]) -> None:
         """Takes the place of what `reducer` holds. Of parameters that lack here it holds nothing.
 
         Args:
@@ -44,4 +56,4 @@ class Carried:
             found = ((tensors.get(name), device) for name, device in devices.items())
             return [None if t is None else t.to(device, torch.float32) for t, device in found]
 
-        reducer.load_carried(by_index(self.residuals), by_index(self.factors))
+        reducer.load_states({state: by_index(held) for state, held in self.states.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 from torch import nn
 
@@ -32,7 +32,14 @@ class BufferWatch:
         )
 
 
-def buffer_arguments(broadcast: bool | None, forward_sync: bool | None) -> dict[str, Any]:
+class BufferArguments(TypedDict, total=False):
+    """DistributedDataParallel's; only newer versions of torch know the second one."""
+
+    broadcast_buffers: bool | None
+    forward_sync_buffers: bool | None
+
+
+def buffer_arguments(broadcast: bool | None, forward_sync: bool | None) -> BufferArguments:
     """The arguments about buffers, in the form that this torch's front takes."""
     if front_accepts("forward_sync_buffers"):
         return {"broadcast_buffers": broadcast, "forward_sync_buffers": forward_sync}

@@ -13,13 +13,13 @@ Values are what they say, with these differences in meaning:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fastsync.build.env import ddp_environment
+from fastsync.engine.core import StepReport
 from fastsync.engine.engine import Engine
 
 __all__ = ["LoggingData", "StepLogger", "WrapFacts", "construction_data"]
@@ -131,7 +131,7 @@ class StepLogger:
         self._log_buckets()
         self._log_times(step)
 
-    def _log_unused(self, step: Mapping[str, Any]) -> None:
+    def _log_unused(self, step: StepReport) -> None:
         pairs = zip(self._engine.params, step["used"], strict=False)
         unused = [p.tensor for p, used in pairs if p.tensor.requires_grad and not used]
         if unused or self._find_unused:
@@ -150,17 +150,16 @@ class StepLogger:
             " ".join(map(str, self._numbered(bucket.params))) for bucket in engine.plan.buckets
         )
 
-    def _log_times(self, step: Mapping[str, Any]) -> None:
+    def _log_times(self, step: StepReport) -> None:
         ints = self._data.ints_map
         spans = {
-            "forward_compute_time": ("forward_start", "forward_end"),
-            "backward_compute_time": ("backward_start", "backward_end"),
-            "backward_comm_time": ("first_send", "received"),
-            "backward_compute_comm_overlap_time": ("first_send", "backward_end"),
+            "forward_compute_time": (step["forward_start"], step["forward_end"]),
+            "backward_compute_time": (step["backward_start"], step["backward_end"]),
+            "backward_comm_time": (step["first_send"], step["received"]),
+            "backward_compute_comm_overlap_time": (step["first_send"], step["backward_end"]),
         }
         for key, (start, end) in spans.items():
-            both = step[start] > 0 and step[end] > 0
-            ints[key] = max(0, step[end] - step[start]) if both else 0
+            ints[key] = max(0, end - start) if start > 0 and end > 0 else 0
             seen = ints.get(f"avg_{key}", 0) * (self._samples - 1)
             ints[f"avg_{key}"] = (seen + ints[key]) // self._samples
         ints["forward_compute_time_start"] = step["forward_start"]

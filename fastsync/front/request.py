@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fastsync.build import extension
 from fastsync.build.env import Env
+from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.ranks import consensus
-from fastsync.ranks.links import check_backend, check_grid, find_nodes
+from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer
 from fastsync.wire.formats import Wire
@@ -37,7 +38,7 @@ class Request:
 
     module: nn.Module
     process_group: dist.ProcessGroup | None
-    device_mesh: Any
+    device_mesh: DeviceMesh | None
     device_ids: Sequence[int | torch.device] | None
     output_device: int | torch.device | None
 
@@ -54,7 +55,7 @@ class Request:
             caps, settled, recorded = buckets(), policy(), timeline()
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
-            extension.load()
+            core.load()
             settings = {
                 "torch": torch.__version__,
                 "the module's device": self._params()[0].tensor.device.type,
@@ -122,7 +123,7 @@ class Request:
             check_grid(nodes, group)
 
         def check() -> tuple[None, dict[str, str]]:
-            check_backend(extension.load(), group, self._device(), wire)
+            core.check_backend(group, self._device(), wire)
             return None, {}
 
         self._together(check, "gradients cannot travel as bytes on every rank;")
@@ -133,8 +134,7 @@ class Request:
         if self.device_mesh is not None:
             if self.device_mesh.ndim != 1:
                 raise RuntimeError(f"Only 1D device mesh is supported, but got {self.device_mesh}.")
-            mesh_group: dist.ProcessGroup = self.device_mesh.get_group(mesh_dim=0)
-            return mesh_group
+            return self.device_mesh.get_group(mesh_dim=0)
         return self.process_group or default_group()
 
     def _params(self) -> list[NamedParam]:

@@ -8,7 +8,7 @@ torch's, hence private.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class FrontReducer:
     def _set_static_graph(self) -> None:
         self.engine.core.set_static_graph()
 
-    def _set_forward_pass_work_handle(self, work: Any, use_initial_world_size: bool) -> None:
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_initial_world_size: bool) -> None:
         """`work` counts the ranks that have not run out of inputs."""
         work.wait()
         active = int(work.result()[0].item())
@@ -76,7 +76,9 @@ class FrontReducer:
     def _set_optimizer_in_backward(self) -> None:
         """Nothing to do: its hook drops the gradients itself."""
 
-    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+    def _install_post_backward_futures(
+        self, futures: Sequence[torch.futures.Future[object]]
+    ) -> None:
         """Waited for at the end of the next synchronised backward."""
         self.engine.core.at_end(lambda: torch.futures.wait_all(list(futures)))
 
@@ -100,7 +102,7 @@ class FrontReducer:
 
     def _ddp_graph_static(self) -> bool:
         """Whether every step so far used the same parameters."""
-        return bool(self.engine.core.last_step()["same_so_far"])
+        return self.engine.core.last_step()["same_so_far"]
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from fastsync.plan.layout import (
     wire_layout,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, piece_bytes
-from fastsync.wire.formats import FORMATS, Format, PowerSGD, Wire
+from fastsync.wire.formats import FORMATS, AnyCodec, CodecLike, Format, PowerSGD, Wire, native_dtype
 
 __all__ = [
     "BucketPlan",
@@ -60,12 +59,12 @@ class ParamSpec:
     device: torch.device
     sparse: bool = False
     pairs: bool = False
-    codec: Any = _FP32
+    codec: AnyCodec = _FP32
     rows: int = 1
 
     @classmethod
     def of(
-        cls, index: int, param: torch.Tensor, sparse: bool = False, codec: Any = _FP32
+        cls, index: int, param: torch.Tensor, sparse: bool = False, codec: AnyCodec = _FP32
     ) -> ParamSpec:
         real = param.dtype.to_real() if param.is_complex() else param.dtype
         numel = param.numel() * (2 if param.is_complex() else 1)
@@ -90,7 +89,7 @@ class CodedPlan:
         node_ranks: ranks that first sum a bucket as it is; the form is then that between nodes.
     """
 
-    codec: Any
+    codec: AnyCodec
     form: str
     layout: WireLayout | LowRankLayout
     error_feedback: bool
@@ -139,7 +138,7 @@ class BucketPlan:
         return any(bucket.coded for bucket in self.buckets)
 
 
-def travels_coded(codec: Any, gradient: torch.dtype) -> bool:
+def travels_coded(codec: AnyCodec, gradient: torch.dtype) -> bool:
     """Whether gradients of real dtype `gradient` take the form of `codec`.
 
     16-bit gradients are compressed below 16 bits only, and whoever trains in fp64 wants fp64.
@@ -156,7 +155,7 @@ def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
     That its bucket is small, or that the first steps travel as fp32, changes nothing here.
     """
     native = wire.form_for(spec.codec, 1, spec.device) == "native"
-    return _may_be_coded(spec) and not native and bool(wire.feedback_for(spec.codec))
+    return _may_be_coded(spec) and not native and wire.feedback_for(spec.codec)
 
 
 def factor_shape(spec: ParamSpec) -> tuple[int, int] | None:
@@ -229,7 +228,7 @@ class _OpenGroup:
 
 
 def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
-    open_groups: dict[tuple[torch.dtype, torch.device, bool, Any], _OpenGroup] = {}
+    open_groups: dict[tuple[torch.dtype, torch.device, bool, AnyCodec], _OpenGroup] = {}
     closed: list[_OpenGroup] = []
     left = sum(spec.nbytes for spec in ordered if not spec.sparse)
     for position, spec in enumerate(ordered):
@@ -277,15 +276,15 @@ def _planned(
     )
 
 
-def _native_dtype(spec: ParamSpec, codec: Any, policy: SyncPolicy) -> torch.dtype:
+def _native_dtype(spec: ParamSpec, codec: AnyCodec | None, policy: SyncPolicy) -> torch.dtype:
     """What the backend sums. Mixed precision names the dtype of all real gradients."""
     if policy.mixed.reduce is not None and not spec.sparse and not spec.pairs:
         return policy.mixed.reduce
-    native: torch.dtype = spec.dtype if codec is None else codec.native
-    return native
+    native = None if codec is None else native_dtype(codec)
+    return native or spec.dtype
 
 
-def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
+def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> AnyCodec | None:
     """The bucket's format; None where its gradients travel as they are."""
     first = group[0]
     small = sum(spec.nbytes for spec in group) < policy.wire.min_bytes
@@ -293,7 +292,10 @@ def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> Any:
 
 
 def _coded(
-    group: Sequence[ParamSpec], policy: SyncPolicy, codec: Any, way: tuple[str, int, int]
+    group: Sequence[ParamSpec],
+    policy: SyncPolicy,
+    codec: Format | CodecLike,
+    way: tuple[str, int, int],
 ) -> PlannedBucket:
     form, nodes, node_ranks = way
     slots = slot_layout([spec.numel for spec in group], codec.block)
@@ -303,7 +305,7 @@ def _coded(
     at_a_time = piece_bytes(policy.wire, policy.network.at_share(share))
     if getattr(codec, "whole", False):
         whole = codec.coded_bytes(sum(slots.numels))
-        coded_bytes, at_a_time = lambda _: whole, sys.maxsize
+        coded_bytes, at_a_time = lambda numel: whole, sys.maxsize
     if node_ranks > 1 and not isinstance(codec, Format):
         at_a_time = sys.maxsize  # a user's codec sees its shard as a whole
     wire = wire_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)

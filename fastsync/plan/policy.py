@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -100,7 +99,7 @@ class MixedPolicy:
     buffer: torch.dtype | None = None
 
     @classmethod
-    def of(cls, given: Any) -> MixedPolicy:
+    def of(cls, given: object) -> MixedPolicy:
         """From the argument: None, or anything with the attributes of torch's `_MixedPrecision`.
 
         Raises:

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +69,7 @@ def agree(
     all_equal = bool((torch.stack(digests).cpu() == mine.cpu()).all())
     if all_equal and not statement.error:
         return
-    statements: list[Any] = [None] * len(digests)
+    statements = [statement] * len(digests)  # each replaced by its rank's
     dist.all_gather_object(statements, statement, group=group)
     raise RankMismatchError(_report(statements, failure))
 

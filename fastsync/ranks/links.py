@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from fastsync.torch_private import group_timeout
 from fastsync.wire.formats import Wire
 
-__all__ = ["Nodes", "check_backend", "check_grid", "find_nodes", "make_links"]
+__all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_group_like"]
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,9 @@ def check_grid(nodes: Nodes, group: dist.ProcessGroup) -> None:
         ValueError: they do not; the same on every rank.
     """
     ranks = dist.get_process_group_ranks(group)
-    everyones: list[Any] = [None] * len(ranks)
+    everyones = [nodes] * len(ranks)  # each replaced by its rank's
     dist.all_gather_object(everyones, nodes, group=group)
-    by_rank: dict[int, Nodes] = dict(zip(ranks, everyones, strict=True))
+    by_rank = dict(zip(ranks, everyones, strict=True))
     for rank, its in by_rank.items():
         same_node = all(by_rank[r].node_ranks == its.node_ranks for r in its.node_ranks)
         same_column = all(by_rank[r].cross_ranks == its.cross_ranks for r in its.cross_ranks)
@@ -119,28 +118,6 @@ def check_grid(nodes: Nodes, group: dist.ProcessGroup) -> None:
             "node_group and cross_group are no grid: a cross_group must join ranks that have the "
             "same rank in their node_group"
         )
-
-
-def check_backend(ext: Any, group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:
-    """Sends a few bytes as coded buckets will be sent. Collective.
-
-    Raises:
-        ValueError: the backend cannot.
-    """
-    try:
-        ext.probe_links(
-            group.group_name,
-            str(device),
-            all_to_all=wire.form != "gather",
-            reduce_scatter=wire.form == "hierarchical",
-        )
-    except Exception as error:  # whatever a backend throws
-        backend = dist.get_backend(group)
-        first_line = str(error).splitlines()[0] if str(error) else repr(error)
-        raise ValueError(
-            f"the backend {backend!r} cannot send gradients as bytes ({first_line}); leave wire "
-            "out, choose form='native', or use another backend"
-        ) from error
 
 
 def make_links(
@@ -169,6 +146,11 @@ def make_links(
         _new_group(group, nodes.cross_ranks, "between nodes, on the way back"),
         _new_group(group, nodes.node_ranks, "inside a node, on the way back"),
     ]
+
+
+def new_group_like(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Another process group of the same ranks, which nobody else uses. Collective."""
+    return _new_group(group, dist.get_process_group_ranks(group), purpose)
 
 
 def _new_group(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:

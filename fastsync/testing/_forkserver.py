@@ -12,9 +12,9 @@ import torch.distributed
 import torch.utils.checkpoint
 
 import fastsync
-from fastsync.build import extension
+from fastsync.engine import core
 
 torch.set_num_threads(1)
 # A rank that needs the extension will say why it is not there.
 with contextlib.suppress(fastsync.BuildError):
-    extension.load()
+    core.load()

@@ -15,18 +15,21 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from fastsync.build import extension
 from fastsync.build.env import Env
+from fastsync.engine.core import make_timeline
 from fastsync.plan.buckets import BucketPlan
 from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import group_store
+
+if TYPE_CHECKING:
+    from fastsync.engine.core import Reducer
 
 __all__ = ["RecordedModel", "Recorder"]
 
@@ -69,26 +72,26 @@ class Recorder:
         self._store = group_store(group)
         names = zlib.crc32("\n".join(model.parameters).encode())
         self._place = f"timeline/{group.group_name}/{names}"
-        self._timeline = extension.load().Timeline(policy.capacity, str(model.device))
+        self._timeline = make_timeline(policy.capacity, model.device)
         self._writes = 0
         self._state = "waiting"  # then "recording", then "finished"
 
-    def before_step(self, core: Any) -> None:
+    def before_step(self, reducer: Reducer) -> None:
         """Called before every forward; begins and ends the window, at the same step on all ranks.
 
         Args:
-            core: the C++ reducer.
+            reducer: the one whose steps these are.
         """
         if self._state == "finished":
             return
-        steps, policy = core.stats()["steps"], self._policy
+        steps, policy = reducer.stats()["steps"], self._policy
         if self._state == "waiting" and steps >= policy.skip:
-            core.set_timeline(self._timeline)
+            reducer.set_timeline(self._timeline)
             self._state = "recording"
             if policy.path is not None:
                 atexit.register(self._at_exit)
         elif policy.steps is not None and steps >= policy.skip + policy.steps:
-            core.set_timeline(None)
+            reducer.set_timeline(None)
             self._state = "finished"
             if policy.path is not None:
                 self.write(policy.path, Env.read().agree_timeout)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, Protocol
 
+from fastsync.engine.core import Counters
 from fastsync.timeline.data import RankStep
 
 __all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats"]
@@ -36,7 +37,7 @@ class SyncStats(Mapping[str, Any]):
 
     Counters start when the model is wrapped. Times are medians over the steps that are recorded,
     the latest 50 at most, in seconds; without `timeline=` they are None, as nobody looks at the
-    clock when a collective completes.
+    clock when a collective completes. `str()` gives a report of a few lines.
 
     Attributes:
         steps: synchronised backwards.
@@ -91,12 +92,79 @@ class SyncStats(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(_NAMES)
 
+    def __str__(self) -> str:
+        """A report of a few lines, with units."""
+        rows = [*_counter_rows(self), *_time_rows(self)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(
+            [_headline(self), *(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)]
+        )
+
+
+def _headline(stats: SyncStats) -> str:
+    plans, buckets = _count(stats.plans, "plan"), _count(len(stats.buckets), "bucket")
+    return (
+        f"fastsync: {_count(stats.steps, 'synchronised step')}, {plans}, "
+        f"{buckets} of {_size(sum(stats.buckets))} in all"
+    )
+
+
+def _counter_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
+    steps = max(stats.steps, 1)
+    yield "collectives per step", f"{stats.collectives / steps:.1f}"
+    yield "handed to the backend", f"{_size(stats.bytes / steps)} per step"
+    yield "sent by this rank", f"{_size(stats.sent_bytes / steps)} per step"
+    if stats.between_nodes_bytes:
+        yield "sent between nodes", f"{_size(stats.between_nodes_bytes / steps)} per step"
+    if stats.residual_bytes:
+        yield "error feedback", f"{_size(stats.residual_bytes)} of memory"
+    yield "waited after backward", f"{_time(stats.exposed_seconds / steps)} per step"
+
+
+def _time_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
+    if not stats.recorded_steps:
+        yield "times", "not recorded; FastDDP(..., timeline=True) records them"
+        return
+    yield "times", f"medians of {_count(stats.recorded_steps, 'recorded step')}"
+    for name, value in (("step", stats.step_time), ("forward, backward", stats.compute_time)):
+        if value is not None:
+            yield f"  {name}", _time(value)
+    if stats.communication_time is not None:
+        inside = "" if stats.overlap is None else f", {stats.overlap:.0%} of it within backward"
+        yield "  communication", _time(stats.communication_time) + inside
+    if stats.exposed_time is not None:
+        yield "  exposed", f"{_time(stats.exposed_time)} that synchronising adds to a step"
+    if stats.scaling_efficiency is not None:
+        yield "  scaling efficiency", f"{stats.scaling_efficiency:.0%} of a single rank's speed"
+    for index, bucket in enumerate(stats.bucket_times or ()):
+        yield (
+            f"  bucket {index}",
+            f"{_size(bucket.bytes)}: waited {_time(bucket.waiting)}, "
+            f"communicated {_time(bucket.communicating)}",
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(amount: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
 
 _NAMES = tuple(field.name for field in fields(SyncStats))
 
 
 def make_stats(
-    counters: Mapping[str, Any],
+    counters: Counters,
     buckets: Sequence[int],
     recorded: Sequence[RankStep],
     one_rank_step: float | None,
@@ -121,15 +189,15 @@ def make_stats(
             "scaling efficiency needs two recorded steps in a row: pass timeline=True to FastDDP "
             "and train before you ask for it"
         )
-    base = dict(counters, buckets=tuple(buckets), recorded_steps=len(recorded))
+    base = SyncStats(**counters, buckets=tuple(buckets), recorded_steps=len(recorded))
     if not recorded:
-        return SyncStats(**base)
+        return base
     step_time = median(lengths) if lengths else None
     communicating = [step.communicating for step in recorded]
     ratios = [step.communicating / step.computing for step in recorded if step.computing > 0]
     overlaps = [s.overlapped / s.communicating for s in recorded if s.communicating > 0]
-    return SyncStats(
-        **base,
+    return replace(
+        base,
         step_time=step_time,
         compute_time=median(step.computing for step in recorded),
         communication_time=median(communicating),
@@ -157,15 +225,22 @@ def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple
     return tuple(timings)
 
 
+class Synchronised(Protocol):
+    """What a FastDDP is here."""
+
+    def sync_stats(self) -> SyncStats:
+        """As `FastDDP.sync_stats`."""
+
+
 class Writer(Protocol):
     """What TensorBoard's SummaryWriter has, and others that speak its language."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Takes one point of one curve."""
 
 
 def log_to_tensorboard(
-    model: Any, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
+    model: Synchronised, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
 ) -> None:
     """Writes the model's statistics as scalars; call it as often as you like to see a point.
 
@@ -175,7 +250,7 @@ def log_to_tensorboard(
         step: the x coordinate; the number of synchronised backwards by default.
         prefix: of the tags: "fastsync/exposed_time", "fastsync/bucket_0/communicating", ...
     """
-    stats: SyncStats = model.sync_stats()
+    stats = model.sync_stats()
     at = stats.steps if step is None else step
     for name, value in stats.items():
         if isinstance(value, int | float):

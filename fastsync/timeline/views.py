@@ -7,11 +7,11 @@ The page is one file without any reference to a network; its sources are in fast
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypeAlias
 
 from fastsync.timeline.data import (
     BucketInfo,
@@ -24,6 +24,9 @@ from fastsync.timeline.data import (
 )
 
 __all__ = ["Summary", "html_page", "perfetto_trace", "summarise", "summary_text"]
+
+# What json.dumps takes.
+Json: TypeAlias = dict[str, object]
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _MS = 1e3
@@ -155,11 +158,11 @@ def _straggler_text(summary: Summary) -> str:
     )
 
 
-def perfetto_trace(run: Run) -> dict[str, Any]:
+def perfetto_trace(run: Run) -> Json:
     """The run in Chrome's Trace Event Format: a process per rank, a thread per lane."""
     steps = by_step(run)
     origin = min((s.start for ranks in steps.values() for s in ranks), default=0)
-    events: list[dict[str, Any]] = []
+    events: list[Json] = []
     for record in run.ranks:
         events.append(_name("process_name", record.rank, 0, f"rank {record.rank} ({record.host})"))
         events.append(_name("thread_name", record.rank, 0, "compute"))
@@ -175,20 +178,20 @@ def perfetto_trace(run: Run) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _name(kind: str, rank: int, thread: int, text: str) -> dict[str, Any]:
+def _name(kind: str, rank: int, thread: int, text: str) -> Json:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": text}}
 
 
 def _slice(
-    name: str, place: tuple[int, int], span: tuple[int, int], origin: int, **args: Any
-) -> dict[str, Any]:
+    name: str, place: tuple[int, int], span: tuple[int, int], origin: int, **args: object
+) -> Json:
     pid, tid = place
     start, end = span
     times = {"ts": (start - origin) / 1e3, "dur": (end - start) / 1e3}
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args}
 
 
-def _compute_slices(step: RankStep, origin: int) -> list[dict[str, Any]]:
+def _compute_slices(step: RankStep, origin: int) -> list[Json]:
     place = (step.rank, 0)
     spans = [("forward", span) for span in step.forwards]
     spans.append(("backward", (step.backward_start, step.backward_end)))
@@ -197,9 +200,7 @@ def _compute_slices(step: RankStep, origin: int) -> list[dict[str, Any]]:
     return [_slice(name, place, span, origin, step=step.step) for name, span in spans]
 
 
-def _bucket_slices(
-    run: Run, step: RankStep, origin: int
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _bucket_slices(run: Run, step: RankStep, origin: int) -> Iterator[tuple[int, list[Json]]]:
     infos = _infos(run, step)
     for bucket in step.buckets:
         info = infos[bucket.bucket]
@@ -236,12 +237,12 @@ def _text(name: str) -> str:
     return (_PAGE / name).read_text(encoding="utf-8")
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
+def _embedded(data: Json) -> str:
     """JSON that cannot end the script element it stands in, whatever a parameter is called."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _page_data(run: Run) -> dict[str, Any]:
+def _page_data(run: Run) -> Json:
     """What page.js reads; durations and times in nanoseconds, each step's from its own start."""
     summary = summarise(run)
     steps = by_step(run)
@@ -280,7 +281,7 @@ def _typical(steps: Sequence[Sequence[RankStep]], summary: Summary) -> int:
     return min(candidates, key=lambda i: abs(_length(steps[i]) - summary.step))
 
 
-def _step_data(number: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
+def _step_data(number: int, ranks: Sequence[RankStep]) -> Json:
     start = min(step.start for step in ranks)
     lag = launch_lag(ranks)
     return {
@@ -293,7 +294,7 @@ def _step_data(number: int, ranks: Sequence[RankStep]) -> dict[str, Any]:
     }
 
 
-def _rank_data(step: RankStep, start: int) -> dict[str, Any]:
+def _rank_data(step: RankStep, start: int) -> Json:
     return {
         "rank": step.rank,
         "forwards": [[a - start, b - start] for a, b in step.forwards],

@@ -6,6 +6,8 @@ and the newest of them.
 
 from fastsync.torch_private.graphs import has_python_reducer, split_graphs_at_buckets
 from fastsync.torch_private.parallel import (
+    BuiltinCommHookType,
+    Front,
     GradBucket,
     PrefixStore,
     Store,
@@ -21,6 +23,8 @@ from fastsync.torch_private.parallel import (
 )
 
 __all__ = [
+    "BuiltinCommHookType",
+    "Front",
     "GradBucket",
     "PrefixStore",
     "Store",

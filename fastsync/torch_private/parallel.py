@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as _front
 
 __all__ = [
+    "BuiltinCommHookType",
+    "Front",
     "GradBucket",
     "PrefixStore",
     "Store",
@@ -34,6 +36,30 @@ __all__ = [
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 GradBucket = _c10d.GradBucket
+BuiltinCommHookType = _c10d.BuiltinCommHookType
+
+if TYPE_CHECKING:
+
+    class Front(DistributedDataParallel):
+        """torch's front with the types of what FastDDP overrides and calls."""
+
+        reducer: Any  # FastDDP puts others in their place
+        logger: Any
+        mixed_precision: Any
+
+        def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None: ...
+        def _pre_forward(self, *inputs: object, **kwargs: object) -> object: ...
+        def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object: ...
+        def _post_forward(self, output: object) -> object: ...
+        def _sync_buffers(self) -> None: ...
+        def _check_sync_bufs_post_fwd(self) -> bool: ...
+        def _clear_grad_buffer(self) -> None: ...
+        def _sync_final_model(self, is_last_joiner: bool) -> None: ...
+        def _check_comm_hook(self, hook: Callable[..., object]) -> None: ...
+
+else:
+    Front = DistributedDataParallel
+
 _FRONT_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
 
 
@@ -72,7 +98,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
-def find_tensors(output: Any) -> Iterable[torch.Tensor]:
+def find_tensors(output: object) -> Iterable[torch.Tensor]:
     """All tensors in a forward's output, whatever its structure."""
     if isinstance(output, torch.Tensor):
         return (output,)
@@ -88,11 +114,11 @@ def gloo_threads(group: dist.ProcessGroup) -> int:
         return -1
 
 
-def builtin_comm_hook(kind: Any) -> Callable[..., Any]:
+def builtin_comm_hook(kind: BuiltinCommHookType) -> Callable[..., Any]:
     """The Python twin of a hook that torch has built into its own reducer."""
     hooks = {
-        _c10d.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-        _c10d.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+        BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
     }
     return hooks[kind]
 

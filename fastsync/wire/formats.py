@@ -12,19 +12,24 @@ import fnmatch
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, Protocol, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 
 __all__ = [
     "FORMATS",
     "FORMS",
+    "AnyCodec",
+    "Choice",
     "Codec",
+    "CodecLike",
     "Format",
     "PowerSGD",
     "TopK",
     "Wire",
     "make_codec",
+    "native_dtype",
     "register_codec",
     "wire_formats",
 ]
@@ -72,6 +77,22 @@ PIECE_BYTES: Final = 4 << 20
 LEAST_PIECE_BYTES: Final = 256 << 10
 
 FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
+
+
+class CodecLike(Protocol):
+    """What an object must have to carry gradients; `Codec` says what each part is for."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def form(self) -> str: ...
+    @property
+    def error_feedback(self) -> bool: ...
+    def coded_bytes(self, numel: int) -> int: ...
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None: ...
+    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
 class Codec:
@@ -223,10 +244,14 @@ class PowerSGD:
         return rank if (rows + cols) * rank * self.min_compression < rows * cols else 0
 
 
-_REGISTRY: Final[dict[str, Callable[[], Any]]] = {"topk": TopK, "powersgd": PowerSGD}
+# What a gradient travels in, and what a user may name it by.
+AnyCodec: TypeAlias = Format | PowerSGD | CodecLike
+Choice: TypeAlias = str | AnyCodec
+
+_REGISTRY: Final[dict[str, Callable[[], AnyCodec]]] = {"topk": TopK, "powersgd": PowerSGD}
 
 
-def register_codec(name: str, factory: Callable[[], Any]) -> None:
+def register_codec(name: str, factory: Callable[[], AnyCodec]) -> None:
     """Makes `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
 
     The factory is called once, when the name is used for the first time.
@@ -244,7 +269,7 @@ def wire_formats() -> tuple[str, ...]:
     return (*FORMATS, *_REGISTRY)
 
 
-def make_codec(wire: Any) -> Format | Any:
+def make_codec(wire: object) -> AnyCodec:
     """The format or codec that `wire` names or is.
 
     Raises:
@@ -259,29 +284,38 @@ def make_codec(wire: Any) -> Format | Any:
         raise ValueError(
             f"unknown wire format {wire!r}; choose one of {known}, or pass a fastsync.Codec"
         )
-    if isinstance(wire, PowerSGD):
-        return wire
+    return wire if isinstance(wire, Format | PowerSGD) else _checked(wire)
+
+
+def native_dtype(codec: AnyCodec) -> torch.dtype | None:
+    """The dtype that a backend's all-reduce can sum `codec` in, where there is one."""
+    return codec.native if isinstance(codec, Format) else None
+
+
+def _checked(wire: object) -> CodecLike:
+    """A codec that a user brought, once it is known to be one."""
     needs = ("name", "block", "form", "error_feedback", "coded_bytes", "encode", "decode")
     lacks = [name for name in needs if not hasattr(wire, name)]
     if lacks:
         raise ValueError(f"{wire!r} is no wire format: it lacks {', '.join(lacks)}")
-    if wire.form not in _forms_of(wire):
-        known = " or ".join(repr(form) for form in _forms_of(wire))
-        raise ValueError(f"the form of {wire.name} must be {known}, but is {wire.form!r}")
-    return wire
+    codec = cast(CodecLike, wire)
+    if codec.form not in _forms_of(codec):
+        known = " or ".join(repr(form) for form in _forms_of(codec))
+        raise ValueError(f"the form of {codec.name} must be {known}, but is {codec.form!r}")
+    return codec
 
 
-def _forms_of(codec: Any) -> tuple[str, ...]:
+def _forms_of(codec: AnyCodec) -> tuple[str, ...]:
     """The forms that a codec can travel in."""
     if isinstance(codec, PowerSGD):
         return (codec.form,)
     if getattr(codec, "whole", False):
         return ("gather",)
-    native = ("native",) if getattr(codec, "native", None) else ()
+    native = ("native",) if native_dtype(codec) else ()
     return (*native, "two_shot", "gather", "hierarchical")
 
 
-def _describe(codec: Any) -> str:
+def _describe(codec: AnyCodec) -> str:
     describe = getattr(codec, "describe", None)
     return str(describe() if describe else codec.name)
 
@@ -312,17 +346,17 @@ class Wire:
         cross_group: likewise, the ranks that have this rank's place in each node.
     """
 
-    format: Any = "fp32"
+    format: Choice = "fp32"
     form: str = "auto"
     error_feedback: bool | None = None
     stochastic: bool = False
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Choice] = field(default_factory=dict)
     min_bytes: int = 0
     warmup_steps: int = 0
     seed: int = 0
     piece_bytes: int | None = None
-    node_group: Any = field(default=None, repr=False, compare=False)
-    cross_group: Any = field(default=None, repr=False, compare=False)
+    node_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    cross_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for wire in (self.format, *self.overrides.values()):
@@ -339,11 +373,11 @@ class Wire:
                 "leave both out"
             )
 
-    def _check_form(self, codec: Any) -> None:
+    def _check_form(self, codec: AnyCodec) -> None:
         if self.form not in FORMS:
             known = ", ".join(repr(form) for form in FORMS)
             raise ValueError(f"unknown form {self.form!r}; choose one of {known}")
-        if self.form == "native" and getattr(codec, "native", None) is None:
+        if self.form == "native" and native_dtype(codec) is None:
             raise ValueError(
                 f"no backend sums {codec.name} natively; leave form out, or choose 'two_shot' or "
                 "'gather'"
@@ -354,7 +388,7 @@ class Wire:
             )
 
     @classmethod
-    def of(cls, wire: Any) -> Wire:
+    def of(cls, wire: Wire | Choice) -> Wire:
         """`wire` itself, or the policy that sends everything as `wire`."""
         return wire if isinstance(wire, Wire) else cls(wire)
 
@@ -376,33 +410,33 @@ class Wire:
         parts = [f"{name}={value}" for name, value in values.items()]
         return ", ".join([_describe(make_codec(self.format)), *parts])
 
-    def codec_for(self, name: str) -> Any:
+    def codec_for(self, name: str) -> AnyCodec:
         """The format or codec of the parameter called `name`."""
         for pattern, wire in self.overrides.items():
             if fnmatch.fnmatchcase(name, pattern):
                 return make_codec(wire)
         return make_codec(self.format)
 
-    def feedback_for(self, codec: Any) -> bool:
+    def feedback_for(self, codec: AnyCodec) -> bool:
         """Whether `codec` runs with error feedback."""
         if self.error_feedback is None:
-            return bool(codec.error_feedback)
+            return codec.error_feedback
         return self.error_feedback and codec is not FORMATS["fp32"]
 
-    def form_for(self, codec: Any, world_size: int, device: torch.device) -> str:
+    def form_for(self, codec: AnyCodec, world_size: int, device: torch.device) -> str:
         """The form that `codec` travels in between `world_size` ranks.
 
         The backend sums fp32, and on devices with streams, whose links are fast, bf16. It would
         let fp16 overflow, which blocks with scales of their own do not. Between two ranks the
         gather form moves the same bytes as the two-shot form and rounds once.
         """
-        native = getattr(codec, "native", None)
+        native = native_dtype(codec)
         if native is torch.float32 and (self.form == "auto" or self.format != "fp32"):
             return "native"
         if self.form not in ("auto", "hierarchical"):
             return self.form
         if not isinstance(codec, Format):
-            return str(codec.form)
+            return codec.form
         if self.form == "auto" and native is torch.bfloat16 and device.type != "cpu":
             return "native"
         return "gather" if world_size == 2 else "two_shot"

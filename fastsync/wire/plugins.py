@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from fastsync.wire.formats import Codec
+from fastsync.wire.formats import AnyCodec, Codec
 
 __all__ = ["PluginCodec", "check_device", "load_codec"]
 
@@ -57,7 +57,7 @@ class PluginCodec(Codec):
         address: of the table.
     """
 
-    def __init__(self, path: Path, library: ctypes.CDLL, table: Any) -> None:
+    def __init__(self, path: Path, library: ctypes.CDLL, table: _Table) -> None:
         self.path = path
         self._library = library
         self._table = table
@@ -134,7 +134,7 @@ def load_codec(path: str | os.PathLike[str]) -> PluginCodec:
     return PluginCodec(file, library, pointer.contents)
 
 
-def check_device(codec: Any, name: str, device: torch.device) -> None:
+def check_device(codec: AnyCodec, name: str, device: torch.device) -> None:
     """Raises ValueError where a library's codec is asked to carry parameter `name` on `device`."""
     if isinstance(codec, PluginCodec) and device.type != "cpu":
         raise ValueError(
@@ -144,7 +144,7 @@ def check_device(codec: Any, name: str, device: torch.device) -> None:
         )
 
 
-def _check(file: Path, table: Any) -> None:
+def _check(file: Path, table: _Table) -> None:
     if table.version != _VERSION:
         raise ValueError(
             f"{file} was built for version {table.version} of fastsync's codec table, but this is "
@@ -163,5 +163,5 @@ def _check(file: Path, table: Any) -> None:
         raise ValueError(f"the codec of {file} codes whole buckets, so its form must be gather")
 
 
-def _is_set(table: Any, name: str) -> bool:
+def _is_set(table: _Table, name: str) -> bool:
     return bool(getattr(table, name))

@@ -1,0 +1,1 @@
+"""The commands of `python -m bench`: one module for each, whose `main` runs it."""

@@ -1,0 +1,116 @@
+"""Whole training steps over links of given rates, every way to synchronise side by side.
+
+    python -m bench links --links 1gbit,10gbit,loopback --ranks 2,4 --json out/links.json
+
+Ranks live in network namespaces of their own, joined by veth pairs (and by a bridge where there are
+more than two) whose rate is shaped in both directions of every rank. This needs root, `ip` and
+`tc`; the exit code is 3 where something of that is missing. The namespaces are removed at the end,
+on Ctrl-C and on errors too, and what a killed run has left behind is removed at the next start.
+Links: a rate such as 100mbit, `veth` for such a pair without shaping, `loopback` for the loopback
+device of this machine, which needs no rights.
+
+[Note: What a link allows]
+The rate of a link is measured by Gloo's all-reduce of a bare fp32 tensor, in which each of N ranks
+sends 2(N-1)/N of its bytes. What a variant has to send is what the formula of its wire format says
+(docs/wire.md), scales of blocks included, without padding, flags and headers; the time for that at
+the measured rate is its limit, of which backward can hide a part. Synchronisation is the step less
+that of `no_sync` in the same round. Bytes are counted by the interface, headers and
+acknowledgements included.
+
+On links below 500 Mbit/s the model has an eighth of its size by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from bench.measure import benchmark as b
+from bench.measure.bare import all_reduce_rate
+from bench.measure.formulas import variant_bytes
+from bench.measure.netns import Link, LinkName
+from bench.models import WAITING, WORKLOADS
+from bench.report import tables
+from examples.common.ranks import Group, UsageError, argument
+from examples.common.rounds import checked, summarise, time_lanes
+from examples.common.training import Workload, make_lanes
+from examples.common.variants import FLOOR, Variant, select
+
+KIND = "links"
+
+
+def model_of(args: argparse.Namespace, scale: float) -> Workload:
+    """
+    Raises:
+        UsageError: --wait is for other models.
+    """
+    if args.wait is None:
+        return WORKLOADS[args.model](scale=scale)
+    if args.model not in WAITING:
+        raise UsageError(f"--wait is for {' and '.join(WAITING)}, not for {args.model!r}")
+    return WORKLOADS[args.model](scale=scale, seconds=args.wait)
+
+
+def measure(
+    name: LinkName,
+    model: Workload,
+    variants: tuple[Variant, ...],
+    args: argparse.Namespace,
+    group: Group,
+) -> dict[str, Any]:
+    """Times every variant on a link that is shaped for it.
+
+    Returns:
+        Times in seconds, sizes in bytes, rates in bytes per second; the same on every rank.
+    """
+    link = Link.here(group.world)
+    # Of their own for each link: what they learn of one must not outlive it.
+    lanes = make_lanes(model, variants, group)
+    link.shape(name.rate)
+    rate = all_reduce_rate(group, name.bits_per_second)
+    measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
+    parameters = list(lanes[FLOOR].module.parameters())
+    record: dict[str, Any] = {
+        "link": name.name,
+        "ranks": group.world,
+        "model": model.name,
+        "tensors": len(parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "rate_bytes_per_second": rate,
+        "variants": {t.variant: asdict(t) for t in summarise(measured, {}, args.baseline)},
+    }
+    for variant in variants:
+        sent = variant_bytes(variant, [p.shape for p in parameters], group.world, group.device)
+        limit = {"formula_bytes": sent, "limit_seconds": None if sent is None else sent / rate}
+        record["variants"][variant.name] |= limit
+    return record
+
+
+@b.benchmark(
+    *(b.links("1gbit,10gbit,veth,loopback"), b.ranks(), b.SCALE, b.wrappers("all")),
+    argument("--model", ", ".join(WORKLOADS), "wide", choices=tuple(WORKLOADS), metavar="NAME"),
+    argument("--wait", f"seconds of backward of {' and '.join(WAITING)}", type=b.positive),
+    *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2), b.BASELINE),
+    kind=KIND,
+    settings=lambda args: asdict(b.settings_of(args)),
+)
+def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
+    """Those of the links that this rank's place allows, one by one."""
+    link, verdicts = Link.here(group.world), dict[float, dict[str, str]]()
+    variants = select(args.wrappers, required=(FLOOR, args.baseline)).variants
+    # By size of the model, so that each is checked once.
+    for name in sorted(link.these(args.links), key=lambda n: -n.scale):
+        scale = name.scale if args.scale is None else args.scale
+        model = model_of(args, scale)
+        link.shape(None)  # checking and building would take long on a slow one
+        if scale not in verdicts:
+            verdicts[scale] = checked(model, variants, group, args.check_steps)
+        gc.collect()
+        record = measure(name, model, variants, args, group) | {"scale": scale}
+        for variant, verdict in verdicts[scale].items():
+            record["variants"][variant]["check"] = verdict
+        table = tables.link(record["variants"], args.markdown)
+        yield b.Shown(f"{tables.link_title(record)}\n{table}", {"links": [record]})

@@ -1,0 +1,26 @@
+"""Operators dispatched on the CPU in one training step: the host's cost of synchronisation.
+
+Counted are the CPU events of torch.profiler over one optimizer.zero_grad(), forward and
+backward, after warm-up. The count does not depend on the machine's speed: it is exact and can be
+compared between machines with the same torch. Work in C++ that calls no operator is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from bench.measure import benchmark as b
+from examples.common.costs import dispatched_ops
+from examples.common.ranks import Group
+from examples.common.variants import select
+
+
+@b.benchmark(b.models("ops400"), b.SCALE, b.wrappers("all"), b.RANKS)
+def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
+    rows = []
+    for variant in select(args.wrappers).variants:
+        found = (dispatched_ops(b.workload(m, args), variant, group) for m in args.models)
+        rows.append((variant.name, *map(str, found)))
+    title = "operators dispatched per step (zero_grad, forward, backward)"
+    yield b.table(title, ("variant", *args.models), rows, args)

@@ -1,0 +1,164 @@
+"""How much communication stays exposed, against the least that model and link allow.
+
+    python -m bench overlap --links 1gbit,10gbit --backward 0.5,1,2 --json out/overlap.json
+
+Trained are models whose backward sleeps instead of computing: on two cores, computation and
+communication would compete for the processor, and the wire would not be the limit. In `paced` the
+layers end at fixed times, as those of a device do; in `waiting` each sleeps for a time, so that
+whatever keeps the host lengthens its backward, and shows as exposed. Backward is made as long as
+the wire needs for all gradients in fp32, times the factors of --backward.
+
+Exposed is the step less that of `no_sync` in the same round. The least is that of
+bench/measure/formulas.py, from the ready times of single gradients as seen without synchronisation,
+the bits of the wire format and the rate that an all-reduce reaches on the same link; for FastDDP
+also the least for its own plan of buckets. `bare` shows what processors and backend make of that
+least: an all-reduce for each gradient, where it is, which neither packs nor averages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bench.measure import benchmark as b
+from bench.measure.bare import BareCollectives, all_reduce_rate
+from bench.measure.formulas import bucketed, bus_factor, least_exposed
+from bench.measure.netns import Link, LinkName
+from bench.models import WAITING, WORKLOADS
+from bench.report.tables import Point
+from examples.common.ranks import Group, argument
+from examples.common.rounds import summarise, time_lanes
+from examples.common.text import quantile
+from examples.common.training import Lane, make_lanes
+from examples.common.variants import FLOOR, Variant, available, select
+
+KIND = "overlap"
+SHOWN = available("ddp", "ddp_batched_view", "fastsync", "fastsync_bf16")
+BARE = Variant("bare", lambda module, device: BareCollectives(module))
+PROBES = 3
+
+
+@dataclass(frozen=True)
+class Ready:
+    """When gradients arrive in a backward that nothing is synchronised in.
+
+    Attributes:
+        order: indices of the parameters, as their gradients arrive.
+        seconds: when each arrives after the start, by parameter.
+        sizes: elements of each parameter.
+        backward: the length of the backward, in seconds.
+    """
+
+    order: list[int]
+    seconds: list[float]
+    sizes: list[int]
+    backward: float
+
+    @classmethod
+    def seen(cls, lane: Lane) -> Ready:
+        """Runs a few steps of a lane that does not synchronise; each time is a median."""
+        parameters = list(lane.module.parameters())
+        arrivals: list[list[float]] = [[] for _ in parameters]
+        lengths, start = [], 0.0
+
+        def arrived(index: int, _: Tensor) -> None:
+            arrivals[index].append(time.perf_counter() - start)
+
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p, index=index: arrived(index, p))
+            for index, p in enumerate(parameters)
+        ]
+        for _ in range(PROBES):
+            loss = lane.forward()
+            start = time.perf_counter()
+            loss.backward()
+            lengths.append(time.perf_counter() - start)
+        for handle in handles:
+            handle.remove()
+        seconds = [quantile(times, 0.5) for times in arrivals]
+        order = sorted(range(len(parameters)), key=lambda index: seconds[index])
+        return cls(order, seconds, [p.numel() for p in parameters], quantile(lengths, 0.5))
+
+    def least(self, variant: Variant, lane: Lane, rate: float, world: int) -> dict[str, Any]:
+        """The least exposed seconds of a variant: of any plan, and of FastDDP's own; or None."""
+        bounds: dict[str, Any] = {"least": None, "least_of_plan": None}
+        if variant.bits is None or variant.name == FLOOR:
+            return bounds
+        durations = [size * bus_factor(world) * variant.bits / 8 / rate for size in self.sizes]
+        plans = {"least": [[index] for index in self.order]}
+        if variant.wire:
+            model: Any = lane.model
+            plans["least_of_plan"] = [b.params for b in model.reducer.engine.plan.buckets]
+        for name, plan in plans.items():
+            sent = bucketed(self.seconds, durations, plan)
+            bounds[name] = least_exposed(*sent, self.backward)
+        return bounds
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One link, one model, and a length of its backward in units of the wire's time for fp32."""
+
+    link: LinkName
+    model: str
+    factor: float
+    rate: float
+
+
+def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]:
+    """A point per variant: `time` is the exposed one; the ranks are placed on the link."""
+    link, make = Link.here(group.world), WORKLOADS[scene.model]
+    link.shape(None)  # building the lanes broadcasts their weights
+    elements = sum(p.numel() for p in make(scale=args.scale).build().parameters())
+    seconds = scene.factor * bus_factor(group.world) * 4 * elements / scene.rate
+    variants = (*select(args.wrappers, required=(FLOOR, args.baseline)).variants, BARE)
+    lanes = make_lanes(make(scale=args.scale, seconds=seconds), variants, group)
+    ready = Ready.seen(lanes[FLOOR])
+    link.shape(scene.link.rate)
+    measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
+    timings = {t.variant: asdict(t) for t in summarise(measured, {}, args.baseline)}
+    name = (scene.link.name, f"{group.world} ranks", scene.model, f"{scene.factor:g}")
+    return [
+        {
+            "of": [*name, v.name],
+            "time": timings[v.name]["exposed"],
+            "step": timings[v.name]["step"],
+            "backward": ready.backward,
+            **ready.least(v, lanes[v.name], scene.rate, group.world),
+        }
+        for v in variants
+    ]
+
+
+@b.benchmark(
+    *(b.links("1gbit"), b.ranks(), b.models(",".join(WAITING), WAITING)),
+    argument("--backward", "of the wire's time", "0.5,1,2", type=b.numbers(float)),
+    argument("--scale", "share of the 25 M parameters", 1.0, type=b.positive),
+    *(
+        b.wrappers(SHOWN),
+        b.BASELINE,
+        b.rounds(5),
+        b.steps(1),
+        b.warmup(1),
+        b.seconds(30.0),
+    ),
+    kind=KIND,
+)
+def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
+    """Those of the links that this rank's place allows."""
+    link = Link.here(group.world)
+    for name in link.these(args.links):
+        link.shape(name.rate)
+        rate = all_reduce_rate(group, name.bits_per_second)
+        for model, factor in itertools.product(args.models, args.backward):
+            found = measure(Scene(name, model, factor, rate), args, group)
+            backward = f"{model}, backward {1e3 * found[0]['backward']:.0f} ms"
+            scene = f"{name.name}, {group.world} ranks, {8e-9 * rate:.3f} Gbit/s; {backward}"
+            title = f"{scene}, {factor:g} x the wire's time for fp32"
+            yield b.points(title, found, args, KIND)

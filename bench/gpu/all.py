@@ -1,0 +1,252 @@
+"""Everything that needs a GPU, with one command: tests, sanitizers, benchmarks, profiles.
+
+    python -m bench gpu_all                         # into bench/results/<gpu>
+    python -m bench gpu_all --out DIR --seconds 570 --only build,tests,kernels
+    python -m bench gpu_all --rehearse              # on a CPU: what can be tried without a GPU
+
+Stages run in the order of their value, each for at most its own time; one that fails does not stop
+the others. What a stage has measured is kept at once, also when the command is stopped. docs/gpu.md
+says what each of them shows. The exit code is 1 where a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.stages import Command, Context, Stage, stages
+from bench.measure.benchmark import choose
+from bench.report.documents import RESULTS, ROOT
+from examples.common.machine import COMMIT_VARIABLE, describe, environment, write_json
+from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument, guarded
+from examples.common.text import render
+
+SHORTEST = 30.0  # seconds: a stage is not begun with less
+GRACE = 5.0
+SHOWN = 25  # lines of a stage's output that are shown at its end
+SUMMARY = "summary.json"
+PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
+
+
+@dataclass
+class Outcome:
+    """What became of a stage: PASSED, FAILED or SKIPPED, after how many seconds, and why."""
+
+    stage: str
+    status: str
+    seconds: float = 0.0
+    note: str = ""
+
+
+@dataclass
+class Session:
+    """One call of the command.
+
+    Attributes:
+        keep: where results are copied to after each stage; None: only at the end.
+        deadline: on the monotonic clock, when everything must have ended.
+        variables: of the environment, for the stages.
+        packed: whether only the summary and one file with all results are kept.
+    """
+
+    context: Context
+    keep: Path | None
+    deadline: float
+    variables: Mapping[str, str]
+    rehearse: bool = False
+    packed: bool = False
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the stages that failed."""
+        return [outcome.stage for outcome in self.outcomes if outcome.status == FAILED]
+
+    def facts(self) -> dict[str, Any]:
+        """Machine and versions."""
+        return environment(Group(0, 1, torch.device("cuda" if self.context.gpus else "cpu")))
+
+
+def gpu_name() -> str:
+    """The first GPU's name, as a folder's; "cpu" without one."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
+
+
+def chosen(all_stages: Sequence[Stage], only: str, skip: str) -> list[Stage]:
+    """The stages to run, in the order of `only` where it is given.
+
+    Raises:
+        UsageError: a name is unknown, or nothing is left.
+    """
+    known = {stage.name: stage for stage in all_stages}
+    return [known[name] for name in choose("stage", list(known), only, skip)]
+
+
+def run_stage(stage: Stage, session: Session) -> Outcome:
+    """Runs a stage's commands until one fails or the time is over."""
+    commands = stage.rehearsal if session.rehearse else stage.commands
+    reason = _reason_to_skip(stage, commands, session)
+    if reason:
+        return Outcome(stage.name, SKIPPED, note=reason)
+    start, note = time.monotonic(), ""
+    end = min(start + stage.seconds, session.deadline)
+    log = session.context.work / "logs" / f"{stage.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        for command in commands:
+            note = _run(command, output.fileno(), end - time.monotonic(), session.variables)
+            if note:
+                break
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join(lines[-SHOWN:]), flush=True)
+    seconds = round(time.monotonic() - start, 1)
+    return Outcome(stage.name, FAILED if note else PASSED, seconds, note)
+
+
+def _reason_to_skip(stage: Stage, commands: Sequence[Command], session: Session) -> str:
+    if not commands:
+        return "needs a GPU" if session.rehearse else "needs several GPUs"
+    if session.deadline - time.monotonic() < SHORTEST:
+        return "no time is left"
+    absent = [tool for tool in stage.tools if shutil.which(tool) is None]
+    return f"no {', '.join(absent)} on PATH" if absent and not session.rehearse else ""
+
+
+def _run(command: Command, output: int, seconds: float, variables: Mapping[str, str]) -> str:
+    """Runs one command; says what went wrong, if anything did. Its children end with it."""
+    shown, variables = " ".join(command[:5]), os.environ | variables
+    both = {"stdout": output, "stderr": subprocess.STDOUT}
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **both)  # type: ignore[call-overload]
+    except OSError as error:
+        return f"{shown}: {error.strerror}"
+    try:
+        code = process.wait(max(seconds, 1.0))
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return f"{shown}: its time was over"
+    except KeyboardInterrupt:
+        _end(process)
+        raise
+    return f"{shown}: exit code {code}" if code else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts a command, which then writes what it has, and kills what is left of its group."""
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_all(chosen_stages: Sequence[Stage], session: Session) -> None:
+    """Runs stage after stage; keeps what there is after each."""
+    for number, stage in enumerate(chosen_stages, 1):
+        print(f"\n=== {stage.name} ({number} of {len(chosen_stages)}): {stage.summary}", flush=True)
+        outcome = run_stage(stage, session)
+        session.outcomes.append(outcome)
+        took = f"{outcome.status}, {outcome.seconds:.0f} s {outcome.note}".rstrip()
+        print(f"--- {stage.name}: {took}")
+        outcomes = [asdict(outcome) for outcome in session.outcomes]
+        front = {"kind": "gpu_all", "environment": session.facts(), "rehearsal": session.rehearse}
+        write_json({**front, "stages": outcomes}, session.context.results / SUMMARY)
+        if session.keep is not None:
+            _keep(session, session.keep)
+
+
+def _keep(session: Session, folder: Path) -> None:
+    """Copies the results, and packs them with traces and logs into one file beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(session.context.results.glob(SUMMARY if session.packed else "*.json")):
+        shutil.copy(path, folder / path.name)
+    work = session.context.work
+    with tarfile.open(work / "all.tar.gz", "w:gz") as packed:
+        for name in ("logs", "results"):
+            if (work / name).exists():
+                packed.add(work / name, arcname=name)
+    if not folder.resolve().is_relative_to(RESULTS):  # not among what is committed
+        shutil.copy(work / "all.tar.gz", folder / "all.tar.gz")
+
+
+def _session(args: argparse.Namespace) -> Session:
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.rehearse:
+        raise UsageError("torch sees no GPU here; --rehearse tries what can be tried without one")
+    name = "rehearsal" if args.rehearse else gpu_name()
+    work = ROOT / "out" / "gpu" / name
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "results").mkdir(parents=True)
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if args.commit:
+        os.environ[COMMIT_VARIABLE] = args.commit
+    if gpus and "FASTSYNC_CUDA_ARCHS" not in os.environ:
+        # Those of this machine's GPUs: compiling for others only takes time.
+        found = {torch.cuda.get_device_capability(index) for index in range(gpus)}
+        variables["FASTSYNC_CUDA_ARCHS"] = ";".join(f"{a}{b}" for a, b in sorted(found))
+    context = Context(work, work / "results", 0 if args.rehearse else gpus)
+    deadline = time.monotonic() + args.seconds
+    return Session(context, args.out, deadline, variables, args.rehearse, args.packed)
+
+
+def _start(args: argparse.Namespace) -> int:
+    if args.list:
+        for stage in chosen(stages(Context(Path("out"), Path("out"), 8)), args.only, args.skip):
+            print(f"{stage.name:10} at most {stage.seconds:4.0f} s  {stage.summary}")
+        return 0
+    session = _session(args)
+    wanted = chosen(stages(session.context), args.only, args.skip)
+    code = 0
+    try:
+        run_all(wanted, session)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what is finished is kept", file=sys.stderr)
+        code = INTERRUPTED
+    finally:
+        target = args.out or (None if args.rehearse else RESULTS / gpu_name())
+        if target is not None:
+            _keep(session, target)
+    rows = [(o.stage, o.status, f"{o.seconds:.0f}", o.note) for o in session.outcomes]
+    print(f"\n{describe(session.facts())}\n{render(('stage', 'result', 's', ''), rows)}")
+    where = target if target is not None else session.context.results
+    print(f"failed: {', '.join(session.failed) or 'none'}; results in {where}")
+    if target is not None and target.resolve().is_relative_to(RESULTS):
+        subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
+    return code or (1 if session.failed else 0)
+
+
+def parser() -> Parser:
+    """The command line."""
+    return Parser(
+        "bench gpu_all",
+        __doc__,
+        argument("--only", "these stages, in this order", "all"),
+        argument("--skip", "leave these out", ""),
+        argument("--list", "only say what there is to run", action="store_true"),
+        argument("--out", "folder for results; unset: bench/results/<gpu>", type=Path),
+        argument("--packed", "only summary.json and all.tar.gz into --out", action="store_true"),
+        argument("--seconds", "for everything", 3600.0, type=float),
+        argument("--commit", "of this checkout, where its history is not at hand"),
+        argument("--rehearse", "in tiny form, on a CPU", action="store_true"),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return guarded(lambda: _start(parser().parse_args(argv)))

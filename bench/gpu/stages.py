@@ -1,0 +1,199 @@
+"""The stages of `bench gpu_all`: what each runs on GPUs, and what of it can run without one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.models import GPU_BOUND, HOST_BOUND, NETWORK_BOUND
+from examples.common.variants import OURS, VARIANTS, available
+
+Command = tuple[str, ...]
+
+SHAPES = "resnet50,gpt2,llama_layer,small"
+SCALE = "--scale 0.002"
+TINY = f"--rounds 1 {SCALE}"
+# What compute-sanitizer sees: of each test, cases that reach every kernel, odd sizes and tails.
+DEVICE_TESTS = {
+    "test_pack_device": (
+        "cuda/pack/chunk cuda/unpack/chunk cuda/accumulate/chunk "
+        "cuda/pack/many cuda/unpack/many cuda/fills cuda/scales"
+    ),
+    "test_codec_device": "cuda/encodes_odd cuda/encodes_many cuda/decodes_odd cuda/reduces",
+    "test_codec_formats_device": "cuda/poison",
+}
+# Counters of ncu: time, shares of the memory's and the processors' peak, and what is waited for.
+COUNTERS = (
+    "gpu__time_duration.sum,dram__bytes.sum,"
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,"
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+)
+NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
+TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
+RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
+KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where and on what the stages run.
+
+    Attributes:
+        work: for logs and builds.
+        results: for the JSON files that are kept.
+        gpus: how many there are; 0 in a rehearsal.
+    """
+
+    work: Path
+    results: Path
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Commands that belong together, run in order until one fails.
+
+    Attributes:
+        name: as on the command line.
+        summary: what it shows.
+        seconds: after which it is stopped; about twice what it is expected to take.
+        commands: on GPUs.
+        rehearsal: the same in tiny form, on a CPU; empty: it needs a GPU.
+        tools: programs that must be there.
+    """
+
+    name: str
+    summary: str
+    seconds: float
+    commands: tuple[Command, ...]
+    rehearsal: tuple[Command, ...] = ()
+    tools: tuple[str, ...] = ()
+
+
+def stages(context: Context) -> tuple[Stage, ...]:
+    """All of them, the most valuable first."""
+
+    def bench(arguments: str, result: str = "") -> Command:
+        kept = ("--json", str(context.results / f"{result}.json")) if result else ()
+        return (sys.executable, "-m", "bench", *arguments.split(), *kept)
+
+    def measured(
+        name: str, summary: str, seconds: float, command: str, gpus: str, tiny: str = TINY
+    ) -> Stage:
+        """One benchmark, with what it is given on GPUs and in a rehearsal."""
+        on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, tiny))
+        return Stage(name, summary, seconds, (on_gpus,), (rehearsed,))
+
+    # torch's exact variants that this torch has, and FastDDP's default.
+    exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
+    torchs = f"{available(*exact)},{OURS}"
+    memory = f"memory --ranks 1 --models gpt2 --wrappers {torchs}"
+    trace = "trace --ranks 2 --sockets --models gpt2"
+    worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
+    return (
+        _build(),
+        _tests(),
+        measured(
+            "kernels",
+            "pack and unpack against this GPU's own copy and what torch offers",
+            150,
+            f"kernels --models {SHAPES} --cases pack,unpack",
+            "--device cuda",
+        ),
+        measured(
+            "overhead",
+            "what a wrapper costs where there is nothing to send: one rank",
+            300,
+            f"overhead --ranks 1 --wrappers {torchs} --models {HOST_BOUND},{GPU_BOUND}",
+            "--rounds 9",
+        ),
+        measured(
+            "network",
+            "steps that wait for the network: NCCL over sockets",
+            300,
+            f"step --ranks 2 --sockets --wrappers {NETWORKED} --models {NETWORK_BOUND},gpt2",
+            "--rounds 7 --steps 3 --seconds 50 --check-steps 2",
+        ),
+        Stage(
+            "memory",
+            "the peak of a step's memory, and what gradients and buckets hold of it",
+            120,
+            (bench(f"{memory} --peak", "memory"), bench(memory, "gradients")),
+            (bench(f"{memory} --peak {SCALE}", "memory"), bench(f"{memory} {SCALE}", "gradients")),
+        ),
+        Stage(
+            "trace",
+            "how much of NCCL's time hides behind computation, from a profiler's trace",
+            120,
+            ((*bench(f"{trace} --wrappers {TRACED}", "trace"), "--traces", str(context.results)),),
+        ),
+        _sanitizer(str(context.work / "cmake")),
+        _profile(bench("kernels --device cuda --models gpt2 --rounds 1"), context),
+        measured(
+            "codecs",
+            "the kernels of the wire formats, likewise",
+            120,
+            "kernels --cases encode,reduce,decode,select --models gpt2",
+            "--device cuda",
+        ),
+        # Only of interest where ranks have GPUs of their own: without --sockets they use NVLink.
+        Stage(
+            "ranks",
+            "steps on several GPUs, over NVLink or PCIe",
+            300,
+            (bench(f"step --ranks {worlds} {RANKS}", "ranks"),) if worlds else (),
+            (bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks"),),
+        ),
+    )
+
+
+def _build() -> Stage:
+    load = (
+        "from fastsync.build import extension; c = extension.load(); "
+        "print('CUDA kernels:', c.with_cuda)"
+    )
+    commands = (sys.executable, "-c", f"{load}; assert c.with_cuda"), (sys.executable, "-c", load)
+    summary = "the extension compiles with nvcc"
+    return Stage("build", summary, 300, commands[:1], commands[1:], ("nvcc",))
+
+
+def _tests() -> Stage:
+    files = tuple(str(path) for path in sorted(Path("tests").glob("test_cuda_*.py")))
+    files += ("tests/test_ops.py",)
+    pytest = (sys.executable, "-m", "pytest", "-q")
+    return Stage(
+        "tests",
+        "kernels, streams, graphs, NCCL and Gloo on CUDA tensors do what they should",
+        300,
+        ((*pytest, "-m", "gpu", "--durations=10", *files),),
+        ((*pytest, "--collect-only", "-m", "gpu", *files), (*pytest, "tests/test_ops.py")),
+    )
+
+
+def _sanitizer(folder: str) -> Stage:
+    configure = ("cmake", "-S", ".", "-B", folder, "-G", "Ninja", "-DFASTSYNC_DEVICE_TESTS=ON")
+    sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
+    commands = (
+        (*configure, "-DCMAKE_CUDA_ARCHITECTURES=native"),
+        ("cmake", "--build", folder, "--target", *DEVICE_TESTS),
+        *((f"{folder}/{test}", "cuda/") for test in DEVICE_TESTS),
+        *(
+            (*sanitizer, tool, f"{folder}/{test}", *cases.split())
+            for tool in ("memcheck", "racecheck")
+            for test, cases in DEVICE_TESTS.items()
+        ),
+    )
+    summary = "the kernels' own tests on the GPU, and under compute-sanitizer"
+    tools = ("cmake", "ninja", "nvcc", "compute-sanitizer")
+    return Stage("sanitizer", summary, 300, commands, tools=tools)
+
+
+def _profile(kernels: Command, context: Context) -> Stage:
+    log = str(context.results / "profile.csv")
+    counted = ("ncu", "--clock-control", "none", "--csv", "--log-file", log, "--metrics", COUNTERS)
+    few = ("--kernel-name", KERNELS, "--launch-count", "60")
+    summary = "hardware counters of pack and unpack"
+    return Stage("profile", summary, 150, ((*counted, *few, *kernels),), tools=("ncu",))

@@ -1,0 +1,1 @@
+"""What benchmarks measure with: declarations, jobs, links, parts of a step, kernels."""

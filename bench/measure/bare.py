@@ -1,0 +1,104 @@
+"""Parameters without a model, and collectives without an engine: one part alone, to be measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.measure.formulas import bus_factor
+from examples.common.ranks import Group
+from examples.common.text import quantile
+
+PROBES = 3
+PROBE_SECONDS = 0.4
+SMALLEST_PROBE, LARGEST_PROBE = 4 * 2**20, 64 * 2**20  # bytes
+
+
+class _Feed(torch.autograd.Function):
+    """Depends on all parameters; its backward hands over gradients that were made before."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.ready = ready
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        handed = tuple(ctx.ready)
+        ctx.ready.clear()  # so that autograd may keep them as they are
+        return (None, *handed)
+
+
+class BareList(nn.Module):
+    """Parameters that no layer uses; `ready` holds the gradients of the next backward.
+
+    Args:
+        sizes: of each parameter: its elements, or its shape.
+    """
+
+    def __init__(self, sizes: Sequence[int | Sequence[int]], device: torch.device) -> None:
+        super().__init__()
+        self.list = nn.ParameterList(nn.Parameter(torch.zeros(n, device=device)) for n in sizes)
+        self.ready: list[Tensor] = []
+
+    def forward(self) -> Tensor:
+        loss: Tensor = _Feed.apply(self.ready, *self.list)
+        return loss
+
+
+class BareCollectives(nn.Module):
+    """Sums each gradient where it is, as soon as it is there: no packing, no average, no check.
+
+    Nobody trains like this. It is what the backend itself takes where nothing else is in its way.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._started: list[dist.Work | None] = []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._send)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """That of the module."""
+        return self.module(*inputs)
+
+    def _send(self, parameter: Tensor) -> None:
+        if not self._started:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._started.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def _finish(self) -> None:
+        for work in self._started:
+            if work is not None:
+                work.wait()
+        self._started.clear()
+
+
+def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
+    """Bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
+
+    Args:
+        bits_per_second: what the link was shaped to, so that a probe takes a moment.
+    """
+    wanted = LARGEST_PROBE if bits_per_second is None else int(bits_per_second / 8 * PROBE_SECONDS)
+    size = max(SMALLEST_PROBE, min(LARGEST_PROBE, wanted))
+    tensor = torch.zeros(size // 4, device=group.device)
+    calls = [timed(group, lambda: dist.all_reduce(tensor)) for _ in range(PROBES + 1)]
+    slowest = group.max(torch.tensor(calls[1:], dtype=torch.float64)).tolist()
+    return bus_factor(group.world) * size / quantile(slowest, 0.5)
+
+
+def timed(group: Group, call: Callable[[], object]) -> float:
+    """Seconds of a call on this rank, begun together with the others'."""
+    dist.barrier()
+    group.synchronize()
+    start = time.perf_counter()
+    call()
+    group.synchronize()
+    return time.perf_counter() - start

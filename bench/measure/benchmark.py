@@ -1,0 +1,317 @@
+"""The one way to declare a benchmark: its options, what each rank does, and what is written.
+
+    @benchmark(models("wide"), SCALE, ranks(), rounds(9), kind="sizes")
+    def main(args, group):
+        yield Shown("what is printed", {"points": [...]})
+
+declares a command of that module's name. Its help is the module's text, its result is what it
+yields, put together over all jobs, with command, environment and settings in front.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from bench.measure.jobs import Job, Part, Report, run_jobs
+from bench.measure.netns import LinkName, parse_links
+from bench.models import WORKLOADS
+from bench.report.tables import LAYOUTS, Point
+from examples.common.machine import command_line, describe, environment, write_json
+from examples.common.ranks import Argument, Group, Parser, UsageError, argument, guarded, whole
+from examples.common.rounds import Settings
+from examples.common.text import Progress, Row, render
+from examples.common.training import Workload
+from examples.common.variants import VARIANTS, select
+
+T = TypeVar("T")
+TABLE = "table"
+SHOWING = ("json", "markdown")  # options that change nothing of what is measured
+
+
+class Items(tuple[T, ...]):
+    """What an option with commas holds; `text` is how it was written."""
+
+    text: str
+
+    @classmethod
+    def of(cls, values: Iterable[T], text: str) -> Items[T]:
+        items = cls(values)
+        items.text = text
+        return items
+
+
+def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], Items[Any]]:
+    """An argparse type: numbers with commas between them, all greater than `above`."""
+
+    def parse(text: str) -> Items[Any]:
+        try:
+            found = [kind(part) for part in text.split(",")]
+        except ValueError:
+            found = [above]
+        if min(found) <= above:
+            about = f"numbers{unit and ' of ' + unit} above {above:g}"
+            if kind is int:
+                about = f"whole numbers, at least {above + 1:g} {unit}".rstrip()
+            raise UsageError(f"expects {about}, such as 2,4, not {text!r}")
+        return Items.of(found, text)
+
+    return parse
+
+
+def names(kind: str, known: Iterable[str]) -> Callable[[str], Items[str]]:
+    """An argparse type: names of a kind, or "all", with commas between them."""
+    every = tuple(known)
+
+    def parse(text: str) -> Items[str]:
+        found = every if text == "all" else [name.strip() for name in text.split(",")]
+        unknown = [name for name in found if name and name not in every]
+        if unknown:
+            expected = f"expects some of {', '.join(every)}"
+            raise UsageError(f"unknown {kind} {unknown}; {expected}")
+        return Items.of(filter(None, found), text)
+
+    return parse
+
+
+def _wrappers(text: str) -> str:
+    select(text)
+    return text
+
+
+def _links(text: str) -> Items[LinkName]:
+    return Items.of(parse_links(text), text)
+
+
+def _count(text: str) -> int:
+    return whole(text, least=0)
+
+
+def positive(text: str) -> float:
+    """An argparse type: a number above 0."""
+    return float(numbers(float)(text)[0])
+
+
+def _option(name: str, meaning: str, kind: Callable[[str], Any]) -> Callable[..., Argument]:
+    return lambda default=None: argument(name, meaning, default, type=kind)
+
+
+# Options that several benchmarks have; called with the default.
+rounds = _option("--rounds", "at most so many bursts of each way", whole)
+steps = _option("--steps", "timed steps in a burst", whole)
+warmup = _option("--warmup", "steps of each variant before the first round", _count)
+check_steps = _option("--check-steps", "steps of the correctness check; 0: none", _count)
+seconds = _option("--seconds", "that the rounds of one table may take, about", positive)
+links = _option("--links", "rates such as 100mbit, veth, loopback", _links)
+wrappers = _option("--wrappers", f"all, or of {', '.join(VARIANTS)}", _wrappers)
+RANKS = argument("--ranks", "processes to start; torchrun's wins", 2, type=whole)
+_SHARE = "share of a model's parameters, 1: its true size; unset: what suits machine and link"
+SCALE = argument("--scale", _SHARE, type=positive)
+LINK = argument("--link", "loopback, veth or a rate, see links", "loopback", type=LinkName)
+BASELINE = argument(
+    "--baseline", "the wrapper that ratios refer to", "ddp", choices=tuple(VARIANTS), metavar="NAME"
+)
+SOCKETS = argument(
+    "--sockets",
+    "ranks on GPUs talk over loopback sockets, as on hosts of their own, and may share a GPU",
+    action="store_true",
+)
+COMMON = (
+    argument("--threads", "torch CPU threads per rank", 1, type=whole),
+    argument("--markdown", "print tables as Markdown", action="store_true"),
+    argument("--json", "write the result to this file", type=Path),
+)
+
+
+def models(default: str, known: Sequence[str] = tuple(WORKLOADS)) -> Argument:
+    """--models"""
+    return argument("--models", f"of {', '.join(known)}", default, type=names("model", known))
+
+
+def ranks(default: str = "2", least: int = 2) -> Argument:
+    """--ranks, one job for each number."""
+    text = "processes to start, one number or several, such as 2,4; torchrun's wins"
+    return argument("--ranks", text, default, type=numbers(int, above=least - 1, unit="rank(s)"))
+
+
+def workload(name: str, args: argparse.Namespace) -> Workload:
+    """The model of that name, at the scale asked for: by default 1 where there is a GPU."""
+    scale = 1.0 if args.scale is None and torch.cuda.is_available() else args.scale
+    return WORKLOADS[name]() if scale is None else WORKLOADS[name](scale=scale)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a benchmark has found: a text to print, and what it adds to the result."""
+
+    text: str
+    part: Part
+
+
+def table(
+    title: str, headers: Row, rows: Sequence[Row], args: argparse.Namespace, **more: Any
+) -> Shown:
+    """A result that is one table."""
+    part = {"title": title, "headers": list(headers), "rows": [list(row) for row in rows]}
+    return Shown(f"{title}\n{render(headers, rows, args.markdown)}", {**part, **more})
+
+
+def points(title: str, found: list[Point], args: argparse.Namespace, kind: str) -> Shown:
+    """A result made of points: those of a scene, as the table of their kind."""
+    return Shown(f"{title}\n{LAYOUTS[kind].table(found, args.markdown)}", {"points": found})
+
+
+def default_jobs(args: argparse.Namespace) -> list[Job]:
+    """A job for each number of --ranks, and for those of --link or --links that need one."""
+    wanted = getattr(args, "links", None) or [getattr(args, "link", LinkName("loopback"))]
+    kinds = [k for k in (True, False) if any(link.on_links == k for link in wanted)]
+    sockets = getattr(args, "sockets", False)
+    worlds = args.ranks if isinstance(args.ranks, tuple) else (args.ranks,)
+    return [Job(world, on_links, sockets) for world in worlds for on_links in kinds]
+
+
+Run = Callable[[argparse.Namespace, Group], Iterator[Shown]]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A command that measures.
+
+    Attributes:
+        run: yields what it finds, on every rank alike; the main rank's counts.
+        arguments: its options, to which COMMON are added.
+        jobs: which ranks to start.
+        head: what stands in front of the result: kind and schema.
+        settings: of the arguments, for the result; None: it has none.
+    """
+
+    name: str
+    text: str | None
+    run: Run
+    arguments: tuple[Argument, ...]
+    jobs: Callable[[argparse.Namespace], list[Job]]
+    head: dict[str, Any]
+    settings: Callable[[argparse.Namespace], dict[str, Any]] | None
+
+    def parser(self) -> Parser:
+        """The command line."""
+        return Parser(f"bench {self.name}", self.text, *self.arguments, *COMMON)
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Runs the command and returns its exit code."""
+
+        def start() -> int:
+            args = self.parser().parse_args(argv)
+
+            def keep(parts: list[Part]) -> None:
+                if args.json:
+                    write_json(self.result(args, parts), args.json)
+
+            def on_rank(group: Group, report: Report) -> int:
+                return self.on_rank(args, group, report)
+
+            return run_jobs(on_rank, self.jobs(args), args.threads, keep)
+
+        return guarded(start)
+
+    def on_rank(self, args: argparse.Namespace, group: Group, report: Report) -> int:
+        """What each rank does; the main rank prints, and reports what there is so far."""
+        part: Part = {"environment": environment(group)}
+        if group.is_main:
+            print(describe(part["environment"]), flush=True)
+            skipped = select(args.wrappers).skipped if "wrappers" in args else {}
+            for name, reason in skipped.items():
+                print(f"skipped {name}: {reason}")
+        for shown in self.run(args, group):
+            part = merged(part, shown.part)
+            if group.is_main:
+                Progress(group).clear()
+                print(f"\n{shown.text}", flush=True)
+                report(part)
+        return 0
+
+    def result(self, args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
+        """The parts of all jobs in one, ready for JSON."""
+        whole_part: Part = {}
+        for part in parts:
+            whole_part = merged(whole_part, part)
+        worlds = list(dict.fromkeys(part["environment"]["ranks"] for part in parts))
+        whole_part["environment"] = parts[0]["environment"]
+        if len(worlds) > 1:
+            whole_part["environment"] |= {"ranks": " and ".join(map(str, worlds))}
+        settings = {} if self.settings is None else {"settings": self.settings(args)}
+        return {**self.head, "command": command_line(), **settings, **whole_part}
+
+
+def merged(part: Part, added: Part) -> Part:
+    """`part` with what is added: to its lists and dictionaries, else instead of what it holds."""
+    both = dict(part)
+    for key, value in added.items():
+        if key in both and isinstance(value, list):
+            both[key] = both[key] + value
+        elif key in both and isinstance(value, dict):
+            both[key] = both[key] | value
+        else:
+            both[key] = value
+    return both
+
+
+def as_typed(args: argparse.Namespace) -> dict[str, Any]:
+    """All options that decide what is measured, as they were typed."""
+    asked = {k: v for k, v in vars(args).items() if k not in SHOWING}
+    return {k: getattr(v, "text", getattr(v, "name", v)) for k, v in asked.items()}
+
+
+def benchmark(
+    *arguments: Argument,
+    kind: str = TABLE,
+    schema: int | None = 1,
+    settings: Callable[[argparse.Namespace], dict[str, Any]] | None = as_typed,
+    jobs: Callable[[argparse.Namespace], list[Job]] = default_jobs,
+) -> Callable[[Run], Benchmark]:
+    """Declares the function it stands above as the benchmark that its module is named after.
+
+    Args:
+        kind: of the result; TABLE is written without schema and settings, and "" names none.
+    """
+    head: dict[str, Any] = {} if not kind else {"kind": kind}
+    if kind == TABLE:
+        settings = None
+    else:
+        head["schema"] = schema
+
+    def declare(run: Run) -> Benchmark:
+        name, text = run.__module__.rpartition(".")[2], sys.modules[run.__module__].__doc__
+        return Benchmark(name, text, run, arguments, jobs, head, settings)
+
+    return declare
+
+
+def choose(kind: str, known: Sequence[str], only: str, skip: str) -> list[str]:
+    """The names of what to run, in the order of `only`, or of `known` where that is "all".
+
+    Args:
+        kind: what a name is the name of.
+        only, skip: "all", or names with commas between them.
+
+    Raises:
+        UsageError: a name is unknown, or nothing is left.
+    """
+    parse = names(kind, known)
+    unwanted = parse(skip) if skip else ()
+    left = [name for name in parse(only) if name not in unwanted]
+    if not left:
+        raise UsageError("nothing is left to run")
+    return left
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """How long to measure, by those options that the command has."""
+    asked = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name in args}
+    return Settings(**asked)

@@ -1,0 +1,104 @@
+"""What is known before anything is measured: the bytes that each rank has to send in a step, by
+wire format (docs/wire.md), and the least time for which communication can be exposed.
+
+Bytes are without padding, flags and headers, of which whatever is counted has a little more.
+
+[Note: The least exposed time]
+Messages i = 1..n are ready at r_i after the start of a backward of length T, in this order, and the
+link needs c_i for each, one after the other. Message i starts when it is ready and its predecessor
+is through, so the last one is through at
+
+    F = max over i of (r_i + c_i + c_{i+1} + ... + c_n)
+
+and max(0, F - T) of it is exposed, whatever is done. With single gradients as messages this is the
+least for a model and a link: no choice of buckets can do better. With buckets as messages, ready
+with their last gradients, it is the least for a plan. c_i is 2(N-1)/N times the bytes of the
+message over the rate of the link; latency and the work of the processors are left aside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from examples.common.variants import Variant
+
+if TYPE_CHECKING:
+    from fastsync.wire.formats import PowerSGD
+
+
+def bus_factor(world: int) -> float:
+    """What each rank sends in an all-reduce, per byte of its tensor: 2(N-1)/N."""
+    return 2 * (world - 1) / world
+
+
+def variant_bytes(
+    variant: Variant, shapes: Sequence[Sequence[int]], world: int, device: torch.device
+) -> float | None:
+    """Bytes that a rank of `world` sends for fp32 gradients of these shapes; None: not known."""
+    if variant.wire is not None:
+        return wire_bytes(variant.wire, shapes, world, device)
+    if variant.bits is None:
+        return None
+    return bus_factor(world) * sum(map(math.prod, shapes)) * variant.bits / 8
+
+
+def wire_bytes(
+    wire: str, shapes: Sequence[Sequence[int]], world: int, device: torch.device
+) -> float:
+    """The same, where FastDDP sends them as `wire`, any name that it takes.
+
+    Every rank sends a part to each of the others and, once summed, its own part to all of them; in
+    the gather form it sends all it has to all others. PowerSGD sums its factors, and what it does
+    not compress, in all-reduces.
+    """
+    from fastsync.wire.formats import PowerSGD, Wire, make_codec
+
+    codec = make_codec(wire)
+    if isinstance(codec, PowerSGD):
+        return bus_factor(world) * 4 * sum(_low_rank_numel(codec, shape) for shape in shapes)
+    elements = sum(map(math.prod, shapes))
+    full = -(-elements // codec.block) * codec.block
+    payload = codec.coded_bytes(full) * elements / full
+    gathers = Wire(wire).form_for(codec, world, device) == "gather"
+    return float(payload * (world - 1 if gathers else bus_factor(world)))
+
+
+def _low_rank_numel(codec: PowerSGD, shape: Sequence[int]) -> int:
+    """Elements of P and Q, or of the gradient where it is not compressed."""
+    numel = math.prod(shape)
+    rows = shape[0] if shape else 1
+    cols = numel // max(1, rows)
+    rank = codec.rank_for(rows, cols)
+    return (rows + cols) * rank if rank else numel
+
+
+def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
+    """When the last of the messages is through: F above; 0 where there is none.
+
+    Args:
+        ready: when each message is ready, in the order in which they are sent.
+        durations: what the link needs for each; both in seconds.
+    """
+    through = 0.0
+    for at, duration in zip(ready, durations, strict=True):
+        through = max(through, at) + duration
+    return through
+
+
+def least_exposed(ready: Sequence[float], durations: Sequence[float], backward: float) -> float:
+    """The seconds by which the last message must outlast a backward of `backward` seconds."""
+    return max(0.0, finish(ready, durations) - backward)
+
+
+def bucketed(
+    ready: Sequence[float], durations: Sequence[float], buckets: Sequence[Sequence[int]]
+) -> tuple[list[float], list[float]]:
+    """Ready times and durations of buckets, each a list of message numbers."""
+    return (
+        [max(ready[i] for i in bucket) for bucket in buckets],
+        [sum(durations[i] for i in bucket) for bucket in buckets],
+    )

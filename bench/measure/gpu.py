@@ -1,0 +1,113 @@
+"""Times and kernels of training steps on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from examples.common.text import quantile
+from examples.common.training import Lane
+
+WARMUP = 6  # steps: a plan is renewed after the first, and cuDNN and the allocator settle
+COMMUNICATION = "nccl"  # in the names of kernels that communicate
+
+Interval = tuple[float, float]
+
+
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """Starts to measure, by events on a GPU, else by the clock; what it returns ends that, and
+    returns the seconds."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        return lambda: time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+
+    def stop() -> float:
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    return stop
+
+
+def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, float]:
+    """Times `steps` steps after one that is not timed. Nothing waits for the device in between.
+
+    Returns:
+        Seconds of a step, and those for which `backward()` kept the host, the median.
+    """
+    lane.step()
+    watch = stopwatch(device)
+    host = []
+    for _ in range(steps):
+        loss = lane.forward()
+        start = time.perf_counter()
+        loss.backward()
+        host.append(time.perf_counter() - start)
+    return watch() / steps, quantile(host, 0.5)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ran on the device, and from when to when, in seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def device_work(run: Callable[[], object], device: torch.device) -> tuple[list[Kernel], profile]:
+    """The kernels and copies that `run` has the GPU do, and the profile that saw them."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize(device)
+    kernels = [
+        Kernel(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in seen.events() or ()
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
+    return kernels, seen
+
+
+def launches(kernels: Iterable[Kernel]) -> int:
+    """How many are kernels, rather than copies or fills by the driver."""
+    return sum(not kernel.name.startswith(("Memcpy", "Memset")) for kernel in kernels)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals, in order and disjoint."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The length of the union of intervals."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) -> float:
+    """How long something communicates while nothing computes.
+
+    The union of both is as long as the computation plus what of the communication lies beside it.
+    """
+    return length([*communication, *computation]) - length(computation)
+
+
+def summary(kernels: Sequence[Kernel]) -> tuple[float, float, float]:
+    """Seconds of communication, those of them exposed, and from the first kernel to the last."""
+    sides: dict[bool, list[Interval]] = {True: [], False: []}
+    for kernel in kernels:
+        sides[COMMUNICATION in kernel.name.lower()].append((kernel.start, kernel.end))
+    span = max(k.end for k in kernels) - min(k.start for k in kernels) if kernels else 0.0
+    return length(sides[True]), exposed(sides[True], sides[False]), span

@@ -1,0 +1,170 @@
+"""Pack and unpack as tasks: gradients to a flat buffer and back, in every way, each checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from examples.common.ranks import CheckFailed
+from examples.common.training import Workload
+from examples.common.variants import OURS
+from fastsync.build import extension
+from fastsync.plan.layout import flat_layout
+
+Way = Callable[[], object]
+
+SCALE = 0.5  # 1/N on two ranks
+SEED = 31
+PACK, UNPACK = "pack", "unpack"
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case with data to do it on.
+
+    Attributes:
+        moved: bytes, each element read once and written once in the format that it has there.
+        ways: every way to do it, by name.
+        check: runs the way of a name once; raises CheckFailed where its result is wrong.
+    """
+
+    moved: int
+    ways: dict[str, Way]
+    check: Callable[[str, Way], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One transfer between scattered gradients and a flat buffer.
+
+    Attributes:
+        kind: PACK (gradients -> flat) or UNPACK (flat -> gradients).
+        gradient: dtype of the gradients.
+        flat: dtype of the buffer.
+        scale: what every element is multiplied by.
+    """
+
+    kind: str
+    gradient: torch.dtype
+    flat: torch.dtype
+    scale: float
+
+    @property
+    def name(self) -> str:
+        """As on the command line, for example "pack fp32>bf16"."""
+        ends = (self.gradient, self.flat) if self.kind == PACK else (self.flat, self.gradient)
+        return f"{self.kind} {'>'.join(SHORT[dtype] for dtype in ends)}"
+
+    def task(self, workload: Workload, device: torch.device) -> Task:
+        """The case with random gradients of the workload's shapes."""
+        data = make_scattered(workload, self, device)
+        elements = sum(g.numel() for g in data.gradients)
+        moved = elements * (self.gradient.itemsize + self.flat.itemsize)
+        return Task(moved, methods(self, data), lambda name, way: check(name, self, data, way))
+
+
+CASES = (
+    *(Case(PACK, torch.float32, dtype, SCALE) for dtype in SHORT),
+    Case(PACK, torch.bfloat16, torch.bfloat16, SCALE),
+    *(Case(UNPACK, torch.float32, dtype, 1.0) for dtype in SHORT),
+)
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A model's gradients and a flat buffer for them, filled with random numbers.
+
+    Attributes:
+        offsets: the first element of each gradient in `flat`.
+        views: `flat` at those places, in the gradients' shapes.
+    """
+
+    gradients: list[Tensor]
+    flat: Tensor
+    offsets: list[int]
+    views: list[Tensor]
+
+
+def shapes_of(workload: Workload) -> list[torch.Size]:
+    """Of its gradients."""
+    with torch.device("meta"):
+        return [p.shape for p in workload.build().parameters()]
+
+
+def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scattered:
+    """Random gradients of the workload's shapes, and a random buffer laid out as fastsync does."""
+    shapes = shapes_of(workload)
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def random(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    layout = flat_layout([math.prod(shape) for shape in shapes], world_size=2, flags=False)
+    gradients = [random(*shape, dtype=case.gradient) for shape in shapes]
+    flat = random(layout.numel, dtype=case.flat)
+    places = zip(layout.offsets, gradients, strict=True)
+    views = [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
+    return Scattered(gradients, flat, list(layout.offsets), views)
+
+
+def methods(case: Case, data: Scattered) -> dict[str, Way]:
+    """Every way to do a case, by name."""
+    gradients, views, flat, offsets = data.gradients, data.views, data.flat, data.offsets
+    ext, scale, pairs = extension.load(), case.scale, list(zip(gradients, views, strict=True))
+    if case.kind == UNPACK:
+        return {
+            OURS: lambda: ext.unpack(gradients, offsets, flat, scale, False),
+            "foreach_copy": lambda: torch._foreach_copy_(gradients, views),
+            "loop": lambda: [g.copy_(v) for g, v in pairs],
+        }
+
+    def foreach() -> None:
+        torch._foreach_copy_(views, gradients)
+        flat.mul_(scale)
+
+    ways: dict[str, Way] = {
+        OURS: lambda: ext.pack(gradients, gradients, offsets, flat, scale),
+        "foreach_copy": foreach,
+        # As DDP does by default: one fused multiplication per tensor.
+        "loop": lambda: [torch.mul(g, scale, out=v) for g, v in pairs],
+    }
+    if case.gradient is case.flat:
+        # Nothing says where torch.cat puts a tensor but their order: a buffer without padding.
+        dense, rows = (
+            flat.new_empty(sum(g.numel() for g in gradients)),
+            [g.view(-1) for g in gradients],
+        )
+        ways["cat"] = lambda: torch.cat(rows, out=dense).mul_(scale)
+        # As Apex does: a buffer anew in every step.
+        ways["flatten"] = lambda: torch._utils._flatten_dense_tensors(gradients).mul_(scale)
+    return ways
+
+
+def check(name: str, case: Case, data: Scattered, way: Way) -> None:
+    """Runs a way once and compares its result, element by element, with the reference in fp64.
+
+    fastsync's kernels promise to round once, which the reference does too. torch rounds before it
+    multiplies, so that its methods may differ by one more rounding of the buffer's dtype.
+
+    Raises:
+        CheckFailed: an element differs.
+    """
+    packs = case.kind == PACK
+    sources, targets = (data.gradients, data.views) if packs else (data.views, data.gradients)
+    dtype = case.flat if packs else case.gradient
+    expected = [(source.double() * case.scale).to(dtype) for source in sources]
+    for target in targets:
+        target.fill_(math.nan)  # a way that writes nothing is found out
+    result = way()
+    if packs and isinstance(result, Tensor):  # a dense buffer of the way's own
+        targets, expected = [result], [torch.cat([e.reshape(-1) for e in expected])]
+    limits = torch.finfo(case.flat)
+    rtol, atol = (0.0, 0.0) if name == OURS else (limits.eps, limits.smallest_normal * limits.eps)
+    for target, wanted in zip(targets, expected, strict=True):
+        if not torch.allclose(target.float(), wanted.float(), rtol=rtol, atol=atol):
+            raise CheckFailed(f"{case.name} by {name}: not what the reference says")

@@ -1,0 +1,155 @@
+"""Charts as SVG text: lines over a logarithmic axis, and bars in groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from examples.common.svg import line, rect, text
+
+WIDTH, HEIGHT = 760, 380
+LEFT, RIGHT, TOP, BOTTOM = 64, 220, 44, 52  # margins; the legend is at the right
+INK, FAINT, PAPER, RULE = "#24292f", "#6e7781", "#ffffff", "#d8dee4"
+# Told apart also by those who do not see red and green alike (Okabe and Ito, 2008).
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
+    *("#000000", "#999999", "#882255", "#44aa99", "#ddcc77", "#117733"),
+)
+TICKS = 5
+ROOM = 44  # between the texts of two marks
+
+Place = Callable[[float], float]
+ByName = Mapping[str, Mapping[str, float]]  # numbers by group and name
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What stands around a chart; `mark` writes a number below the horizontal axis."""
+
+    title: str
+    x: str
+    y: str
+    mark: Callable[[float], str] = "{:g}".format
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart; a dashed one is a reference."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    dashed: bool = False
+
+
+def readable(size: float) -> str:
+    """A size in bytes, in KiB or MiB."""
+    return f"{size / 1024:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"
+
+
+def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> str:
+    """Lines over a logarithmic horizontal axis; the vertical one begins at 0 unless it is too."""
+    xs = sorted({x for each in lines for x, _ in each.points})
+    ys = [y for each in lines for _, y in each.points if y > 0]
+    place = _logarithmic(xs[0], xs[-1], LEFT, WIDTH - RIGHT)
+    if log_y:
+        height = _logarithmic(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
+        powers = range(math.floor(math.log10(min(ys))), math.floor(math.log10(max(ys))) + 2)
+        marks = [10.0**k for k in powers if min(ys) <= 10.0**k <= max(ys)]
+    else:
+        marks = nice_marks(max(ys))
+        height = _linear(marks[-1], HEIGHT - BOTTOM, TOP)
+    parts, last = _frame(labels, marks, height), -math.inf
+    for x in xs:
+        if place(x) - last > ROOM:
+            last, y = place(x), HEIGHT - BOTTOM + 18
+            parts.append(text(last, y, labels.mark(x), 11, text_anchor="middle", fill=FAINT))
+    for index, drawn in enumerate(lines):
+        colour = COLOURS[index % len(COLOURS)]
+        parts += _polyline([(place(x), height(y)) for x, y in drawn.points], colour, drawn.dashed)
+        parts += _legend(index, drawn.name, colour, drawn.dashed)
+    return _document(parts)
+
+
+def bar_chart(labels: Labels, groups: ByName, marks: ByName) -> str:
+    """Bars by name in each group, with a black tick at the mark of the same group and name."""
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    values = [v for each in (groups, marks) for bars in each.values() for v in bars.values()]
+    scale = nice_marks(max([*values, 1e-9]))
+    height = _linear(scale[-1], HEIGHT - BOTTOM, TOP)
+    parts = _frame(labels, scale, height)
+    room = (WIDTH - RIGHT - LEFT) / len(groups)
+    width = 0.8 * room / len(names)
+    for number, (group, bars) in enumerate(groups.items()):
+        start = LEFT + (number + 0.1) * room
+        parts.append(text(start + 0.4 * room, HEIGHT - BOTTOM + 18, group, text_anchor="middle"))
+        for index, name in enumerate(names):
+            if name not in bars:
+                continue
+            x, top = start + index * width, height(max(bars[name], 0.0))
+            colour = COLOURS[index % len(COLOURS)]
+            parts.append(rect(x, top, 0.9 * width, HEIGHT - BOTTOM - top, colour))
+            if name in marks.get(group, {}):
+                y = height(marks[group][name])
+                parts.append(line(x, y, x + width, y, INK, 3))
+    for index, name in enumerate(names):
+        parts += _legend(index, name, COLOURS[index % len(COLOURS)], False)
+    return _document(parts)
+
+
+def nice_marks(largest: float) -> list[float]:
+    """Round numbers from 0 to at least `largest`, about TICKS of them."""
+    rough = largest / TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))
+    return [step * i for i in range(math.ceil(largest / step - 1e-9) + 1)]
+
+
+def _linear(largest: float, start: float, end: float) -> Place:
+    return lambda value: start + value / largest * (end - start)
+
+
+def _logarithmic(low: float, high: float, start: float, end: float) -> Place:
+    span = math.log(high / low) or 1.0
+    return lambda value: start + math.log(max(value, low) / low) / span * (end - start)
+
+
+def _frame(labels: Labels, marks: Sequence[float], height: Place) -> list[str]:
+    """Title, names of the axes, and a horizontal rule at every mark."""
+    middle, grey = (TOP + HEIGHT - BOTTOM) / 2, {"text_anchor": "middle", "fill": FAINT}
+    parts = [
+        text(LEFT, 24, labels.title, 15, font_weight="bold"),
+        text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, labels.x, **grey),  # type: ignore[arg-type]
+        text(16, middle, labels.y, **grey, transform=f"rotate(-90 16 {middle:.1f})"),  # type: ignore[arg-type]
+    ]
+    for mark in marks:
+        y = height(mark)
+        parts.append(line(LEFT, y, WIDTH - RIGHT, y, RULE, 1))
+        parts.append(text(LEFT - 8, y + 4, f"{mark:g}", 11, text_anchor="end", fill=FAINT))
+    return parts
+
+
+def _polyline(places: Sequence[tuple[float, float]], colour: str, dashed: bool) -> list[str]:
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    way = f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
+    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+    return [way, *(() if dashed else dots)]
+
+
+def _legend(index: int, name: str, colour: str, dashed: bool) -> list[str]:
+    x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * index
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    key = (
+        f'<line x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}" stroke="{colour}" stroke-width="3"{dash}/>'
+    )
+    return [key, text(x + 28, y + 4, name)]
+
+
+def _document(parts: Sequence[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">'
+    )
+    paper = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{PAPER}"/>'
+    return "\n".join([head, paper, *parts, "</svg>"]) + "\n"

@@ -1,0 +1,88 @@
+"""The figures of the documents, drawn from results: of those made of points, the first scene."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.report.charts import Labels, Line, bar_chart, line_chart, readable
+from examples.common.variants import FLOOR
+
+Result = dict[str, Any]
+
+
+def _in_first_scene(result: Result, depth: int) -> list[dict[str, Any]]:
+    """The points that share the first `depth` names of the first one."""
+    points = result["points"]
+    return [p for p in points if p["of"][:depth] == points[0]["of"][:depth]]
+
+
+def _collectives(result: Result) -> str:
+    """Bus bandwidth by size, a line per way to average."""
+    points = _in_first_scene(result, 2)
+    lines = [
+        Line(name, [(p["size"], p["bus_gbps"]) for p in points if p["of"][2] == name])
+        for name in dict.fromkeys(p["of"][2] for p in points)
+    ]
+    title = f"Averaging gradients: {', '.join(points[0]['of'][:2])}"
+    labels = Labels(title, "fp32 gradients", "bus bandwidth, GB/s of fp32", readable)
+    return line_chart(labels, lines)
+
+
+def _buckets(result: Result) -> str:
+    """Step time by size of buckets; what each family does by default is a dashed line."""
+    points = _in_first_scene(result, 3)
+    caps = [p["cap_mib"] for p in points if p.get("cap_mib")]
+    lines = []
+    for family in dict.fromkeys(p["of"][3] for p in points if p["of"][3] != FLOOR):
+        levels = {p["cap_mib"]: 1e3 * p["time"]["median"] for p in points if p["of"][3] == family}
+        default = levels.pop(None, None)
+        lines.append(Line(family, list(levels.items())))
+        if default is not None:
+            ends = [(min(caps), default), (max(caps), default)]
+            lines.append(Line(f"{family}, default", ends, dashed=True))
+    title = f"Size of buckets: {points[0]['of'][2]}, {', '.join(points[0]['of'][:2])}"
+    return line_chart(Labels(title, "bucket_cap_mb, MiB", "step, ms"), lines)
+
+
+def _overlap(result: Result) -> str:
+    """Exposed time as bars, the least that model and link allow as ticks across them."""
+    points = [p for p in _in_first_scene(result, 3) if p["of"][-1] != FLOOR]
+    exposed: dict[str, dict[str, float]] = {}
+    least: dict[str, dict[str, float]] = {}
+    for p in points:
+        group, name = f"{p['of'][3]} x the wire's time", p["of"][-1]
+        exposed.setdefault(group, {})[name] = 1e3 * p["time"]["median"]
+        if p["least"] is not None:
+            least.setdefault(group, {})[name] = 1e3 * p["least"]
+    title = f"Exposed communication, and the least (black): {', '.join(points[0]['of'][:3])}"
+    return bar_chart(Labels(title, "length of backward", "exposed, ms"), exposed, least)
+
+
+def _accuracy(result: Result) -> str:
+    """Error by world size; a backend's own sum is dashed."""
+    lines = [Line(way, points, "native" in way) for way, points in result["lines"].items()]
+    labels = Labels("Error of averages", "ranks", "error against fp64, relative")
+    return line_chart(labels, lines, log_y=True)
+
+
+def _curve(task: str, curves: dict[str, list[tuple[float, float]]]) -> str:
+    """Training loss by step, a line per wire format; the reference is dashed."""
+    lines = [Line(wire, points, wire == "fp32") for wire, points in curves.items()]
+    title = f"Training in every wire format: {task}"
+    return line_chart(Labels(title, "step", "training loss"), lines)
+
+
+DRAWN = {
+    "accuracy": _accuracy,
+    "buckets": _buckets,
+    "collectives": _collectives,
+    "overlap": _overlap,
+}
+
+
+def charts(name: str, result: Result) -> dict[str, str]:
+    """SVG texts of a result by file name; none where nothing of its name is drawn."""
+    if name == "curves":
+        tasks = result.get("lines", {}).items()
+        return {f"bench-curves-{task}.svg": _curve(task, curves) for task, curves in tasks}
+    return {f"bench-{name}.svg": DRAWN[name](result)} if name in DRAWN else {}

@@ -1,0 +1,72 @@
+"""The README's table: five rows of the results that docs/benchmarks.md shows in full."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from examples.common.machine import describe
+from examples.common.text import render
+from examples.common.variants import FLOOR
+
+SOURCES = ("step", "links", "memory", "ops", "parity")
+VARIANTS = ("ddp", "fastsync", "fastsync_int8")
+HEADERS = ("", "torch's DDP", "FastDDP", "FastDDP, int8")
+MODEL, LINK = "wide", "1gbit"
+LINK_NAME = "1 Gbit/s"
+CAPTION = "Step times of FastDDP as parts of DDP's in the same round; memory per byte of gradients."
+LOSSES = "[losses](docs/wire.md#training)"
+
+
+def summary(results: Path) -> str | None:
+    """The table in Markdown; None where a result that it needs is missing."""
+    paths = {name: results / f"{name}.json" for name in SOURCES}
+    if not all(path.exists() for path in paths.values()):
+        return None
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    model = found["step"]["models"][MODEL]
+    link = next(r for r in found["links"]["links"] if (r["link"], r["model"]) == (LINK, MODEL))
+    size = f"{model['gradient_bytes'] / 1e6:.0f} MB of gradients"
+    rows = [
+        (f"step time, loopback, {size}", *_timings(model["variants"])),
+        (f"step time, {LINK_NAME}, {size}", *_timings(link["variants"])),
+        ("memory of gradients and buckets", *_column(found["memory"], MODEL)),
+        ("operators dispatched to synchronise 400 parameters", *_dispatched(found["ops"])),
+        (_title(found["parity"]), "reference", _parity(found["parity"]), LOSSES),
+    ]
+    machines = dict.fromkeys(_machine(result) for result in found.values())
+    return f"{render(HEADERS, rows, True)}\n\n{CAPTION}\n{'; '.join(machines)}."
+
+
+def _timings(variants: dict[str, Any]) -> list[str]:
+    """The baseline in milliseconds, and ratios to it in the same round."""
+    baseline, *others = (variants[name] for name in VARIANTS)
+    ratios = [f"{other['ratio']['median']:.2f}x" for other in others]
+    return [f"{1e3 * baseline['step']['median']:.0f} ms", *ratios]
+
+
+def _column(table: dict[str, Any], heading: str) -> list[str]:
+    place = table["headers"].index(heading)
+    cells = {row[0]: row[place] for row in table["rows"]}
+    return [cells[name] for name in VARIANTS]
+
+
+def _dispatched(table: dict[str, Any]) -> list[str]:
+    """What a step dispatches beyond that of the bare model."""
+    cells = {row[0]: int(row[1]) for row in table["rows"]}
+    return [str(cells[name] - cells[FLOOR]) for name in VARIANTS]
+
+
+def _title(table: dict[str, Any]) -> str:
+    return f"{table['title'].partition(',')[0]}, {len(table['headers']) - 1} trainings"
+
+
+def _parity(table: dict[str, Any]) -> str:
+    """What the columns say of FastDDP: one verdict, or all that there are."""
+    row = next(row for row in table["rows"] if row[0] == "fastsync")
+    return ", ".join(dict.fromkeys(row[1:]))
+
+
+def _machine(result: dict[str, Any]) -> str:
+    return describe(result["environment"]).rpartition("; commit")[0]

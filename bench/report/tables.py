@@ -1,0 +1,207 @@
+"""How every kind of result is shown, on terminals and in documents alike.
+
+Most results are points: what was measured, its time, and what follows from it. A point is `{"of":
+[names], "time": spread in seconds, ...}`; `of` names it among the others of its result, from the
+outside in. Every table here takes points, or timings of variants, as they stand in the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from examples.common.text import Spread, milliseconds, ratio, render
+from examples.common.variants import FLOOR
+
+CEILING = "copy"  # of kernels: a plain copy of as many bytes
+CODECS = ("encode", "reduce", "decode", "select")  # kernels of codecs, by the first word
+
+Point = dict[str, Any]
+Timings = dict[str, dict[str, Any]]
+
+
+def point(of: Sequence[str], seconds: Sequence[float], **more: Any) -> Point:
+    """A point of the seconds of all rounds."""
+    return {"of": list(of), "time": asdict(Spread.of(seconds)), **more}
+
+
+def _plus_minus(found: Point) -> str:
+    """The median in ms, and half the range between the quartiles."""
+    return " ± ".join(milliseconds(Spread(**found["time"])))
+
+
+def pivot(
+    points: Sequence[Point],
+    corner: str,
+    cell: Callable[[Point], str],
+    markdown: bool,
+    row: Callable[[Point], str] = lambda p: p["of"][2],
+    column: Callable[[Point], str] = lambda p: p["of"][3],
+) -> str:
+    """A table of points by two of their names."""
+    found = {(row(p), column(p)): cell(p) for p in points}
+    columns = list(dict.fromkeys(name for _, name in found))
+    names = dict.fromkeys(name for name, _ in found)
+    rows = [(name, *(found.get((name, c), "-") for c in columns)) for name in names]
+    return render((corner, *columns), rows, markdown)
+
+
+def steps(timings: Timings, baseline: str, markdown: bool = False) -> str:
+    """One row per variant; ± is half the range between the quartiles of the rounds."""
+    headers = ("variant", "step ms", "±", f"ratio to {baseline}", "±", "exposed ms", "±", "weights")
+    rows = []
+    for name, of in timings.items():
+        exposed = None if of["exposed"] is None else Spread(**of["exposed"])
+        times = (*milliseconds(Spread(**of["step"])), *ratio(Spread(**of["ratio"])))
+        rows.append((name, *times, *milliseconds(exposed), of["check"]))
+    return render(headers, rows, markdown)
+
+
+def link(timings: Timings, markdown: bool = False) -> str:
+    """One row per variant on a link; see `bench links` for what the columns mean."""
+    headers = (
+        *("variant", "step ms", "±", "ratio", "sync ms", "±", "sync ratio"),
+        *("MB sent", "of formula", "limit ms", "sync / limit", "weights"),
+    )
+    rows = []
+    for name, of in timings.items():
+        exposed, sent, synced = Spread(**of["exposed"]), of["sent_bytes"], name != FLOOR
+        formula, limit = (synced and of[key] for key in ("formula_bytes", "limit_seconds"))
+        times = (*milliseconds(Spread(**of["step"])), f"{of['ratio']['median']:.3f}")
+        sync_ratio = f"{of['exposed_ratio']['median']:.3f}" if of["exposed_ratio"] else "-"
+        against = (
+            f"{sent / formula:.3f}" if formula else "-",
+            f"{1e3 * limit:.2f}" if limit else "-",
+            f"{exposed.median / limit:.3f}" if limit else "-",
+        )
+        synchronised = (*milliseconds(exposed), sync_ratio, f"{sent / 1e6:.2f}")
+        rows.append((name, *times, *synchronised, *against, of["check"]))
+    return render(headers, rows, markdown)
+
+
+def link_title(record: dict[str, Any]) -> str:
+    """What was measured on a link, in a line."""
+    rate = record["rate_bytes_per_second"] * 8e-9
+    return (
+        f"{record['link']}, {record['ranks']} ranks, {record['model']}: "
+        f"{record['gradient_bytes'] / 1e6:.1f} MB of gradients; all-reduce {rate:.3f} Gbit/s"
+    )
+
+
+def kernels(points: list[Point], markdown: bool = False) -> str:
+    """GB/s and the share of the ceiling: of transfers, then of codecs, whose cells hold both."""
+
+    def cell(of: Point) -> str:
+        return f"{of['gbps']:.1f} ({1 / of['ratio']['median']:.2f})"
+
+    def word(of: Point, place: int) -> str:
+        return str(of["of"][1].split()[place])
+
+    corner, tables = "GB/s (of ceiling)", []
+    plain = [p for p in points if word(p, 0) not in CODECS]
+    coded = [p for p in points if word(p, 0) in CODECS and p["of"][2] != CEILING]
+    if plain:
+        names = (lambda p: p["of"][2]), (lambda p: p["of"][1])
+        tables.append(pivot(plain, corner, cell, markdown, *names))
+    if coded:
+        names = (lambda p: f"{word(p, 1)}, {p['of'][2]}"), (lambda p: word(p, 0))
+        tables.append(pivot(coded, corner, cell, markdown, *names))
+    return "\n\n".join(tables)
+
+
+def collectives(points: list[Point], markdown: bool = False) -> str:
+    """A row per way, a column per size: algorithm and bus bandwidth in GB/s, then bytes sent."""
+
+    def bandwidths(of: Point) -> str:
+        return f"{of['algorithm_gbps']:.3f} / {of['bus_gbps']:.3f}"
+
+    def counted(of: Point) -> str:
+        return f"{of['sent_bytes'] / 1024:.1f} ({of['sent_bytes'] / of['formula_bytes']:.3f})"
+
+    known = [p for p in points if p["formula_bytes"]]
+    speed = pivot(points, "algorithm / bus GB/s", bandwidths, markdown)
+    return f"{speed}\n\n{pivot(known, 'KiB sent (of formula)', counted, markdown)}"
+
+
+def overlap(points: list[Point], markdown: bool = False) -> str:
+    """One row per variant; times in ms."""
+
+    def bound(of: Point, key: str) -> tuple[str, str]:
+        if of[key] is None:
+            return "-", "-"
+        least = 1e3 * of[key]
+        return f"{least:.1f}", f"{1e3 * of['time']['median'] / least:.2f}" if least else "-"
+
+    headers = ("variant", "step ms", "exposed ms", "least", "ratio", "least of plan", "ratio")
+    rows = []
+    for p in points:
+        times = (f"{1e3 * p['step']['median']:.1f}", _plus_minus(p))
+        rows.append((p["of"][-1], *times, *bound(p, "least"), *bound(p, "least_of_plan")))
+    return render(headers, rows, markdown)
+
+
+def buckets(points: list[Point], markdown: bool = False) -> str:
+    """Milliseconds of a step: a row per size, a column per family."""
+    names = (lambda p: p["of"][4]), (lambda p: p["of"][3])
+    return pivot(points, "step ms", _plus_minus, markdown, *names)
+
+
+def scale(points: list[Point], markdown: bool = False) -> str:
+    """Milliseconds: a row per quantity or variant, a column per number of parameters."""
+    return pivot(points, "ms", _plus_minus, markdown)
+
+
+def overhead(points: list[Point], markdown: bool = False) -> str:
+    """One row per variant of one model."""
+    headers = ("variant", "step ms", f"of {FLOOR}", "backward, host ms", "kernels")
+    rows = []
+    for p in points:
+        of_floor, host = " ± ".join(ratio(Spread(**p["ratio"]))), 1e3 * p["host"]["median"]
+        kernels = "-" if p["kernels"] is None else str(p["kernels"])
+        rows.append((p["of"][1], _plus_minus(p), of_floor, f"{host:.2f}", kernels))
+    return render(headers, rows, markdown)
+
+
+def trace(points: list[Point], markdown: bool = False) -> str:
+    """One row per variant of one model."""
+    headers = ("variant", "step ms", "communication ms", "exposed ms", "hidden")
+    rows = []
+    for p in points:
+        busy, bare = p["communication"], p["exposed"]
+        times = (f"{1e3 * t:.2f}" for t in (p["time"]["median"], busy, bare))
+        rows.append((p["of"][1], *times, f"{1 - bare / busy:.0%}" if busy else "-"))
+    return render(headers, rows, markdown)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a kind of result that is made of points is shown.
+
+    Attributes:
+        scene: how many of a point's names say which table it belongs into.
+        table: makes one of the points of a scene.
+        caption: what the numbers are.
+    """
+
+    scene: int
+    table: Callable[[list[Point], bool], str]
+    caption: str = "Median ± half the range between the quartiles of the rounds."
+
+
+_RATES = "GB/s; in brackets the bandwidth of a plain copy that it amounts to."
+_BANDWIDTHS = (
+    "Bandwidths at 4 bytes per element, whatever travels; bytes as the engine counts them."
+)
+_EXPOSED = "Exposed: median ± half the range between the quartiles of the rounds."
+LAYOUTS = {
+    "kernels": Layout(1, kernels, _RATES),
+    "collectives": Layout(2, collectives, _BANDWIDTHS),
+    "overlap": Layout(4, overlap, _EXPOSED),
+    "buckets": Layout(3, buckets),
+    "overhead": Layout(
+        1, overhead, "Medians ± half the range between the quartiles of the rounds."
+    ),
+    "trace": Layout(1, trace, "Of one rank, per step, from a profile of several."),
+    "scale": Layout(2, scale),
+}

@@ -1,0 +1,46 @@
+// Used flags where the buckets carry none, because a communication hook owns them: one small all-reduce of their own.
+//
+// There is no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a hook the plan made after the first
+// step stays, as it does in DDP, unless parameters are thawed.
+//
+// It starts when the last gradient is known, while buckets are on their way, and is waited for after them. On a CPU it needs a
+// process group of its own: hooks may start collectives when earlier ones are done, at times that differ between ranks. On
+// devices they are all enqueued by one thread, in one order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../comm/collective.h"
+#include "../transport/slots.h"
+
+namespace fastsync::engine {
+
+class FlagExchange {
+ public:
+  // `group`: the ranks'. `own`: none but this uses it.
+  FlagExchange(std::shared_ptr<comm::Collective> group, bool own)
+      : group_(std::move(group)), own_(own) {}
+
+  // Whether it may start while hooks are running.
+  bool overlaps(at::Device device) const { return own_ || !device.is_cpu(); }
+  bool started() const { return in_flight_ != nullptr; }
+  void start(const std::vector<std::unique_ptr<Parameter>>& params, at::Device device);
+  // Which parameters any rank used, by index; empty where this rank used all of them, and need not know.
+  std::vector<bool> wait();
+  void abandon() { in_flight_.reset(); }
+  // How many ranks used each in the last step; empty before the first.
+  std::vector<int64_t> counts() const;
+
+ private:
+  std::shared_ptr<comm::Collective> group_;
+  bool own_;
+  bool missed_ = false;  // this rank lacks a gradient
+  at::Tensor sum_;
+  std::unique_ptr<comm::InFlight> in_flight_;
+};
+
+}  // namespace fastsync::engine

@@ -1,0 +1,62 @@
+// Which backwards synchronise.
+//
+// [Note: which backwards synchronise]
+// A backward synchronises if it reaches the outputs of a forward outside no_sync() whose step has not been made yet. So
+// several forwards may come before their backwards, in any order, and each of these averages. A loss may also bypass the
+// outputs, or lie in an object that no search for tensors looks into: so the first backward after such a forward
+// synchronises too, unless it reaches the outputs of another forward of this wrapper. Every other backward only
+// accumulates: a second one through the same graph, one under no_sync(), any work on the bare module, a step of another
+// wrapper of the same parameters. Between steps the hooks rest.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace fastsync::engine {
+
+// A forward of the wrapper, as its outputs' hooks know it.
+struct ForwardPass {
+  bool syncs = false;  // and its step has not been made yet
+};
+
+// Backwards are told apart by the numbers that autograd gives them.
+class Forwards {
+ public:
+  // A forward has ended. `watched`: its outputs hold tensors whose backward will be seen.
+  void ended(bool syncs, bool watched) {
+    if (std::exchange(made_step_, false) || !syncs) opaque_ = 0;
+    may_bypass_ = syncs && (watched || may_bypass_);
+    if (syncs && !watched) ++opaque_;
+  }
+
+  // A backward has reached the outputs of `pass`. Returns whether it synchronises because of that.
+  bool reached(ForwardPass& pass, int backward) {
+    known_backward_ = backward;
+    if (!std::exchange(pass.syncs, false)) return false;
+    step_begins();
+    opaque_ = 0;
+    return true;
+  }
+
+  // A gradient arrives although no output was reached. Returns whether its backward synchronises.
+  bool bypassed(int backward) {
+    if ((!may_bypass_ && opaque_ == 0) || known_backward_ == backward) return false;
+    step_begins();
+    opaque_ = std::max<int64_t>(0, opaque_ - 1);
+    return true;
+  }
+
+ private:
+  void step_begins() {
+    may_bypass_ = false;
+    made_step_ = true;
+  }
+
+  bool may_bypass_ = false;  // no step has begun since a forward whose outputs are watched
+  int64_t opaque_ = 0;       // forwards since then whose outputs cannot be; each has one backward
+  bool made_step_ = false;   // since the last forward
+  int known_backward_ = -1;  // the last one that reached outputs of any forward
+};
+
+}  // namespace fastsync::engine

@@ -1,0 +1,47 @@
+#include "buffers.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+namespace fastsync::ops {
+namespace {
+
+at::TensorOptions options_of(at::ScalarType dtype, at::Device device) {
+  return at::TensorOptions().dtype(dtype).device(device);
+}
+
+}  // namespace
+
+at::Tensor make_zeros(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  const at::NoGradGuard no_grad;
+  return at::zeros(sizes, options_of(dtype, device));
+}
+
+at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
+  return make_zeros({numel}, dtype, device);
+}
+
+at::Tensor make_bytes(int64_t bytes, at::Device device) {
+  return make_zeros({bytes}, at::kByte, device);
+}
+
+at::Tensor make_host_floats(int64_t numel) { return make_zeros({numel}, at::kFloat, at::kCPU); }
+
+at::Tensor make_scratch(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  return at::empty(sizes, options_of(dtype, device));
+}
+
+at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                        at::Device device) {
+  return at::empty_strided(sizes, strides, options_of(dtype, device));
+}
+
+at::Tensor make_pinned_scalar(at::ScalarType dtype) {
+  return at::empty({1}, options_of(dtype, at::kCPU).pinned_memory(true));
+}
+
+at::Tensor copy_of(const at::Tensor& tensor) { return tensor.clone(); }
+
+}  // namespace fastsync::ops

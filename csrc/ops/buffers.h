@@ -1,0 +1,27 @@
+// The one place that memory of fastsync's own tensors comes from. An allocator of another kind, such as a pool or memory that
+// processes share, belongs here; tests/test_layers.py lets nobody else ask torch for memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace fastsync::ops {
+
+// Zero-filled, contiguous.
+at::Tensor make_zeros(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
+at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
+at::Tensor make_bytes(int64_t bytes, at::Device device);
+at::Tensor make_host_floats(int64_t numel);
+
+// Whatever the memory holds; contiguous, or with these strides.
+at::Tensor make_scratch(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
+at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                        at::Device device);
+// One element on the host that a device copies to without anybody waiting.
+at::Tensor make_pinned_scalar(at::ScalarType dtype);
+
+// With memory of its own.
+at::Tensor copy_of(const at::Tensor& tensor);
+
+}  // namespace fastsync::ops

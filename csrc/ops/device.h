@@ -1,0 +1,49 @@
+// Which code runs on which device: the one place that decides.
+//
+// Only lambdas whose stream is `auto` may name CUDA kernels: in a build without CUDA they are never instantiated, and nothing
+// asks the linker for what is not there.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
+
+struct CUstream_st;
+
+namespace fastsync::ops {
+
+// Whether this build can run the kernels on `device`.
+bool supports(at::Device device);
+
+// Throws std::invalid_argument where it cannot.
+void check_supported(at::Device device);
+
+#ifdef FASTSYNC_WITH_CUDA
+CUstream_st* current_stream(at::Device device);
+#endif
+
+// on_cpu(), or on_cuda(stream) with the device's current stream. For devices that this build supports.
+template <typename Cpu, typename Cuda>
+void run_kernel(at::Device device, const Cpu& on_cpu, const Cuda& on_cuda) {
+  if (device.is_cpu()) {
+    on_cpu();
+    return;
+  }
+#ifdef FASTSYNC_WITH_CUDA
+  const c10::DeviceGuard guard(device);
+  on_cuda(current_stream(device));
+#else
+  (void)on_cuda;
+#endif
+}
+
+// on_cpu(), or by_torch() where there is no kernel: torch's own operations run on every device.
+template <typename Cpu, typename Torch>
+void run_kernel_or_torch(at::Device device, const Cpu& on_cpu, const Torch& by_torch) {
+  if (device.is_cpu()) {
+    on_cpu();
+  } else {
+    by_torch();
+  }
+}
+
+}  // namespace fastsync::ops

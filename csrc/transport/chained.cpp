@@ -1,0 +1,172 @@
+#include "chained.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "../ops/buffers.h"
+#include "../ops/ops.h"
+#include "flat.h"
+
+namespace fastsync::engine {
+namespace {
+
+class Chained final : public Transport {
+ public:
+  Chained(std::unique_ptr<Coding> coding, Slots& slots, std::shared_ptr<comm::Chains> chains)
+      : coding_(std::move(coding)), slots_(slots), chains_(std::move(chains)) {}
+
+  void take(size_t index, const Packing& how) override {
+    Slot& slot = slots_[index];
+    const auto bytes =
+        slot.layout.numel * static_cast<int64_t>(c10::elementSize(slot.param->dtype()));
+    if (bytes < kEarlyBytes || !slot.grad().is_cpu() || !coding_->works_on_parts()) return;
+    check_gradient(slot, slot.grad());
+    coding_->take({{slot.grad(), &slot.layout}}, {how.scale, how.step});
+    slot.early = true;
+  }
+
+  bool takes_once() const override { return true; }
+
+  void pack(const Packing& how) override {
+    if (how.missed && residual_bytes() > 0) keep_residuals();
+    std::vector<float> flags;
+    for (const Slot& slot : slots_) flags.push_back(slot.param->used ? 1.0F : 0.0F);
+    flags.push_back(how.vote ? 1.0F : 0.0F);
+    coding_->pack(gradient_items(slots_), flags, {how.scale, how.step});
+  }
+
+  std::unique_ptr<comm::InFlight> launch() override {
+    return coding_->launch(*chains_, delivery());
+  }
+
+  void deliver(const std::vector<bool>& used) override {
+    coding_->unpack(delivery_items(slots_, used, delivered_));
+    if (!kept_.empty()) put_back_residuals(used);
+  }
+
+  void abandon(bool in_flight) override {
+    delivered_.clear();
+    kept_.clear();
+    if (in_flight) coding_->abandon();
+  }
+
+  Shadow shadow(uint64_t step) override {
+    std::vector<ops::Item> nothing;
+    for (const Slot& slot : slots_) nothing.push_back({at::Tensor(), &slot.layout, 0.0F});
+    coding_->pack(nothing, std::vector<float>(slots_.size() + 1, 0.0F), {1.0, step});
+    return Shadow{coding_->launch(*chains_, {}), [this] { return vote(); }};
+  }
+
+  bool has_flags() const override { return coding_->has_flags(); }
+  at::Tensor flags() const override { return coding_->flags(); }
+  at::Tensor vote() const override {
+    return has_flags() ? coding_->flag(static_cast<int64_t>(slots_.size())) : at::Tensor();
+  }
+
+  int64_t bytes() const override { return coding_->bytes(); }
+  int64_t sent_bytes() const override { return coding_->sent_bytes(); }
+  int64_t between_nodes_bytes() const override { return coding_->between_nodes_bytes(); }
+  int64_t residual_bytes() const override { return coding_->residual_bytes(); }
+
+  bool holds(const std::string& state, size_t slot) const override {
+    if (state == kResidual) return residual_bytes() > 0;
+    return state == kFactor && factor(slot).defined();
+  }
+
+  void read(States& states) const override {
+    const at::Tensor flat = residual_bytes() > 0 ? coding_->residual() : at::Tensor();
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const Slot& slot = slots_[i];
+      if (flat.defined()) {
+        states[kResidual].at(slot.index) = ops::view_of(flat, slot.layout, at::kFloat);
+      }
+      if (holds(kFactor, i)) states[kFactor].at(slot.index) = factor(i);
+    }
+  }
+
+  void load(const States& states) override {
+    if (residual_bytes() > 0) load_residuals(states.at(kResidual));
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (!holds(kFactor, i)) continue;
+      coding_->load_factor(slots_[i].layout.offset, states.at(kFactor).at(slots_[i].index));
+    }
+  }
+
+ private:
+  // The average of what no rank used reaches nobody, and so must leave no trace in what error feedback keeps. Only this rank
+  // knows what it kept before.
+  void keep_residuals() {
+    const at::Tensor flat = coding_->residual();
+    kept_.assign(slots_.size(), at::Tensor());
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const Slot& slot = slots_[i];
+      if (!slot.param->used) kept_[i] = ops::copy_of(ops::view_of(flat, slot.layout, at::kFloat));
+    }
+  }
+
+  void put_back_residuals(const std::vector<bool>& used) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = coding_->residual();
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (used[i] || !kept_[i].defined()) continue;
+      ops::view_of(flat, slots_[i].layout, at::kFloat).copy_(kept_[i]);
+    }
+    coding_->load_residual(flat);
+  }
+
+  // Gradients whose averages may be written as they arrive. What this rank used is certain to get one.
+  Delivery delivery() {
+    Delivery delivery;
+    if (!coding_->works_on_parts()) return delivery;
+    delivered_.assign(slots_.size(), nullptr);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const Slot& slot = slots_[i];
+      const at::Tensor& grad = slot.grad();
+      if (!slot.param->used || !grad.defined() || grad.scalar_type() != slot.param->dtype() ||
+          !ops::in_slot_order(grad, slot.layout)) {
+        continue;
+      }
+      delivered_[i] = grad.unsafeGetTensorImpl();
+      delivery.tensors.push_back(grad);
+      delivery.layouts.push_back(slot.layout);
+    }
+    return delivery;
+  }
+
+  at::Tensor factor(size_t slot) const {
+    const ops::SlotLayout& layout = slots_[slot].layout;
+    if (layout.numel == 0) return {};  // its offset is that of its successor
+    return coding_->factor(layout.offset);
+  }
+
+  void load_residuals(const std::vector<at::Tensor>& residuals) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = coding_->residual();
+    for (const Slot& slot : slots_) {
+      const at::Tensor mine = ops::view_of(flat, slot.layout, at::kFloat);
+      const at::Tensor& loaded = residuals.at(slot.index);
+      if (loaded.defined()) {
+        mine.copy_(loaded);
+      } else {
+        mine.zero_();
+      }
+    }
+    coding_->load_residual(flat);
+  }
+
+  std::unique_ptr<Coding> coding_;
+  Slots& slots_;
+  std::shared_ptr<comm::Chains> chains_;
+  std::vector<at::Tensor> kept_;        // residuals of what this rank did not use, before the step
+  std::vector<const void*> delivered_;  // gradients whose averages are written on arrival, by slot
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_chained(std::unique_ptr<Coding> coding, Slots& slots,
+                                        std::shared_ptr<comm::Chains> chains) {
+  return std::make_unique<Chained>(std::move(coding), slots, std::move(chains));
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,20 @@
+// Transport of buckets that travel as codes, through a chain of collectives.
+#pragma once
+
+#include <memory>
+
+#include "../comm/chain.h"
+#include "coding.h"
+#include "transport.h"
+
+namespace fastsync::engine {
+
+// Names of what parameters carry here. See Coding::residual and Coding::factor.
+constexpr const char* kResidual = "residual";
+constexpr const char* kFactor = "factor";
+
+// The slots must outlive it.
+std::unique_ptr<Transport> make_chained(std::unique_ptr<Coding> coding, Slots& slots,
+                                        std::shared_ptr<comm::Chains> chains);
+
+}  // namespace fastsync::engine

@@ -1,0 +1,67 @@
+#include "choose.h"
+
+#include <utility>
+
+#include "../check.h"
+#include "chained.h"
+#include "coded.h"
+#include "hierarchical.h"
+#include "hooked.h"
+#include "sparse.h"
+
+namespace fastsync::engine {
+namespace {
+
+// A training on one rank sends nothing.
+class Alone final : public Transport {
+ public:
+  void take(size_t /*slot*/, const Packing& /*how*/) override {}
+  bool takes_once() const override { return false; }
+  void pack(const Packing& /*how*/) override {}
+  std::unique_ptr<comm::InFlight> launch() override { return comm::all_of({}); }
+  void deliver(const std::vector<bool>& /*used*/) override {}
+  void abandon(bool /*in_flight*/) override {}
+  Shadow shadow(uint64_t /*step*/) override {
+    return Shadow{comm::all_of({}), [] { return at::Tensor(); }};
+  }
+  bool has_flags() const override { return false; }
+  at::Tensor flags() const override { return {}; }
+  at::Tensor vote() const override { return {}; }
+  int64_t bytes() const override { return 0; }
+  int64_t sent_bytes() const override { return 0; }
+};
+
+std::unique_ptr<Coding> make_coding(const BucketSpec& spec, const comm::Collective& group,
+                                    at::Device device) {
+  if (spec.low_rank) return make_low_rank(*spec.low_rank, group.size(), device);
+  if (spec.coded->node_ranks > 1) return make_hierarchical(*spec.coded, device);
+  return make_coded(*spec.coded, group.rank(), group.size(), device);
+}
+
+SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
+  if (!routes.hook) {
+    return [group = routes.group](const at::Tensor& rows) { return group->all_reduce(rows); };
+  }
+  return [hook = routes.hook, &slots, place](const at::Tensor& rows) {
+    return hook->run(hook_bucket(slots, rows, place));
+  };
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
+                                            const Routes& routes, size_t index, size_t count) {
+  if (!routes.communicate()) return std::make_unique<Alone>();
+  if (spec.low_rank || spec.coded) {
+    FS_CHECK(routes.chains, "coded buckets need process groups for their chains");
+    const at::Device device = slots.front().param->tensor.device();
+    return make_chained(make_coding(spec, *routes.group, device), slots, routes.chains);
+  }
+  const HookPlace place{index, count};
+  auto flat = routes.hook ? make_hooked(spec.flat, slots, routes.hook, place, routes.group->size())
+                          : make_all_reduce(spec.flat, slots, routes.group);
+  if (!spec.sparse) return flat;
+  return make_sparse(slots, std::move(flat), send_rows(slots, routes, place));
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,45 @@
+// Which transport a bucket gets: the one place that asks what kind it is.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "../comm/chain.h"
+#include "../comm/hook.h"
+#include "coded_spec.h"
+#include "flat.h"
+#include "low_rank.h"
+
+namespace fastsync::engine {
+
+struct SlotSpec {
+  int64_t param = 0;   // index into the reducer's parameters
+  int64_t offset = 0;  // first real element in the flat buffer
+};
+
+// What Python's plan decides about a bucket.
+struct BucketSpec {
+  std::vector<SlotSpec> slots;
+  FlatSpec flat;
+  bool sparse = false;  // one parameter whose gradient may be a sparse tensor
+  // Travels as codes instead; no views, no flags in the flat buffer.
+  std::optional<CodedSpec> coded;
+  std::optional<LowRankSpec> low_rank;
+};
+
+// What there is to travel over.
+struct Routes {
+  std::shared_ptr<comm::Collective> group;
+  std::shared_ptr<comm::Chains> chains;  // for codes
+  std::shared_ptr<comm::Hook> hook;      // the user's, who reduces the buckets
+
+  // Whether anything is sent at all.
+  bool communicate() const { return hook != nullptr || group->size() > 1; }
+};
+
+// For bucket `index` of `count`. `slots` must outlive it.
+std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
+                                            const Routes& routes, size_t index, size_t count);
+
+}  // namespace fastsync::engine

@@ -1,0 +1,77 @@
+// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k, thin matrices. A Coding has
+// the buffers and makes the chain of collectives that carries them; the transport in chained.h gives it gradients.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../comm/chain.h"
+#include "../ops/items.h"
+
+namespace fastsync::engine {
+
+// Gradients that averages are written into as they arrive, and where they lie. Kept alive until then.
+struct Delivery {
+  // Refer to the layouts here.
+  std::vector<ops::Item> items() const {
+    std::vector<ops::Item> all;
+    for (size_t i = 0; i < tensors.size(); ++i) all.push_back({tensors[i], &layouts[i]});
+    return all;
+  }
+
+  std::vector<at::Tensor> tensors;
+  std::vector<ops::SlotLayout> layouts;
+};
+
+// How a step takes its gradients.
+struct Taking {
+  double scale = 1.0;
+  uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
+};
+
+// Flags as a tensor [numel] on the CPU, zeros after them.
+at::Tensor on_host(const std::vector<float>& flags, int64_t numel);
+
+class Coding {
+ public:
+  virtual ~Coding() = default;
+
+  // Takes gradients, scaled. pack() comes once per step and ends the taking, and the items' layouts must live until
+  // launch(), which may read them; `flags` are summed over ranks exactly.
+  virtual void take(const std::vector<ops::Item>& items, Taking how) = 0;
+  virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
+                    Taking how) = 0;
+  // Whether take() may be called for single gradients ahead of pack(), and launch() may deliver.
+  virtual bool works_on_parts() const = 0;
+  // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in their slots' order.
+  virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
+  // Writes averages; only after the end of what launch() returned.
+  virtual void unpack(const std::vector<ops::Item>& items) = 0;
+  virtual bool has_flags() const = 0;
+  virtual at::Tensor flags() const = 0;
+  virtual at::Tensor flag(int64_t index) const = 0;
+  // What is under way keeps its buffers; the next step gets others.
+  virtual void abandon() = 0;
+
+  // Bytes that this rank hands to collectives, and that leave it, in one step.
+  virtual int64_t bytes() const = 0;
+  virtual int64_t sent_bytes() const = 0;
+  // Those of them that leave this rank's node, where the form knows of nodes.
+  virtual int64_t between_nodes_bytes() const { return 0; }
+  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without. The coding's own
+  // memory, or a copy.
+  virtual at::Tensor residual() const = 0;
+  // Takes the place of residual(), and may be its result, changed.
+  virtual void load_residual(const at::Tensor& flat) = 0;
+  virtual int64_t residual_bytes() const = 0;
+  // What the next step's code of the gradient at element `offset` of the flat buffer starts with, where the format learns from
+  // step to step: the coding's own memory, equal on all ranks. Undefined where it does not.
+  virtual at::Tensor factor(int64_t /*offset*/) const { return {}; }
+  // Takes its place; undefined, or of other sizes: it begins anew. Only where there is a factor.
+  virtual void load_factor(int64_t /*offset*/, const at::Tensor& /*factor*/) {}
+};
+
+}  // namespace fastsync::engine

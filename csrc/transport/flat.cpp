@@ -1,0 +1,219 @@
+#include "flat.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../check.h"
+#include "../ops/buffers.h"
+#include "../ops/ops.h"
+
+namespace fastsync::engine {
+
+Flat::Flat(const FlatSpec& spec, Slots& slots) : spec_(spec), slots_(slots), places_(slots.size()) {
+  if (spec_.flags_offset >= 0) {
+    const auto count = static_cast<int64_t>(slots_.size());
+    for (int64_t i = 0; i <= count; ++i) {
+      flag_layouts_.push_back(ops::SlotLayout::run(spec_.flags_offset + i, 1));
+    }
+    flag_layouts_.push_back(ops::SlotLayout::run(spec_.flags_offset, count));
+  }
+  gradients_layout_ =
+      ops::SlotLayout::run(0, spec_.flags_offset >= 0 ? spec_.flags_offset : spec_.numel);
+}
+
+int64_t Flat::bytes() const {
+  return spec_.numel * static_cast<int64_t>(c10::elementSize(spec_.dtype));
+}
+
+void Flat::check_kind(const Slot& slot) const {
+  FS_CHECK(!spec_.views || c10::toRealValueType(slot.param->dtype()) == spec_.dtype, "parameter '",
+           slot.param->name, "' is ", slot.grad().scalar_type(), " but was ", spec_.dtype,
+           " when the model was wrapped; convert the model first, then wrap it");
+}
+
+void Flat::take(size_t index, const Packing& how) {
+  Slot& slot = slots_[index];
+  const auto bytes = slot.layout.numel * static_cast<int64_t>(c10::elementSize(spec_.dtype));
+  if (bytes < kEarlyBytes || !device().is_cpu()) return;
+  check_gradient(slot, slot.grad());
+  check_kind(slot);
+  ensure_flat();
+  ops::pack({{slot.grad(), &slot.layout}}, flat_, how.scale);
+  slot.early = true;
+  places_[index].in_place = spec_.views;
+  install_view(slot);
+}
+
+void Flat::pack(const Packing& how) {
+  missed_ = how.missed;
+  ensure_flat();
+  find_in_place();
+  keep_unused();
+  std::vector<ops::Item> all = items();
+  append_flags(all, how);
+  ops::pack(all, flat_, how.scale);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].param->used && !places_[i].in_place) install_view(slots_[i]);
+  }
+}
+
+void Flat::find_in_place() {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    places_[i].in_place = spec_.views && ops::is_view_of(slots_[i].grad(), flat_, slots_[i].layout);
+  }
+}
+
+// See [Note: gradients live in the bucket].
+void Flat::ensure_flat() {
+  if (std::exchange(flat_is_ours_, true) || (flat_.defined() && !spec_.views)) return;
+  find_in_place();
+  const auto in_place = std::count_if(places_.begin(), places_.end(),
+                                      [](const Place& place) { return place.in_place; });
+  const size_t ours = references() + static_cast<size_t>(in_place);
+  if (flat_.defined() && flat_.storage().use_count() == ours) return;
+  flat_ = ops::make_flat(spec_.numel, spec_.dtype, device());
+  if (!device().is_cpu()) {
+    home_ = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
+  }
+  new_buffer();
+}
+
+// Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last bit. A parameter that
+// no rank used must keep its gradient exactly.
+void Flat::keep_unused() {
+  if (!missed_) return;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].param->used && places_[i].in_place)
+      places_[i].kept = ops::copy_of(slots_[i].grad());
+  }
+}
+
+// One for all where all gradients are in place.
+std::vector<ops::Item> Flat::items() const {
+  bool all_in_place = true;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    all_in_place = all_in_place && places_[i].in_place && !slots_[i].early;
+  }
+  if (all_in_place) {
+    return {{ops::view_of(flat_, gradients_layout_, spec_.dtype), &gradients_layout_}};
+  }
+  for (const Slot& slot : slots_) {
+    if (!slot.early && slot.grad().defined()) check_kind(slot);
+  }
+  return gradient_items(slots_);
+}
+
+// See [Note: used flags].
+void Flat::append_flags(std::vector<ops::Item>& items, const Packing& how) const {
+  if (flag_layouts_.empty()) return;
+  const size_t count = slots_.size();
+  if (!how.missed) {
+    items.push_back({at::Tensor(), &flag_layouts_[count + 1], 1.0F});
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      items.push_back({at::Tensor(), &flag_layouts_[i], slots_[i].param->used ? 1.0F : 0.0F});
+    }
+  }
+  items.push_back({at::Tensor(), &flag_layouts_[count], how.vote ? 1.0F : 0.0F});
+}
+
+void Flat::install_view(Slot& slot) const {
+  at::Tensor& grad = slot.param->tensor.mutable_grad();
+  if (!spec_.views || !grad.defined()) return;
+  grad = ops::view_of(flat_, slot.layout, slot.param->dtype());
+}
+
+void Flat::receive(const at::Tensor& /*result*/) { lend_to_current_stream(); }
+
+// The averages are read on this stream, and the user may be the last to let go of them. Their memory, which goes back to the
+// stream that it was allocated on, must not be handed out there while it is still read here.
+void Flat::lend_to_current_stream() const {
+  if (!home_ || !flat_.defined()) return;
+  const c10::impl::VirtualGuardImpl guard(device().type());
+  const c10::Stream current = guard.getStream(device());
+  if (current != *home_) guard.recordDataPtrOnStream(flat_.storage().data_ptr(), current);
+}
+
+void Flat::deliver(const std::vector<bool>& used) {
+  if (spec_.views) {
+    deliver_views(used);
+  } else {
+    deliver_copies(used);
+  }
+}
+
+void Flat::deliver_views(const std::vector<bool>& used) {
+  if (!missed_) return;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    if (slot.param->used) continue;
+    at::Tensor& grad = slot.param->tensor.mutable_grad();
+    if (used[i] && !places_[i].in_place) {
+      grad = ops::view_of(flat_, slot.layout, slot.param->dtype());
+    } else if (!used[i] && places_[i].kept.defined()) {
+      grad.copy_(places_[i].kept);
+    }
+  }
+}
+
+void Flat::deliver_copies(const std::vector<bool>& used) {
+  ops::unpack(delivery_items(slots_, used, {}), flat_, 1.0, false);
+}
+
+void Flat::abandon(bool in_flight) {
+  if (in_flight) {
+    flat_ = at::Tensor();
+    new_buffer();
+  }
+  flat_is_ours_ = missed_ = false;
+  for (Place& place : places_) place = Place{};
+}
+
+Shadow Flat::shadow(uint64_t /*step*/) {
+  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.dtype, device());
+  auto in_flight = start(flat);
+  return Shadow{std::move(in_flight), [vote = vote_in(flat)] { return vote; }};
+}
+
+at::Tensor Flat::flags() const {
+  return flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()));
+}
+
+at::Tensor Flat::vote_in(const at::Tensor& flat) const {
+  if (flag_layouts_.empty() || !flat.defined()) return {};
+  return ops::view_of(flat, flag_layouts_[slots_.size()], spec_.dtype);
+}
+
+namespace {
+
+class AllReduce final : public Flat {
+ public:
+  AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::Collective> group)
+      : Flat(spec, slots), group_(std::move(group)) {}
+
+  // As a ring all-reduce sends, where the backend decides.
+  int64_t sent_bytes() const override {
+    return 2 * bytes() * (group_->size() - 1) / group_->size();
+  }
+
+ private:
+  std::unique_ptr<comm::InFlight> start(const at::Tensor& flat) override {
+    return group_->all_reduce(flat);
+  }
+
+  std::shared_ptr<comm::Collective> group_;
+};
+
+}  // namespace
+
+std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
+                                      std::shared_ptr<comm::Collective> group) {
+  return std::make_unique<AllReduce>(spec, slots, std::move(group));
+}
+
+}  // namespace fastsync::engine

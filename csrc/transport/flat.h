@@ -1,0 +1,107 @@
+// Transports that sum one flat buffer of gradients.
+//
+// [Note: gradients live in the bucket]
+// Where the buffer's dtype is the gradients' own (`FlatSpec::views`), `param.grad` becomes a view of the flat buffer when it is
+// packed: the tensor that autograd produced is freed and nothing is copied back. The storage is reused in the next step only
+// while nobody else can see it: every reference to it must be the transport's own or a gradient that still sits in its own
+// slot. A user who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new buffer. Otherwise
+// gradients stay where autograd put them, and deliver() writes the averages into them.
+//
+// [Note: used flags]
+// After the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
+// synchronisation and 0 where not, and one more element for this rank's vote on a new plan. The sum over ranks tells for
+// free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back.
+//
+// [Note: early packing]
+// On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last of them, and its memory is
+// free for the next layer's gradient. On a device one launch for the whole bucket matters more.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "transport.h"
+
+namespace fastsync::engine {
+
+// Bytes from which a gradient is taken when it arrives: more than a core's own cache holds besides.
+constexpr int64_t kEarlyBytes = 512 << 10;
+
+struct FlatSpec {
+  int64_t numel = 0;          // real elements, padding and flags included
+  int64_t flags_offset = -1;  // first of slots + 1 flag elements; -1: no flags
+  at::ScalarType dtype = at::kFloat;
+  bool views = true;  // gradients live in the flat buffer; needs dtype == gradient dtype
+};
+
+class Flat : public Transport {
+ public:
+  // The slots must outlive it.
+  Flat(const FlatSpec& spec, Slots& slots);
+
+  void take(size_t slot, const Packing& how) override;
+  bool takes_once() const override { return spec_.views; }
+  void pack(const Packing& how) override;
+  std::unique_ptr<comm::InFlight> launch() override { return start(flat_); }
+  void receive(const at::Tensor& result) override;
+  void deliver(const std::vector<bool>& used) override;
+  void abandon(bool in_flight) override;
+  Shadow shadow(uint64_t step) override;
+
+  bool has_flags() const override { return !flag_layouts_.empty() && flat_.defined(); }
+  at::Tensor flags() const override;
+  at::Tensor vote() const override { return vote_in(flat_); }
+  int64_t bytes() const override;
+
+ protected:
+  // Sends a buffer of this layout; `flat` need not be that of the step.
+  virtual std::unique_ptr<comm::InFlight> start(const at::Tensor& flat) = 0;
+  // References of its own to the storage of the step's buffer.
+  virtual size_t references() const { return 1; }
+  virtual void new_buffer() {}
+
+  const FlatSpec& spec() const { return spec_; }
+  Slots& slots() const { return slots_; }
+  const at::Tensor& flat() const { return flat_; }
+  at::Device device() const { return slots_.front().param->tensor.device(); }
+
+ private:
+  // What is only known of a gradient while it travels.
+  struct Place {
+    bool in_place = false;  // it lives in its slot already
+    at::Tensor kept;        // copy of an unused one in place, put back if no rank used it
+  };
+
+  void check_kind(const Slot& slot) const;
+  void find_in_place();
+  void ensure_flat();
+  void keep_unused();
+  std::vector<ops::Item> items() const;
+  void append_flags(std::vector<ops::Item>& items, const Packing& how) const;
+  void install_view(Slot& slot) const;
+  void lend_to_current_stream() const;
+  at::Tensor vote_in(const at::Tensor& flat) const;
+  void deliver_views(const std::vector<bool>& used);
+  void deliver_copies(const std::vector<bool>& used);
+
+  FlatSpec spec_;
+  Slots& slots_;
+  std::vector<Place> places_;                  // one per slot
+  std::vector<ops::SlotLayout> flag_layouts_;  // one per slot, the vote, all slots at once
+  ops::SlotLayout gradients_layout_;           // everything in front of the flags
+  bool flat_is_ours_ = false;                  // checked in this step
+  bool missed_ = false;
+  at::Tensor flat_;
+  std::optional<c10::Stream> home_;  // the stream that flat_ was allocated on; none on a CPU
+};
+
+// Sums the buffer by one all-reduce.
+std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
+                                      std::shared_ptr<comm::Collective> group);
+
+}  // namespace fastsync::engine

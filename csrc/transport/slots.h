@@ -1,0 +1,53 @@
+// A bucket's gradients: what the bucket counts, and its transport moves.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../ops/items.h"
+
+namespace fastsync::engine {
+
+// A model parameter. Addresses are stable for the reducer's life.
+struct Parameter {
+  at::Tensor tensor;
+  std::string name;
+  bool used = false;  // a gradient arrived since the last synchronisation
+  int expected_fires =
+      1;  // gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints)
+  // Mixed precision: what the parameter is stored in, and its gradient in the end; both are of another dtype in backward.
+  std::optional<at::ScalarType> stored = std::nullopt;
+
+  at::ScalarType dtype() const { return stored.value_or(tensor.scalar_type()); }
+};
+
+struct Slot {
+  Parameter* param = nullptr;
+  size_t index = 0;  // of the parameter
+  ops::SlotLayout layout;
+  int fires = 0;
+  bool early = false;  // the transport has taken the gradient ahead of its bucket
+  std::optional<c10::Stream> stream = std::nullopt;
+
+  const at::Tensor& grad() const { return param->tensor.grad(); }
+};
+
+using Slots = std::vector<Slot>;
+
+// Throws where `grad` is none that the slot's parameter can have, naming both.
+void check_gradient(const Slot& slot, const at::Tensor& grad);
+
+// What is to be gathered from the slots that have not been taken early: gradients, and zeros where there are none.
+std::vector<ops::Item> gradient_items(const Slots& slots);
+
+// What averages are to be written into: the gradients of the slots that are `used` on any rank, made where there are none; those
+// at the addresses in `done`, one per slot or none, have theirs already.
+std::vector<ops::Item> delivery_items(const Slots& slots, const std::vector<bool>& used,
+                                      const std::vector<const void*>& done);
+
+}  // namespace fastsync::engine

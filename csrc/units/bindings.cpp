@@ -1,0 +1,4 @@
+// Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
+#include "../bindings.cpp"
+
+#include "../codec/python_codec.cpp"

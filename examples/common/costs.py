@@ -1,0 +1,142 @@
+"""What a variant costs besides time: memory of gradients and buckets, and dispatched operators.
+
+[Note: Counting live bytes]
+On a CPU, the C allocator itself is asked for the bytes in use (glibc's mallinfo2) after two
+training steps, less the same before the model was wrapped. That sees every thread's buffers,
+whoever holds them. The profiler does not: it misses what other threads release, and charged
+torch's fp16 hook with 3 times the gradients instead of 2. Python's garbage collector cannot see
+the buffers of a C++ reducer, and the resident set is coarser (pages, and what malloc keeps).
+On a GPU, `torch.cuda.memory_allocated` answers the same question.
+
+The figure is a ratio to the bytes of the gradients: 1 for a bare model, 2 for default DDP, whose
+buckets are a second copy. Objects around the tensors are part of it (about 1.5 kB per parameter
+under DDP), so models of many tiny tensors read a little higher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from examples.common.ranks import Group
+from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
+from examples.common.variants import Variant
+
+STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
+PEAK_STEPS = 4  # of which the last is looked at: plan and optimizer are settled
+PROBE_BYTES = 32 * 2**20
+SETTLE_TRIES = 50
+SETTLE_SECONDS = 0.02
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
+    """A function that returns the bytes in use, or None where nothing here can tell."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.memory_allocated(device)
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    mallinfo.restype = _MallInfo
+
+    def read() -> int:
+        info = mallinfo()
+        return int(info.uordblks + info.hblkhd)
+
+    # Another allocator may stand in for glibc's, whose answer would then mean nothing.
+    before = settled(read)
+    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8)
+    seen = settled(read) - before
+    del probe
+    return read if seen >= PROBE_BYTES else None
+
+
+def settled(read: Callable[[], int]) -> int:
+    """Reads when the count stands still: threads of the backend release buffers a little later."""
+    gc.collect()
+    last = read()
+    for _ in range(SETTLE_TRIES):
+        time.sleep(SETTLE_SECONDS)
+        now, last = last, read()
+        if now == last:
+            break
+    return last
+
+
+def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
+    """Live bytes that two training steps under `variant` add, over the bytes of the gradients.
+
+    Measured after the second backward with `zero_grad(set_to_none=True)`; the largest of all ranks.
+    None where it cannot be measured: it needs a GPU or glibc >= 2.33 as the allocator in use.
+    """
+    read = live_bytes_reader(group.device)
+    if not group.all_agree(read is not None) or read is None:
+        return None
+    gradients, grown = 1, 0
+    for _ in range(2):  # the first pays for what a process loads and caches once
+        module = workload.build().to(group.device)
+        batches = make_batches(workload, group, STEPS)
+        optimizer = OPTIMIZERS["sgd"](module.parameters())
+        dist.barrier()
+        before = settled(read)
+        model = variant.wrap(module, group.device)
+        lane = Lane(workload, module, model, optimizer, batches, update=False)
+        for _ in range(STEPS):
+            lane.step()
+        group.synchronize()
+        grown = settled(read) - before
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        del module, model, lane, optimizer
+    return group.most(grown / gradients)
+
+
+def peak_allocated(workload: Workload, variant: Variant, group: Group) -> float | None:
+    """The most bytes that PyTorch had allocated on the GPU in one training step with AdamW.
+
+    The model, its gradients and the optimizer's states are part of it. The largest of all ranks;
+    None without a GPU.
+    """
+    if group.device.type != "cuda":
+        return None
+    gc.collect()
+    before = torch.cuda.memory_allocated(group.device)
+    lane = make_lane(workload, variant, group, "adamw")
+    for _ in range(PEAK_STEPS):
+        torch.cuda.reset_peak_memory_stats(group.device)
+        lane.step()
+        group.synchronize()
+    peak = torch.cuda.max_memory_allocated(group.device) - before
+    return group.most(peak)
+
+
+def events_of(run: Callable[[], object]) -> list[str]:
+    """The names of the CPU events that torch's profiler sees while `run` runs."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        run()
+    return [event.name for event in profiler.events() or []]
+
+
+def dispatched_ops(workload: Workload, variant: Variant, group: Group) -> int:
+    """CPU events of a zero_grad, forward and backward, after warm-up; the largest of all ranks."""
+    lane = make_lane(workload, variant, group, optimizer=None)
+    for _ in range(WARMUP_STEPS):
+        lane.step()
+    return int(group.most(len(events_of(lane.step))))

@@ -1,0 +1,102 @@
+"""What a result was measured on and with: never a host name, a user or a path."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.common.ranks import Group
+
+COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit of a copy without its history
+HERE = Path(__file__).resolve().parent
+
+
+def environment(group: Group) -> dict[str, Any]:
+    """Machine, versions and job, ready for JSON."""
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory_gib": round(memory / 2**30, 1),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastsync": _fastsync_version(),
+        "commit": _commit(),
+        "transport": group.transport,
+        "ranks": group.world,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """One line for people."""
+    device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
+    threads = f"{facts['threads_per_rank']} thread(s)"
+    ranks = f"{facts['ranks']} ranks over {facts['transport']}, {threads} each"
+    return (
+        f"{f'1 process, {threads}' if facts['ranks'] == 1 else ranks}; {device}, "
+        f"{facts['memory_gib']:.0f} GiB; torch {facts['torch']}, Python {facts['python']}; "
+        f"commit {facts['commit'] or 'unknown'}"
+    )
+
+
+def command_line(arguments: Sequence[str] | None = None) -> str:
+    """This process's command with every path cut down to its last part."""
+
+    def without_path(argument: str) -> str:
+        option, equals, value = argument.rpartition("=")
+        return f"{option}{equals}{os.path.basename(value.rstrip(os.sep))}"
+
+    return " ".join(map(without_path, sys.orig_argv if arguments is None else arguments))
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Writes a result, and the folder it belongs into where that is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _fastsync_version() -> str | None:
+    """The version of the package that is imported; a checkout need not be installed."""
+    version = getattr(sys.modules.get("fastsync"), "__version__", None)
+    with suppress(metadata.PackageNotFoundError):
+        return str(version or metadata.version("fastsync"))
+    return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout, with "-dirty" where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+
+    try:
+        revision = git("rev-parse", "--short=12", "HEAD")
+        return f"{revision}-dirty" if git("status", "--porcelain") else revision
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get(COMMIT_VARIABLE)

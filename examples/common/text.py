@@ -1,0 +1,104 @@
+"""What is shown: medians with their spread, tables, and progress."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from examples.common.ranks import Group
+
+PROGRESS_SECONDS = 15.0  # between lines where the output is no terminal
+
+Row = Sequence[str]
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The quantile of unsorted samples, by linear interpolation."""
+    if not samples:
+        raise ValueError("expects at least one sample")
+    ordered = sorted(samples)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median and the quartiles of a measurement, in the unit of its samples."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        return cls(quantile(samples, 0.5), quantile(samples, 0.25), quantile(samples, 0.75))
+
+    @property
+    def width(self) -> float:
+        """The inter-quartile range."""
+        return self.q3 - self.q1
+
+    def margin(self, samples: int) -> float:
+        """Half the 95 % interval of the median of so many independent samples.
+
+        (McGill, Tukey and Larsen, "Variations of box plots", 1978.)
+        """
+        return 1.57 * self.width / math.sqrt(samples)
+
+
+def milliseconds(spread: Spread | None) -> tuple[str, str]:
+    """The median and half the inter-quartile range in ms, of a spread in seconds."""
+    if spread is None:
+        return "-", "-"
+    return f"{1e3 * spread.median:.2f}", f"{1e3 * spread.width / 2:.2f}"
+
+
+def ratio(spread: Spread) -> tuple[str, str]:
+    """The median and half the inter-quartile range."""
+    return f"{spread.median:.3f}", f"{spread.width / 2:.3f}"
+
+
+def render(headers: Row, rows: Sequence[Row], markdown: bool = False) -> str:
+    """A table whose first column is aligned to the left and all others to the right."""
+    columns = list(zip(headers, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    rule = ["-" * (w - 1) + (":" if markdown and i else "-") for i, w in enumerate(widths)]
+    lines = [_align(headers, widths), rule, *(_align(row, widths) for row in rows)]
+    if markdown:
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _align(row: Row, widths: list[int]) -> list[str]:
+    first, *others = zip(row, widths, strict=True)
+    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+
+
+@dataclass
+class Progress:
+    """One line on the terminal of rank 0, rewritten; elsewhere a line now and then."""
+
+    group: Group
+    last: float = field(default_factory=time.monotonic)
+
+    def show(self, text: str) -> None:
+        if not self.group.is_main:
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+        elif time.monotonic() - self.last > PROGRESS_SECONDS:
+            print(text, file=sys.stderr, flush=True)
+            self.last = time.monotonic()
+
+    def clear(self) -> None:
+        """Makes room for a line that stays."""
+        self.last = time.monotonic()
+        if self.group.is_main and sys.stderr.isatty():
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

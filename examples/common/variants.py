@@ -1,0 +1,180 @@
+"""The ways to synchronise gradients that are compared, by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.common.ranks import UsageError
+
+BASELINE, FLOOR, OURS = "ddp", "no_sync", "fastsync"
+
+# A module on its device, and that device -> the module to train.
+Wrap = Callable[[nn.Module, torch.device], nn.Module]
+
+# Of each wire format: bits per fp32 element, scales and padding left aside (None where that depends
+# on the gradient), and the accepted distance of the weights from those of default DDP, relative to
+# the distance that training moved them (0 for the same values).
+WIRE_COSTS: dict[str, tuple[float | None, float]] = {
+    "fp32": (32.0, 0.0),
+    "bf16": (16.0, 0.03),
+    "fp16": (16.0, 0.01),
+    "fp8_e4m3": (8.0, 0.1),
+    "fp8_e5m2": (8.0, 0.2),
+    "int8": (8.0, 0.05),
+    "int4": (4.0, 0.5),
+}
+# Formats that send a part of the gradient, and the rest in later steps, have not come far after a
+# few: this only tells that their weights do not run away.
+UNKNOWN_WIRE: tuple[float | None, float] = (None, 2.0)
+
+
+def tolerance_of(wire: str) -> float:
+    """The accepted distance of weights that were trained with `wire`."""
+    return WIRE_COSTS.get(wire, UNKNOWN_WIRE)[1]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to wrap a model; see WIRE_COSTS for its `bits` and `tolerance`.
+
+    Attributes:
+        unavailable: says why this variant cannot run here, or None.
+        wire: the wire format of fastsync's variants; None for torch's.
+        takes_sparse: whether it can reduce sparse gradients.
+    """
+
+    name: str
+    wrap: Wrap
+    bits: float | None = 32.0
+    tolerance: float = 0.0
+    unavailable: Callable[[], str | None] = lambda: None
+    wire: str | None = None
+    takes_sparse: bool = True
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients lose bits on their way."""
+        return self.tolerance > 0.0
+
+
+def _device_ids(device: torch.device) -> list[int] | None:
+    return None if device.type == "cpu" else [torch.cuda.current_device()]
+
+
+def ddp(**options: Any) -> Wrap:
+    """torch's DDP with these options."""
+
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        return DistributedDataParallel(module, device_ids=_device_ids(device), **options)
+
+    return wrap
+
+
+def fast_ddp(**options: Any) -> Wrap:
+    """FastDDP with these options."""
+
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        from fastsync import FastDDP  # here, so that torch's variants run without an extension
+
+        wrapped: nn.Module = FastDDP(module, device_ids=_device_ids(device), **options)
+        return wrapped
+
+    return wrap
+
+
+def _ddp_fp16(module: nn.Module, device: torch.device) -> nn.Module:
+    wrapped = DistributedDataParallel(module, device_ids=_device_ids(device))
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def _lacks_batched() -> str | None:
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
+        return None
+    return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
+
+
+def _lacks_fastsync() -> str | None:
+    # Only an absent package counts: one that fails to build or load must be seen to fail.
+    if importlib.util.find_spec("fastsync") is None:
+        return "package fastsync is not importable (run from the checkout, or `make install`)"
+    return None
+
+
+def wire_formats() -> tuple[str, ...]:
+    """The names that FastDDP accepts as `wire`; without the package, those it is known to."""
+    if _lacks_fastsync():
+        return ("fp32", "bf16", "fp16")
+    from fastsync.wire import formats
+
+    return formats.wire_formats()
+
+
+def fastsync_name(wire: str) -> str:
+    """The name of the variant that is FastDDP with `wire`."""
+    return OURS if wire == "fp32" else f"{OURS}_{wire}"
+
+
+def _fastsync(wire: str) -> Variant:
+    cost, wrap = WIRE_COSTS.get(wire, UNKNOWN_WIRE), fast_ddp(wire=wire)
+    return Variant(fastsync_name(wire), wrap, *cost, unavailable=_lacks_fastsync, wire=wire)
+
+
+_VIEW, _BATCHED = {"gradient_as_bucket_view": True}, {"batched_grad_copy": True}
+_VARIANTS = (
+    Variant(FLOOR, lambda module, device: module),
+    Variant(BASELINE, ddp()),
+    Variant("ddp_view", ddp(**_VIEW)),
+    Variant("ddp_batched", ddp(**_BATCHED), unavailable=_lacks_batched),
+    Variant("ddp_batched_view", ddp(**_BATCHED, **_VIEW), unavailable=_lacks_batched),
+    Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
+    # Its hook divides, which torch has not for sparse halves.
+    Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"], takes_sparse=False),
+    *map(_fastsync, wire_formats()),
+)
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
+
+
+def available(*names: str) -> str:
+    """Those of `names` that can run here, as `select` takes them: for defaults."""
+    return ",".join(name for name in names if VARIANTS[name].unavailable() is None)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The variants to run, and why others of those asked for cannot."""
+
+    variants: tuple[Variant, ...]
+    skipped: dict[str, str]
+
+
+def select(names: str, required: Iterable[str] = ()) -> Selection:
+    """Parses a comma-separated list of variants, or "all".
+
+    Args:
+        names: "all" takes every variant that can run here and skips the others.
+        required: variants to add where they were not named.
+
+    Raises:
+        UsageError: a name is unknown, or a variant asked for by name cannot run here.
+    """
+    everything = names == "all"
+    wanted = set(VARIANTS) if everything else {name.strip() for name in names.split(",")}
+    unknown = wanted - set(VARIANTS)
+    if unknown:
+        raise UsageError(f"unknown wrapper {sorted(unknown)}; expects one of {', '.join(VARIANTS)}")
+    ordered = [variant for name, variant in VARIANTS.items() if name in wanted | set(required)]
+    reasons = {variant.name: variant.unavailable() for variant in ordered}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    if skipped and not everything:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
+    return Selection(tuple(v for v in ordered if v.name not in skipped), skipped)
