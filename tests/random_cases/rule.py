@@ -90,7 +90,7 @@ def check(wrapped):
     rows = gathered(wrapped, snapshot(wrapped, residuals))
     verify(wrapped, rows, wrapped.seat.world, residuals.keys())
     adopt(wrapped)
-    wrapped.regrouped = wrapped.blurred = False
+    wrapped.regrouped = False
 
 
 def recall(wrapped):
@@ -147,6 +147,7 @@ class _Parameter:
         assert bool((ours == ours[0]).logical_or(ours.isnan()).all()), f"{self.where}: ranks differ"
         if owed is not None:  # a rank without a gradient keeps back what it has kept back
             rests = (facts[:, 2:3] == 0) | (before == owed).all(1, keepdim=True)
+            rests &= not self._is_low_rank()
             self.sent = before.where(~rests, 0.0)
         self._average(ours[0], theirs, owed, before)
 
@@ -219,5 +220,5 @@ class _Parameter:
             return rounding + 8 * self._eps() * size.max()
         rounded = drawn.mixed is not None and self.real is not torch.float32
         alone = len(parts) < 2 or self.wrapped.seat.world > 2
-        exact = not rounded and not self.wrapped.blurred and not alone
+        exact = not rounded and not alone
         return None if exact else rounding

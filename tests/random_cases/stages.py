@@ -270,7 +270,6 @@ def two_forwards(wrapped):
 
 def sum_of_forwards(wrapped):
     first = wrapped.forward()
-    wrapped.blurred = wrapped.drawn.mixed is not None  # added up in the low precision
     wrapped.backward(first.losses(), wrapped.forward().losses())
     rule.check(wrapped)
 
@@ -335,7 +334,8 @@ def uneven(wrapped):
 STEPS = {
     "one": Stage(step, weight=6),
     "two forwards": Stage(two_forwards, weight=2),
-    "sum of forwards": Stage(sum_of_forwards, outputs_are_seen),
+    # In mixed precision two forwards' gradients are added up in the low one, unlike the copy's.
+    "sum of forwards": Stage(sum_of_forwards, lambda w: outputs_are_seen(w) and not w.drawn.mixed),
     "one graph twice": Stage(one_graph_twice, lambda w: w.drawn.theme != "skip"),
     "accumulating in between": Stage(
         accumulate_in_between, lambda w: outputs_are_seen(w) and free_use(w)

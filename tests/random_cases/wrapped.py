@@ -131,7 +131,6 @@ class Wrapped:
         joined: there has been a join(), after which each forward tells the other ranks.
         frozen_alone: one rank may have frozen parameters that others train.
         regrouped: parameters were frozen or thawed since the last step.
-        blurred: rounding of this step may differ from that of the copy.
         owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
     """
 
@@ -149,7 +148,6 @@ class Wrapped:
     joined: bool = False
     frozen_alone: bool = False
     regrouped: bool = False
-    blurred: bool = False
     owed: dict = field(default_factory=dict)
 
     def __post_init__(self):
