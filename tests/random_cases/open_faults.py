@@ -16,3 +16,5 @@ SPARSE_UNDER_HOOKS = False
 UNUSED_IN_NODES = False
 # One backward through two wrappers whose losses bypass their outputs.
 JOINT_OPAQUE = False
+# Under join() with a communication hook, what a joined rank used before does not count as used.
+JOIN_UNDER_HOOKS = False

@@ -182,10 +182,6 @@ def thaw(wrapped):
     wrapped.frozen_alone, wrapped.regrouped = False, True
 
 
-def theme(*themes):
-    return lambda wrapped: wrapped.drawn.theme in themes
-
-
 def outputs_are_seen(wrapped):
     """Else it is not known whose backward is whose, where one of several is left out."""
     return wrapped.tree.shape != "opaque"
@@ -331,6 +327,11 @@ def uneven(wrapped):
         assert unchanged, f"parameter {index} changed on a rank that had joined"
 
 
+def may_join(wrapped):
+    hooks = ("hook",) if open_faults.JOIN_UNDER_HOOKS else ()
+    return wrapped.drawn.theme in ("plain", *hooks)
+
+
 STEPS = {
     "one": Stage(step, weight=6),
     "two forwards": Stage(two_forwards, weight=2),
@@ -343,5 +344,5 @@ STEPS = {
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),
-    "join": Stage(uneven, theme("plain", "hook")),
+    "join": Stage(uneven, may_join),
 }
