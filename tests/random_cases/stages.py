@@ -214,7 +214,7 @@ BEFORE = {
         weight=3,
     ),
     "evaluation": Stage(evaluate),
-    "resume": Stage(resume, may_change),
+    "resume": Stage(resume, may_change, weight=2),
     "restart": Stage(restart, lambda w: not w.siblings),
     "wrapped again": Stage(rewrap, lambda w: not w.siblings and may_change(w)),
     "load weights": Stage(load_weights),
