@@ -5,7 +5,7 @@ import zlib
 
 import torch
 
-from tests.random_cases import rule
+from tests.random_cases import open_faults, rule
 from tests.random_cases.drawing import draw
 from tests.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.random_cases.tree import Tree
@@ -78,13 +78,16 @@ class Case:
         groups = {id(model.group) for model in self.models}
         if len(groups) < 2 or self.rng.random() < 0.7:
             return False
-        if not all(m.trainable or m.tree.shape != "opaque" for m in self.models):
+        opaque = [m for m in self.models if m.tree.shape == "opaque"]
+        if opaque and not (open_faults.JOINT_OPAQUE and all(m.trainable for m in opaque)):
             return False
         self.note("joint backward")
         for model in self.models:
             model.zero()
         forwards = [model.forward() for model in self.models]
         losses = [sum(pair) for pair in zip(*(f.losses() for f in forwards), strict=True)]
+        for model in self.models:
+            model.note_plan()
         for loss in losses:
             loss.backward()
         for model in self.models:

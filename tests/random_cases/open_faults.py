@@ -10,3 +10,9 @@ WIRE_AFTER_THAW = True
 CHANGES_AFTER_FAILURE = True
 # A sparse gradient that no rank used stays as it is.
 UNUSED_SPARSE = False
+# In the hierarchical form error feedback keeps what it owes to a parameter that no rank used.
+UNUSED_IN_NODES = False
+# One backward through two wrappers whose losses bypass their outputs.
+JOINT_OPAQUE = False
+# Under join() with a communication hook, what a joined rank used before does not count as used.
+JOIN_UNDER_HOOKS = False

@@ -90,7 +90,7 @@ def check(wrapped):
     rows = gathered(wrapped, snapshot(wrapped, residuals))
     verify(wrapped, rows, wrapped.seat.world, residuals.keys())
     adopt(wrapped)
-    wrapped.regrouped = wrapped.blurred = False
+    wrapped.regrouped = False
 
 
 def recall(wrapped):
@@ -139,19 +139,23 @@ class _Parameter:
             return
         if state == UNUSED:
             assert untouched, f"{self.where} was used by no rank, yet changed"
+            if self._is_hierarchical() and not open_faults.UNUSED_IN_NODES:
+                return
             self._nothing_lost(sum(owed - before), theirs, owed, before)
             return
         assert bool(facts[:, 1].all()), f"{self.where} has no gradient"
         assert bool((ours == ours[0]).logical_or(ours.isnan()).all()), f"{self.where}: ranks differ"
+        if owed is not None:  # a rank without a gradient keeps back what it has kept back
+            rests = (facts[:, 2:3] == 0) | (before == owed).all(1, keepdim=True)
+            rests &= not self._is_low_rank()
+            self.sent = before.where(~rests, 0.0)
         self._average(ours[0], theirs, owed, before)
 
     def _average(self, got, grads, owed, before):
         parts = list(grads.to(self.real).mul(self._scale()).unbind())
         values = parts = [part.double() for part in parts]
         if before is not None:
-            # A rank that did not use the parameter keeps back what it has kept back.
-            rests = (before == owed).all(1, keepdim=True)
-            values = list((torch.stack(parts) + before.where(~rests, 0.0)).unbind())
+            values = list((torch.stack(parts) + self.sent).unbind())
         bound = self._bound(parts, values)
         if bound is None:
             wanted = parts[0].to(self.real) + parts[1].to(self.real)
@@ -188,6 +192,10 @@ class _Parameter:
     def _is_sparse(self):
         return self.bucket is not None and self.bucket.sparse
 
+    def _is_hierarchical(self):
+        coded = self.bucket.coded if self.bucket else None
+        return coded is not None and coded.node_ranks > 1
+
     def _is_low_rank(self):
         coded = self.bucket.coded if self.bucket else None
         return coded is not None and coded.codec.name == "powersgd"
@@ -212,5 +220,5 @@ class _Parameter:
             return rounding + 8 * self._eps() * size.max()
         rounded = drawn.mixed is not None and self.real is not torch.float32
         alone = len(parts) < 2 or self.wrapped.seat.world > 2
-        exact = not rounded and not self.wrapped.blurred and not alone
+        exact = not rounded and not alone
         return None if exact else rounding

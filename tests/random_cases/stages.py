@@ -182,10 +182,6 @@ def thaw(wrapped):
     wrapped.frozen_alone, wrapped.regrouped = False, True
 
 
-def theme(*themes):
-    return lambda wrapped: wrapped.drawn.theme in themes
-
-
 def outputs_are_seen(wrapped):
     """Else it is not known whose backward is whose, where one of several is left out."""
     return wrapped.tree.shape != "opaque"
@@ -218,7 +214,7 @@ BEFORE = {
         weight=3,
     ),
     "evaluation": Stage(evaluate),
-    "resume": Stage(resume, may_change),
+    "resume": Stage(resume, may_change, weight=2),
     "restart": Stage(restart, lambda w: not w.siblings),
     "wrapped again": Stage(rewrap, lambda w: not w.siblings and may_change(w)),
     "load weights": Stage(load_weights),
@@ -270,7 +266,6 @@ def two_forwards(wrapped):
 
 def sum_of_forwards(wrapped):
     first = wrapped.forward()
-    wrapped.blurred = wrapped.drawn.mixed is not None  # added up in the low precision
     wrapped.backward(first.losses(), wrapped.forward().losses())
     rule.check(wrapped)
 
@@ -332,10 +327,16 @@ def uneven(wrapped):
         assert unchanged, f"parameter {index} changed on a rank that had joined"
 
 
+def may_join(wrapped):
+    hooks = ("hook",) if open_faults.JOIN_UNDER_HOOKS else ()
+    return wrapped.drawn.theme in ("plain", *hooks)
+
+
 STEPS = {
     "one": Stage(step, weight=6),
     "two forwards": Stage(two_forwards, weight=2),
-    "sum of forwards": Stage(sum_of_forwards, outputs_are_seen),
+    # In mixed precision two forwards' gradients are added up in the low one, unlike the copy's.
+    "sum of forwards": Stage(sum_of_forwards, lambda w: outputs_are_seen(w) and not w.drawn.mixed),
     "one graph twice": Stage(one_graph_twice, lambda w: w.drawn.theme != "skip"),
     "accumulating in between": Stage(
         accumulate_in_between, lambda w: outputs_are_seen(w) and free_use(w)
@@ -343,5 +344,5 @@ STEPS = {
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),
-    "join": Stage(uneven, theme("plain", "hook")),
+    "join": Stage(uneven, may_join),
 }

@@ -102,15 +102,15 @@ def tolerance(coded, wire, param, values):
         rank = codec.rank_for(spec.rows, spec.numel // max(1, spec.rows))
         total = sum(values).norm() if rank else 0.0
         return 1.001 * total + 1e-5 * size.norm() + rounding
-    if codec.name == "halves":
-        loss = lambda value: 2**-11 * value + 2**-25  # noqa: E731
-    else:
+
+    def loss(value):
+        if codec.name == "halves":
+            return 2**-11 * value + 2**-25
         share, of_largest = BOUNDS[codec.name]
         twice = 2 if wire.stochastic else 1
-        loss = lambda value: twice * (share * value + of_largest * _largest(value))  # noqa: E731
+        return twice * (share * value + of_largest * _largest(value))
+
     error = sum(loss(value.abs()) for value in values)
-    if coded.node_ranks > 1:
-        error = loss(size)
     if coded.form == "two_shot":
         error = error + loss(size + error)
     return error + rounding

@@ -131,7 +131,6 @@ class Wrapped:
         joined: there has been a join(), after which each forward tells the other ranks.
         frozen_alone: one rank may have frozen parameters that others train.
         regrouped: parameters were frozen or thawed since the last step.
-        blurred: rounding of this step may differ from that of the copy.
         owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
     """
 
@@ -149,7 +148,6 @@ class Wrapped:
     joined: bool = False
     frozen_alone: bool = False
     regrouped: bool = False
-    blurred: bool = False
     owed: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -165,6 +163,7 @@ class Wrapped:
             options["wire"] = self.wire
         self.model = FastDDP(self.twins.tree, **options)
         drawing.register(self.model, self.drawn)
+        self.note_plan()
 
     @property
     def tree(self):
@@ -222,6 +221,7 @@ class Wrapped:
 
     def backward(self, *losses, retain=False, bare=False):
         """One backward of the sum of `losses`, which are pairs: of the model and of the copy."""
+        self.note_plan()
         for loss in map(sum, zip(*losses, strict=True)):
             loss.backward(retain_graph=retain)
         fired = self.twins.take_fired()
@@ -237,7 +237,11 @@ class Wrapped:
         """Whether a backward of this model can do anything at all."""
         return any(p.requires_grad for p in self.tree.parameters())
 
+    def note_plan(self):
+        """The end of a step may bring another one."""
+        self.plan = self.model._engine.plan
+
     def plan_of(self, index):
-        """The bucket that parameter `index` travelled in; None: it is in no bucket."""
-        buckets = self.model._engine.plan.buckets
+        """The bucket that parameter `index` travelled in; None: it was in no bucket."""
+        buckets = self.plan.buckets
         return next((bucket for bucket in buckets if index in bucket.params), None)
