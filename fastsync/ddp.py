@@ -25,6 +25,7 @@ from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.recorder import RecordedModel, Recorder
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
+    backend_name,
     builtin_comm_hook,
     find_tensors,
     gloo_threads,
@@ -172,9 +173,9 @@ class FastDDP(DistributedDataParallel):
         group = self.process_group
         return WrapFacts(
             module_name=type(self.module).__name__,
-            rank=dist.get_rank(group),
-            world_size=dist.get_world_size(group),
-            backend=dist.get_backend(group),
+            rank=group.rank(),
+            world_size=group.size(),
+            backend=backend_name(group),
             gloo_threads=gloo_threads(group),
             device_ids=self.device_ids or (),
             output_device=-1 if self.output_device is None else self.output_device,

@@ -35,6 +35,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
 from fastsync.ranks.links import Nodes, find_nodes, make_links
 from fastsync.ranks.meeting import meet
+from fastsync.torch_private import caller_level, resolvable_name
 from fastsync.wire.formats import Format, TopK, Wire
 from fastsync.wire.plugins import PluginCodec
 
@@ -109,7 +110,7 @@ class Engine:
         self.core = self._ext.Reducer(
             params=tensors,
             names=[p.name for p in params],
-            group_name=group.group_name,
+            group_name=resolvable_name(group),
             static_graph=policy.static_graph,
             fail_on_unused=policy.fail_on_unused,
             skip_unused=policy.skip_unused,
@@ -219,7 +220,7 @@ class Engine:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another process group from now on."""
         self._group = group
-        self.core.use_group(group.group_name)
+        self.core.use_group(resolvable_name(group))
         self._nodes = self._find_nodes()
         self._links, self._linked = {}, []
         if self.plan.coded:
@@ -376,7 +377,7 @@ class Engine:
             spec.nodes, spec.node = len(self._nodes.cross_ranks), self._nodes.node
         spec.error_feedback = coded.error_feedback
         spec.stochastic = wire.stochastic
-        rank = dist.get_rank(self._group)
+        rank = self._group.rank()
         spec.seed = zlib.crc32(f"{wire.seed} {rank} {index}".encode())
         return spec
 
@@ -425,9 +426,9 @@ class Engine:
         shown = ", ".join(names[:_NAMES_SHOWN])
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         warnings.warn(
-            f"rank {dist.get_rank(self._group)}: {len(names)} parameters got no gradient in the "
+            f"rank {self._group.rank()}: {len(names)} parameters got no gradient in the "
             f"last backward: {shown}{more}. fastsync handles this; gradients that no rank produced "
             "stay untouched. Pass find_unused_parameters=False to make it an error, or True to "
             "silence this warning",
-            stacklevel=4,
+            stacklevel=caller_level(),
         )
