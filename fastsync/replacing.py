@@ -16,6 +16,10 @@ from fastsync.torch_private import caller
 __all__ = ["configured", "is_replaced", "replace_ddp", "replace_where_asked"]
 
 
+def _blank() -> FastDDP:
+    return FastDDP.__new__(FastDDP)
+
+
 def configured(
     options: Mapping[str, Any], wrapped: Callable[[FastDDP], None] | None = None
 ) -> type[FastDDP]:
@@ -35,9 +39,7 @@ def configured(
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             made, arguments, *rest = cast(Any, super().__reduce_ex__(protocol))
-            if type(self) is Configured:
-                arguments = (FastDDP, *arguments[1:])
-            return (made, arguments, *rest)
+            return (_blank, (), *rest) if type(self) is Configured else (made, arguments, *rest)
 
     return Configured
 
