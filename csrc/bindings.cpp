@@ -93,8 +93,10 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
   options.static_graph = static_graph;
   options.fail_on_unused = fail_on_unused;
   options.skip_unused = skip_unused;
-  return std::make_shared<engine::Reducer>(params, names, group_name, options,
-                                           std::move(precision));
+  // The last reference to a process group may be the reducer's. The group's end joins threads, and these may want the GIL to
+  // free what Python lent them.
+  return {new engine::Reducer(params, names, group_name, options, std::move(precision)),
+          torch::impl::destroy_without_gil<engine::Reducer>};
 }
 
 void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook,

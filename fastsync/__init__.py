@@ -5,11 +5,15 @@
     model = fastsync.FastDDP(model)
 """
 
+import importlib
+from types import ModuleType
+
 from fastsync.build.recipe import BuildError
 from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.leaving import guard_exit
+from fastsync.replacing import replace_where_asked
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
 from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
@@ -35,3 +39,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 guard_exit()
+replace_where_asked()
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Modules that few programs need are imported when they are asked for."""
+    if name == "integrations":
+        return importlib.import_module("fastsync.integrations")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,6 +29,7 @@ from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
     BuiltinCommHookType,
     Front,
+    backend_name,
     builtin_comm_hook,
     find_tensors,
     gloo_threads,
@@ -180,9 +181,9 @@ class FastDDP(Front):
         group = self.process_group
         return WrapFacts(
             module_name=type(self.module).__name__,
-            rank=dist.get_rank(group),
-            world_size=dist.get_world_size(group),
-            backend=dist.get_backend(group),
+            rank=group.rank(),
+            world_size=group.size(),
+            backend=backend_name(group),
             gloo_threads=gloo_threads(group),
             device_ids=self.device_ids or (),
             output_device=-1 if self.output_device is None else self.output_device,
@@ -223,7 +224,7 @@ class FastDDP(Front):
         """
         watch = self._buffer_watch
         usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
-        if not usual or (watch.stale and dist.get_world_size(self.process_group) > 1):
+        if not usual or (watch.stale and self.process_group.size() > 1):
             super()._sync_buffers()
         watch.stale = False
 

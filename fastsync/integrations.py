@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from fastsync.ddp import FastDDP
+from fastsync.replacing import configured
 
 __all__ = ["in_place_of_ddp"]
 
@@ -36,12 +37,7 @@ def in_place_of_ddp(**options: Any) -> Iterator[type[FastDDP]]:
     Args:
         options: arguments of FastDDP; they win over those that the library passes.
     """
-
-    class Configured(FastDDP):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, **options})
-
-    replacement = Configured if options else FastDDP
+    replacement = configured(options) if options else FastDDP
     former = nn.parallel.DistributedDataParallel
     nn.parallel.DistributedDataParallel = replacement  # type: ignore[misc]
     try:

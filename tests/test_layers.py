@@ -24,8 +24,10 @@ PACKAGE_LAYERS = [
     ["timeline"],
     ["front"],
     ["ddp"],
+    ["replacing"],
     ["integrations"],
     ["__init__"],
+    ["run", "startup"],
     ["testing"],
 ]
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
@@ -42,7 +44,7 @@ MODULE_LAYERS = {
         ["command"],
         ["__init__", "__main__"],
     ],
-    "torch_private": [["graphs", "parallel"], ["__init__"]],
+    "torch_private": [["callers", "graphs", "groups", "parallel"], ["__init__"]],
     "wire": [["formats"], ["plugins"]],
 }
 CPP_LAYERS = [

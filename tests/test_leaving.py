@@ -1,12 +1,40 @@
-"""Processes that end while a thread of Gloo's still holds what Python lent it."""
+"""Processes that end while threads of Gloo's are at work, and the reducer or the group is freed."""
 
+import itertools
+import json
 import subprocess
 import sys
 
 import pytest
 
 from fastsync.ranks import leaving
-from tests.scripts import ROOT, environment
+from tests.scripts import ROOT, environment, finish, start
+
+STEPS = ("destroy", "free", "collect")
+ORDERS = [order for length in range(4) for order in itertools.permutations(STEPS, length)]
+# Wire, whether all-reduces are under way, and the order. They must not be when the process exits,
+# so the group has to be freed before.
+FREED = [("destroy", "free", "collect"), ("free", "destroy", "collect")]
+JOBS = [("fp32", False, order) for order in ORDERS]
+JOBS += [(wire, True, order) for wire in ("fp32", "int8") for order in FREED]
+
+
+def name_of(job):
+    return f"{job[0]} {'late' if job[1] else 'done'} {' '.join(job[2])}"
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory):
+    """How the two ranks of each job ended."""
+    folder = tmp_path_factory.mktemp("leaving")
+    output = finish(start("tests.leaving_script", folder, json.dumps(JOBS)), timeout=600)
+    return dict(zip(JOBS, json.loads(output.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
+def test_every_order_of_leaving_ends(endings, job):
+    assert endings[job] == [0, 0]
+
 
 # A tensor that takes the thread that frees it a while, with the GIL in hand.
 LEAVES = """

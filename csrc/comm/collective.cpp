@@ -162,11 +162,12 @@ auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*
 
 class ProcessGroupCollective final : public Collective {
  public:
+  // Asked once: a group that is written in Python takes the GIL to answer, and the reducer asks for each gradient.
   explicit ProcessGroupCollective(c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : group_(std::move(group)) {}
+      : group_(std::move(group)), rank_(group_->getRank()), size_(group_->getSize()) {}
 
-  int rank() const override { return group_->getRank(); }
-  int size() const override { return group_->getSize(); }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     std::vector<at::Tensor> buffers{flat};
@@ -230,6 +231,8 @@ class ProcessGroupCollective final : public Collective {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int rank_;
+  int size_;
   std::unique_ptr<Worker> starter_;  // of exchanges
 };
 

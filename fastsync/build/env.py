@@ -9,8 +9,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Env", "ddp_environment"]
+__all__ = ["DDP_OPTIONS", "Env", "ask_to_replace", "ddp_environment", "ddp_options"]
+
+_REPLACE = "FASTSYNC_REPLACE_DDP"
+# What the variable may set, and what its values are.
+DDP_OPTIONS: Mapping[str, type] = {
+    "wire": str,
+    "bucket_cap_mb": float,
+    "find_unused_parameters": bool,
+    "gradient_as_bucket_view": bool,
+    "static_graph": bool,
+    "broadcast_buffers": bool,
+    "forward_sync_buffers": bool,
+    "init_sync": bool,
+    "skip_all_reduce_unused_params": bool,
+    "timeline": str,
+}
+_BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
 _SWITCH = ("auto", "0", "1")
 
@@ -33,6 +50,9 @@ class Env:
             where all of them have to change their plan together (default: 60).
         local_ranks: ``LOCAL_WORLD_SIZE``, as torchrun sets it: ranks on this machine (default: 0,
             unknown). The hierarchical wire form takes nodes from it.
+        replace_ddp: ``FASTSYNC_REPLACE_DDP``. Puts FastDDP in the place of torch's
+            DistributedDataParallel, with these arguments: ``1``, or such as
+            ``wire=bf16,bucket_cap_mb=10`` (default: no).
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
             compiles to those that wait for it.
     """
@@ -45,6 +65,7 @@ class Env:
     agree_timeout: float = 60.0
     rank: int = 0
     local_ranks: int = 0
+    replace_ddp: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Env:
@@ -64,7 +85,55 @@ class Env:
             agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
             rank=_integer(environ, "RANK", cls.rank),
             local_ranks=_integer(environ, "LOCAL_WORLD_SIZE", cls.local_ranks),
+            replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
         )
+
+
+def ddp_options(text: str) -> dict[str, Any] | None:
+    """The arguments of FastDDP that `text` gives: ``1``, or ``name=value`` separated by commas.
+
+    Returns:
+        None where `text` is empty or ``0``.
+
+    Raises:
+        ValueError: an argument is unknown, is given twice, or has a value of another type.
+    """
+    if text in ("", "0"):
+        return None
+    options: dict[str, Any] = {}
+    for part in text.split(",") if text != "1" else ():
+        name, equals, value = part.strip().partition("=")
+        if name not in DDP_OPTIONS or not equals:
+            known = ", ".join(DDP_OPTIONS)
+            raise ValueError(
+                f"{_REPLACE}={text!r}: {part!r} is no option; write name=value, where name is one "
+                f"of {known}"
+            )
+        if name in options:
+            raise ValueError(f"{_REPLACE}={text!r} gives {name} twice")
+        options[name] = _value(name, value, text)
+    return options
+
+
+def _value(name: str, value: str, text: str) -> Any:
+    kind = DDP_OPTIONS[name]
+    try:
+        return _BOOLS[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        wanted = "true or false" if kind is bool else "a number"
+        raise ValueError(f"{_REPLACE}={text!r}: {name} is {wanted}, not {value!r}") from None
+
+
+def ask_to_replace(options: str, startup: Path) -> None:
+    """Has the Python processes that this one starts replace DistributedDataParallel.
+
+    Args:
+        options: as in the variable.
+        startup: the folder whose `sitecustomize` does so.
+    """
+    os.environ[_REPLACE] = options
+    former = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(startup), *([former] if former else [])])
 
 
 def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

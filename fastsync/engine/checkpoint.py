@@ -55,7 +55,7 @@ def capture(engine: Engine) -> dict[str, Any]:
     return {
         "version": VERSION,
         "wire": engine.wire.describe(),
-        "rank": dist.get_rank(engine.group),
+        "rank": engine.group.rank(),
         "world_size": dist.get_world_size(engine.group),
         "steps": engine.core.steps(),
         "order": [engine.params[i].name for i in engine.next_order()],
@@ -78,7 +78,7 @@ def capture(engine: Engine) -> dict[str, Any]:
 def restore(engine: Engine, states: State | Sequence[State]) -> None:
     """Collective. See `FastDDP.load_sync_state_dict`."""
     group = engine.group
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world = group.rank(), dist.get_world_size(group)
     device = engine.params[0].tensor.device
     task = "the state of error feedback cannot be loaded on every rank;"
     try:

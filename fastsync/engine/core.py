@@ -19,6 +19,7 @@ from fastsync.plan.buckets import CodedPlan, PlannedBucket
 from fastsync.plan.layout import FlatLayout, LowRankLayout, WireLayout
 from fastsync.plan.policy import SyncPolicy
 from fastsync.ranks.links import Nodes
+from fastsync.torch_private import backend_name, resolvable_name
 from fastsync.wire.formats import Format, PowerSGD, TopK, Wire
 from fastsync.wire.plugins import PluginCodec
 
@@ -170,7 +171,7 @@ def make_reducer(
     return _C.Reducer(
         params=params,
         names=names,
-        group_name=group.group_name,
+        group_name=resolvable_name(group),
         static_graph=policy.static_graph,
         fail_on_unused=policy.fail_on_unused,
         skip_unused=policy.skip_unused,
@@ -195,13 +196,13 @@ def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) ->
     """
     try:
         _C.probe_links(
-            group.group_name,
+            resolvable_name(group),
             str(device),
             all_to_all=wire.form != "gather",
             reduce_scatter=wire.form == "hierarchical",
         )
     except Exception as error:  # whatever a backend throws
-        backend = dist.get_backend(group)
+        backend = backend_name(group)
         first_line = str(error).splitlines()[0] if str(error) else repr(error)
         raise ValueError(
             f"the backend {backend!r} cannot send gradients as bytes ({first_line}); leave wire "

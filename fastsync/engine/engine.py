@@ -32,6 +32,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
 from fastsync.ranks.links import Nodes, find_nodes, make_links, new_group_like
 from fastsync.ranks.meeting import meet
+from fastsync.torch_private import caller_level, is_registered, resolvable_name
 from fastsync.wire.formats import Wire
 
 __all__ = ["Engine", "NamedParam", "Progress"]
@@ -222,7 +223,7 @@ class Engine:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another process group from now on."""
         self._group = group
-        self.core.use_group(group.group_name)
+        self.core.use_group(resolvable_name(group))
         self._nodes = self._find_nodes()
         self._links, self._linked, self._own_group = {}, [], None
         self._install(self._order())
@@ -311,8 +312,10 @@ class Engine:
     def _flags_group(self) -> str:
         """Collective. The name of a process group for used flags; empty where none is needed."""
         told = self._policy.static_graph or self._policy.fail_on_unused
-        alone = dist.get_world_size(self._group) == 1
+        alone = self._group.size() == 1
         if told or alone or self._params[0].tensor.device.type != "cpu":
+            return ""
+        if not is_registered(self._group):  # torch makes no groups like it
             return ""
         if self._own_group is None:
             self._own_group = new_group_like(self._group, "used flags")
@@ -321,7 +324,7 @@ class Engine:
     def _plan(self, order: Sequence[int]) -> BucketPlan:
         wire = Wire() if self._is_warming_up() else self._policy.wire
         specs = [self._param_spec(i, wire) for i in order]
-        world = dist.get_world_size(self._group)
+        world = self._group.size()
         # Compiled graphs have been split where the first plan's buckets end.
         follows = self._buckets.adaptive and not self._graphs
         network = self._network if follows else Network()
@@ -338,9 +341,9 @@ class Engine:
         until = self._policy.wire.warmup_steps if self._is_warming_up() else -1
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
-        if self.plan.coded and dist.get_world_size(self._group) > 1:
+        if self.plan.coded and self._group.size() > 1:
             self._make_chains()
-        sender = core.Sender(self.wire, dist.get_rank(self._group), self._nodes)
+        sender = core.Sender(self.wire, self._group.rank(), self._nodes)
         specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
         self.core.set_plan(specs, until)
         self._plan_changed = bool(self.plans)
@@ -384,11 +387,11 @@ class Engine:
         shown = ", ".join(names[:_NAMES_SHOWN])
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         warnings.warn(
-            f"rank {dist.get_rank(self._group)}: {len(names)} parameters got no gradient in the "
+            f"rank {self._group.rank()}: {len(names)} parameters got no gradient in the "
             f"last backward: {shown}{more}. fastsync handles this; gradients that no rank produced "
             "stay untouched. Pass find_unused_parameters=False to make it an error, or True to "
             "silence this warning",
-            stacklevel=4,
+            stacklevel=caller_level(),
         )
 
 

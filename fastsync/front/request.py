@@ -22,7 +22,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.timeline.policy import TimelinePolicy
-from fastsync.torch_private import default_group, has_python_reducer
+from fastsync.torch_private import default_group, has_python_reducer, is_registered
 from fastsync.wire.formats import Wire
 from fastsync.wire.plugins import check_device
 
@@ -55,6 +55,7 @@ class Request:
             caps, settled, recorded = buckets(), policy(), timeline()
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
+            self._check_group(settled.wire, recorded)
             core.load()
             settings = {
                 "torch": torch.__version__,
@@ -78,6 +79,7 @@ class Request:
 
         def check() -> tuple[Wire, dict[str, str]]:
             settled = wire()
+            self._check_group(settled)
             return settled, {**self._wire_settings(settled), "the number of steps": str(steps)}
 
         settled = self._together(check, "the wire cannot be changed on every rank;")
@@ -116,7 +118,7 @@ class Request:
             ValueError: on every rank.
         """
         group = self._group()
-        if wire.plain or wire.form == "native" or dist.get_world_size(group) == 1:
+        if wire.plain or wire.form == "native" or group.size() == 1:
             return
         nodes = find_nodes(wire, group, Env.read().local_ranks)
         if nodes:
@@ -141,6 +143,28 @@ class Request:
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return named_params(self.module, ignored)
 
+    def _check_group(self, wire: Wire, timeline: TimelinePolicy | None = None) -> None:
+        """Of a group that torch.distributed did not make only rank, size and collectives are known.
+
+        Raises:
+            ValueError: more is needed.
+        """
+        group = self._group()
+        if group.size() == 1 or is_registered(group):
+            return
+        if not (wire.plain or wire.form == "native"):
+            raise ValueError(
+                f"wire={wire.describe()!r} needs process groups beside this one, which "
+                "torch.distributed can make only for groups that it made itself: use one of "
+                "init_process_group() or new_group(), or a wire of form='native'"
+            )
+        if timeline is not None:
+            raise ValueError(
+                "timeline= brings the ranks together through the store of their process group, but "
+                "torch.distributed did not make this one and knows no store of it; leave timeline "
+                "out, or use a group of init_process_group() or new_group()"
+            )
+
     def _check_dtypes(self, policy: SyncPolicy) -> None:
         if policy.mixed.reduce is None:
             return
@@ -161,8 +185,9 @@ class Request:
         params = [p.tensor for p in self._params()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in params):
             raise RuntimeError(
-                "FastDDP cannot wrap a module with uninitialized parameters. Run a dummy forward "
-                "pass to correctly initialize the modules"
+                "Modules with uninitialized parameters can't be used with "
+                "`DistributedDataParallel`, nor with FastDDP. Run a dummy forward pass to "
+                "correctly initialize the modules"
             )
         if not any(p.requires_grad for p in params):
             raise RuntimeError(
@@ -180,8 +205,10 @@ class Request:
             raise ValueError("device_ids can only be None or contain a single element.")
         if kinds == ["cpu"] and (self.device_ids or self.output_device is not None):
             raise ValueError(
-                f"device_ids is {self.device_ids} and output_device {self.output_device}, but the "
-                "module is on the CPU; leave both out, or move the module before wrapping it"
+                "device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules, but device_ids is "
+                f"{self.device_ids} and output_device {self.output_device}, and the module is on "
+                "the CPU; leave both out, or move the module before wrapping it"
             )
 
     def _check_wire(self, wire: Wire) -> None:

@@ -38,7 +38,7 @@ class FrontReducer:
         self.engine = engine
         self.recorder = recorder
         self._logger = logger
-        self._initial_world = dist.get_world_size(engine.group)
+        self._initial_world = engine.group.size()
         self._in_lockstep = in_lockstep
         self._syncs = False
 

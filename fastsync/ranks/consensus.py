@@ -61,10 +61,10 @@ def agree(
     Raises:
         RankMismatchError: on every rank, where statements differ or another rank has an error.
     """
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return
     mine = torch.tensor(list(statement.digest()), dtype=torch.uint8, device=device)
-    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    digests = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(digests, mine, group=group)
     all_equal = bool((torch.stack(digests).cpu() == mine.cpu()).all())
     if all_equal and not statement.error:

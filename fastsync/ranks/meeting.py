@@ -26,7 +26,7 @@ def meet(group: dist.ProcessGroup, place: str, reason: str, timeout: float) -> N
     Raises:
         RuntimeError: not all ranks came in time; names those that did not.
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = group.size(), group.rank()
     store = group_store(group)
     if world == 1 or store is None:
         return

@@ -26,7 +26,7 @@ from fastsync.plan.buckets import BucketPlan
 from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
 from fastsync.timeline.policy import TimelinePolicy
-from fastsync.torch_private import group_store
+from fastsync.torch_private import backend_name, group_store, resolvable_name
 
 if TYPE_CHECKING:
     from fastsync.engine.core import Reducer
@@ -67,11 +67,11 @@ class Recorder:
     ) -> None:
         self._policy = policy
         self._model = model
-        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
-        self._backend = dist.get_backend(group)
+        self._rank, self._world = group.rank(), group.size()
+        self._backend = backend_name(group)
         self._store = group_store(group)
         names = zlib.crc32("\n".join(model.parameters).encode())
-        self._place = f"timeline/{group.group_name}/{names}"
+        self._place = f"timeline/{resolvable_name(group)}/{names}"
         self._timeline = make_timeline(policy.capacity, model.device)
         self._writes = 0
         self._state = "waiting"  # then "recording", then "finished"

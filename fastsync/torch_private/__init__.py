@@ -4,21 +4,27 @@ The supported versions of torch differ here or not at all. CI runs this package 
 and the newest of them.
 """
 
+from fastsync.torch_private.callers import caller, caller_level
 from fastsync.torch_private.graphs import has_python_reducer, split_graphs_at_buckets
+from fastsync.torch_private.groups import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    backend_name,
+    default_group,
+    gloo_threads,
+    group_store,
+    group_timeout,
+    is_registered,
+    resolvable_name,
+)
 from fastsync.torch_private.parallel import (
     BuiltinCommHookType,
     Front,
     GradBucket,
-    PrefixStore,
-    Store,
-    TCPStore,
     builtin_comm_hook,
-    default_group,
     find_tensors,
     front_accepts,
-    gloo_threads,
-    group_store,
-    group_timeout,
     untraced,
 )
 
@@ -29,7 +35,10 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "backend_name",
     "builtin_comm_hook",
+    "caller",
+    "caller_level",
     "default_group",
     "find_tensors",
     "front_accepts",
@@ -37,6 +46,8 @@ __all__ = [
     "group_store",
     "group_timeout",
     "has_python_reducer",
+    "is_registered",
+    "resolvable_name",
     "split_graphs_at_buckets",
     "untraced",
 ]

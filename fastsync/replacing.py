@@ -1,0 +1,98 @@
+"""FastDDP with given options, in the place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsync.build.env import Env
+from fastsync.ddp import FastDDP
+from fastsync.torch_private import caller
+
+__all__ = ["configured", "is_replaced", "replace_ddp", "replace_where_asked"]
+
+
+def _blank() -> FastDDP:
+    return FastDDP.__new__(FastDDP)
+
+
+def configured(
+    options: Mapping[str, Any], wrapped: Callable[[FastDDP], None] | None = None
+) -> type[FastDDP]:
+    """FastDDP with `options`, which win over those that it is called with.
+
+    Models of the class are copied and pickled as models of FastDDP.
+
+    Args:
+        wrapped: called with each model that is made.
+    """
+
+    class Configured(FastDDP):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, **options})
+            if wrapped is not None:
+                wrapped(self)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            made, arguments, *rest = cast(Any, super().__reduce_ex__(protocol))
+            return (_blank, (), *rest) if type(self) is Configured else (made, arguments, *rest)
+
+    return Configured
+
+
+def is_replaced() -> bool:
+    """Whether `replace_ddp` has been called in this process."""
+    return "__new__" in vars(DistributedDataParallel)
+
+
+def replace_ddp(**options: Any) -> None:
+    """From now on, whoever builds a DistributedDataParallel in this process gets a FastDDP.
+
+    So does code that has imported the class by its name. Classes of the user's own that derive from
+    it follow where they are defined later. Rank 0 prints a line for each place that wraps a module.
+
+    Args:
+        options: arguments of FastDDP; they win over those that the code passes.
+
+    Raises:
+        RuntimeError: it has been replaced already.
+    """
+    if is_replaced():
+        raise RuntimeError(
+            "DistributedDataParallel has been replaced by FastDDP already in this process; ask for "
+            "it once, with all options, by FASTSYNC_REPLACE_DDP or by python -m fastsync.run"
+        )
+    told: set[str] = set()
+
+    def tell(model: FastDDP) -> None:
+        where = caller()
+        if model.process_group.rank() == 0 and where not in told:
+            told.add(where)
+            print(_describe(model.module, where, options), file=sys.stderr, flush=True)
+
+    replacement = configured(options, tell)
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(replacement if cls is DistributedDataParallel else cls)
+
+    DistributedDataParallel.__new__ = new  # type: ignore[method-assign]
+    nn.parallel.DistributedDataParallel = replacement  # type: ignore[misc]
+
+
+def _describe(module: nn.Module, where: str, options: dict[str, Any]) -> str:
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return (
+        f"fastsync: {type(module).__name__}, wrapped at {where}, is in FastDDP({shown}) in the "
+        "place of DistributedDataParallel"
+    )
+
+
+def replace_where_asked() -> None:
+    """Does what the environment variable FASTSYNC_REPLACE_DDP asks for."""
+    options = Env.read().replace_ddp
+    if options is not None and not is_replaced():
+        replace_ddp(**options)

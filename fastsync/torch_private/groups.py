@@ -1,0 +1,107 @@
+"""torch's process groups and their stores, registered with torch.distributed or not.
+
+Elastic libraries and users make groups that `torch.distributed` knows nothing of: bare or wrapped
+ones, and subclasses of `ProcessGroup` written in Python. They have a rank, a size and collectives;
+a name, a store and the ranks of the default group only those have that `init_process_group` or
+`new_group` made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "backend_name",
+    "default_group",
+    "gloo_threads",
+    "group_store",
+    "group_timeout",
+    "is_registered",
+    "resolvable_name",
+]
+
+_registry: Any = _distributed_c10d  # torch's stubs name groups by a type of their own
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ValueError: there is none, as torch's own functions raise; carries the remedy.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group. FastDDP needs a process group: call "
+            "torch.distributed.init_process_group() first, and start the script with torchrun (or "
+            "set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)"
+        )
+    return distributed_c10d._get_default_group()
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed made `group`, so that it knows its store and its ranks."""
+    return group in distributed_c10d._world.pg_map
+
+
+def group_store(group: dist.ProcessGroup) -> Store | None:
+    """The rendezvous store that `group` was made with; None where torch.distributed knows none."""
+    entry = distributed_c10d._world.pg_map.get(group)
+    return None if entry is None else entry[1]
+
+
+def resolvable_name(group: dist.ProcessGroup) -> str:
+    """The name by which C++ finds `group`, which gets one where it has none.
+
+    C++ does not keep the part of a group that is written in Python alive: whoever has it use the
+    name keeps the group.
+    """
+    with contextlib.suppress(RuntimeError):
+        name: str = group.group_name
+        if _registry._resolve_process_group(name) is group:
+            return name
+    name = f"fastsync/{id(group):x}"
+    with contextlib.suppress(RuntimeError):
+        if _registry._resolve_process_group(name) is group:
+            return name
+    _registry._register_process_group(name, group)
+    end = weakref.finalize(group, _registry._unregister_process_group, name)
+    end.atexit = False
+    return name
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    """What torch.distributed.get_backend says, or the group itself where that does not know it."""
+    if is_registered(group):
+        return str(dist.get_backend(group))
+    return str(cast(Any, group).name())
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long collectives of `group` may take; None where its backend does not tell."""
+    try:
+        backend = cast(Any, group)._get_backend(torch.device("cpu"))
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int:
+    """Threads of a Gloo group; -1 where it is another, or wrapped for debugging."""
+    try:
+        return int(cast(Any, group)._get_backend(torch.device("cpu")).options._threads)
+    except (AttributeError, RuntimeError):
+        return -1
