@@ -197,17 +197,20 @@ def may_change_wire(wrapped):
     return wire and settled and may_change(wrapped)
 
 
+def may_stop(wrapped):
+    """Without a backward: the next one through another wrapper would then be taken for it."""
+    return free_use(wrapped) and outputs_are_seen(wrapped) and not wrapped.siblings
+
+
 def may_change(wrapped):
     return not wrapped.failed or open_faults.CHANGES_AFTER_FAILURE
 
 
 BEFORE = {
-    "skipped forward": Stage(skip_forward, lambda w: free_use(w) and outputs_are_seen(w)),
+    "skipped forward": Stage(skip_forward, may_stop),
     "exception in forward": Stage(fail_in_forward),
-    "exception early in backward": Stage(fail_early, lambda w: free_use(w) and outputs_are_seen(w)),
-    "exception late in backward": Stage(
-        fail_late, lambda w: free_use(w) and not w.frozen_alone and outputs_are_seen(w)
-    ),
+    "exception early in backward": Stage(fail_early, may_stop),
+    "exception late in backward": Stage(fail_late, lambda w: may_stop(w) and not w.frozen_alone),
     "work on the module": Stage(
         work_on_the_module,
         lambda w: not w.pending and w.drawn.theme != "skip",
@@ -216,7 +219,7 @@ BEFORE = {
     "evaluation": Stage(evaluate),
     "resume": Stage(resume, may_change, weight=2),
     "restart": Stage(restart, lambda w: not w.siblings),
-    "wrapped again": Stage(rewrap, lambda w: not w.siblings and may_change(w)),
+    "wrapped again": Stage(rewrap, lambda w: not (w.siblings or w.pending) and may_change(w)),
     "load weights": Stage(load_weights),
     "wire": Stage(change_wire, may_change_wire, weight=2),
     "thaw": Stage(thaw, free_use, weight=2),
