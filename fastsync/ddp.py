@@ -69,8 +69,8 @@ class FastDDP(Front):
             `TimelinePolicy` says more. The same on every rank.
 
     Raises:
-        RuntimeError: there is no process group, or no parameter to train.
-        ValueError: an argument makes no sense.
+        RuntimeError: there is no parameter to train.
+        ValueError: there is no process group, or an argument makes no sense.
         RankMismatchError: the ranks were given different models or settings.
         BuildError: the extension has to be compiled and cannot be.
     """

@@ -202,7 +202,7 @@ def wrap_without_group(rank, world):
     dist.destroy_process_group()
     try:
         FastDDP(linear())
-    except RuntimeError as error:
+    except ValueError as error:
         return str(error)
     finally:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -123,11 +123,14 @@ def test_what_needs_more_than_a_group_says_so(name, options, words):
         assert words in text and "new_group()" in text
 
 
+NATIVE = Wire("bf16", form="native")
+
+
 def narrow(rank, world):
-    """A 16-bit wire needs no group of its own; and groups come and go."""
+    """A wire that the backend sums needs no group of its own; and groups come and go."""
     grads = []
     for _ in range(2):
-        model = FastDDP(nn.Linear(2, 1), process_group=Forwarding(dist.group.WORLD), wire="bf16")
+        model = FastDDP(nn.Linear(2, 1), process_group=Forwarding(dist.group.WORLD), wire=NATIVE)
         model(torch.full((1, 2), float(rank))).sum().backward()
         grads.append(model.module.weight.grad.tolist())
         del model
