@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
-from fastsync import FastDDP, RankMismatchError
+from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.testing import run_ranks
 from tests.models import batch, build, differences, loss_of, state, wrap
 
