@@ -379,7 +379,11 @@ void bind_engine(py::module_& m) {
       .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
            py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
            py::arg("skip_unused"), py::arg("precision") = nullptr)
-      .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1)
+      .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1,
+           py::arg("keep") = false)
+      .def("restore_plan", &Reducer::restore_plan, release, py::arg("number"))
+      .def("keeps_plan", &Reducer::keeps_plan, release, py::arg("number"))
+      .def("forget_plans", &Reducer::forget_plans, release)
       .def("on_plan_due", &Reducer::on_plan_due, release, py::arg("fn"))
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_local_forward", &Reducer::prepare_local_forward, release)

@@ -158,6 +158,9 @@ class FastDDP(Front):
         """Where DistributedDataParallel builds its engine, FastDDP builds another."""
         named = named_params(self.module, self.parameters_to_ignore)
         engine = Engine(named, self.process_group, self._buckets, self._policy)
+        engine.unused.current = partial(
+            named_params, self.module, frozenset(self.parameters_to_ignore)
+        )
         facts = self._facts(static_graph)
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.

@@ -96,7 +96,7 @@ def test_the_stub_and_the_extension_agree():
 def test_the_comparison_sees_arguments():
     real = compiled()
     assert real["fill_random"] == [("values", False), ("seed", False)]
-    assert real["Reducer.set_plan"] == [("specs", False), ("until", True)]
+    assert real["Reducer.set_plan"] == [("specs", False), ("until", True), ("keep", True)]
     assert real["CodedSpec.pieces"] is None
 
 

@@ -34,7 +34,7 @@ PACKAGE_LAYERS = [
 # know of each other.
 MODULE_LAYERS = {
     "build": [["env", "recipe", "trust"], ["extension"]],
-    "engine": [["core", "agreement"], ["state"], ["engine"], ["checkpoint"]],
+    "engine": [["core", "agreement", "unused"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
@@ -73,7 +73,7 @@ CPP_LAYERS = [
     ["engine/bucket", "engine/flags"],
     ["engine/usage"],
     ["engine/reducer"],
-    ["engine/reducer_state"],
+    ["engine/reducer_state", "engine/reducer_plan"],
     ["bindings.cpp"],
     ["units"],
 ]

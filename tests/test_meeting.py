@@ -4,15 +4,16 @@ import time
 
 import torch.distributed as dist
 
-from fastsync.ranks.meeting import meet
+from fastsync.ranks.meeting import MeetingPlace
 from fastsync.testing import run_ranks
+from fastsync.torch_private import group_store
 
 
 def arrive(rank, world, absent):
     time.sleep(0.1 * rank)
     try:
         if rank not in absent:
-            meet(dist.group.WORLD, "here", "nothing in particular", 1.0)
+            MeetingPlace(dist.group.WORLD, "here", 1.0).meet("nothing in particular")
     except RuntimeError as error:
         return str(error)
     return ""
@@ -32,20 +33,46 @@ def test_some_do_not():
 
 
 def meet_in_groups(rank, world):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for place in ("one", "two"):
-        meet(groups[rank // 2], place, "my pair", 20)
-        meet(dist.group.WORLD, place, "everyone", 20)
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    places = [MeetingPlace(group, "here", 20) for group in (pair, dist.group.WORLD, pair)]
+    for _ in range(3):
+        for place in places:
+            place.meet("everyone")
     return True
 
 
-def test_subgroups_meet_by_themselves():
+def test_groups_and_places_of_one_name_meet_by_themselves():
     assert run_ranks(meet_in_groups, 4) == [True] * 4
 
 
+def say(rank, world):
+    place = MeetingPlace(dist.group.WORLD, "here", 20)
+    words = ["yes", "no" if rank == 1 else "yes", f"I am {rank}", "yes"]
+    return [[place.meet("a word", word) for word in words] for _ in range(100)]
+
+
+def test_ranks_learn_whether_they_agree():
+    assert run_ranks(say, 3) == [[[True, False, False, True]] * 100] * 3
+
+
+def keys_left(rank, world):
+    place = MeetingPlace(dist.group.WORLD, "here", 20)
+    counts = []
+    for meeting in range(20):
+        place.meet("a word", str(meeting))
+        dist.barrier()
+        counts.append(group_store(dist.group.WORLD).num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_many_meetings_leave_few_keys():
+    for counts in run_ranks(keys_left, 2):
+        assert counts[-1] <= counts[2] + 2
+
+
 def meet_alone(rank, world):
-    meet(dist.group.WORLD, "here", "company", 0.01)
-    return True
+    return MeetingPlace(dist.group.WORLD, "here", 0.01).meet("company")
 
 
 def test_one_rank_needs_no_company():

@@ -25,6 +25,12 @@ void PlanWatch::plan_installed() {
   votes_ = {};
 }
 
+void PlanWatch::plan_restored() {
+  out_of_order_steps_ = 0;
+  vote_ = false;
+  votes_ = {};
+}
+
 void PlanWatch::group_changed() {
   learned_ = false;
   votes_ = {};

@@ -20,6 +20,8 @@ namespace fastsync::engine {
 class PlanWatch {
  public:
   void plan_installed();
+  // A plan that was made before.
+  void plan_restored();
   // Ranks of another process group know nothing of this one's steps.
   void group_changed();
 

@@ -60,35 +60,6 @@ void Reducer::detach_hooks() {
   hooks().detach();
 }
 
-void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until) {
-  const Lock lock(mutex_);
-  leave_backward("change the plan");
-  const States states = state_views();
-  std::vector<Bucket> buckets;
-  std::vector<Place> places(params_.size());
-  for (size_t b = 0; b < specs.size(); ++b) {
-    for (size_t s = 0; s < specs[b].slots.size(); ++s) {
-      Place& place = places.at(static_cast<size_t>(specs[b].slots[s].param));
-      FS_CHECK_VALUE(place.bucket < 0, "the plan holds a parameter twice");
-      place = Place{static_cast<int64_t>(b), s};
-    }
-    buckets.emplace_back(specs[b], params_, routes_, b, specs.size());
-  }
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (planned_[i] != (places[i].bucket >= 0)) log_.forget_used();
-    FS_CHECK_VALUE(places[i].bucket >= 0 || !params_[i]->tensor.requires_grad(),
-                   "the plan lacks parameter '", params_[i]->name, "'");
-    planned_[i] = places[i].bucket >= 0;
-  }
-  buckets_ = std::move(buckets);
-  places_ = std::move(places);
-  plan_until_ = until;
-  load_states(states);
-  hooks().update();
-  watch_.plan_installed();
-  log_.plan_installed(++stats_.plans);
-}
-
 // The text of an error is part of the logging data.
 template <typename Fn>
 auto Reducer::noting_errors(const Fn& fn) {
@@ -98,11 +69,6 @@ auto Reducer::noting_errors(const Fn& fn) {
     log_.note_error(error.what());
     throw;
   }
-}
-
-void Reducer::on_plan_due(std::function<void()> fn) {
-  const Lock lock(mutex_);
-  plan_due_ = std::move(fn);
 }
 
 ForwardAdvice Reducer::prepare_forward(bool captured) {
@@ -124,7 +90,7 @@ void Reducer::leave_backward(const char* task) {
   if (!backward_running_) return;
   FS_CHECK(running_backward() < 0, "cannot ", task, " during a backward");
   const size_t launched = communicates() ? next_ : 0;
-  const std::string total = std::to_string(buckets_.size());
+  const std::string total = std::to_string(plan_.buckets.size());
   abandon();
   FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
            " of ", total,
@@ -185,7 +151,7 @@ void Reducer::on_outputs_reached(ForwardPass& pass) {
   const Lock lock(mutex_);
   if (precision_) precision_->begin_backward();
   if (hooks().accumulating() && forwards_.reached(pass, running_backward())) {
-    if (!backward_running_ && !buckets_.empty()) begin_backward();
+    if (!backward_running_ && !plan_.buckets.empty()) begin_backward();
   }
   if (precision_) precision_->restore_at_end();  // after the end of the step
 }
@@ -231,11 +197,11 @@ void Reducer::on_grad_ready(size_t param, bool defined) {
 }
 
 void Reducer::place_gradient(size_t param) {
-  const Place& place = places_[param];
+  const Place& place = plan_.places[param];
   FS_CHECK(place.bucket >= 0, "parameter '", params_[param]->name,
            "' received a gradient but did not require one at the last forward; unfreeze "
            "parameters before the forward, on every rank");
-  Bucket& bucket = buckets_[static_cast<size_t>(place.bucket)];
+  Bucket& bucket = plan_.buckets[static_cast<size_t>(place.bucket)];
   const int fires = bucket.fires(place.slot);
   if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
   if (fires >= params_[param]->expected_fires) check_repeated(param, place);
@@ -252,7 +218,7 @@ void Reducer::place_gradient(size_t param) {
 // One more gradient for a parameter than expected is harmless only while its bucket is still here.
 void Reducer::check_repeated(size_t param, const Place& place) const {
   const auto b = static_cast<size_t>(place.bucket);
-  const bool sent = communicates() && (next_ > b || buckets_[b].is_settled(place.slot));
+  const bool sent = communicates() && (next_ > b || plan_.buckets[b].is_settled(place.slot));
   FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
            "' (index ", param, ") on rank ", routes_.group->rank(),
            " received another gradient after its bucket had been sent. It is used in several "
@@ -263,18 +229,18 @@ void Reducer::check_repeated(size_t param, const Place& place) const {
 
 void Reducer::advance() {
   if (counting_fires_) return;
-  while (next_ < buckets_.size() && buckets_[next_].complete()) {
-    Bucket& bucket = buckets_[next_];
+  while (next_ < plan_.buckets.size() && plan_.buckets[next_].complete()) {
+    Bucket& bucket = plan_.buckets[next_];
     const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
     if (communicates() && !idles) with_context(next_, "sending", [&] { launch(bucket); });
     ++next_;
   }
-  const bool all_sent = next_ == buckets_.size() && !buckets_.empty();
-  if (all_sent && flags_ && flags_->overlaps(buckets_.front().device())) start_flags();
+  const bool all_sent = next_ == plan_.buckets.size() && !plan_.buckets.empty();
+  if (all_sent && flags_ && flags_->overlaps(plan_.buckets.front().device())) start_flags();
 }
 
 void Reducer::start_flags() {
-  if (!flags_->started()) flags_->start(params_, buckets_.front().device());
+  if (!flags_->started()) flags_->start(params_, plan_.buckets.front().device());
 }
 
 Packing Reducer::packing() const {
@@ -302,13 +268,13 @@ void Reducer::launch(Bucket& bucket) {
 
 template <typename Fn>
 void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
-  if (buckets_[bucket].transport().is_users()) return fn();
+  if (plan_.buckets[bucket].transport().is_users()) return fn();
   try {
     fn();
   } catch (const std::exception& error) {
     throw std::runtime_error(concat("fastsync: rank ", routes_.group->rank(), ", ", what,
-                                    " bucket ", bucket, " of ", buckets_.size(), " (",
-                                    buckets_[bucket].describe(), "): ", error.what()));
+                                    " bucket ", bucket, " of ", plan_.buckets.size(), " (",
+                                    plan_.buckets[bucket].describe(), "): ", error.what()));
   }
 }
 
@@ -330,19 +296,6 @@ void Reducer::finish_backward(int64_t generation) {
   noting_errors([&] { FS_CHECK(change.empty(), change); });
 }
 
-// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
-void Reducer::make_due_plan() {
-  std::function<void()> make_plan;
-  {
-    const Lock lock(mutex_);
-    const bool asked = !captured_ && watch_.replan_due();
-    if (asked || (plan_until_ >= 0 && steps() >= plan_until_)) make_plan = plan_due_;
-  }
-  if (!make_plan) return;
-  if (precision_) precision_->end_forward();  // plans look at what parameters are stored in
-  make_plan();
-}
-
 void Reducer::complete_step() {
   counting_fires_ = false;
   close_buckets();
@@ -351,9 +304,9 @@ void Reducer::complete_step() {
 }
 
 void Reducer::close_buckets() {
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (!buckets_[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
-    buckets_[i].close();
+  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+    if (!plan_.buckets[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
+    plan_.buckets[i].close();
   }
   usage_.end_backward(planned_);
   advance();
@@ -361,30 +314,31 @@ void Reducer::close_buckets() {
 
 void Reducer::finish_buckets() {
   if (!communicates()) {
-    for (Bucket& bucket : buckets_) bucket.abandon();
+    for (Bucket& bucket : plan_.buckets) bucket.abandon();
     return;
   }
   std::vector<bool> used;
   const auto start = std::chrono::steady_clock::now();
   if (flags_) {
-    for (Bucket& bucket : buckets_) {
+    for (Bucket& bucket : plan_.buckets) {
       if (bucket.state() == BucketState::kInFlight) bucket.receive();
     }
     start_flags();  // where they had to wait for all hooks
     used = flags_->wait();
   }
   const Bucket* last = nullptr;
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (buckets_[i].state() == BucketState::kReady) {
-      buckets_[i].abandon();  // idle
+  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+    if (plan_.buckets[i].state() == BucketState::kReady) {
+      plan_.buckets[i].abandon();  // idle
       continue;
     }
     with_context(i, "receiving", [&] {
-      FS_CHECK(!captured_ || !buckets_[i].missed(), "a parameter got no gradient while captured");
-      if (buckets_[i].state() == BucketState::kInFlight) buckets_[i].receive();
-      buckets_[i].finish(used);
+      FS_CHECK(!captured_ || !plan_.buckets[i].missed(),
+               "a parameter got no gradient while captured");
+      if (plan_.buckets[i].state() == BucketState::kInFlight) plan_.buckets[i].receive();
+      plan_.buckets[i].finish(used);
     });
-    last = &buckets_[i];
+    last = &plan_.buckets[i];
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -403,7 +357,7 @@ void Reducer::end_step() {
   for (const auto& param : params_) used.push_back(param->used);
   log_.end_step(std::move(used));
   std::vector<int64_t> missing;
-  for (const Bucket& bucket : buckets_) {
+  for (const Bucket& bucket : plan_.buckets) {
     for (const Slot& slot : bucket.slots()) {
       if (!slot.param->used) missing.push_back(static_cast<int64_t>(slot.index));
     }
@@ -412,10 +366,11 @@ void Reducer::end_step() {
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
   log_.count_steps(++stats_.steps);
+  forget_unused_plans();
 }
 
 void Reducer::abandon() {
-  for (Bucket& bucket : buckets_) bucket.abandon();
+  for (Bucket& bucket : plan_.buckets) bucket.abandon();
   if (flags_) flags_->abandon();
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
@@ -424,12 +379,12 @@ void Reducer::abandon() {
 
 void Reducer::shadow_step() {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
-  if (buckets_.empty()) return;  // nothing is trained, so the others make no step either
+  if (plan_.buckets.empty()) return;  // nothing is trained, so the others make no step either
   std::vector<Shadow> shadows;
   const std::vector<bool>& used = log_.used();
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (idle(buckets_[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
-    shadows.push_back(buckets_[i].transport().shadow(packing().step));
+  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+    if (idle(plan_.buckets[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
+    shadows.push_back(plan_.buckets[i].transport().shadow(packing().step));
   }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();
   if (flags_) {
@@ -439,6 +394,7 @@ void Reducer::shadow_step() {
   watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());
   watch_.end_shadow_step();
   log_.count_steps(++stats_.steps);
+  forget_unused_plans();
   lock.unlock();
   make_due_plan();
 }

@@ -19,6 +19,11 @@
 // A parameter that is trained but not planned cannot wait for the end of the step: its gradient must be averaged in this
 // very one. Unfreezing is taken to happen on all ranks before the same synchronising forward; Python checks that all come.
 //
+// [Note: recent plans]
+// Two optimizers in one wrapper freeze and thaw two sets of parameters in turn (GANs). Each set has a plan, and the ranks go
+// from one to the other with their buffers, once they have told each other through the rendezvous store that they all mean
+// the same one.
+//
 // [Note: captured steps]
 // A step that is captured into a CUDA graph runs this code once and its kernels many times. So nothing in it may wait for the
 // device, and nothing may change with the steps: no vote is read or counted, the plan stays, no timeline is written.
@@ -28,6 +33,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -82,7 +88,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once. Another plan is due once the
   // training has made `until` steps; -1: never for that reason.
-  void set_plan(const std::vector<BucketSpec>& specs, int64_t until = -1);
+  // `keep`: the plan that is replaced will be wanted again. See [Note: recent plans].
+  void set_plan(const std::vector<BucketSpec>& specs, int64_t until = -1, bool keep = false);
+  // Goes back to plan `number`, as sync_stats counts them; false where it is not kept any more.
+  bool restore_plan(int64_t number);
+  bool keeps_plan(int64_t number) const;
+  // Kept plans do not fit any more: they travel over other routes or in another format.
+  void forget_plans();
 
   // Called at the end of a step where a new plan is due. See [Note: where plans change].
   void on_plan_due(std::function<void()> fn);
@@ -143,6 +155,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t bucket = -1;
     size_t slot = 0;
   };
+  struct Plan {
+    std::vector<Bucket> buckets;
+    std::vector<Place> places;  // by parameter
+    int64_t until = -1;         // another plan is due after so many steps of the training
+    int64_t number = 0;
+    int64_t replaced = 0;  // the step at which it was kept
+  };
 
   GradientHooks& hooks();
   void on_outputs_reached(ForwardPass& pass);
@@ -153,6 +172,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_ended();
   void attach_thawed();
   void make_due_plan();
+  void install(Plan plan, bool keep);
+  void forget_unused_plans();
   void check_capture() const;
   void check_repeated(size_t param, const Place& place) const;
   void begin_backward();
@@ -188,10 +209,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<void()> plan_due_;
   double divisor_ = 1.0;
 
-  std::vector<Bucket> buckets_;
-  std::vector<Place> places_;
-  States parked_;              // see [Note: parked states]
-  std::vector<bool> planned_;  // parameters in the current plan
+  Plan plan_;
+  std::map<int64_t, Plan> kept_plans_;  // by number
+  States parked_;                       // see [Note: parked states]
+  std::vector<bool> planned_;           // parameters in the current plan
 
   Forwards forwards_;
   bool backward_running_ = false;
@@ -208,7 +229,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
       flags_;  // null where flags travel with the gradients, or not at all
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;
-  int64_t plan_until_ = -1;
 };
 
 }  // namespace fastsync::engine

@@ -45,14 +45,14 @@ std::vector<int64_t> Reducer::used_counts() const {
   if (!counts.empty()) return counts;
   counts.assign(log_.used().begin(), log_.used().end());
   if (!communicates() || !votes() || counts.empty()) return counts;
-  for (const Bucket& bucket : buckets_) bucket.count_uses(counts);
+  for (const Bucket& bucket : plan_.buckets) bucket.count_uses(counts);
   return counts;
 }
 
 ReducerStats Reducer::stats() const {
   const Lock lock(mutex_);
   ReducerStats stats = stats_;
-  for (const Bucket& bucket : buckets_) {
+  for (const Bucket& bucket : plan_.buckets) {
     stats.residual_bytes += bucket.transport().residual_bytes();
   }
   const auto parked = parked_.find(kResidual);
@@ -66,7 +66,7 @@ ReducerStats Reducer::stats() const {
 States Reducer::state_views() const {
   States views = parked_;
   for (const char* name : {kResidual, kFactor}) views[name].resize(params_.size());
-  for (const Bucket& bucket : buckets_) bucket.transport().read(views);
+  for (const Bucket& bucket : plan_.buckets) bucket.transport().read(views);
   return views;
 }
 
@@ -93,14 +93,14 @@ void Reducer::load_states(const States& states) {
       if (!is_held(name, i)) parked[name][i] = own(tensors[i]);
     }
   }
-  for (Bucket& bucket : buckets_) bucket.transport().load(states);
+  for (Bucket& bucket : plan_.buckets) bucket.transport().load(states);
   parked_ = std::move(parked);
 }
 
 bool Reducer::is_held(const std::string& state, size_t param) const {
-  const Place& place = places_[param];
+  const Place& place = plan_.places[param];
   return place.bucket >= 0 &&
-         buckets_[static_cast<size_t>(place.bucket)].transport().holds(state, place.slot);
+         plan_.buckets[static_cast<size_t>(place.bucket)].transport().holds(state, place.slot);
 }
 
 void Reducer::drop_parked(const std::string& name, const std::vector<int64_t>& params) {

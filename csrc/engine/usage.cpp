@@ -45,10 +45,21 @@ void UsageCheck::end_backward(const std::vector<bool>& planned) {
         "INFO or DETAIL.\nParameters which did not receive grad for rank ",
         rank_, ": ", join(names), "\nParameter indices which did not receive grad for rank ", rank_,
         ":", unused_indices(planned));
-  } else if (!warned_) {
-    warned_ = true;
+  } else if (tell(planned)) {
     warning_ = std::move(names);
   }
+}
+
+// Whether a parameter is unused for the first time.
+bool UsageCheck::tell(const std::vector<bool>& planned) {
+  told_.resize(params_.size());
+  bool first = false;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!is_unused(i, planned)) continue;
+    first = first || !told_[i];
+    told_[i] = true;
+  }
+  return first;
 }
 
 std::string UsageCheck::unused_indices(const std::vector<bool>& planned) const {

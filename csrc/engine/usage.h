@@ -29,18 +29,19 @@ class UsageCheck {
   std::string find_change(const std::vector<bool>& planned, const std::vector<bool>& before);
   // At a forward: throws what the last backward left to say.
   void check_forward();
-  // Unused parameters to warn about; tells once.
+  // Parameters that the last step left without gradient, where some of them never were before.
   std::vector<std::string> take_warning();
 
  private:
   bool is_unused(size_t param, const std::vector<bool>& planned) const;
+  bool tell(const std::vector<bool>& planned);
   std::string unused_indices(const std::vector<bool>& planned) const;
 
   const Parameters& params_;
   int rank_;
   bool static_graph_;
   bool fail_on_unused_;
-  bool warned_ = false;
+  std::vector<bool> told_;  // by parameter: it was unused before
   std::vector<std::string> warning_;
   std::string next_error_;  // for one forward
   std::string refusal_;     // for all that follow

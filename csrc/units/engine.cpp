@@ -6,6 +6,7 @@
 #include "../engine/plan_watch.cpp"
 #include "../engine/precision.cpp"
 #include "../engine/reducer.cpp"
+#include "../engine/reducer_plan.cpp"
 #include "../engine/reducer_state.cpp"
 #include "../engine/step_log.cpp"
 #include "../engine/timeline.cpp"

@@ -65,6 +65,7 @@ CPP_SOURCES = (
     "engine/usage.cpp",
     "engine/reducer.cpp",
     "engine/reducer_state.cpp",
+    "engine/reducer_plan.cpp",
     "bindings.cpp",
 )
 CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")

@@ -6,7 +6,6 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
 from fastsync.engine.state import Carried
+from fastsync.engine.unused import NamedParam, UnusedParams
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
@@ -31,22 +31,11 @@ from fastsync.plan.buckets import (
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
 from fastsync.ranks.links import Nodes, find_nodes, make_links, new_group_like
-from fastsync.ranks.meeting import meet
-from fastsync.torch_private import caller_level, is_registered, resolvable_name
+from fastsync.ranks.meeting import MeetingPlace
+from fastsync.torch_private import is_registered, resolvable_name
 from fastsync.wire.formats import Wire
 
 __all__ = ["Engine", "NamedParam", "Progress"]
-
-_NAMES_SHOWN = 10
-
-
-@dataclass(frozen=True)
-class NamedParam:
-    """A parameter, its fully qualified name, and whether its gradient may be sparse."""
-
-    name: str
-    tensor: torch.Tensor
-    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +67,7 @@ class Engine:
     Attributes:
         plan: the current plan; `plans`: every one so far.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
+        unused: what is said of parameters without gradient.
         regrouped: a plan of this training replaced another one with different buckets.
     """
 
@@ -98,7 +88,8 @@ class Engine:
         self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
         self._linked: list[str] = []  # those that the reducer has
         self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
-        self._identity = zlib.crc32("\n".join(p.name for p in params).encode())
+        self._meeting = self._meeting_place()
+        self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
         self._check_devices()
         tensors = [p.tensor for p in params]
         compute = policy.mixed.param
@@ -110,6 +101,7 @@ class Engine:
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
+        self.unused = UnusedParams(self._params, group, policy.warn_unused)
         self.on_step: Callable[[core.Reducer], None] | None = None
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _replan(me))
@@ -153,11 +145,10 @@ class Engine:
         if self.precision is not None:
             self.precision.end_forward()  # where an earlier one was not followed by a backward
         advice = self.core.prepare_forward(captured)
-        if advice.unused and self._policy.warn_unused:
-            self._warn_unused(advice.unused)
+        if advice.unused:
+            self.unused.look_at(advice.unused)
         if advice.regrouped:
-            self._meet_for_other_parameters()
-            self._replan()
+            self._regroup()
         changed, self._plan_changed = self._plan_changed, False
         return changed
 
@@ -226,6 +217,8 @@ class Engine:
         self.core.use_group(resolvable_name(group))
         self._nodes = self._find_nodes()
         self._links, self._linked, self._own_group = {}, [], None
+        self._meeting = self._meeting_place()
+        self._forget_plans()
         self._install(self._order())
 
     @property
@@ -237,6 +230,7 @@ class Engine:
         """Has gradients travel as `wire` from the next step on, the same on every rank."""
         order = self._order()
         self._policy = replace(self._policy, wire=wire)
+        self._forget_plans()
         self._nodes = self._find_nodes()
         self._install(order)
         for name, shapes in self.state_shapes().items():
@@ -284,6 +278,7 @@ class Engine:
         """Goes on where a training was left. Collective: rank 0's order decides."""
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
+        self._forget_plans()
         self._measured_rate, self._network = progress.network.rate, progress.network
         order = [index_of[name] for name in progress.order if name in index_of]
         trained, agreed = self._agreed(order)
@@ -306,6 +301,7 @@ class Engine:
         """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
         order = self._order()
         self._policy = replace(self._policy, hooked=True)
+        self._forget_plans()
         self.core.set_hook(state, hook, self._flags_group())
         self._install(order)
 
@@ -336,8 +332,12 @@ class Engine:
     def _is_warming_up(self) -> bool:
         return self.core.steps() < self._policy.wire.warmup_steps
 
-    def _install(self, order: Sequence[int]) -> None:
-        """Makes a plan and hands it to the reducer. Collective where buckets are coded."""
+    def _install(self, order: Sequence[int], keep: bool = False) -> None:
+        """Makes a plan and hands it to the reducer. Collective where buckets are coded.
+
+        Args:
+            keep: the plan that it replaces will be wanted again.
+        """
         until = self._policy.wire.warmup_steps if self._is_warming_up() else -1
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
@@ -345,9 +345,10 @@ class Engine:
             self._make_chains()
         sender = core.Sender(self.wire, self._group.rank(), self._nodes)
         specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
-        self.core.set_plan(specs, until)
+        self.core.set_plan(specs, until, keep)
         self._plan_changed = bool(self.plans)
         self.plans.append(self.plan)
+        self._recent[self._trained()] = len(self.plans)
 
     def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
         param = self._params[index]
@@ -362,18 +363,36 @@ class Engine:
             self._linked = self._links[self._nodes]
             self.core.use_chains(self._linked)
 
-    def _meet_for_other_parameters(self) -> None:
-        place = f"plan-{self._identity}-{self.core.stats()['plans']}"
-        count = sum(p.tensor.requires_grad for p in self._params)
-        reason = f"the others to train the same parameters ({count} on this rank)"
-        meet(self._group, place, reason, Env.read().agree_timeout)
+    def _regroup(self) -> None:
+        """Collective. Others are trained than are planned: takes a recent plan or a new one."""
+        trained = self._trained()
+        number = self._recent.get(trained, 0)
+        known = number if self.core.keeps_plan(number) else 0
+        reason = f"the others to train the same parameters ({len(trained)} on this rank)"
+        alike = self._meeting.meet(reason, f"plan {known}")
+        if not (known and alike):
+            self._replan(keep=True)
+            return
+        self.core.restore_plan(known)
+        self.plan, self._plan_changed = self.plans[known - 1], True
 
-    def _replan(self) -> None:
+    def _trained(self) -> tuple[int, ...]:
+        return tuple(i for i, p in enumerate(self._params) if p.tensor.requires_grad)
+
+    def _meeting_place(self) -> MeetingPlace:
+        identity = zlib.crc32("\n".join(p.name for p in self._params).encode())
+        return MeetingPlace(self._group, f"plan-{identity}", Env.read().agree_timeout)
+
+    def _forget_plans(self) -> None:
+        self._recent.clear()
+        self.core.forget_plans()
+
+    def _replan(self, keep: bool = False) -> None:
         """Collective. Rank 0's ready order decides; a parameter that any rank trains is planned."""
         ready = settled_order(self.core.ready_order(), self._graphs)
         trained, order = self._agreed(ready)
         before = self.plan
-        self._install([i for i in self._complete(order) if trained[i]])
+        self._install([i for i in self._complete(order) if trained[i]], keep)
         self.regrouped = self.regrouped or self.plan != before
 
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
@@ -382,17 +401,6 @@ class Engine:
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self._network = agreed.network
         return list(agreed.trained), list(agreed.order)
-
-    def _warn_unused(self, names: Sequence[str]) -> None:
-        shown = ", ".join(names[:_NAMES_SHOWN])
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        warnings.warn(
-            f"rank {self._group.rank()}: {len(names)} parameters got no gradient in the "
-            f"last backward: {shown}{more}. fastsync handles this; gradients that no rank produced "
-            "stay untouched. Pass find_unused_parameters=False to make it an error, or True to "
-            "silence this warning",
-            stacklevel=caller_level(),
-        )
 
 
 def _replan(engine: weakref.ref[Engine]) -> None:

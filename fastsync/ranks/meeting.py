@@ -10,35 +10,74 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fastsync.torch_private import group_store
+from fastsync.torch_private import Store, group_store
 
-__all__ = ["meet"]
+__all__ = ["MeetingPlace"]
 
 
-def meet(group: dist.ProcessGroup, place: str, reason: str, timeout: float) -> None:
-    """Returns once every rank of `group` has called it with the same `place`.
+class MeetingPlace:
+    """Where the ranks of a group meet, time and again.
 
     Args:
-        place: names this meeting; equal on all ranks and never used before in this group.
-        reason: what the ranks meet for, as it should read in the error.
-        timeout: seconds to wait.
-
-    Raises:
-        RuntimeError: not all ranks came in time; names those that did not.
+        group: whose ranks.
+        name: of the place; equal on all ranks.
+        timeout: seconds that a rank waits for the others.
     """
-    world, rank = group.size(), group.rank()
-    store = group_store(group)
-    if world == 1 or store is None:
-        return
-    prefix = f"fastsync/{group.group_name}/{place}"
-    store.set(f"{prefix}/{rank}", "here")
-    if store.add(f"{prefix}/count", 1) == world:
-        store.set(f"{prefix}/all", "here")
-    try:
-        store.wait([f"{prefix}/all"], timedelta(seconds=timeout))
-    except dist.DistStoreError as error:
-        absent = [r for r in range(world) if not store.check([f"{prefix}/{r}"])]
-        raise RuntimeError(
-            f"rank {rank} waited {timeout:g} s for {reason}, but ranks {absent} did not come. "
-            "Every rank has to make that change before the same forward"
-        ) from error
+
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout: float) -> None:
+        self._rank, self._world = group.rank(), group.size()
+        self._store = group_store(group) if self._world > 1 else None
+        self._name, self._timeout = name, timeout
+        self._meetings = 0
+        self._said = ""
+        if self._store is not None:
+            # Ranks open their places in one order, two of one name too.
+            base = f"fastsync/{group.group_name}/{name}"
+            self._name = f"{base}-{self._store.add(f'{base}/{self._rank}', 1)}"
+
+    def meet(self, reason: str, said: str = "") -> bool:
+        """Returns once every rank has come.
+
+        Args:
+            reason: what the ranks meet for, as it should read in the error.
+            said: what this rank tells the others.
+
+        Returns:
+            Whether all ranks said the same. False where there is no store to say it through.
+
+        Raises:
+            RuntimeError: not all ranks came in time; names those that did not.
+        """
+        store, self._meetings = self._store, self._meetings + 1
+        if store is None:
+            return self._world == 1
+        place = f"{self._name}-{self._meetings}"
+        store.set(f"{place}/{self._rank}", "here")
+        store.add(f"{place}/said {said}", 1)
+        if store.add(f"{place}/count", 1) == self._world:
+            # Whoever is the last to be counted finds that everybody has spoken.
+            alike = store.add(f"{place}/said {said}", 0) == self._world
+            store.set(f"{place}/all", "alike" if alike else "unlike")
+        self._wait(store, place, reason)
+        verdict = store.get(f"{place}/all") == b"alike"
+        self._clear(store, f"{self._name}-{self._meetings - 1}", self._said)
+        self._said = said
+        return verdict
+
+    def _wait(self, store: Store, place: str, reason: str) -> None:
+        try:
+            store.wait([f"{place}/all"], timedelta(seconds=self._timeout))
+        except dist.DistStoreError as error:
+            absent = [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
+            raise RuntimeError(
+                f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks {absent} "
+                "did not come. Every rank has to make that change before the same forward"
+            ) from error
+
+    def _clear(self, store: Store, former: str, said: str) -> None:
+        """Everybody is here, so nobody looks at the place before this one any more."""
+        store.delete_key(f"{former}/{self._rank}")
+        store.delete_key(f"{former}/said {said}")
+        if self._rank == 0:
+            store.delete_key(f"{former}/count")
+            store.delete_key(f"{former}/all")

@@ -1,0 +1,102 @@
+// How a reducer changes its plan.
+#include <utility>
+
+#include "../check.h"
+#include "reducer.h"
+
+namespace fastsync::engine {
+namespace {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+// A plan that has not been used for so many steps gives its buffers back.
+constexpr int64_t kKeptSteps = 32;
+
+}  // namespace
+
+void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool keep) {
+  const Lock lock(mutex_);
+  leave_backward("change the plan");
+  Plan plan;
+  plan.places.resize(params_.size());
+  for (size_t b = 0; b < specs.size(); ++b) {
+    for (size_t s = 0; s < specs[b].slots.size(); ++s) {
+      Place& place = plan.places.at(static_cast<size_t>(specs[b].slots[s].param));
+      FS_CHECK_VALUE(place.bucket < 0, "the plan holds a parameter twice");
+      place = Place{static_cast<int64_t>(b), s};
+    }
+    plan.buckets.emplace_back(specs[b], params_, routes_, b, specs.size());
+  }
+  plan.until = until;
+  plan.number = stats_.plans + 1;
+  install(std::move(plan), keep);
+  ++stats_.plans;
+  watch_.plan_installed();
+}
+
+bool Reducer::restore_plan(int64_t number) {
+  const Lock lock(mutex_);
+  leave_backward("change the plan");
+  auto kept = kept_plans_.extract(number);
+  if (kept.empty()) return false;
+  install(std::move(kept.mapped()), /*keep=*/true);
+  watch_.plan_restored();
+  return true;
+}
+
+bool Reducer::keeps_plan(int64_t number) const {
+  const Lock lock(mutex_);
+  return kept_plans_.count(number) > 0;
+}
+
+void Reducer::install(Plan plan, bool keep) {
+  const States states = state_views();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const bool planned = plan.places[i].bucket >= 0;
+    FS_CHECK_VALUE(planned || !params_[i]->tensor.requires_grad(), "the plan lacks parameter '",
+                   params_[i]->name, "'");
+    if (planned_[i] != planned) log_.forget_used();
+    planned_[i] = planned;
+  }
+  std::swap(plan, plan_);
+  if (keep) {
+    plan.replaced = stats_.steps;
+    kept_plans_.insert_or_assign(plan.number, std::move(plan));
+  }
+  load_states(states);
+  hooks().update();
+  log_.plan_installed(plan_.number);
+}
+
+void Reducer::forget_plans() {
+  const Lock lock(mutex_);
+  kept_plans_.clear();
+}
+
+// At the end of a step.
+void Reducer::forget_unused_plans() {
+  for (auto kept = kept_plans_.begin(); kept != kept_plans_.end();) {
+    const bool unused = stats_.steps - kept->second.replaced >= kKeptSteps;
+    kept = unused ? kept_plans_.erase(kept) : std::next(kept);
+  }
+}
+
+void Reducer::on_plan_due(std::function<void()> fn) {
+  const Lock lock(mutex_);
+  plan_due_ = std::move(fn);
+}
+
+// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
+void Reducer::make_due_plan() {
+  std::function<void()> make_plan;
+  {
+    const Lock lock(mutex_);
+    const bool asked = !captured_ && watch_.replan_due();
+    if (asked || (plan_.until >= 0 && steps() >= plan_.until)) make_plan = plan_due_;
+  }
+  if (!make_plan) return;
+  if (precision_) precision_->end_forward();  // plans look at what parameters are stored in
+  make_plan();
+}
+
+}  // namespace fastsync::engine
