@@ -13,9 +13,9 @@ import pytest
 
 from tests.random_cases.team import Tally, check_cases
 
-FIXED = 120
-SLOW = 1200
-DRAWN = 40
+FIXED = 60
+SLOW = 240
+DRAWN = 12
 SHARD = 60
 
 

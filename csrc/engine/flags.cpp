@@ -8,9 +8,9 @@
 
 namespace fastsync::engine {
 
-void FlagExchange::start(const std::vector<std::unique_ptr<Parameter>>& params, at::Device device) {
-  const auto count = static_cast<int64_t>(params.size());
-  missed_ = std::any_of(params.begin(), params.end(), [](const auto& p) { return !p->used; });
+void FlagExchange::start(const std::vector<bool>& used, at::Device device) {
+  const auto count = static_cast<int64_t>(used.size());
+  missed_ = std::find(used.begin(), used.end(), false) != used.end();
   std::vector<ops::SlotLayout> layouts;
   std::vector<ops::Item> items;
   if (missed_) {
@@ -19,7 +19,7 @@ void FlagExchange::start(const std::vector<std::unique_ptr<Parameter>>& params, 
     layouts.push_back(ops::SlotLayout::run(0, count));
   }
   for (size_t i = 0; i < layouts.size(); ++i) {
-    items.push_back({at::Tensor(), &layouts[i], !missed_ || params[i]->used ? 1.0F : 0.0F});
+    items.push_back({at::Tensor(), &layouts[i], !missed_ || used[i] ? 1.0F : 0.0F});
   }
   // Values of the kernel's arguments, not a copy from the host, which would have it wait.
   sum_ = ops::make_flat(count, at::kFloat, device);

@@ -28,7 +28,8 @@ class FlagExchange {
   // Whether it may start while hooks are running.
   bool overlaps(at::Device device) const { return own_ || !device.is_cpu(); }
   bool started() const { return in_flight_ != nullptr; }
-  void start(const std::vector<std::unique_ptr<Parameter>>& params, at::Device device);
+  // `used`: by parameter, whether this rank had a gradient.
+  void start(const std::vector<bool>& used, at::Device device);
   // Which parameters any rank used, by index; empty where this rank used all of them, and need not know.
   std::vector<bool> wait();
   void abandon() { in_flight_.reset(); }

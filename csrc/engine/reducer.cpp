@@ -177,6 +177,7 @@ void Reducer::at_end(std::function<void()> action) {
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
   backward_running_ = true;
+  counts_.clear();
   log_.begin_backward();
   next_ = 0;
   watch_.begin_step();
@@ -240,7 +241,10 @@ void Reducer::advance() {
 }
 
 void Reducer::start_flags() {
-  if (!flags_->started()) flags_->start(params_, plan_.buckets.front().device());
+  if (flags_->started()) return;
+  std::vector<bool> used;
+  for (const auto& param : params_) used.push_back(param->used);
+  flags_->start(used, plan_.buckets.front().device());
 }
 
 Packing Reducer::packing() const {
@@ -388,7 +392,8 @@ void Reducer::shadow_step() {
   }
   for (const Shadow& shadow : shadows) shadow.in_flight->wait();
   if (flags_) {
-    start_flags();
+    // What this rank used before takes no part in the others' step.
+    flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
     flags_->wait();
   }
   watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());

@@ -226,7 +226,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   StepLog log_;
   RateMeter rate_;
   std::unique_ptr<FlagExchange>
-      flags_;  // null where flags travel with the gradients, or not at all
+      flags_;                    // null where flags travel with the gradients, or not at all
+  std::vector<int64_t> counts_;  // used_counts() of a step whose plan has gone; else empty
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;
 };

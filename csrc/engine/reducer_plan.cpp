@@ -51,6 +51,7 @@ bool Reducer::keeps_plan(int64_t number) const {
 
 void Reducer::install(Plan plan, bool keep) {
   const States states = state_views();
+  counts_ = used_counts();  // the buckets that know go
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
     FS_CHECK_VALUE(planned || !params_[i]->tensor.requires_grad(), "the plan lacks parameter '",

@@ -41,6 +41,7 @@ StepReport Reducer::last_step() const {
 
 std::vector<int64_t> Reducer::used_counts() const {
   const Lock lock(mutex_);
+  if (!counts_.empty()) return counts_;
   std::vector<int64_t> counts = flags_ ? flags_->counts() : std::vector<int64_t>();
   if (!counts.empty()) return counts;
   counts.assign(log_.used().begin(), log_.used().end());

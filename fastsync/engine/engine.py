@@ -30,7 +30,7 @@ from fastsync.plan.buckets import (
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
-from fastsync.ranks.links import Nodes, find_nodes, make_links, new_group_like
+from fastsync.ranks.links import Nodes, find_nodes, make_links, new_cpu_group
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.torch_private import is_registered, resolvable_name
 from fastsync.wire.formats import Wire
@@ -314,7 +314,7 @@ class Engine:
         if not is_registered(self._group):  # torch makes no groups like it
             return ""
         if self._own_group is None:
-            self._own_group = new_group_like(self._group, "used flags")
+            self._own_group = new_cpu_group(self._group, "used flags")
         return str(self._own_group.group_name)
 
     def _plan(self, order: Sequence[int]) -> BucketPlan:

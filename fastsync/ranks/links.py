@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fastsync.torch_private import group_timeout
 from fastsync.wire.formats import Wire
 
-__all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_group_like"]
+__all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_cpu_group"]
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,18 @@ def make_links(
     ]
 
 
-def new_group_like(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Another process group of the same ranks, which nobody else uses. Collective."""
-    return _new_group(group, dist.get_process_group_ranks(group), purpose)
+def new_cpu_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Another process group of the same ranks, for CPU tensors and nobody else. Collective."""
+    return _new_group(group, dist.get_process_group_ranks(group), purpose, backend="gloo")
 
 
-def _new_group(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+def _new_group(
+    group: dist.ProcessGroup, ranks: Sequence[int], purpose: str, backend: str | None = None
+) -> dist.ProcessGroup:
     made: dist.ProcessGroup = dist.new_group(
         list(ranks),
         timeout=group_timeout(group),
-        backend=dist.get_backend(group),
+        backend=backend or dist.get_backend(group),
         use_local_synchronization=True,
         group_desc=f"fastsync: {purpose}",
     )

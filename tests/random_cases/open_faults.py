@@ -11,7 +11,7 @@ CHANGES_AFTER_FAILURE = True
 # A sparse gradient that no rank used stays as it is.
 UNUSED_SPARSE = False
 # In the hierarchical form error feedback keeps what it owes to a parameter that no rank used.
-UNUSED_IN_NODES = False
+UNUSED_IN_NODES = True
 # One backward through two wrappers whose losses bypass their outputs.
 JOINT_OPAQUE = False
 # Under join() with a communication hook, what a joined rank used before does not count as used.

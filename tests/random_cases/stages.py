@@ -158,18 +158,21 @@ def turn(wrapped):
     wrapped.order = order
 
 
+LONER = 1  # the rank that freezes parameters alone
+
+
 def freeze(wrapped):
     """Half of the parameters on all ranks before the same forward, the others on one rank.
 
-    What one rank has frozen alone stays in the plan, so that this rank may thaw it alone.
+    What one rank has frozen alone stays in the plan, so that this rank may thaw it alone. It is
+    the same rank each time: what every rank has frozen leaves the plan.
     """
     flips = []
-    chosen = wrapped.rng.randrange(wrapped.seat.world)
     for index in range(len(wrapped.twins.params)):
         if wrapped.rng.random() > 0.3:
             continue
         alone = index % 2 == 1 and not wrapped.drawn.alike
-        if alone and (wrapped.tree.shape == "opaque" or wrapped.seat.rank != chosen):
+        if alone and (wrapped.tree.shape == "opaque" or wrapped.seat.rank != LONER):
             continue
         flips.append(index)
     wrapped.frozen_alone = wrapped.regrouped = True
