@@ -346,7 +346,6 @@ class Engine:
         sender = core.Sender(self.wire, self._group.rank(), self._nodes)
         specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
         self.core.set_plan(specs, until, keep)
-        self._plan_changed = bool(self.plans)
         self.plans.append(self.plan)
         self._recent[self._trained()] = len(self.plans)
 
@@ -394,6 +393,7 @@ class Engine:
         before = self.plan
         self._install([i for i in self._complete(order) if trained[i]], keep)
         self.regrouped = self.regrouped or self.plan != before
+        self._plan_changed = True
 
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
         """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
