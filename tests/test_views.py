@@ -1,5 +1,7 @@
 """Where gradients live: in the bucket, once, and never under the feet of someone who kept them."""
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -240,3 +242,21 @@ def test_gradients_in_foreign_slots():
     for a, b in run_ranks(swap_gradients, 2):
         assert a == [4.5] * 4
         assert b == [4.5] * 4
+
+
+def save_gradient(rank, world):
+    model = FastDDP(nn.Linear(64, 64))
+    model(torch.ones(1, 64)).sum().backward()
+    sizes = []
+    for grad in (model.module.bias.grad, model.module.bias.grad.clone()):
+        file = io.BytesIO()
+        torch.save(grad, file)
+        file.seek(0)
+        sizes.append(len(file.getvalue()))
+        assert torch.equal(torch.load(file), grad)
+    return sizes
+
+
+def test_a_saved_gradient_is_whole():
+    for viewed, cloned in run_ranks(save_gradient, 2):
+        assert viewed > 64 * 64 * 4 > cloned
