@@ -211,7 +211,7 @@ kernels::Format format_named(const std::string& name) {
   throw std::invalid_argument(concat("fastsync: no wire format is named ", name));
 }
 
-ops::WirePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
+ops::CodePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
   return ops::one_chunk(format_named(plan.first), plan.second);
 }
 

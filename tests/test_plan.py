@@ -106,7 +106,7 @@ def test_views_need_equal_dtypes():
 def test_the_native_form_sums_in_the_format_s_own_dtype(wire):
     plan = plan_of(specs_of(1, wire=wire), wire=Wire(wire, form="native"))
     assert plan.buckets[0].coded is None
-    assert plan.buckets[0].wire is FORMATS[wire].native
+    assert plan.buckets[0].dtype is FORMATS[wire].native
 
 
 @pytest.mark.parametrize("wire", FORMATS)
@@ -115,7 +115,7 @@ def test_gradients_are_compressed_only_where_that_makes_them_smaller(wire, dtype
     bucket = plan_of(specs_of(1, dtype=dtype, wire=wire), wire=Wire(wire)).buckets[0]
     smaller = FORMATS[wire].bits < 8 * dtype.itemsize and dtype is not torch.float64
     assert (bucket.coded is not None) == smaller
-    assert bucket.wire is dtype
+    assert bucket.dtype is dtype
 
 
 def test_formats_do_not_mix_in_a_bucket():

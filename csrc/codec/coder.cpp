@@ -18,7 +18,7 @@ namespace {
 
 class BlockCoder final : public Coder {
  public:
-  explicit BlockCoder(const ops::WirePlan& plan) : plan_(plan) {}
+  explicit BlockCoder(const ops::CodePlan& plan) : plan_(plan) {}
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
               const at::Tensor& wire, const ops::Encoding& how) override {
@@ -39,7 +39,7 @@ class BlockCoder final : public Coder {
   }
 
  private:
-  ops::WirePlan plan_;
+  ops::CodePlan plan_;
 };
 
 // Zeroes what lies between items: a codec may decode zeros to something else, and would be given that again.
@@ -57,7 +57,7 @@ void clear_gaps(const std::vector<ops::Item>& items, const at::Tensor& flat) {
 
 class FlatCoder final : public Coder {
  public:
-  FlatCoder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan, int64_t coded_bytes)
+  FlatCoder(std::shared_ptr<Codec> codec, const ops::CodePlan& plan, int64_t coded_bytes)
       : codec_(std::move(codec)), plan_(plan), coded_bytes_(coded_bytes) {}
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
@@ -131,7 +131,7 @@ class FlatCoder final : public Coder {
   }
 
   std::shared_ptr<Codec> codec_;
-  ops::WirePlan plan_;
+  ops::CodePlan plan_;
   int64_t coded_bytes_;
   at::Tensor flat_;
 };
@@ -143,11 +143,11 @@ void Coder::decode_part(const std::vector<ops::Item>& /*items*/, const at::Tenso
   FS_ASSERT(false, "this coder decodes whole buckets");
 }
 
-std::shared_ptr<Coder> make_block_coder(const ops::WirePlan& plan) {
+std::shared_ptr<Coder> make_block_coder(const ops::CodePlan& plan) {
   return std::make_shared<BlockCoder>(plan);
 }
 
-std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan,
+std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::CodePlan& plan,
                                        int64_t coded_bytes) {
   return std::make_shared<FlatCoder>(std::move(codec), plan, coded_bytes);
 }

@@ -29,7 +29,7 @@ class Coder {
 };
 
 // A format of the kernels.
-std::shared_ptr<Coder> make_block_coder(const ops::WirePlan& plan);
+std::shared_ptr<Coder> make_block_coder(const ops::CodePlan& plan);
 
 // A user's codec, on chunks of a flat fp32 buffer. Called from the backward and from a worker thread, one call at a time.
 class Codec {
@@ -42,7 +42,7 @@ class Codec {
 };
 
 // `coded_bytes`: bytes of a coded chunk, at its beginning.
-std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::WirePlan& plan,
+std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::CodePlan& plan,
                                        int64_t coded_bytes);
 
 }  // namespace fastsync::engine

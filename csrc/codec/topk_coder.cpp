@@ -12,7 +12,7 @@ namespace {
 
 class TopKCoder final : public Coder {
  public:
-  TopKCoder(const ops::WirePlan& plan, int64_t kept) : plan_(plan), kept_(kept) {
+  TopKCoder(const ops::CodePlan& plan, int64_t kept) : plan_(plan), kept_(kept) {
     FS_ASSERT(plan.numel == plan.layout.chunk_numel, "top-k takes a bucket as one chunk");
     FS_ASSERT(8 * kept <= plan.layout.chunk_bytes, "no room for ", kept, " elements");
   }
@@ -69,14 +69,14 @@ class TopKCoder final : public Coder {
     return flat_;
   }
 
-  ops::WirePlan plan_;
+  ops::CodePlan plan_;
   int64_t kept_;
   at::Tensor flat_;  // padding between slots stays zero
 };
 
 }  // namespace
 
-std::shared_ptr<Coder> make_topk_coder(const ops::WirePlan& plan, int64_t kept) {
+std::shared_ptr<Coder> make_topk_coder(const ops::CodePlan& plan, int64_t kept) {
   return std::make_shared<TopKCoder>(plan, kept);
 }
 

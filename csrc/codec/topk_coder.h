@@ -15,6 +15,6 @@
 namespace fastsync::engine {
 
 // Keeps `kept` elements. plan.numel is one chunk.
-std::shared_ptr<Coder> make_topk_coder(const ops::WirePlan& plan, int64_t kept);
+std::shared_ptr<Coder> make_topk_coder(const ops::CodePlan& plan, int64_t kept);
 
 }  // namespace fastsync::engine

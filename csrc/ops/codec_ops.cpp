@@ -30,19 +30,19 @@ float* residual_data(const at::Tensor& residual, int64_t numel) {
   return residual.mutable_data_ptr<float>();
 }
 
-int64_t chunks(const WirePlan& plan) { return plan.numel / plan.layout.chunk_numel; }
+int64_t chunks(const CodePlan& plan) { return plan.numel / plan.layout.chunk_numel; }
 
-int64_t block(const WirePlan& plan) { return kernels::traits_of(plan.layout.format).block; }
+int64_t block(const CodePlan& plan) { return kernels::traits_of(plan.layout.format).block; }
 
 }  // namespace
 
-WirePlan one_chunk(kernels::Format format, int64_t numel) {
+CodePlan one_chunk(kernels::Format format, int64_t numel) {
   const int64_t bytes = (kernels::coded_bytes(format, numel) + 15) / 16 * 16;
   return {{format, numel, bytes, 0}, numel};
 }
 
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
-            const WirePlan& plan, const Encoding& how) {
+            const CodePlan& plan, const Encoding& how) {
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
   check_wire(wire, chunks(plan) * chunk_bytes * how.sources);
@@ -66,7 +66,7 @@ void encode(const std::vector<Item>& items, const at::Tensor& residual, const at
 }
 
 void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
-            const WirePlan& plan, int64_t first, uint64_t seed) {
+            const CodePlan& plan, int64_t first, uint64_t seed) {
   check_wire(result, plan.layout.chunk_bytes);
   const int64_t sources = received.numel() / plan.layout.chunk_bytes;
   check_wire(received, sources * plan.layout.chunk_bytes);
@@ -80,7 +80,7 @@ void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tens
       [&](auto stream) { kernels::reduce_cuda(in, out, lost, args, stream); });
 }
 
-void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
+void decode(const std::vector<Item>& items, const at::Tensor& wire, const CodePlan& plan,
             int32_t sources, int64_t begin, int64_t end) {
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
@@ -108,7 +108,7 @@ at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format 
   const int64_t numel = tensors.front().numel();
   const int64_t block = kernels::traits_of(format).block;
   const auto ranks = static_cast<int64_t>(tensors.size());
-  const WirePlan plan =
+  const CodePlan plan =
       one_chunk(format, std::max<int64_t>(1, (numel + block - 1) / block) * block);
   const int64_t bytes = plan.layout.chunk_bytes;
   const SlotLayout run = SlotLayout::run(0, numel);

@@ -15,14 +15,14 @@
 namespace fastsync::ops {
 
 // What both sides of a bucket's wire know of it.
-struct WirePlan {
+struct CodePlan {
   kernels::WireLayout layout;
   int64_t numel = 0;  // elements of the flat buffer, a multiple of layout.chunk_numel
   bool stochastic = false;
 };
 
 // A flat buffer of `numel` elements, a multiple of the block, that travels as one chunk.
-WirePlan one_chunk(kernels::Format format, int64_t numel);
+CodePlan one_chunk(kernels::Format format, int64_t numel);
 
 struct Encoding {
   double scale = 1.0;
@@ -38,17 +38,17 @@ struct Encoding {
 // wire = code(tensor * scale + residual) for every item; the residual takes what was lost. `residual` is fp32 [numel] or
 // undefined, `wire` uint8 [numel / chunk_numel * sources * chunk_bytes].
 void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
-            const WirePlan& plan, const Encoding& how);
+            const CodePlan& plan, const Encoding& how);
 
 // result = code(sum of chunks), where `received` holds one chunk from each rank, in rank order, and `result` is one. `residual`
 // is fp32 [chunk_numel] or undefined; `first` is the chunk's first element in the flat buffer.
 void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
-            const WirePlan& plan, int64_t first, uint64_t seed);
+            const CodePlan& plan, int64_t first, uint64_t seed);
 
 // tensor = decoded average for every item. `sources` is 1 where the wire holds finished chunks one after the other; else it
 // holds, for every chunk, that of each source in rank order, and they are summed. Only elements in [begin, end) of the flat
 // buffer, multiples of the block, are written; tensors must then be in their slots' order.
-void decode(const std::vector<Item>& items, const at::Tensor& wire, const WirePlan& plan,
+void decode(const std::vector<Item>& items, const at::Tensor& wire, const CodePlan& plan,
             int32_t sources, int64_t begin, int64_t end);
 
 // The average of equally sized tensors, one per rank, as it comes out of coded buckets: in the gather form rounded once, else

@@ -44,8 +44,8 @@ struct CodeBuffers {
   int rank;
   int ranks;
   at::Device device;
-  ops::WirePlan plan;
-  ops::WirePlan flags_plan;
+  ops::CodePlan plan;
+  ops::CodePlan flags_plan;
   std::shared_ptr<Coder> coder;
   std::shared_ptr<Coder> flags_coder;  // null where no flags travel
   at::Tensor sent;      // in the gather form `received`, where each rank has a part of every piece

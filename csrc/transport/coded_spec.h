@@ -29,10 +29,10 @@ struct CodedSpec {
   uint64_t seed = 0;  // of stochastic rounding; 32 bits, others on every rank and bucket
 
   // Where codes, and flags, lie in so many chunks.
-  ops::WirePlan values_plan(int64_t chunks) const {
+  ops::CodePlan values_plan(int64_t chunks) const {
     return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
   }
-  ops::WirePlan flags_plan(int64_t chunks) const {
+  ops::CodePlan flags_plan(int64_t chunks) const {
     return {{kernels::Format::kFloat32, flags_per_chunk, chunk_bytes, flags_offset},
             chunks * flags_per_chunk};
   }

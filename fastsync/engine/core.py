@@ -223,7 +223,7 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
         slots=list(zip(bucket.params, layout.offsets, strict=True)),
         numel=layout.numel,
         flags_offset=layout.flags_offset,
-        dtype=bucket.wire,
+        dtype=bucket.dtype,
         views=bucket.views,
         sparse=bucket.sparse,
         coded=coded,

@@ -100,12 +100,12 @@ class CodedPlan:
 class PlannedBucket:
     """One bucket: parameter indices in slot order, and where they lie in the flat buffer.
 
-    Where `coded` is given, the bucket travels as bytes and `wire` is the gradients' own dtype.
+    Where `coded` is given, the bucket travels as bytes and `dtype` is the gradients' own.
     """
 
     params: tuple[int, ...]
     layout: FlatLayout
-    wire: torch.dtype
+    dtype: torch.dtype
     views: bool
     sparse: bool
     coded: CodedPlan | None = None
@@ -113,16 +113,16 @@ class PlannedBucket:
     @property
     def format_name(self) -> str:
         """What the bucket travels as."""
-        return self.coded.codec.name if self.coded else str(self.wire).removeprefix("torch.")
+        return self.coded.codec.name if self.coded else str(self.dtype).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
         """Bytes that a rank hands to collectives."""
         if self.coded is None:
-            return self.layout.numel * self.wire.itemsize
+            return self.layout.numel * self.dtype.itemsize
         if self.coded.node_ranks > 1 and isinstance(self.coded.layout, WireLayout):
-            wire = self.coded.layout  # as fp32, inside the node
-            return 4 * wire.chunks * (wire.chunk_numel + wire.flags_per_chunk)
+            layout = self.coded.layout  # as fp32, inside the node
+            return 4 * layout.chunks * (layout.chunk_numel + layout.flags_per_chunk)
         return self.coded.layout.bytes_for(self.layout.numel)
 
 
@@ -270,7 +270,7 @@ def _planned(
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
         layout=dense_layout(numels) if policy.hooked else flat_layout(numels, world_size, flags),
-        wire=native,
+        dtype=native,
         views=policy.views and native == gradient,
         sparse=group[0].sparse,
     )
@@ -308,9 +308,9 @@ def _coded(
         coded_bytes, at_a_time = lambda numel: whole, sys.maxsize
     if node_ranks > 1 and not isinstance(codec, Format):
         at_a_time = sys.maxsize  # a user's codec sees its shard as a whole
-    wire = wire_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)
+    layout = wire_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)
     feedback = policy.wire.feedback_for(codec)
-    return _coded_bucket(group, slots, CodedPlan(codec, form, wire, feedback, node_ranks))
+    return _coded_bucket(group, slots, CodedPlan(codec, form, layout, feedback, node_ranks))
 
 
 def _low_rank(
@@ -319,11 +319,11 @@ def _low_rank(
     """None where nothing in the bucket becomes smaller."""
     slots = slot_layout([spec.numel for spec in group], codec.block)
     rows = [spec.rows for spec in group]
-    wire = low_rank_layout(slots, rows, codec.rank_for, _flags(group, policy))
-    if not wire.matrices:
+    layout = low_rank_layout(slots, rows, codec.rank_for, _flags(group, policy))
+    if not layout.matrices:
         return None
     feedback = policy.wire.feedback_for(codec)
-    return _coded_bucket(group, slots, CodedPlan(codec, codec.form, wire, feedback))
+    return _coded_bucket(group, slots, CodedPlan(codec, codec.form, layout, feedback))
 
 
 def _flags(group: Sequence[ParamSpec], policy: SyncPolicy) -> int:
@@ -334,7 +334,7 @@ def _coded_bucket(group: Sequence[ParamSpec], slots: FlatLayout, coded: CodedPla
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
         layout=slots,
-        wire=group[0].dtype,
+        dtype=group[0].dtype,
         views=False,
         sparse=False,
         coded=coded,
