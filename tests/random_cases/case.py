@@ -98,7 +98,7 @@ class Case:
     def check_plan(self, model):
         """All ranks hold the same one."""
         buckets = model.model._engine.plan.buckets
-        plan = [(b.params, b.layout, b.wire, b.views, b.format_name) for b in buckets]
+        plan = [(b.params, b.layout, b.dtype, b.views, b.format_name) for b in buckets]
         mine = torch.tensor([float(zlib.crc32(repr(plan).encode()))], dtype=torch.float64)
         rows = rule.gathered(model, mine)
         assert len(rows.unique()) == 1, "the ranks hold different plans"

@@ -215,7 +215,7 @@ class _Parameter:
             return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
         if drawn.mixed is not None:
             rounding = rounding + 8 * torch.finfo(drawn.mixed.param_dtype).eps * size
-        wire = self.real if bucket is None or coded is not None else bucket.wire
+        wire = self.real if bucket is None or coded is not None else bucket.dtype
         if wire is not self.real:
             narrow = torch.finfo(wire)
             return rounding + 4 * narrow.eps * size + 4 * narrow.smallest_normal * narrow.eps
