@@ -199,13 +199,13 @@ def check_extension(args: argparse.Namespace, group: Group) -> None:
         raise SystemExit(f"expects the prebuilt extension, but {place} was loaded")
     if args.cuda_build and torch.version.cuda is None:
         raise SystemExit(f"expects a CUDA build of torch, but this is {torch.__version__}")
-    if args.cuda_build and extension.with_cuda is not True:
+    if args.cuda_build and loaded.with_cuda is not True:
         raise SystemExit("expects an extension with CUDA kernels, but this one has none")
     if group.is_main:
         print(
             f"torch {torch.__version__} (CUDA {torch.version.cuda}), extension "
             f"{'prebuilt' if prebuilt else 'built on first import'}, "
-            f"{'with' if extension.with_cuda else 'without'} CUDA kernels"
+            f"{'with' if loaded.with_cuda else 'without'} CUDA kernels"
         )
 
 
