@@ -3,6 +3,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
+#include <unordered_set>
 #include <utility>
 
 #include "../ops/ops.h"
@@ -43,7 +45,10 @@ void PlanWatch::begin_step() {
 
 void PlanWatch::end_step(const std::vector<int64_t>& missing) {
   last_order_ = order_;
-  last_order_.insert(last_order_.end(), missing.begin(), missing.end());
+  // A function's backward may have returned no gradient for what is missing: it has arrived all the same.
+  std::unordered_set<int64_t> seen(order_.begin(), order_.end());
+  std::copy_if(missing.begin(), missing.end(), std::back_inserter(last_order_),
+               [&](int64_t param) { return seen.insert(param).second; });
   out_of_order_steps_ = out_of_order_ ? out_of_order_steps_ + 1 : 0;
   vote_ = learned_ && out_of_order_steps_ >= kOutOfOrderSteps && steps_since_plan_ >= patience_;
   end_shadow_step();

@@ -32,7 +32,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
 from fastsync.ranks.links import Nodes, find_nodes, make_links, new_cpu_group
 from fastsync.ranks.meeting import MeetingPlace
-from fastsync.torch_private import is_registered, resolvable_name
+from fastsync.torch_private import is_registered, resolvable_name, without_modes
 from fastsync.wire.formats import Wire
 
 __all__ = ["Engine", "NamedParam", "Progress"]
@@ -406,5 +406,7 @@ class Engine:
 def _replan(engine: weakref.ref[Engine]) -> None:
     """What the reducer calls; it must not keep its engine alive."""
     alive = engine()
-    if alive is not None:
+    if alive is None:
+        return
+    with without_modes():  # those of the backward that has just ended
         alive._replan()

@@ -5,7 +5,11 @@ and the newest of them.
 """
 
 from fastsync.torch_private.callers import caller, caller_level
-from fastsync.torch_private.graphs import has_python_reducer, split_graphs_at_buckets
+from fastsync.torch_private.graphs import (
+    has_python_reducer,
+    split_graphs_at_buckets,
+    without_modes,
+)
 from fastsync.torch_private.groups import (
     PrefixStore,
     Store,
@@ -50,4 +54,5 @@ __all__ = [
     "resolvable_name",
     "split_graphs_at_buckets",
     "untraced",
+    "without_modes",
 ]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import bisect
 import sys
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["has_python_reducer", "split_graphs_at_buckets"]
+__all__ = ["has_python_reducer", "split_graphs_at_buckets", "without_modes"]
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Hides what is called inside from the dispatch modes that a user has entered."""
+    return _disable_current_modes()
 
 
 def has_python_reducer() -> bool:
