@@ -15,7 +15,7 @@ from tests.random_cases.team import Tally, check_cases
 
 FIXED = 60
 SLOW = 240
-DRAWN = 12
+DRAWN = 6
 SHARD = 60
 
 
