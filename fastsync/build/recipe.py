@@ -101,10 +101,10 @@ _SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized
 
 # Processor seconds that compiling took, the longest of its parts, and what runs once and alone
 # (importing torch, linking), on a server processor of 2023. They only serve the estimate.
-_CPP_SECONDS = 95
-_CUDA_SECONDS = 42
-_LONGEST_SECONDS = 30
-_ALONE_SECONDS = 10
+_CPP_SECONDS = 68
+_CUDA_SECONDS = 40
+_LONGEST_SECONDS = 20
+_ALONE_SECONDS = 8
 
 
 class BuildError(RuntimeError):
