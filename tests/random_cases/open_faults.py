@@ -15,4 +15,4 @@ UNUSED_IN_NODES = True
 # One backward through two wrappers whose losses bypass their outputs.
 JOINT_OPAQUE = False
 # Under join() with a communication hook, what a joined rank used before does not count as used.
-JOIN_UNDER_HOOKS = False
+JOIN_UNDER_HOOKS = True

@@ -314,6 +314,7 @@ def uneven(wrapped):
     counts = [wrapped.rng.randint(0, 3) for _ in range(wrapped.seat.world)]
     by_initial = wrapped.drawn.hook is not None or wrapped.rng.random() < 0.5
     wrapped.joined = True
+    rests = not wrapped.pending or min(counts) > 0  # on every rank
     mine = []
     with wrapped.model.join(divide_by_initial_world_size=by_initial):
         for _ in range(counts[wrapped.seat.rank]):
@@ -328,6 +329,7 @@ def uneven(wrapped):
         present = [rank for rank, count in enumerate(counts) if count > number]
         divisor = wrapped.seat.world if by_initial else len(present)
         rule.verify(wrapped, rows[present, number], divisor)
+    wrapped.pending = not rests
     for index, (ours, theirs) in enumerate(wrapped.twins.params):
         unchanged = rule.same(ours.grad, theirs.grad)
         assert unchanged, f"parameter {index} changed on a rank that had joined"
