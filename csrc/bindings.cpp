@@ -221,12 +221,12 @@ void bind_codecs(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def(
       "encode",
-      [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& wire,
+      [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& payload,
          const Plan& plan, double scale) {
         const Items all = make_items({tensors.begin(), tensors.end()}, tensors, offsets);
-        ops::encode(all.items, at::Tensor(), wire, one_chunk(plan), {scale});
+        ops::encode(all.items, at::Tensor(), payload, one_chunk(plan), {scale});
       },
-      release, py::arg("tensors"), py::arg("offsets"), py::arg("wire"), py::arg("plan"),
+      release, py::arg("tensors"), py::arg("offsets"), py::arg("payload"), py::arg("plan"),
       py::arg("scale"));
   m.def(
       "reduce",
@@ -236,12 +236,12 @@ void bind_codecs(py::module_& m) {
       release, py::arg("received"), py::arg("result"), py::arg("plan"));
   m.def(
       "decode",
-      [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& wire,
+      [](const Tensors& tensors, const std::vector<int64_t>& offsets, const at::Tensor& payload,
          const Plan& plan) {
         const Items all = make_items({tensors.begin(), tensors.end()}, tensors, offsets);
-        ops::decode(all.items, wire, one_chunk(plan), 1, 0, plan.second);
+        ops::decode(all.items, payload, one_chunk(plan), 1, 0, plan.second);
       },
-      release, py::arg("tensors"), py::arg("offsets"), py::arg("wire"), py::arg("plan"));
+      release, py::arg("tensors"), py::arg("offsets"), py::arg("payload"), py::arg("plan"));
 }
 
 void bind_wire(py::module_& m) {
@@ -287,14 +287,21 @@ void bind_wire(py::module_& m) {
             spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
           },
           py::arg("table"))
+      .def(
+          "lay_out",
+          [](CodedSpec& spec, int64_t pieces, int64_t chunk_numel, int64_t coded_bytes,
+             int64_t flags_offset, int64_t flags_per_chunk, int64_t chunk_bytes) {
+            spec.pieces = pieces;
+            spec.chunk_numel = chunk_numel;
+            spec.coded_bytes = coded_bytes;
+            spec.flags_offset = flags_offset;
+            spec.flags_per_chunk = flags_per_chunk;
+            spec.chunk_bytes = chunk_bytes;
+          },
+          py::arg("pieces"), py::arg("chunk_numel"), py::arg("coded_bytes"),
+          py::arg("flags_offset"), py::arg("flags_per_chunk"), py::arg("chunk_bytes"))
       .def_readwrite("kept", &CodedSpec::kept)
       .def_readwrite("gather", &CodedSpec::gather)
-      .def_readwrite("chunk_numel", &CodedSpec::chunk_numel)
-      .def_readwrite("chunk_bytes", &CodedSpec::chunk_bytes)
-      .def_readwrite("coded_bytes", &CodedSpec::coded_bytes)
-      .def_readwrite("pieces", &CodedSpec::pieces)
-      .def_readwrite("flags_offset", &CodedSpec::flags_offset)
-      .def_readwrite("flags_per_chunk", &CodedSpec::flags_per_chunk)
       .def_readwrite("node_ranks", &CodedSpec::node_ranks)
       .def_readwrite("node_rank", &CodedSpec::node_rank)
       .def_readwrite("nodes", &CodedSpec::nodes)
@@ -309,6 +316,18 @@ void bind_low_rank(py::module_& m) {
   py::class_<LowRankSpec>(m, "LowRankSpec")
       .def(py::init<>())
       .def(
+          "lay_out",
+          [](LowRankSpec& spec, int64_t numel, int64_t flags_offset, int64_t flags,
+             int64_t first_numel, int64_t second_numel) {
+            spec.numel = numel;
+            spec.flags_offset = flags_offset;
+            spec.flags = flags;
+            spec.first_numel = first_numel;
+            spec.second_numel = second_numel;
+          },
+          py::arg("numel"), py::arg("flags_offset"), py::arg("flags"), py::arg("first_numel"),
+          py::arg("second_numel"))
+      .def(
           "add_matrix",
           [](LowRankSpec& spec, int64_t offset, std::pair<int64_t, int64_t> sizes, int64_t rank,
              std::pair<int64_t, int64_t> places) {
@@ -322,11 +341,6 @@ void bind_low_rank(py::module_& m) {
             spec.runs.push_back({offset, numel, place});
           },
           py::arg("offset"), py::arg("numel"), py::arg("place"))
-      .def_readwrite("numel", &LowRankSpec::numel)
-      .def_readwrite("first_numel", &LowRankSpec::first_numel)
-      .def_readwrite("second_numel", &LowRankSpec::second_numel)
-      .def_readwrite("flags_offset", &LowRankSpec::flags_offset)
-      .def_readwrite("flags", &LowRankSpec::flags)
       .def_readwrite("error_feedback", &LowRankSpec::error_feedback)
       .def_readwrite("warm_start", &LowRankSpec::warm_start)
       .def_readwrite("seed", &LowRankSpec::seed);

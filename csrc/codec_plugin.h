@@ -2,7 +2,7 @@
  *
  *   c++ -O3 -shared -fPIC -I "$(python -c 'import fastsync; print(fastsync.include_dir())')" mine.cpp -o libmine.so
  *
- *   model = fastsync.FastDDP(model, wire=fastsync.load_codec("./libmine.so"))
+ *   model = fastsync.FastDDP(model, payload=fastsync.load_codec("./libmine.so"))
  *
  * The library exports one function, FASTSYNC_CODEC_ENTRY, which returns a table that lives as long as the process. Its
  * functions are called one at a time, without Python's lock, from the backward's thread and from a worker thread. They work
@@ -38,13 +38,14 @@ typedef struct fastsync_codec {
   /* Bytes of a coded chunk of `numel` elements; of a whole bucket with so many elements of gradients, where `whole`. */
   int64_t (*coded_bytes)(void* context, int64_t numel);
 
-  /* Writes the code of `values`, which it may overwrite, to the `bytes` bytes at `wire`, aligned to 16. The values are
+  /* Writes the code of `values`, which it may overwrite, to the `bytes` bytes at `payload`, aligned to 16. The values are
    * gradients divided by the number of ranks, error feedback included; NaN and infinities shall arrive as such.
    * Returns NULL, or a text that says what is wrong, which becomes an exception. */
-  const char* (*encode)(void* context, float* values, int64_t numel, uint8_t* wire, int64_t bytes);
+  const char* (*encode)(void* context, float* values, int64_t numel, uint8_t* payload,
+                        int64_t bytes);
 
   /* Writes the `numel` values that the code stands for. */
-  const char* (*decode)(void* context, const uint8_t* wire, int64_t bytes, float* values,
+  const char* (*decode)(void* context, const uint8_t* payload, int64_t bytes, float* values,
                         int64_t numel);
 } fastsync_codec;
 

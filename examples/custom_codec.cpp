@@ -11,9 +11,10 @@ constexpr int64_t kBytes = kBlock / 8 + 4;  // of a block: signs, then its scale
 
 int64_t coded_bytes(void* /*context*/, int64_t numel) { return numel / kBlock * kBytes; }
 
-const char* encode(void* /*context*/, float* values, int64_t numel, uint8_t* wire, int64_t bytes) {
+const char* encode(void* /*context*/, float* values, int64_t numel, uint8_t* payload,
+                   int64_t bytes) {
   if (bytes != coded_bytes(nullptr, numel)) return "the buffer has another size than promised";
-  for (; numel > 0; numel -= kBlock, values += kBlock, wire += kBytes) {
+  for (; numel > 0; numel -= kBlock, values += kBlock, payload += kBytes) {
     uint64_t signs = 0;
     float sum = 0;
     for (int64_t i = 0; i < kBlock; ++i) {
@@ -21,19 +22,19 @@ const char* encode(void* /*context*/, float* values, int64_t numel, uint8_t* wir
       sum += std::fabs(values[i]);
     }
     const float scale = sum / kBlock;  // NaN or infinity where an element is
-    std::memcpy(wire, &signs, sizeof(signs));
-    std::memcpy(wire + sizeof(signs), &scale, sizeof(scale));
+    std::memcpy(payload, &signs, sizeof(signs));
+    std::memcpy(payload + sizeof(signs), &scale, sizeof(scale));
   }
   return nullptr;
 }
 
-const char* decode(void* /*context*/, const uint8_t* wire, int64_t /*bytes*/, float* values,
+const char* decode(void* /*context*/, const uint8_t* payload, int64_t /*bytes*/, float* values,
                    int64_t numel) {
-  for (; numel > 0; numel -= kBlock, values += kBlock, wire += kBytes) {
+  for (; numel > 0; numel -= kBlock, values += kBlock, payload += kBytes) {
     uint64_t signs = 0;
     float scale = 0;
-    std::memcpy(&signs, wire, sizeof(signs));
-    std::memcpy(&scale, wire + sizeof(signs), sizeof(scale));
+    std::memcpy(&signs, payload, sizeof(signs));
+    std::memcpy(&scale, payload + sizeof(signs), sizeof(scale));
     for (int64_t i = 0; i < kBlock; ++i) values[i] = (signs >> i & 1) != 0 ? scale : -scale;
   }
   return nullptr;

@@ -36,22 +36,22 @@ class SignCodec(fastsync.Codec):
     def coded_bytes(self, numel: int) -> int:
         return numel // 8 + numel // 64 * 4
 
-    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        bits, scales = self.parts(wire)
+    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
+        bits, scales = self.parts(payload)
         scales.copy_(values.view(-1, 64).abs().mean(1))
         ones = (values >= 0).view(-1, 8)
         bits.copy_((ones * self.weights(values.device)).sum(1))
 
-    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        bits, scales = self.parts(wire)
-        ones = bits.view(-1, 1).bitwise_and(self.weights(wire.device)) > 0
+    def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        bits, scales = self.parts(payload)
+        ones = bits.view(-1, 1).bitwise_and(self.weights(payload.device)) > 0
         values.copy_(ones.view(-1) * 2.0 - 1.0)
         values.view(-1, 64).mul_(scales.view(-1, 1))
 
-    def parts(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of n elements: n / 8 bytes of signs, then n / 64 scales."""
-        ones = wire.numel() * 2 // 3
-        return wire[:ones], wire[ones:].view(torch.float32)
+        ones = payload.numel() * 2 // 3
+        return payload[:ones], payload[ones:].view(torch.float32)
 
     def weights(self, device: torch.device) -> torch.Tensor:
         return 2 ** torch.arange(8, device=device, dtype=torch.uint8)

@@ -32,7 +32,7 @@ def probe_links(group_name: str, device: str, all_to_all: bool, reduce_scatter: 
 def encode(
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
-    wire: torch.Tensor,
+    payload: torch.Tensor,
     plan: tuple[str, int],
     scale: float,
 ) -> None: ...
@@ -40,7 +40,7 @@ def reduce(received: torch.Tensor, result: torch.Tensor, plan: tuple[str, int]) 
 def decode(
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
-    wire: torch.Tensor,
+    payload: torch.Tensor,
     plan: tuple[str, int],
 ) -> None: ...
 def select_largest(
@@ -67,12 +67,6 @@ class CodedSpec:
     format: str
     kept: int
     gather: bool
-    chunk_numel: int
-    chunk_bytes: int
-    coded_bytes: int
-    pieces: int
-    flags_offset: int
-    flags_per_chunk: int
     node_ranks: int
     node_rank: int
     nodes: int
@@ -82,20 +76,32 @@ class CodedSpec:
     seed: int
 
     def __init__(self) -> None: ...
+    def lay_out(
+        self,
+        pieces: int,
+        chunk_numel: int,
+        coded_bytes: int,
+        flags_offset: int,
+        flags_per_chunk: int,
+        chunk_bytes: int,
+    ) -> None: ...
     def use_codec(self, codec: object) -> None: ...
     def use_plugin(self, table: int) -> None: ...
 
 class LowRankSpec:
-    numel: int
-    first_numel: int
-    second_numel: int
-    flags_offset: int
-    flags: int
     error_feedback: bool
     warm_start: bool
     seed: int
 
     def __init__(self) -> None: ...
+    def lay_out(
+        self,
+        numel: int,
+        flags_offset: int,
+        flags: int,
+        first_numel: int,
+        second_numel: int,
+    ) -> None: ...
     def add_matrix(
         self, offset: int, sizes: tuple[int, int], rank: int, places: tuple[int, int]
     ) -> None: ...

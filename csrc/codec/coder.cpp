@@ -21,21 +21,21 @@ class BlockCoder final : public Coder {
   explicit BlockCoder(const ops::CodePlan& plan) : plan_(plan) {}
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-              const at::Tensor& wire, const ops::Encoding& how) override {
-    ops::encode(items, residual, wire, plan_, how);
+              const at::Tensor& payload, const ops::Encoding& how) override {
+    ops::encode(items, residual, payload, plan_, how);
   }
   void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tensor& residual,
               int64_t first, uint64_t seed) override {
     ops::reduce(received, result, residual, plan_, first, seed);
   }
-  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& payload,
               int32_t sources) override {
-    ops::decode(items, wire, plan_, sources, 0, plan_.numel);
+    ops::decode(items, payload, plan_, sources, 0, plan_.numel);
   }
   bool works_on_parts() const override { return true; }
-  void decode_part(const std::vector<ops::Item>& items, const at::Tensor& wire, int32_t sources,
+  void decode_part(const std::vector<ops::Item>& items, const at::Tensor& payload, int32_t sources,
                    int64_t begin, int64_t end) override {
-    ops::decode(items, wire, plan_, sources, begin, end);
+    ops::decode(items, payload, plan_, sources, begin, end);
   }
 
  private:
@@ -61,9 +61,9 @@ class FlatCoder final : public Coder {
       : codec_(std::move(codec)), plan_(plan), coded_bytes_(coded_bytes) {}
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-              const at::Tensor& wire, const ops::Encoding& how) override {
+              const at::Tensor& payload, const ops::Encoding& how) override {
     const at::NoGradGuard no_grad;
-    const at::Tensor flat = buffer(wire.device());
+    const at::Tensor flat = buffer(payload.device());
     ops::pack(items, flat, how.scale);
     const ops::Feedback feedback(items, residual);
     const at::Tensor& kept = feedback.working();
@@ -71,7 +71,7 @@ class FlatCoder final : public Coder {
     clear_gaps(items, flat);
     for (int64_t i = 0; i < chunks(); ++i) {
       encode_chunk(chunk(flat, i), kept.defined() ? chunk(kept, i) : at::Tensor(),
-                   coded(wire, i * how.sources + how.source), /*add=*/false);
+                   coded(payload, i * how.sources + how.source), /*add=*/false);
     }
     feedback.commit();
   }
@@ -84,12 +84,13 @@ class FlatCoder final : public Coder {
     encode_chunk(sum, residual, coded(result, 0), /*add=*/true);
   }
 
-  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& payload,
               int32_t sources) override {
     const at::NoGradGuard no_grad;
-    const at::Tensor flat = buffer(wire.device());
+    const at::Tensor flat = buffer(payload.device());
     flat.zero_();
-    for (int64_t i = 0; i < chunks(); ++i) add_decoded(wire, i * sources, sources, chunk(flat, i));
+    for (int64_t i = 0; i < chunks(); ++i)
+      add_decoded(payload, i * sources, sources, chunk(flat, i));
     ops::unpack(items, flat, 1.0, false);
   }
 
@@ -98,8 +99,8 @@ class FlatCoder final : public Coder {
   at::Tensor chunk(const at::Tensor& flat, int64_t index) const {
     return flat.narrow(0, index * plan_.layout.chunk_numel, plan_.layout.chunk_numel);
   }
-  at::Tensor coded(const at::Tensor& wire, int64_t index) const {
-    return wire.narrow(0, index * plan_.layout.chunk_bytes, coded_bytes_);
+  at::Tensor coded(const at::Tensor& payload, int64_t index) const {
+    return payload.narrow(0, index * plan_.layout.chunk_bytes, coded_bytes_);
   }
   at::Tensor buffer(at::Device device) {
     if (!flat_.defined()) flat_ = ops::make_flat(plan_.numel, at::kFloat, device);
@@ -107,25 +108,25 @@ class FlatCoder final : public Coder {
   }
 
   // Error feedback for a codec that knows nothing of it. What is not finite is not kept: poison must not outlive the step.
-  void encode_chunk(const at::Tensor& values, const at::Tensor& residual, const at::Tensor& wire,
+  void encode_chunk(const at::Tensor& values, const at::Tensor& residual, const at::Tensor& payload,
                     bool add) {
     if (!residual.defined()) {
-      codec_->encode(values, wire);
+      codec_->encode(values, payload);
       return;
     }
     const at::Tensor wanted = ops::copy_of(values);
-    codec_->encode(values, wire);
+    codec_->encode(values, payload);
     at::Tensor lost = ops::make_scratch(wanted.sizes(), at::kFloat, wanted.device());
-    codec_->decode(wire, lost);
+    codec_->decode(payload, lost);
     lost = wanted - lost;
     const at::Tensor kept = add ? residual + lost : lost;
     residual.copy_(at::where(at::isfinite(lost), kept, residual));
   }
 
-  void add_decoded(const at::Tensor& wire, int64_t first, int64_t count, const at::Tensor& sum) {
+  void add_decoded(const at::Tensor& payload, int64_t first, int64_t count, const at::Tensor& sum) {
     const at::Tensor part = ops::make_scratch(sum.sizes(), at::kFloat, sum.device());
     for (int64_t i = first; i < first + count; ++i) {
-      codec_->decode(coded(wire, i), part);
+      codec_->decode(coded(payload, i), part);
       sum.add_(part);
     }
   }
@@ -138,7 +139,7 @@ class FlatCoder final : public Coder {
 
 }  // namespace
 
-void Coder::decode_part(const std::vector<ops::Item>& /*items*/, const at::Tensor& /*wire*/,
+void Coder::decode_part(const std::vector<ops::Item>& /*items*/, const at::Tensor& /*payload*/,
                         int32_t /*sources*/, int64_t /*begin*/, int64_t /*end*/) {
   FS_ASSERT(false, "this coder decodes whole buckets");
 }

@@ -17,14 +17,14 @@ class Coder {
 
   // As in codec_ops.h. `residual` is undefined without error feedback.
   virtual void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-                      const at::Tensor& wire, const ops::Encoding& how) = 0;
+                      const at::Tensor& payload, const ops::Encoding& how) = 0;
   virtual void reduce(const at::Tensor& received, const at::Tensor& result,
                       const at::Tensor& residual, int64_t first, uint64_t seed) = 0;
-  virtual void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+  virtual void decode(const std::vector<ops::Item>& items, const at::Tensor& payload,
                       int32_t sources) = 0;
   // Whether it can code a part of the flat buffer: encode() heeds how.begin and how.end, and there is decode_part().
   virtual bool works_on_parts() const { return false; }
-  virtual void decode_part(const std::vector<ops::Item>& items, const at::Tensor& wire,
+  virtual void decode_part(const std::vector<ops::Item>& items, const at::Tensor& payload,
                            int32_t sources, int64_t begin, int64_t end);
 };
 
@@ -35,10 +35,10 @@ std::shared_ptr<Coder> make_block_coder(const ops::CodePlan& plan);
 class Codec {
  public:
   virtual ~Codec() = default;
-  // wire = code(values). `values` is fp32 [chunk_numel] and may be overwritten, `wire` uint8 [coded bytes].
-  virtual void encode(const at::Tensor& values, const at::Tensor& wire) = 0;
-  // values = decode(wire)
-  virtual void decode(const at::Tensor& wire, const at::Tensor& values) = 0;
+  // payload = code(values). `values` is fp32 [chunk_numel] and may be overwritten, `payload` uint8 [coded bytes].
+  virtual void encode(const at::Tensor& values, const at::Tensor& payload) = 0;
+  // values = decode(payload)
+  virtual void decode(const at::Tensor& payload, const at::Tensor& values) = 0;
 };
 
 // `coded_bytes`: bytes of a coded chunk, at its beginning.

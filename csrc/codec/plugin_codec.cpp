@@ -9,16 +9,18 @@ class PluginCodec final : public Codec {
  public:
   explicit PluginCodec(const fastsync_codec* table) : table_(table) {}
 
-  void encode(const at::Tensor& values, const at::Tensor& wire) override {
+  void encode(const at::Tensor& values, const at::Tensor& payload) override {
     check_host(values);
-    check("encode", table_->encode(table_->context, values.mutable_data_ptr<float>(),
-                                   values.numel(), wire.mutable_data_ptr<uint8_t>(), wire.numel()));
+    check("encode",
+          table_->encode(table_->context, values.mutable_data_ptr<float>(), values.numel(),
+                         payload.mutable_data_ptr<uint8_t>(), payload.numel()));
   }
 
-  void decode(const at::Tensor& wire, const at::Tensor& values) override {
+  void decode(const at::Tensor& payload, const at::Tensor& values) override {
     check_host(values);
-    check("decode", table_->decode(table_->context, wire.const_data_ptr<uint8_t>(), wire.numel(),
-                                   values.mutable_data_ptr<float>(), values.numel()));
+    check("decode",
+          table_->decode(table_->context, payload.const_data_ptr<uint8_t>(), payload.numel(),
+                         values.mutable_data_ptr<float>(), values.numel()));
   }
 
  private:

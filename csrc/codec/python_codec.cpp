@@ -19,11 +19,11 @@ class PythonCodec final : public Codec {
   PythonCodec(const PythonCodec&) = delete;
   PythonCodec& operator=(const PythonCodec&) = delete;
 
-  void encode(const at::Tensor& values, const at::Tensor& wire) override {
-    call("encode", values, wire);
+  void encode(const at::Tensor& values, const at::Tensor& payload) override {
+    call("encode", values, payload);
   }
-  void decode(const at::Tensor& wire, const at::Tensor& values) override {
-    call("decode", wire, values);
+  void decode(const at::Tensor& payload, const at::Tensor& values) override {
+    call("decode", payload, values);
   }
 
  private:

@@ -18,13 +18,13 @@ class TopKCoder final : public Coder {
   }
 
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
-              const at::Tensor& wire, const ops::Encoding& how) override {
+              const at::Tensor& payload, const ops::Encoding& how) override {
     const at::NoGradGuard no_grad;
-    const at::Tensor flat = buffer(wire.device());
+    const at::Tensor flat = buffer(payload.device());
     ops::pack(items, flat, how.scale);
     const ops::Feedback feedback(items, residual);
     if (residual.defined()) flat.add_(feedback.working());
-    const Terms terms = terms_of(wire, how.source);
+    const Terms terms = terms_of(payload, how.source);
     ops::select_largest(flat, terms.positions);
     terms.values.copy_(at::index_select(flat, 0, terms.positions));
     if (!residual.defined()) return;
@@ -39,13 +39,13 @@ class TopKCoder final : public Coder {
   }
 
   // One rank after the other, each with distinct positions: every rank gets the same bits.
-  void decode(const std::vector<ops::Item>& items, const at::Tensor& wire,
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& payload,
               int32_t sources) override {
     const at::NoGradGuard no_grad;
-    const at::Tensor flat = buffer(wire.device());
+    const at::Tensor flat = buffer(payload.device());
     flat.zero_();
     for (int32_t source = 0; source < sources; ++source) {
-      const Terms terms = terms_of(wire, source);
+      const Terms terms = terms_of(payload, source);
       flat.index_add_(0, terms.positions, terms.values);
     }
     ops::unpack(items, flat, 1.0, false);
@@ -57,9 +57,9 @@ class TopKCoder final : public Coder {
     at::Tensor values;
   };
 
-  Terms terms_of(const at::Tensor& wire, int64_t source) const {
+  Terms terms_of(const at::Tensor& payload, int64_t source) const {
     const at::Tensor chunk =
-        wire.narrow(0, source * plan_.layout.chunk_bytes, plan_.layout.chunk_bytes);
+        payload.narrow(0, source * plan_.layout.chunk_bytes, plan_.layout.chunk_bytes);
     return {chunk.narrow(0, 0, 4 * kept_).view(at::kInt),
             chunk.narrow(0, 4 * kept_, 4 * kept_).view(at::kFloat)};
   }

@@ -1,6 +1,6 @@
 // Wire formats: encode scattered tensors to bytes, sum encoded chunks over ranks, decode into scattered tensors.
 //
-//   encode  wire    = code(tensor * scale + residual)               residual <- what the code lost
+//   encode  payload    = code(tensor * scale + residual)               residual <- what the code lost
 //   reduce  result  = code(sum over sources of decode(source))      residual += what the code lost
 //   decode  tensor  = sum over sources of decode(source)
 //
@@ -8,8 +8,8 @@
 // has one scale of its own. Segments start at multiples of the block, so no block holds elements of two tensors; the
 // tail of a segment's last block counts as zeros, and its residual is not touched.
 //
-// [Note: wire layout]
-// The wire is a sequence of chunks of `chunk_numel` elements and `chunk_bytes` bytes each: what one rank sends to one
+// [Note: payload layout]
+// The payload is a sequence of chunks of `chunk_numel` elements and `chunk_bytes` bytes each: what one rank sends to one
 // other. Element i lies in chunk i / chunk_numel. Inside a chunk, from byte `section` on, come the codes of all its elements,
 // then the scales of all its blocks. Several sections with formats of their own may share the chunks. Blocks that no
 // segment covers are not written; bytes that are zero decode to zeros in every format.
@@ -35,7 +35,7 @@
 //   * a block of a scaled format with a NaN or a magnitude (of a sum, too) from 2^127 = 1.7e38 on, infinities among them,
 //     decodes to NaN everywhere. float32 and bfloat16: element by element, as IEEE 754 has it,
 //   * where an element's decoded value is not finite its residual is left as it was: poison does not outlive the step,
-//   * every rank that decodes the same bytes gets the same bits; host and device agree on bits, a NaN's payload aside.
+//   * every rank that decodes the same bytes gets the same bits; host and device agree on bits, a NaN's spare bits aside.
 //
 // Arithmetic is fp32: each product, sum and conversion rounds to nearest even, never fused. Sums run over sources in rank
 // order. With stochastic rounding a code is one of the two neighbours of x (float32 is exact anyway), with the probability
@@ -103,8 +103,8 @@ constexpr int64_t coded_bytes(Format format, int64_t numel) {
   return numel * traits.bits / 8 + numel / traits.block * traits.scale_bytes;
 }
 
-// See [Note: wire layout].
-struct WireLayout {
+// See [Note: payload layout].
+struct PayloadLayout {
   Format format;
   int64_t chunk_numel;  // a multiple of the block
   int64_t chunk_bytes;  // a multiple of 16
@@ -117,43 +117,43 @@ struct Rounding {
 };
 
 struct EncodeArgs {
-  WireLayout layout;
+  PayloadLayout layout;
   Rounding rounding;
   DType tensor_dtype;  // float32, float16 or bfloat16
   float scale;
 };
 
 // Segment offsets are in elements of the flat buffer, multiples of the block. A segment without tensor codes `fill` alone,
-// unscaled, and leaves its residual as it is. `residual` is flat, in the same order, or nullptr. `wire` and `residual` are
+// unscaled, and leaves its residual as it is. `residual` is flat, in the same order, or nullptr. `payload` and `residual` are
 // aligned to 16 bytes, in the other functions too; tensors may lie anywhere.
-void encode_cpu(const Segment* segments, size_t count, float* residual, void* wire,
+void encode_cpu(const Segment* segments, size_t count, float* residual, void* payload,
                 const EncodeArgs& args);
 
 // Sums one chunk: source r lies at received + r * layout.chunk_bytes. `result` is a chunk, and may be one of the sources;
 // `residual` holds the chunk's elements, or nullptr. `first` is the chunk's first element in the flat buffer, for the random
 // numbers.
 struct ReduceArgs {
-  WireLayout layout;
+  PayloadLayout layout;
   Rounding rounding;
   int32_t sources;
   int64_t first;
 };
 void reduce_cpu(const void* received, void* result, float* residual, const ReduceArgs& args);
 
-// Source r's whole wire lies at wire + r * source_bytes. Segments as for unpack: tensor is the destination.
+// Source r's whole payload lies at payload + r * source_bytes. Segments as for unpack: tensor is the destination.
 struct DecodeArgs {
-  WireLayout layout;
+  PayloadLayout layout;
   DType tensor_dtype;
   int32_t sources;
   int64_t source_bytes;
 };
-void decode_cpu(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args);
+void decode_cpu(const Segment* segments, size_t count, const void* payload, const DecodeArgs& args);
 
-void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
+void encode_cuda(const Segment* segments, size_t count, float* residual, void* payload,
                  const EncodeArgs& args, CUstream_st* stream);
 void reduce_cuda(const void* received, void* result, float* residual, const ReduceArgs& args,
                  CUstream_st* stream);
-void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
+void decode_cuda(const Segment* segments, size_t count, const void* payload, const DecodeArgs& args,
                  CUstream_st* stream);
 
 }  // namespace fastsync::kernels

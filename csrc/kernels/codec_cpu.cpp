@@ -45,7 +45,8 @@ struct Strip {
 };
 
 template <class Codec, class Visit>
-void for_each_strip(const WireLayout& layout, int64_t offset, int64_t numel, const Visit& visit) {
+void for_each_strip(const PayloadLayout& layout, int64_t offset, int64_t numel,
+                    const Visit& visit) {
   for (int64_t begin = 0; begin < numel;) {
     const int64_t first = offset + begin;
     const int64_t chunk_left = layout.chunk_numel - first % layout.chunk_numel;
@@ -59,8 +60,10 @@ void for_each_strip(const WireLayout& layout, int64_t offset, int64_t numel, con
 template <class Codec>
 class Sums {
  public:
-  Sums(const void* wire, int64_t source_bytes, int32_t sources)
-      : wire_(static_cast<const uint8_t*>(wire)), source_bytes_(source_bytes), sources_(sources) {}
+  Sums(const void* payload, int64_t source_bytes, int32_t sources)
+      : wire_(static_cast<const uint8_t*>(payload)),
+        source_bytes_(source_bytes),
+        sources_(sources) {}
 
   // x = the sum over sources of the elements at `place`
   void operator()(float* x, const Place& place, int numel) const {
@@ -80,7 +83,7 @@ class Sums {
 };
 
 template <class Codec, class T>
-void encode_segment(const Segment& segment, float* residual, uint8_t* wire,
+void encode_segment(const Segment& segment, float* residual, uint8_t* payload,
                     const EncodeArgs& args) {
   const auto tensor = static_cast<const T*>(segment.tensor);
   float* kept = tensor == nullptr || residual == nullptr ? nullptr : residual + segment.offset;
@@ -98,7 +101,7 @@ void encode_segment(const Segment& segment, float* residual, uint8_t* wire,
     }
     std::fill(x + strip.numel, x + strip.padded, 0.0f);
     const auto first = static_cast<uint32_t>(segment.offset + strip.begin);
-    code(x, wire + strip.place.code, wire + strip.place.scale, strip.padded, {key, first});
+    code(x, payload + strip.place.code, payload + strip.place.scale, strip.padded, {key, first});
     if (kept != nullptr) keep(kept + strip.begin, x, strip.numel);
   });
 }
@@ -119,7 +122,7 @@ void reduce_chunk(const void* received, uint8_t* result, float* residual, const 
 }
 
 template <class Codec, class T>
-void decode_segment(const Segment& segment, const Sums<Codec>& sum, const WireLayout& layout) {
+void decode_segment(const Segment& segment, const Sums<Codec>& sum, const PayloadLayout& layout) {
   const auto tensor = static_cast<T*>(segment.tensor);
   const typename OnThisCpu<Store<T>>::Pointer store = OnThisCpu<Store<T>>();
   alignas(64) float x[kStrip];
@@ -131,14 +134,14 @@ void decode_segment(const Segment& segment, const Sums<Codec>& sum, const WireLa
 
 }  // namespace
 
-void encode_cpu(const Segment* segments, size_t count, float* residual, void* wire,
+void encode_cpu(const Segment* segments, size_t count, float* residual, void* payload,
                 const EncodeArgs& args) {
   check_layout(args.layout);
   visit_codec(args.layout.format, args.tensor_dtype, [&](auto codec, auto type) {
     for (size_t i = 0; i < count; ++i) {
       check_offset(segments[i], args.layout);
       encode_segment<typename decltype(codec)::type, typename decltype(type)::type>(
-          segments[i], residual, static_cast<uint8_t*>(wire), args);
+          segments[i], residual, static_cast<uint8_t*>(payload), args);
     }
   });
 }
@@ -152,12 +155,13 @@ void reduce_cpu(const void* received, void* result, float* residual, const Reduc
   });
 }
 
-void decode_cpu(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args) {
+void decode_cpu(const Segment* segments, size_t count, const void* payload,
+                const DecodeArgs& args) {
   check_layout(args.layout);
   check_sources(args.sources);
   visit_codec(args.layout.format, args.tensor_dtype, [&](auto codec, auto type) {
     using Codec = typename decltype(codec)::type;
-    const Sums<Codec> sum(wire, args.source_bytes, args.sources);
+    const Sums<Codec> sum(payload, args.source_bytes, args.sources);
     for (size_t i = 0; i < count; ++i) {
       check_offset(segments[i], args.layout);
       decode_segment<Codec, typename decltype(type)::type>(segments[i], sum, args.layout);

@@ -14,7 +14,7 @@ constexpr int kRounds = 2;  // groups per thread
 constexpr int kTile = kThreads * kGroup * kRounds;
 constexpr int64_t kMaxRun = int64_t{1} << 30;  // elements, a multiple of kTile
 
-// Part of a segment, within one chunk of the wire.
+// Part of a segment, within one chunk of the payload.
 struct Run {
   void* tensor;   // nullptr: code the fill value
   int64_t first;  // element of the flat buffer
@@ -32,7 +32,7 @@ struct Table {
 };
 
 struct EncodeCall {
-  uint8_t* wire;
+  uint8_t* payload;
   float* residual;
   RandomKey key;
   float scale;
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads)
                  call.scale);
     }
     const Random random{call.key, static_cast<uint32_t>(run.first + begin)};
-    code_group<Codec>(x, call.wire, place_after<Codec>(run.place, begin), random, call.stochastic,
-                      begin < padded);
+    code_group<Codec>(x, call.payload, place_after<Codec>(run.place, begin), random,
+                      call.stochastic, begin < padded);
     if (kept) keep_group<false>(residual, x, old, numel - begin);
   }
 }
@@ -156,7 +156,7 @@ void check_blocks(const char* name, int64_t blocks) {
 template <class Codec>
 class Tables {
  public:
-  explicit Tables(const WireLayout& layout) : layout_(layout) { table_.count = 0; }
+  explicit Tables(const PayloadLayout& layout) : layout_(layout) { table_.count = 0; }
 
   template <class Launch>
   void add(const Segment& segment, size_t element_bytes, const Launch& launch) {
@@ -207,13 +207,13 @@ class Tables {
     return small;
   }
 
-  WireLayout layout_;
+  PayloadLayout layout_;
   int64_t blocks_ = 0;
   LargeTable table_;
 };
 
 template <class Codec, class Launch>
-void launch_tables(const Segment* segments, size_t count, const WireLayout& layout, DType dtype,
+void launch_tables(const Segment* segments, size_t count, const PayloadLayout& layout, DType dtype,
                    const Launch& launch) {
   Tables<Codec> tables(layout);
   for (size_t i = 0; i < count; ++i) tables.add(segments[i], element_size(dtype), launch);
@@ -222,10 +222,10 @@ void launch_tables(const Segment* segments, size_t count, const WireLayout& layo
 
 }  // namespace
 
-void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
+void encode_cuda(const Segment* segments, size_t count, float* residual, void* payload,
                  const EncodeArgs& args, CUstream_st* stream) {
   check_layout(args.layout);
-  const EncodeCall call{static_cast<uint8_t*>(wire), residual, random_key(args.rounding.seed),
+  const EncodeCall call{static_cast<uint8_t*>(payload), residual, random_key(args.rounding.seed),
                         args.scale, args.rounding.stochastic};
   visit_codec(args.layout.format, args.tensor_dtype, [&](auto codec, auto type) {
     using Codec = typename decltype(codec)::type;
@@ -264,11 +264,11 @@ void reduce_cuda(const void* received, void* result, float* residual, const Redu
   });
 }
 
-void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
+void decode_cuda(const Segment* segments, size_t count, const void* payload, const DecodeArgs& args,
                  CUstream_st* stream) {
   check_layout(args.layout);
   check_sources(args.sources);
-  const DecodeCall call{static_cast<const uint8_t*>(wire), args.source_bytes, args.sources};
+  const DecodeCall call{static_cast<const uint8_t*>(payload), args.source_bytes, args.sources};
   visit_codec(args.layout.format, args.tensor_dtype, [&](auto codec, auto type) {
     using Codec = typename decltype(codec)::type;
     using T = typename decltype(type)::type;

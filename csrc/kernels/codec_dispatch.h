@@ -1,4 +1,4 @@
-// From run-time formats to codec classes, the checks of arguments and the addresses in a wire: what the CPU and the CUDA
+// From run-time formats to codec classes, the checks of arguments and the addresses in a payload: what the CPU and the CUDA
 // kernels do alike before their loops.
 #pragma once
 
@@ -40,7 +40,7 @@ void visit_codec(Format format, DType tensor, const Visit& visit) {
   });
 }
 
-inline void check_layout(const WireLayout& layout) {
+inline void check_layout(const PayloadLayout& layout) {
   const int64_t block = traits_of(layout.format).block;
   FS_CHECK_VALUE(block > 0, "unknown wire format ", static_cast<int>(layout.format));
   FS_CHECK_VALUE(layout.chunk_numel > 0 && layout.chunk_numel % block == 0, "a chunk of ",
@@ -59,13 +59,13 @@ inline void check_sources(int32_t sources) {
   FS_CHECK_VALUE(sources > 0, "expects one source or more but got ", sources);
 }
 
-inline void check_offset(const Segment& segment, const WireLayout& layout) {
+inline void check_offset(const Segment& segment, const PayloadLayout& layout) {
   FS_CHECK_VALUE(segment.offset >= 0 && segment.offset % traits_of(layout.format).block == 0,
                  "a segment at element ", segment.offset, " does not start at a multiple of ",
                  traits_of(layout.format).block, " (", name_of(layout.format), ")");
 }
 
-// Where an element's code lies, and the scale of its block: bytes from the start of the wire.
+// Where an element's code lies, and the scale of its block: bytes from the start of the payload.
 struct Place {
   int64_t code;
   int64_t scale;
@@ -79,7 +79,7 @@ FS_HOST_DEVICE Place place_after(const Place& start, int64_t elements) {
 }
 
 template <class Codec>
-Place place_of(const WireLayout& layout, int64_t element) {
+Place place_of(const PayloadLayout& layout, int64_t element) {
   const int64_t chunk = element / layout.chunk_numel;
   const int64_t codes = chunk * layout.chunk_bytes + layout.section;
   const Place start{codes, codes + layout.chunk_numel * Codec::kBits / 8};

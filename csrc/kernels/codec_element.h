@@ -3,7 +3,7 @@
 //
 // A codec class describes one format:
 //
-//   Code                        the type that holds one code (int4: the low four bits; two share a byte of the wire)
+//   Code                        the type that holds one code (int4: the low four bits; two share a byte of the payload)
 //   Scale                       the type that a block's scale is stored in; kScaled formats only
 //   choose(largest)             the scale of a block whose largest magnitude has these float bits, below kTooLarge
 //   kPoison                     the scale that makes a block decode to NaN

@@ -23,7 +23,7 @@ __device__ __forceinline__ bool warp_inside(int64_t begin, int64_t numel) {
 }
 
 struct DecodeCall {
-  const uint8_t* wire;
+  const uint8_t* payload;
   int64_t source_bytes;
   int32_t sources;
 };
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_group(T* to, const float (&x)[kGroup], int
   }
 }
 
-// A group's codes, as they lie in the wire.
+// A group's codes, as they lie in the payload.
 template <class Codec>
 using Codes = Vec<typename Codec::Code,
                   kGroup * Codec::kBits / 8 / static_cast<int>(sizeof(typename Codec::Code))>;
@@ -83,14 +83,14 @@ __device__ __forceinline__ uint32_t get_code(const Codes<Codec>& codes, int i) {
 }
 
 template <class Codec>
-__device__ __forceinline__ void decode_group(float (&x)[kGroup], const uint8_t* wire,
+__device__ __forceinline__ void decode_group(float (&x)[kGroup], const uint8_t* payload,
                                              const Place& place) {
   using Code = typename Codec::Code;
-  const Codes<Codec> codes =
-      load<sizeof(Codes<Codec>) / sizeof(Code)>(reinterpret_cast<const Code*>(wire + place.code));
+  const Codes<Codec> codes = load<sizeof(Codes<Codec>) / sizeof(Code)>(
+      reinterpret_cast<const Code*>(payload + place.code));
   float factor = 1;
   if constexpr (Codec::kScaled) {
-    factor = Codec::factor(*reinterpret_cast<const typename Codec::Scale*>(wire + place.scale));
+    factor = Codec::factor(*reinterpret_cast<const typename Codec::Scale*>(payload + place.scale));
   }
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) x[i] = decoded<Codec>(get_code<Codec>(codes, i), factor);
@@ -99,11 +99,11 @@ __device__ __forceinline__ void decode_group(float (&x)[kGroup], const uint8_t* 
 template <class Codec>
 __device__ __forceinline__ void sum_group(float (&x)[kGroup], const DecodeCall& call,
                                           const Place& place) {
-  decode_group<Codec>(x, call.wire, place);
+  decode_group<Codec>(x, call.payload, place);
 #pragma unroll 2
   for (int32_t r = 1; r < call.sources; ++r) {
     float next[kGroup];
-    decode_group<Codec>(next, call.wire + r * call.source_bytes, place);
+    decode_group<Codec>(next, call.payload + r * call.source_bytes, place);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) x[i] += next[i];
   }
@@ -152,7 +152,7 @@ __device__ __forceinline__ Codes<Codec> code_elements(float (&x)[kGroup], float 
 
 // As above; also stores codes and scale where the group is inside.
 template <class Codec>
-__device__ __forceinline__ void code_group(float (&x)[kGroup], uint8_t* wire, const Place& place,
+__device__ __forceinline__ void code_group(float (&x)[kGroup], uint8_t* payload, const Place& place,
                                            const Random& random, bool stochastic, bool inside) {
   float inverse = 1;
   float factor = 1;
@@ -163,12 +163,12 @@ __device__ __forceinline__ void code_group(float (&x)[kGroup], uint8_t* wire, co
     factor = Codec::factor(scale);
     const bool first = threadIdx.x % (Codec::kBlock / kGroup) == 0;
     if (inside && first) {
-      *reinterpret_cast<typename Codec::Scale*>(wire + place.scale) = scale;
+      *reinterpret_cast<typename Codec::Scale*>(payload + place.scale) = scale;
     }
   }
   const Codes<Codec> codes = stochastic ? code_elements<Codec, true>(x, inverse, factor, random)
                                         : code_elements<Codec, false>(x, inverse, factor, random);
-  if (inside) store(reinterpret_cast<typename Codec::Code*>(wire + place.code), codes);
+  if (inside) store(reinterpret_cast<typename Codec::Code*>(payload + place.code), codes);
 }
 
 // residual = lost, plus the old one when kAdd, where that is finite.

@@ -4,7 +4,7 @@
 //   unpack  tensor[i]         = cast(flat[offset + i] * scale)   plus the old tensor[i] when `accumulate`
 //
 // Arithmetic is done in fp32 (fp64 when both sides are fp64): the product, the sum and the narrowing cast each round to
-// nearest even, never fused, so that hosts and devices agree. NaN (its payload aside) and infinities pass through; what
+// nearest even, never fused, so that hosts and devices agree. NaN (its spare bits aside) and infinities pass through; what
 // exceeds a narrow type's range becomes infinity. `tensor` and `flat` may be the same memory at the same element (scaling
 // in place) when both types are equal; otherwise they must not overlap.
 // Any alignment and any length, 0 included, is valid: 16-byte accesses are used where both sides allow them.

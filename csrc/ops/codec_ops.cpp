@@ -15,11 +15,11 @@ using kernels::Rounding;
 using kernels::Segment;
 using Way = SegmentTable::Way;
 
-void check_wire(const at::Tensor& wire, int64_t bytes) {
-  FS_CHECK_VALUE(wire.defined() && wire.scalar_type() == at::kByte && wire.is_contiguous() &&
-                     wire.numel() == bytes,
-                 "expects a wire buffer of ", bytes, " bytes");
-  check_supported(wire.device());
+void check_wire(const at::Tensor& payload, int64_t bytes) {
+  FS_CHECK_VALUE(payload.defined() && payload.scalar_type() == at::kByte &&
+                     payload.is_contiguous() && payload.numel() == bytes,
+                 "expects a payload buffer of ", bytes, " bytes");
+  check_supported(payload.device());
 }
 
 float* residual_data(const at::Tensor& residual, int64_t numel) {
@@ -41,21 +41,21 @@ CodePlan one_chunk(kernels::Format format, int64_t numel) {
   return {{format, numel, bytes, 0}, numel};
 }
 
-void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& wire,
+void encode(const std::vector<Item>& items, const at::Tensor& residual, const at::Tensor& payload,
             const CodePlan& plan, const Encoding& how) {
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
-  check_wire(wire, chunks(plan) * chunk_bytes * how.sources);
-  const SegmentTable table(items, Way::kGather, plan.numel, wire.device(), at::kFloat);
+  check_wire(payload, chunks(plan) * chunk_bytes * how.sources);
+  const SegmentTable table(items, Way::kGather, plan.numel, payload.device(), at::kFloat);
   float* lost = residual_data(residual, plan.numel);
-  void* out = wire.mutable_data_ptr<uint8_t>() + how.source * chunk_bytes;
+  void* out = payload.mutable_data_ptr<uint8_t>() + how.source * chunk_bytes;
   table.for_each([&](DType dtype, const std::vector<Segment>& all) {
     const size_t size = kernels::element_size(dtype);
     kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
                              static_cast<float>(how.scale)};
     args.layout.chunk_bytes *= how.sources;  // the same chunk of all sources lies together
     run_on_segments(
-        clip(all, how.begin, how.end, size), wire.device(), {size, block(plan)},
+        clip(all, how.begin, how.end, size), payload.device(), {size, block(plan)},
         [&](const Segment* part, size_t count) {
           kernels::encode_cpu(part, count, lost, out, args);
         },
@@ -80,19 +80,19 @@ void reduce(const at::Tensor& received, const at::Tensor& result, const at::Tens
       [&](auto stream) { kernels::reduce_cuda(in, out, lost, args, stream); });
 }
 
-void decode(const std::vector<Item>& items, const at::Tensor& wire, const CodePlan& plan,
+void decode(const std::vector<Item>& items, const at::Tensor& payload, const CodePlan& plan,
             int32_t sources, int64_t begin, int64_t end) {
   const at::NoGradGuard no_grad;
   const int64_t chunk_bytes = plan.layout.chunk_bytes;
-  check_wire(wire, chunks(plan) * chunk_bytes * sources);
-  SegmentTable table(items, Way::kScatter, plan.numel, wire.device(), at::kFloat);
-  const void* in = wire.const_data_ptr();
+  check_wire(payload, chunks(plan) * chunk_bytes * sources);
+  SegmentTable table(items, Way::kScatter, plan.numel, payload.device(), at::kFloat);
+  const void* in = payload.const_data_ptr();
   table.for_each([&](DType dtype, const std::vector<Segment>& all) {
     const size_t size = kernels::element_size(dtype);
     kernels::DecodeArgs args{plan.layout, dtype, sources, chunk_bytes};
     args.layout.chunk_bytes *= sources;  // the same chunk of all sources lies together
     run_on_segments(
-        clip(all, begin, end, size), wire.device(), {size, block(plan)},
+        clip(all, begin, end, size), payload.device(), {size, block(plan)},
         [&](const Segment* part, size_t count) { kernels::decode_cpu(part, count, in, args); },
         [&](const Segment* whole, size_t count, auto stream) {
           kernels::decode_cuda(whole, count, in, args, stream);

@@ -8,15 +8,15 @@ namespace fastsync::testing {
 inline const CodecBackend kCodecBackends[] = {
     {"cpu", kernels::encode_cpu, kernels::reduce_cpu, kernels::decode_cpu},
     {"cuda",
-     [](const Segment* segments, size_t count, float* residual, void* wire,
+     [](const Segment* segments, size_t count, float* residual, void* payload,
         const EncodeArgs& args) {
-       kernels::encode_cuda(segments, count, residual, wire, args, nullptr);
+       kernels::encode_cuda(segments, count, residual, payload, args, nullptr);
      },
      [](const void* received, void* result, float* residual, const ReduceArgs& args) {
        kernels::reduce_cuda(received, result, residual, args, nullptr);
      },
-     [](const Segment* segments, size_t count, const void* wire, const DecodeArgs& args) {
-       kernels::decode_cuda(segments, count, wire, args, nullptr);
+     [](const Segment* segments, size_t count, const void* payload, const DecodeArgs& args) {
+       kernels::decode_cuda(segments, count, payload, args, nullptr);
      }},
 };
 

@@ -24,8 +24,8 @@ int64_t end_of(const Segment* segments, size_t count) {
   return end;
 }
 
-// Bytes of one source's wire that hold elements up to `end`.
-size_t wire_bytes(const WireLayout& layout, int64_t end) {
+// Bytes of one source's payload that hold elements up to `end`.
+size_t wire_bytes(const PayloadLayout& layout, int64_t end) {
   if (end == 0 || layout.chunk_numel <= 0) return 0;
   const int64_t last = (end - 1) / layout.chunk_numel;
   return static_cast<size_t>(last * layout.chunk_bytes + layout.section +
@@ -47,25 +47,25 @@ std::vector<Segment> on_device(const Mirror& mirror, const Segment* segments, si
 
 }  // namespace
 
-void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
+void encode_cuda(const Segment* segments, size_t count, float* residual, void* payload,
                  const EncodeArgs& args, CUstream_st*);
 void reduce_cuda(const void* received, void* result, float* residual, const ReduceArgs& args,
                  CUstream_st*);
-void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
+void decode_cuda(const Segment* segments, size_t count, const void* payload, const DecodeArgs& args,
                  CUstream_st*);
 
-void encode_cuda(const Segment* segments, size_t count, float* residual, void* wire,
+void encode_cuda(const Segment* segments, size_t count, float* residual, void* payload,
                  const EncodeArgs& args, CUstream_st*) {
   check_layout(args.layout);
   Mirror mirror;
   const int64_t end = end_of(segments, count);
-  mirror.add(wire, wire_bytes(args.layout, end));
+  mirror.add(payload, wire_bytes(args.layout, end));
   mirror.add(residual, static_cast<size_t>(end) * sizeof(float));
   add_tensors(mirror, segments, count, args.tensor_dtype);
   mirror.upload();
   const std::vector<Segment> moved = on_device(mirror, segments, count);
   encode_on_device(moved.data(), count, mirror.on_device(residual),
-                   mirror.on_device(static_cast<char*>(wire)), args, nullptr);
+                   mirror.on_device(static_cast<char*>(payload)), args, nullptr);
   mirror.download();
 }
 
@@ -84,17 +84,17 @@ void reduce_cuda(const void* received, void* result, float* residual, const Redu
   mirror.download();
 }
 
-void decode_cuda(const Segment* segments, size_t count, const void* wire, const DecodeArgs& args,
+void decode_cuda(const Segment* segments, size_t count, const void* payload, const DecodeArgs& args,
                  CUstream_st*) {
   check_layout(args.layout);
   Mirror mirror;
   const size_t one = wire_bytes(args.layout, end_of(segments, count));
   const auto others = static_cast<size_t>(std::max(args.sources - 1, 0));
-  mirror.add(wire, one == 0 ? 0 : others * static_cast<size_t>(args.source_bytes) + one);
+  mirror.add(payload, one == 0 ? 0 : others * static_cast<size_t>(args.source_bytes) + one);
   add_tensors(mirror, segments, count, args.tensor_dtype);
   mirror.upload();
   const std::vector<Segment> moved = on_device(mirror, segments, count);
-  decode_on_device(moved.data(), count, mirror.on_device(static_cast<const char*>(wire)), args,
+  decode_on_device(moved.data(), count, mirror.on_device(static_cast<const char*>(payload)), args,
                    nullptr);
   mirror.download();
 }

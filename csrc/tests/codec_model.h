@@ -1,4 +1,4 @@
-// What encode, reduce and decode must do, byte by byte: tensors, residuals and wires between guards, filled with numbers of
+// What encode, reduce and decode must do, byte by byte: tensors, residuals and payloads between guards, filled with numbers of
 // every kind, and the comparison with the oracle. test_codec.cpp chooses the shapes.
 #pragma once
 
@@ -17,8 +17,8 @@ namespace fastsync::testing {
 
 using kernels::DecodeArgs;
 using kernels::EncodeArgs;
+using kernels::PayloadLayout;
 using kernels::ReduceArgs;
-using kernels::WireLayout;
 
 struct CodecBackend {
   const char* name;
@@ -30,16 +30,16 @@ struct CodecBackend {
 inline int64_t block_of(Wire format) { return kernels::traits_of(format).block; }
 
 // Chunks of some blocks, behind `section` bytes that belong to others and before 16 that do.
-inline WireLayout layout_of(Wire format, int64_t blocks, int64_t section) {
+inline PayloadLayout layout_of(Wire format, int64_t blocks, int64_t section) {
   const int64_t numel = blocks * block_of(format);
   const int64_t end = section + kernels::coded_bytes(format, numel);
   return {format, numel, (end + 15) / 16 * 16 + 16, section};
 }
 
-// A wire of some chunks between guards.
+// A payload of some chunks between guards.
 class WireBuffer {
  public:
-  WireBuffer(const WireLayout& layout, int64_t chunks)
+  WireBuffer(const PayloadLayout& layout, int64_t chunks)
       : layout_(layout), memory_(DType::kFloat16, chunks * layout.chunk_bytes / 2, 0) {}
 
   char* data() { return memory_.data(); }
@@ -95,7 +95,7 @@ class WireBuffer {
     return section_of(element) + layout_.chunk_numel * traits.bits / 8 + block * traits.scale_bytes;
   }
 
-  WireLayout layout_;
+  PayloadLayout layout_;
   GuardedBuffer memory_;
 };
 
@@ -200,13 +200,14 @@ inline bool same_code(Wire format, uint32_t found, uint32_t expected) {
          std::isnan(value_of_code(format, expected));
 }
 
-inline void expect_block(WireBuffer& wire, Wire format, int64_t element, const CodedBlock& block) {
+inline void expect_block(WireBuffer& payload, Wire format, int64_t element,
+                         const CodedBlock& block) {
   for (size_t i = 0; i < block.codes.size(); ++i) {
-    const uint32_t found = wire.code(element + static_cast<int64_t>(i));
+    const uint32_t found = payload.code(element + static_cast<int64_t>(i));
     EXPECT(same_code(format, found, block.codes[i]), "element ", element, " + ", i, " is coded as ",
            found, " instead of ", block.codes[i]);
   }
-  const uint32_t found = wire.scale(element);
+  const uint32_t found = payload.scale(element);
   EXPECT(found == block.scale, "scale of element ", element, " is ", found, " instead of ",
          block.scale);
 }
@@ -222,11 +223,11 @@ inline void expect_number(DType dtype, uint64_t bits, double value, int64_t elem
 }
 
 // Bytes outside the blocks that were coded must be as the buffer was made.
-inline void expect_untouched(WireBuffer& wire, WireBuffer& expected) {
-  const std::vector<char> found = wire.copy();
+inline void expect_untouched(WireBuffer& payload, WireBuffer& expected) {
+  const std::vector<char> found = payload.copy();
   const std::vector<char> wanted = expected.copy();
   for (size_t i = 0; i < found.size(); ++i) {
-    EXPECT(found[i] == wanted[i], "byte ", i, " of the wire is ", int(found[i]), " instead of ",
+    EXPECT(found[i] == wanted[i], "byte ", i, " of the payload is ", int(found[i]), " instead of ",
            int(wanted[i]));
   }
 }

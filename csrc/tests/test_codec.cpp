@@ -1,4 +1,4 @@
-// The wire formats against the oracle: encode, reduce and decode of whole wires. Properties of the formats themselves are
+// The wire formats against the oracle: encode, reduce and decode of whole payloads. Properties of the formats themselves are
 // in test_codec_formats.cpp.
 #include <utility>
 
@@ -21,7 +21,7 @@ struct Piece {
   float fill = 0;
 };
 
-// Tensors at places in a wire.
+// Tensors at places in a payload.
 struct Pieces {
   Pieces(DType type, Wire format, const std::vector<Piece>& pieces, int64_t origin = 0)
       : dtype(type), block(block_of(format)), end(origin) {
@@ -45,14 +45,14 @@ struct Pieces {
   std::vector<Segment> segments;
 };
 
-int64_t chunks_for(int64_t numel, const WireLayout& layout) {
+int64_t chunks_for(int64_t numel, const PayloadLayout& layout) {
   return (numel + layout.chunk_numel - 1) / layout.chunk_numel;
 }
 
 // One call of encode and what it must leave behind.
 class EncodeCheck {
  public:
-  EncodeCheck(Pieces& pieces, const WireLayout& layout, const EncodeArgs& args, bool residual)
+  EncodeCheck(Pieces& pieces, const PayloadLayout& layout, const EncodeArgs& args, bool residual)
       : pieces_(pieces),
         args_(args),
         has_residual_(residual),
@@ -108,7 +108,7 @@ class EncodeCheck {
       const double lost = fp32(x[size_t(i)] - value_in(block, args_.layout.format, size_t(i)));
       const bool kept = has_residual_ && segment.tensor != nullptr && begin + i < segment.numel;
       if (kept && std::isfinite(lost)) residual_wanted_[size_t(first + i)] = lost;
-      block.codes[size_t(i)] = wire_.code(first + i);  // a NaN's payload is free
+      block.codes[size_t(i)] = wire_.code(first + i);  // a NaN's spare bits are free
     }
     expected_.set_block(first, block);
   }
@@ -126,7 +126,7 @@ class EncodeCheck {
 };
 
 // Any numbers coded by the oracle; now and then a block of zero bytes, or of any bytes but for its scale.
-void fill_wire(WireBuffer& wire, const WireLayout& layout, int64_t chunks, Numbers& numbers) {
+void fill_wire(WireBuffer& payload, const PayloadLayout& layout, int64_t chunks, Numbers& numbers) {
   const int64_t block = block_of(layout.format);
   for (int64_t first = 0; first < chunks * layout.chunk_numel; first += block) {
     const Kind kind = numbers.random_kind();
@@ -134,61 +134,61 @@ void fill_wire(WireBuffer& wire, const WireLayout& layout, int64_t chunks, Numbe
     for (int64_t i = 0; i < block; ++i) x.push_back(fp32(numbers.next(kind)));
     CodedBlock coded = code_block(layout.format, x, {false, 0}, first);
     if (kind == Kind::kNormal) coded = {std::vector<uint32_t>(size_t(block), 0), 0, false};
-    wire.set_block(first, coded);
+    payload.set_block(first, coded);
   }
 }
 
 struct Sources {
-  Sources(const WireLayout& layout, int64_t chunks, int count) {
+  Sources(const PayloadLayout& layout, int64_t chunks, int count) {
     Numbers numbers;
     for (int r = 0; r < count; ++r) {
-      wires.push_back(std::make_unique<WireBuffer>(layout, chunks));
-      fill_wire(*wires.back(), layout, chunks, numbers);
+      payloads.push_back(std::make_unique<WireBuffer>(layout, chunks));
+      fill_wire(*payloads.back(), layout, chunks, numbers);
     }
   }
 
   double sum(int64_t element) {
-    double sum = wires[0]->value(element);
-    for (size_t r = 1; r < wires.size(); ++r) sum = fp32(sum + wires[r]->value(element));
+    double sum = payloads[0]->value(element);
+    for (size_t r = 1; r < payloads.size(); ++r) sum = fp32(sum + payloads[r]->value(element));
     return sum;
   }
 
-  // All wires, one after another.
+  // All payloads, one after another.
   std::vector<char> joined(size_t gap) const {
     std::vector<char> all;
-    for (const auto& wire : wires) {
-      const std::vector<char> one = wire->copy();
+    for (const auto& payload : payloads) {
+      const std::vector<char> one = payload->copy();
       all.insert(all.end(), one.begin(), one.end());
       all.insert(all.end(), gap, 0x33);
     }
     return all;
   }
 
-  std::vector<std::unique_ptr<WireBuffer>> wires;
+  std::vector<std::unique_ptr<WireBuffer>> payloads;
 };
 
-// 16-byte aligned, as wires are.
+// 16-byte aligned, as payloads are.
 GuardedBuffer aligned_copy(const std::vector<char>& bytes) {
   GuardedBuffer buffer(DType::kFloat16, static_cast<int64_t>(bytes.size() / 2), 0);
   std::memcpy(buffer.data(), bytes.data(), bytes.size());
   return buffer;
 }
 
-void check_decode(const CodecBackend& backend, Pieces& pieces, const WireLayout& layout,
+void check_decode(const CodecBackend& backend, Pieces& pieces, const PayloadLayout& layout,
                   int sources) {
   constexpr size_t kGap = 48;
   const int64_t chunks = chunks_for(pieces.end, layout);
-  Sources wires(layout, chunks, sources);
-  GuardedBuffer received = aligned_copy(wires.joined(kGap));
+  Sources payloads(layout, chunks, sources);
+  GuardedBuffer received = aligned_copy(payloads.joined(kGap));
   const std::vector<char> before = received.copy();
   const int64_t source_bytes = chunks * layout.chunk_bytes + static_cast<int64_t>(kGap);
   backend.decode(pieces.segments.data(), pieces.segments.size(), received.data(),
                  {layout, pieces.dtype, sources, source_bytes});
-  EXPECT(received.copy() == before, "decode wrote to the wire");
+  EXPECT(received.copy() == before, "decode wrote to the payload");
   for (size_t s = 0; s < pieces.segments.size(); ++s) {
     const Segment& segment = pieces.segments[s];
     for (int64_t i = 0; i < segment.numel; ++i) {
-      const double sum = rounded(wires.sum(segment.offset + i), pieces.dtype);
+      const double sum = rounded(payloads.sum(segment.offset + i), pieces.dtype);
       expect_number(pieces.dtype, pieces.tensors[s].bits(i), sum, segment.offset + i, "element");
     }
   }
@@ -203,13 +203,13 @@ struct ReduceCase {
 };
 
 // Compares the chunk at `result` and what became of `old`.
-void expect_reduced(WireBuffer& result, Sources& wires, const ReduceArgs& args,
+void expect_reduced(WireBuffer& result, Sources& payloads, const ReduceArgs& args,
                     GuardedBuffer& residual, const std::vector<double>& old) {
   const Wire format = args.layout.format;
   const int64_t block = block_of(format);
   for (int64_t first = 0; first < args.layout.chunk_numel; first += block) {
     std::vector<double> x;
-    for (int64_t i = 0; i < block; ++i) x.push_back(wires.sum(first + i));
+    for (int64_t i = 0; i < block; ++i) x.push_back(payloads.sum(first + i));
     const CodedBlock coded = code_block(format, x, args.rounding, args.first + first);
     expect_block(result, format, first, coded);
     for (int64_t i = 0; !old.empty() && i < block; ++i) {
@@ -223,9 +223,9 @@ void expect_reduced(WireBuffer& result, Sources& wires, const ReduceArgs& args,
 
 void check_reduce(const CodecBackend& backend, Wire format, const Rounding& rounding,
                   const ReduceCase& shape) {
-  const WireLayout layout = layout_of(format, shape.blocks, 32);
-  Sources wires(layout, 1, shape.sources);
-  GuardedBuffer received = aligned_copy(wires.joined(0));
+  const PayloadLayout layout = layout_of(format, shape.blocks, 32);
+  Sources payloads(layout, 1, shape.sources);
+  GuardedBuffer received = aligned_copy(payloads.joined(0));
   GuardedBuffer residual(DType::kFloat32, layout.chunk_numel, 0);
   Numbers().fill(residual, DType::kFloat32, layout.chunk_numel);
   std::vector<double> old;
@@ -238,7 +238,7 @@ void check_reduce(const CodecBackend& backend, Wire format, const Rounding& roun
   backend.reduce(received.data(), target,
                  shape.residual ? reinterpret_cast<float*>(residual.data()) : nullptr, args);
   if (shape.in_place) std::memcpy(result.data(), target, static_cast<size_t>(layout.chunk_bytes));
-  expect_reduced(result, wires, args, residual, old);
+  expect_reduced(result, payloads, args, residual, old);
   result.check_guards();
   residual.check_guards();
   received.check_guards();
@@ -266,7 +266,7 @@ void check_encode(const CodecBackend& backend, Wire format, const Rounding& roun
   for (const bool residual : {false, true}) {
     for (const float scale : {1.0f, 0.3f}) {
       Pieces pieces(dtype, format, specs);
-      const WireLayout layout = layout_of(format, chunk_blocks, 48);
+      const PayloadLayout layout = layout_of(format, chunk_blocks, 48);
       EncodeCheck(pieces, layout, {layout, rounding, dtype, scale}, residual).run(backend);
     }
   }
@@ -350,8 +350,8 @@ std::string refusal(const std::function<void()>& call) {
 }
 
 void refuses_wrong_arguments(const CodecBackend& backend) {
-  const WireLayout good = layout_of(Wire::kInt8, 4, 0);
-  WireLayout ragged = good, crowded = good, crooked = good, unknown = good;
+  const PayloadLayout good = layout_of(Wire::kInt8, 4, 0);
+  PayloadLayout ragged = good, crowded = good, crooked = good, unknown = good;
   ragged.chunk_numel += 1;
   crowded.section = 32;
   crooked.section = 8;
@@ -360,7 +360,7 @@ void refuses_wrong_arguments(const CodecBackend& backend) {
                                      {crowded, "does not fit"},
                                      {crooked, "aligned to 16"},
                                      {unknown, "unknown wire format 9"}}) {
-    const WireLayout& wrong = layout;
+    const PayloadLayout& wrong = layout;
     for (const std::string& message :
          {refusal([&] { backend.encode(nullptr, 0, nullptr, nullptr, {wrong, {}, {}, 1}); }),
           refusal([&] { backend.reduce(nullptr, nullptr, nullptr, {wrong, {}, 1, 0}); }),

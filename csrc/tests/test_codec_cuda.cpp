@@ -12,31 +12,31 @@ constexpr Wire kFormat = Wire::kInt8;
 constexpr int64_t kBlock = 128;
 constexpr int64_t kTile = 4096;  // elements of a block of threads
 
-// A wire of one chunk and its tensor.
+// A payload of one chunk and its tensor.
 struct Fixture {
   explicit Fixture(int64_t numel)
       : layout(layout_of(kFormat, (numel + kBlock - 1) / kBlock, 0)),
         tensor(static_cast<size_t>(layout.chunk_numel)),
-        wire(layout, 1) {
+        payload(layout, 1) {
     cuda_shim::launches = 0;
     cuda_shim::blocks = 0;
   }
 
   void encode(const std::vector<Segment>& segments) {
-    kernels::encode_cuda(segments.data(), segments.size(), nullptr, wire.data(),
+    kernels::encode_cuda(segments.data(), segments.size(), nullptr, payload.data(),
                          {layout, {}, DType::kFloat32, 1}, nullptr);
   }
   void decode(const std::vector<Segment>& segments) {
-    kernels::decode_cuda(segments.data(), segments.size(), wire.data(),
+    kernels::decode_cuda(segments.data(), segments.size(), payload.data(),
                          {layout, DType::kFloat32, 1, 0}, nullptr);
   }
   void reduce() {
-    kernels::reduce_cuda(wire.data(), wire.data(), nullptr, {layout, {}, 1, 0}, nullptr);
+    kernels::reduce_cuda(payload.data(), payload.data(), nullptr, {layout, {}, 1, 0}, nullptr);
   }
 
-  WireLayout layout;
+  PayloadLayout layout;
   std::vector<float> tensor;
-  WireBuffer wire;
+  WireBuffer payload;
 };
 
 void grid_fits_the_work() {
@@ -79,11 +79,11 @@ void one_launch_serves_a_table() {
 
 // A segment is one run in each chunk that it touches.
 void segments_are_split_at_chunks() {
-  const WireLayout layout = layout_of(kFormat, 4, 0);
-  WireBuffer wire(layout, 3);
+  const PayloadLayout layout = layout_of(kFormat, 4, 0);
+  WireBuffer payload(layout, 3);
   std::vector<float> tensor(1000);
   const Segment segment{tensor.data(), 256, 1000, 0};
-  kernels::encode_cuda(&segment, 1, nullptr, wire.data(), {layout, {}, DType::kFloat32, 1},
+  kernels::encode_cuda(&segment, 1, nullptr, payload.data(), {layout, {}, DType::kFloat32, 1},
                        nullptr);
   EXPECT(cuda_shim::blocks == 3, cuda_shim::blocks, " blocks for three chunks");
 }

@@ -14,7 +14,7 @@ constexpr std::pair<Wire, const char*> kFormats[] = {
     {Wire::kInt4, "int4"},
 };
 
-// One tensor on a wire of one chunk.
+// One tensor on a payload of one chunk.
 class OneTensor {
  public:
   OneTensor(const CodecBackend& backend, Wire format, int64_t numel)
@@ -25,7 +25,7 @@ class OneTensor {
         tensor_(DType::kFloat32, layout_.chunk_numel, 0),
         residual_(DType::kFloat32, layout_.chunk_numel, 0) {}
 
-  WireBuffer& wire() { return wire_; }
+  WireBuffer& payload() { return wire_; }
   int64_t numel() const { return numel_; }
 
   std::vector<float> encode(const std::vector<float>& values, const Rounding& rounding) {
@@ -57,7 +57,7 @@ class OneTensor {
 
  private:
   const CodecBackend& backend_;
-  WireLayout layout_;
+  PayloadLayout layout_;
   int64_t numel_;
   WireBuffer wire_;
   GuardedBuffer tensor_;
@@ -78,8 +78,8 @@ void decodes_every_code(const CodecBackend& backend, Wire format) {
     if (!integer && scale > 255) continue;
     OneTensor tensor(backend, format, std::max(codes, block_of(format)));
     for (int64_t i = 0; i < tensor.numel(); ++i) {
-      tensor.wire().set_code(i, static_cast<uint32_t>(i % codes));
-      if (i % block_of(format) == 0) tensor.wire().set_scale(i, scale);
+      tensor.payload().set_code(i, static_cast<uint32_t>(i % codes));
+      if (i % block_of(format) == 0) tensor.payload().set_scale(i, scale);
     }
     const std::vector<float> found = tensor.decode();
     for (int64_t i = 0; i < tensor.numel(); ++i) {

@@ -15,7 +15,7 @@
 // rounding loses belongs to the average, and so to any rank's share of it: the rank that sums a chunk adds it to its own
 // residual. The sum of the residuals over ranks is then exactly what the averages applied so far still lack.
 //
-// [Note: flags on a coded wire]
+// [Note: flags of a coded bucket]
 // Used flags and the vote travel after the codes of each chunk as floats, and are summed exactly.
 #pragma once
 

@@ -1,7 +1,7 @@
 """The one caller of the C++ extension: typed access to it, and plans turned into its specs.
 
-`fastsync/_C.pyi` says what the extension holds. Specs are values here and objects to fill there;
-`bucket_spec` is where the one becomes the other.
+`fastsync/_C.pyi` says what the extension holds. `bucket_spec` turns a planned bucket into what the
+reducer takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fastsync.build import extension
 from fastsync.plan.buckets import CodedPlan, PlannedBucket
-from fastsync.plan.layout import FlatLayout, LowRankLayout, WireLayout
+from fastsync.plan.layout import FlatLayout, LowRankLayout, PayloadLayout
 from fastsync.plan.policy import SyncPolicy
 from fastsync.ranks.links import Nodes
 from fastsync.torch_private import backend_name, resolvable_name
@@ -39,14 +39,11 @@ else:
     _C = _Extension()
 
 __all__ = [
-    "CodedSpec",
     "Counters",
-    "LowRankSpec",
     "Sender",
     "StepReport",
     "bucket_spec",
     "check_backend",
-    "coded_spec",
     "load",
     "low_rank_spec",
     "make_precision",
@@ -104,41 +101,6 @@ class Sender:
     wire: Wire
     rank: int
     nodes: Nodes | None = None
-
-
-@dataclass(frozen=True)
-class CodedSpec:
-    """A coded bucket, as `struct CodedSpec` in csrc/transport/coded.h describes it."""
-
-    gather: bool
-    pieces: int
-    chunk_numel: int
-    chunk_bytes: int
-    coded_bytes: int
-    flags_offset: int
-    flags_per_chunk: int
-    error_feedback: bool
-    stochastic: bool
-    seed: int
-    kept: int = 0
-    node_ranks: int = 1
-    node_rank: int = 0
-    nodes: int = 1
-    node: int = 0
-
-
-@dataclass(frozen=True)
-class LowRankSpec:
-    """The numbers of a low-rank bucket, as csrc/transport/low_rank.h describes them."""
-
-    numel: int
-    first_numel: int
-    second_numel: int
-    flags_offset: int
-    flags: int
-    error_feedback: bool
-    warm_start: bool
-    seed: int
 
 
 def load() -> None:
@@ -215,10 +177,9 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
     layout, plan = bucket.layout, bucket.coded
     coded = low_rank = None
     if plan is not None and isinstance(plan.layout, LowRankLayout):
-        spec = low_rank_spec(index, layout, plan, sender)
-        low_rank = _low_rank_for_core(spec, layout, plan.layout)
+        low_rank = low_rank_spec(index, layout, plan, sender)
     elif plan is not None:
-        coded = _coded_for_core(coded_spec(index, plan, sender), plan)
+        coded = _coded_spec(index, plan, sender)
     return _C.BucketSpec(
         slots=list(zip(bucket.params, layout.offsets, strict=True)),
         numel=layout.numel,
@@ -231,79 +192,51 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
     )
 
 
-def coded_spec(index: int, plan: CodedPlan, sender: Sender) -> CodedSpec:
-    """The spec of coded bucket number `index`. Random numbers differ by rank and bucket."""
-    layout, nodes = plan.layout, sender.nodes
-    assert isinstance(layout, WireLayout)
-    grid = {}
-    if plan.node_ranks > 1 and nodes is not None:
-        grid = {
-            "node_ranks": len(nodes.node_ranks),
-            "node_rank": nodes.place,
-            "nodes": len(nodes.cross_ranks),
-            "node": nodes.node,
-        }
-    return CodedSpec(
-        gather=plan.form == "gather",
-        pieces=layout.pieces,
-        chunk_numel=layout.chunk_numel,
-        chunk_bytes=layout.chunk_bytes,
-        coded_bytes=layout.coded_bytes,
-        flags_offset=layout.flags_offset,
-        flags_per_chunk=layout.flags_per_chunk,
-        error_feedback=plan.error_feedback,
-        stochastic=sender.wire.stochastic,
-        seed=zlib.crc32(f"{sender.wire.seed} {sender.rank} {index}".encode()),
-        kept=layout.coded_bytes // 8 if isinstance(plan.codec, TopK) else 0,
-        **grid,
-    )
+def _coded_spec(index: int, plan: CodedPlan, sender: Sender) -> _C.CodedSpec:
+    """Coded bucket number `index`. Its random numbers differ by rank and bucket."""
+    assert isinstance(plan.layout, PayloadLayout)
+    spec = _C.CodedSpec()
+    spec.lay_out(**_fields(plan.layout, but=("chunks",)))
+    spec.gather = plan.form == "gather"
+    spec.error_feedback = plan.error_feedback
+    spec.stochastic = sender.wire.stochastic
+    spec.seed = zlib.crc32(f"{sender.wire.seed} {sender.rank} {index}".encode())
+    if plan.node_ranks > 1 and sender.nodes is not None:
+        nodes = sender.nodes
+        spec.node_ranks, spec.node_rank = len(nodes.node_ranks), nodes.place
+        spec.nodes, spec.node = len(nodes.cross_ranks), nodes.node
+    if isinstance(plan.codec, TopK):
+        spec.kept = plan.layout.coded_bytes // 8
+    elif isinstance(plan.codec, Format):
+        spec.format = plan.codec.name
+    elif isinstance(plan.codec, PluginCodec):
+        spec.use_plugin(plan.codec.address)
+    else:
+        spec.use_codec(plan.codec)
+    return spec
 
 
-def low_rank_spec(index: int, slots: FlatLayout, plan: CodedPlan, sender: Sender) -> LowRankSpec:
-    """The spec of low-rank bucket number `index`. Every rank begins with the same factors."""
+def low_rank_spec(index: int, slots: FlatLayout, plan: CodedPlan, sender: Sender) -> _C.LowRankSpec:
+    """Low-rank bucket number `index`. Every rank begins with the same factors."""
     layout, codec = plan.layout, plan.codec
     assert isinstance(layout, LowRankLayout) and isinstance(codec, PowerSGD)
-    return LowRankSpec(
-        numel=slots.numel,
-        first_numel=layout.first_numel,
-        second_numel=layout.second_numel,
-        flags_offset=layout.flags_offset,
-        flags=layout.flags,
-        error_feedback=plan.error_feedback,
-        warm_start=codec.warm_start,
-        seed=zlib.crc32(f"{sender.wire.seed} {index}".encode()),
-    )
-
-
-def _coded_for_core(spec: CodedSpec, plan: CodedPlan) -> _C.CodedSpec:
-    built = _C.CodedSpec()
-    _copy(spec, built)
-    if isinstance(plan.codec, Format):
-        built.format = plan.codec.name
-    elif isinstance(plan.codec, PluginCodec):
-        built.use_plugin(plan.codec.address)
-    elif not spec.kept:
-        built.use_codec(plan.codec)
-    return built
-
-
-def _low_rank_for_core(
-    spec: LowRankSpec, slots: FlatLayout, layout: LowRankLayout
-) -> _C.LowRankSpec:
-    built = _C.LowRankSpec()
-    _copy(spec, built)
+    spec = _C.LowRankSpec()
+    spec.lay_out(numel=slots.numel, **_fields(layout, but=("matrices", "places")))
+    spec.error_feedback = plan.error_feedback
+    spec.warm_start = codec.warm_start
+    spec.seed = zlib.crc32(f"{sender.wire.seed} {index}".encode())
     for matrix in layout.matrices:
-        built.add_matrix(
+        spec.add_matrix(
             offset=slots.offsets[matrix.slot],
             sizes=(matrix.rows, matrix.cols),
             rank=matrix.rank,
             places=(matrix.left, matrix.right),
         )
     for slot, place in layout.places:
-        built.add_run(offset=slots.offsets[slot], numel=slots.numels[slot], place=place)
-    return built
+        spec.add_run(offset=slots.offsets[slot], numel=slots.numels[slot], place=place)
+    return spec
 
 
-def _copy(spec: CodedSpec | LowRankSpec, built: _C.CodedSpec | _C.LowRankSpec) -> None:
-    for field in fields(spec):
-        setattr(built, field.name, getattr(spec, field.name))
+def _fields(layout: PayloadLayout | LowRankLayout, but: Sequence[str]) -> dict[str, int]:
+    """The numbers of a layout by name, which the extension calls the same."""
+    return {f.name: getattr(layout, f.name) for f in fields(layout) if f.name not in but}

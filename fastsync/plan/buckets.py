@@ -14,12 +14,12 @@ import torch
 from fastsync.plan.layout import (
     FlatLayout,
     LowRankLayout,
-    WireLayout,
+    PayloadLayout,
     dense_layout,
     flat_layout,
     low_rank_layout,
+    payload_layout,
     slot_layout,
-    wire_layout,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, piece_bytes
 from fastsync.wire.formats import FORMATS, AnyCodec, CodecLike, Format, PowerSGD, Wire, native_dtype
@@ -91,7 +91,7 @@ class CodedPlan:
 
     codec: AnyCodec
     form: str
-    layout: WireLayout | LowRankLayout
+    layout: PayloadLayout | LowRankLayout
     error_feedback: bool
     node_ranks: int = 1
 
@@ -120,7 +120,7 @@ class PlannedBucket:
         """Bytes that a rank hands to collectives."""
         if self.coded is None:
             return self.layout.numel * self.dtype.itemsize
-        if self.coded.node_ranks > 1 and isinstance(self.coded.layout, WireLayout):
+        if self.coded.node_ranks > 1 and isinstance(self.coded.layout, PayloadLayout):
             layout = self.coded.layout  # as fp32, inside the node
             return 4 * layout.chunks * (layout.chunk_numel + layout.flags_per_chunk)
         return self.coded.layout.bytes_for(self.layout.numel)
@@ -308,7 +308,7 @@ def _coded(
         coded_bytes, at_a_time = lambda numel: whole, sys.maxsize
     if node_ranks > 1 and not isinstance(codec, Format):
         at_a_time = sys.maxsize  # a user's codec sees its shard as a whole
-    layout = wire_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)
+    layout = payload_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)
     feedback = policy.wire.feedback_for(codec)
     return _coded_bucket(group, slots, CodedPlan(codec, form, layout, feedback, node_ranks))
 

@@ -21,13 +21,13 @@ __all__ = [
     "FlatLayout",
     "LowRankLayout",
     "LowRankMatrix",
-    "WireLayout",
+    "PayloadLayout",
     "align_up",
     "dense_layout",
     "flat_layout",
     "low_rank_layout",
+    "payload_layout",
     "slot_layout",
-    "wire_layout",
 ]
 
 # Elements. 16 bytes hold 16 elements of the narrowest wire format, one byte each.
@@ -108,7 +108,7 @@ def slot_layout(numels: Sequence[int], block: int) -> FlatLayout:
 
 
 @dataclass(frozen=True)
-class WireLayout:
+class PayloadLayout:
     """The bytes of a coded bucket: chunks, each coded elements followed by flags.
 
     Attributes:
@@ -134,13 +134,13 @@ class WireLayout:
         return self.chunk_bytes * -(-numel // self.chunk_numel)
 
 
-def wire_layout(
+def payload_layout(
     slots: FlatLayout,
     parts: int,
     coded_bytes: Callable[[int], int],
     flags: int,
     piece_bytes: int,
-) -> WireLayout:
+) -> PayloadLayout:
     """Cuts a bucket into pieces, and each into `parts` equal chunks.
 
     Args:
@@ -157,7 +157,7 @@ def wire_layout(
     coded = coded_bytes(chunk)
     offset = align_up(coded, ALIGNMENT)
     size = offset + 4 * per_chunk
-    return WireLayout(pieces, chunk, coded, offset, per_chunk, size, pieces * parts)
+    return PayloadLayout(pieces, chunk, coded, offset, per_chunk, size, pieces * parts)
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class CodecLike(Protocol):
     @property
     def error_feedback(self) -> bool: ...
     def coded_bytes(self, numel: int) -> int: ...
-    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None: ...
-    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None: ...
+    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None: ...
+    def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
 class Codec:
@@ -126,12 +126,12 @@ class Codec:
         """Bytes of a coded chunk of `numel` elements."""
         raise NotImplementedError
 
-    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        """Writes the code of `values`, fp32 [numel], to `wire`, uint8 [coded_bytes(numel)]."""
+    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
+        """Writes the code of `values`, fp32 [numel], to `payload`, uint8 [coded_bytes(numel)]."""
         raise NotImplementedError
 
-    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes to `values` what `wire` stands for."""
+    def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes to `values` what `payload` stands for."""
         raise NotImplementedError
 
 
@@ -184,21 +184,21 @@ class TopK(Codec):
             )
         return 8 * self.kept(numel)
 
-    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        positions, kept = self._parts(wire)
+    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
+        positions, kept = self._parts(payload)
         magnitudes = values.view(torch.int32) & 0x7FFFFFFF
         order = magnitudes.argsort(descending=True, stable=True)[: kept.numel()]
         positions.copy_(order)
         kept.copy_(values[order])
 
-    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        positions, kept = self._parts(wire)
+    def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        positions, kept = self._parts(payload)
         values.zero_()
         values[positions.long()] = kept
 
-    def _parts(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        half = wire.numel() // 2
-        return wire[:half].view(torch.int32), wire[half:].view(torch.float32)
+    def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = payload.numel() // 2
+        return payload[:half].view(torch.int32), payload[half:].view(torch.float32)
 
 
 @dataclass(frozen=True)

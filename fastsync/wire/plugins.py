@@ -71,18 +71,18 @@ class PluginCodec(Codec):
     def coded_bytes(self, numel: int) -> int:
         return int(self._table.coded_bytes(self._table.context, numel))
 
-    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
         """As `Codec.encode`.
 
         Raises:
             ValueError: the tensors are not contiguous on the CPU, fp32 and uint8.
             RuntimeError: the library reports an error.
         """
-        self._call("encode", values, wire)
+        self._call("encode", values, payload)
 
-    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+    def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
         """As `Codec.decode`; raises like `encode`."""
-        self._call("decode", wire, values)
+        self._call("decode", payload, values)
 
     def _call(self, what: str, source: torch.Tensor, target: torch.Tensor) -> None:
         dtypes = {source.dtype, target.dtype}
