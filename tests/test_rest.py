@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
@@ -237,3 +238,40 @@ def uneven_forwards(rank, world):
 
 def test_ranks_may_differ_in_their_forwards():
     assert run_ranks(uneven_forwards, 2, timeout=30) == [(2.0, 2)] * 2
+
+
+class Sealed:
+    """Outputs that no search for tensors looks into."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Half(nn.Module):
+    """Uses one of its two parameters, so that its bucket is not complete before the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(4, 3)
+        self.idle = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return Sealed(self.used(x).sum())
+
+
+def joint_backward(rank, world):
+    models = [FastDDP(Half(), process_group=dist.new_group()) for _ in range(2)]
+    right = []
+    for step in range(4):
+        order = models if rank == 0 else models[::-1]  # gradients of the last one come first
+        sum(model(batch(rank, step)).loss for model in order).backward()
+        wanted = sum(batch(other, step).sum(0) for other in range(world)) / world
+        right += [torch.allclose(m.module.used.weight.grad[0], wanted, atol=1e-6) for m in models]
+        for model in models:
+            model.zero_grad()
+    return right
+
+
+def test_one_backward_through_two_wrappers_whose_ends_come_in_another_order_on_each_rank():
+    for right in run_ranks(joint_backward, 2, timeout=60):
+        assert all(right)

@@ -90,6 +90,31 @@ def test_what_no_rank_used_keeps_its_bits(options):
     assert run_ranks(keep_old, 3, options) == [(True, True)] * 3
 
 
+def keep_old_rows(rank, world, used_by):
+    """Sparse gradients that are there before a step in which `used_by` uses the table."""
+    net = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "line": nn.Linear(2, 1)})
+    net.forward = lambda look_up: net["line"](
+        net["table"](torch.tensor([rank])) if look_up else torch.ones(1, 2)
+    )
+    model = FastDDP(net, find_unused_parameters=True)
+    weight = net["table"].weight
+    weight.grad = torch.sparse_coo_tensor([[rank + 1]], [[2.0, 4.0]], weight.shape)
+    before = weight.grad.to_dense()
+    model(rank in used_by).sum().backward()
+    own = torch.zeros(4, 2)
+    if rank in used_by:
+        own[rank] = net["line"].weight[0].detach()
+    return weight.grad.to_dense(), before, own
+
+
+@pytest.mark.parametrize("used_by", [(), (1,)])
+def test_sparse_gradients_that_are_there_before(used_by):
+    ranks = run_ranks(keep_old_rows, 2, used_by)
+    average = sum(before + own for _, before, own in ranks) / 2
+    for after, before, _ in ranks:
+        assert torch.allclose(after, average if used_by else before)
+
+
 def accumulate(rank, world):
     """A gradient that arrived under no_sync() counts as used, whatever the last backward uses."""
     warnings.simplefilter("ignore")

@@ -8,7 +8,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "../check.h"
@@ -63,6 +66,46 @@ void make_own(void (*set)(const torch::autograd::Variable&, Weak), const at::Ten
               const Accumulator& node) {
   set(tensor, Weak(node));
 }
+
+// What is to be done at the end of one backward. Autograd owns it, and frees it with a backward that fails.
+class Endings {
+ public:
+  static std::shared_ptr<Endings> of_running_backward() {
+    static std::mutex mutex;
+    static std::map<int, std::weak_ptr<Endings>> running;
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto entry = running.begin(); entry != running.end();) {
+      entry = entry->second.expired() ? running.erase(entry) : std::next(entry);
+    }
+    std::weak_ptr<Endings>& mine = running[running_backward()];
+    auto endings = mine.lock();
+    if (endings) return endings;
+    endings = std::make_shared<Endings>();
+    mine = endings;
+    torch::autograd::Engine::get_default_engine().queue_callback([endings] { endings->run(); });
+    return endings;
+  }
+
+  // Gradients arrive on a thread per device.
+  void add(Turn turn, std::function<void()> fn) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    todo_.emplace(std::make_pair(turn.ending, turn.number), std::move(fn));
+  }
+
+ private:
+  void run() {
+    for (auto fn = next(); fn; fn = next()) fn();
+  }
+
+  std::function<void()> next() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (todo_.empty()) return nullptr;
+    return std::move(todo_.extract(todo_.begin()).mapped());
+  }
+
+  std::mutex mutex_;
+  std::multimap<std::pair<Ending, int64_t>, std::function<void()>> todo_;
+};
 
 }  // namespace
 
@@ -137,8 +180,8 @@ bool on_backward(const at::Tensor& output, std::function<void()> fn) {
 
 int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
-void at_end_of_backward(std::function<void()> fn) {
-  torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
+void at_end_of_backward(Turn turn, std::function<void()> fn) {
+  Endings::of_running_backward()->add(turn, std::move(fn));
 }
 
 }  // namespace fastsync::engine

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <vector>
@@ -50,7 +51,19 @@ bool on_backward(const at::Tensor& output, std::function<void()> fn);
 // The number that autograd has given the running backward; each has its own, an inner one of reentrant checkpointing too.
 int running_backward();
 
-// Calls `fn` at the end of the running backward.
-void at_end_of_backward(std::function<void()> fn);
+// [Note: the end of a backward]
+// One backward may go through several wrappers, whose gradients come first in another order on each rank. Where each wrapper
+// ended its step when its turn came, one rank would wait for the first wrapper's buckets and another for the second's. So all
+// first send what is left, then each waits and plans, in the order in which they were made, which is the same on every rank.
+enum class Ending { kSend, kWait, kRestore };
+
+// When something is done at the end of a backward: by kind, then in the order of `number`.
+struct Turn {
+  Ending ending = Ending::kSend;
+  int64_t number = 0;
+};
+
+// Calls `fn` at the end of the running backward, unless that fails.
+void at_end_of_backward(Turn turn, std::function<void()> fn);
 
 }  // namespace fastsync::engine

@@ -143,7 +143,7 @@ void Precision::restore_at_end() {
     if (self->forwards_ == forward) self->restore();
   });
   restoration_ = restoration;
-  at_end_of_backward([restoration] { restoration->now(); });
+  at_end_of_backward({Ending::kRestore}, [restoration] { restoration->now(); });
 }
 
 }  // namespace fastsync::engine

@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <utility>
 
@@ -12,6 +13,12 @@ namespace fastsync::engine {
 namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
+
+// Of the reducers of this process.
+int64_t next_number() {
+  static std::atomic<int64_t> made{0};
+  return ++made;
+}
 
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return std::nullopt;
@@ -23,7 +30,8 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
 Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
                  const std::string& group_name, ReducerOptions options,
                  std::shared_ptr<Precision> precision)
-    : options_(options),
+    : number_(next_number()),
+      options_(options),
       precision_(std::move(precision)),
       routes_{comm::Collective::resolve(group_name), nullptr, nullptr},
       usage_(params_, routes_.group->rank(), options.static_graph, options.fail_on_unused) {
@@ -181,9 +189,16 @@ void Reducer::begin_backward() {
   log_.begin_backward();
   next_ = 0;
   watch_.begin_step();
+  ++generation_;
+  end_backward_by(Ending::kSend, &Reducer::close_backward);
+  end_backward_by(Ending::kWait, &Reducer::finish_backward);
+}
+
+// See [Note: the end of a backward].
+void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
   const std::weak_ptr<Reducer> weak = weak_from_this();
-  at_end_of_backward([weak, mine = ++generation_] {
-    if (const auto self = weak.lock()) self->finish_backward(mine);
+  at_end_of_backward({ending, number_}, [weak, step, mine = generation_] {
+    if (const auto self = weak.lock()) ((*self).*step)(mine);
   });
 }
 
@@ -282,16 +297,23 @@ void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
   }
 }
 
+void Reducer::close_backward(int64_t generation) {
+  const Lock lock(mutex_);
+  if (!is_running(generation)) return;
+  log_.end_backward();
+  or_abandon([&] {
+    counting_fires_ = false;
+    close_buckets();
+  });
+}
+
 void Reducer::finish_backward(int64_t generation) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
-  if (!backward_running_ || generation != generation_) return;
-  log_.end_backward();
-  try {
-    noting_errors([&] { complete_step(); });
-  } catch (...) {
-    abandon();
-    throw;
-  }
+  if (!is_running(generation)) return;
+  or_abandon([&] {
+    finish_buckets();
+    for (const auto& action : std::exchange(at_end_, {})) action();
+  });
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
   lock.unlock();
@@ -300,11 +322,14 @@ void Reducer::finish_backward(int64_t generation) {
   noting_errors([&] { FS_CHECK(change.empty(), change); });
 }
 
-void Reducer::complete_step() {
-  counting_fires_ = false;
-  close_buckets();
-  finish_buckets();
-  for (const auto& action : std::exchange(at_end_, {})) action();
+template <typename Fn>
+void Reducer::or_abandon(const Fn& fn) {
+  try {
+    noting_errors(fn);
+  } catch (...) {
+    abandon();
+    throw;
+  }
 }
 
 void Reducer::close_buckets() {

@@ -2,8 +2,8 @@
 //
 // One gradient's way: autograd accumulates it into `param.grad` and runs our post hook (no GIL); the hook marks its slot;
 // the last slot of a bucket completes it; buckets are packed and launched strictly in plan order, so that every rank
-// issues the same collectives in the same order whatever its own gradients do; the engine's final callback launches what
-// is left, waits, and hands the averages over.
+// issues the same collectives in the same order whatever its own gradients do; autograd's final callbacks launch what is
+// left, wait, and hand the averages over.
 //
 // [Note: the outermost backward]
 // Reentrant checkpointing runs backwards inside a backward, each with final callbacks of its own. The step ends with the
@@ -179,8 +179,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
+  bool is_running(int64_t generation) const {
+    return backward_running_ && generation == generation_;
+  }
+  void end_backward_by(Ending ending, void (Reducer::*step)(int64_t));
+  void close_backward(int64_t generation);
   void finish_backward(int64_t generation);
-  void complete_step();
   States state_views() const;
   bool is_held(const std::string& state, size_t param) const;
   void close_buckets();
@@ -195,10 +199,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   template <typename Fn>
   auto noting_errors(const Fn& fn);
   template <typename Fn>
+  void or_abandon(const Fn& fn);
+  template <typename Fn>
   void with_context(size_t bucket, const char* what, const Fn& fn);
 
   // Recursive: a communication hook runs under it and may ask the reducer something.
   mutable std::recursive_mutex mutex_;
+  int64_t number_;
   ReducerOptions options_;
   Parameters params_;
   std::unique_ptr<GradientHooks> hooks_;

@@ -61,7 +61,9 @@ std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots
   auto flat = routes.hook ? make_hooked(spec.flat, slots, routes.hook, place, routes.group->size())
                           : make_all_reduce(spec.flat, slots, routes.group);
   if (!spec.sparse) return flat;
-  return make_sparse(slots, std::move(flat), send_rows(slots, routes, place));
+  const bool flags = !routes.hook && spec.flat.flags_offset >= 0;
+  return make_sparse(slots, std::move(flat), send_rows(slots, routes, place),
+                     flags ? routes.group : nullptr);
 }
 
 }  // namespace fastsync::engine

@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "../check.h"
+#include "../comm/chain.h"
 #include "../ops/buffers.h"
+#include "../ops/ops.h"
 
 namespace fastsync::engine {
 namespace {
@@ -24,8 +26,12 @@ at::Tensor empty_rows(const Parameter& param) {
 
 class Sparse final : public Transport {
  public:
-  Sparse(Slots& slots, std::unique_ptr<Flat> dense, SendRows send)
-      : slots_(slots), dense_(std::move(dense)), send_(std::move(send)) {}
+  Sparse(Slots& slots, std::unique_ptr<Flat> dense, SendRows send,
+         std::shared_ptr<comm::Collective> flags_group)
+      : slots_(slots),
+        dense_(std::move(dense)),
+        send_(std::move(send)),
+        flags_group_(std::move(flags_group)) {}
 
   void take(size_t /*slot*/, const Packing& /*how*/) override {}
   bool takes_once() const override { return false; }
@@ -38,13 +44,14 @@ class Sparse final : public Transport {
     is_dense_ = grad.defined() && !grad.is_sparse();
     if (is_dense_) return dense_->pack(how);
     rows_ = empty_rows(param);
+    flags_ = flags(param.used, how.vote);
     if (!grad.defined()) return;
     const double scale = is_users() ? 1.0 : how.scale;
     rows_ = grad.to(param.dtype()).mul(scale).coalesce();
   }
 
   std::unique_ptr<comm::InFlight> launch() override {
-    return is_dense_ ? dense_->launch() : send_(rows_);
+    return is_dense_ ? dense_->launch() : send(rows_, flags_);
   }
 
   void receive(const at::Tensor& result) override {
@@ -60,40 +67,69 @@ class Sparse final : public Transport {
   void deliver(const std::vector<bool>& used) override {
     if (is_dense_) return dense_->deliver(used);
     const at::Tensor sum = std::exchange(rows_, at::Tensor());
-    const Parameter& param = *slots_.front().param;
-    const bool by_anyone = param.used || !sum.is_sparse() || sum._nnz() > 0;
-    if (by_anyone) param.tensor.mutable_grad() = sum;
+    if (used.front()) slots_.front().param->tensor.mutable_grad() = sum;
   }
 
   void abandon(bool in_flight) override {
     dense_->abandon(in_flight);
     rows_ = at::Tensor();
+    if (in_flight) flags_ = at::Tensor();
   }
 
   Shadow shadow(uint64_t /*step*/) override {
     const at::NoGradGuard no_grad;
-    return Shadow{send_(empty_rows(*slots_.front().param)), [] { return at::Tensor(); }};
+    const at::Tensor none = flags(/*used=*/false, /*vote=*/false);
+    auto in_flight = send(empty_rows(*slots_.front().param), none);
+    return Shadow{std::move(in_flight), [this, none] { return vote_in(none); }};
   }
 
   bool is_users() const override { return dense_->is_users(); }
-  bool has_flags() const override { return is_dense_ && dense_->has_flags(); }
-  at::Tensor flags() const override { return dense_->flags(); }
-  at::Tensor vote() const override { return is_dense_ ? dense_->vote() : at::Tensor(); }
+  bool has_flags() const override { return is_dense_ ? dense_->has_flags() : flags_.defined(); }
+  at::Tensor flags() const override { return is_dense_ ? dense_->flags() : flags_.narrow(0, 0, 1); }
+  at::Tensor vote() const override { return is_dense_ ? dense_->vote() : vote_in(flags_); }
   int64_t bytes() const override { return dense_->bytes(); }
   int64_t sent_bytes() const override { return dense_->sent_bytes(); }
 
  private:
+  // This rank's: the used flag, then the vote.
+  at::Tensor flags(bool used, bool vote) const {
+    if (!flags_group_) return {};
+    const at::Tensor values = ops::make_flat(2, at::kFloat, slots_.front().param->tensor.device());
+    const ops::SlotLayout first = ops::SlotLayout::run(0, 1);
+    const ops::SlotLayout second = ops::SlotLayout::run(1, 1);
+    const auto value = [](bool flag) { return flag ? 1.0F : 0.0F; };
+    ops::pack({{at::Tensor(), &first, value(used)}, {at::Tensor(), &second, value(vote)}}, values,
+              1.0);
+    return values;
+  }
+
+  at::Tensor vote_in(const at::Tensor& flags) const {
+    return flags.defined() ? flags.narrow(0, 1, 1) : at::Tensor();
+  }
+
+  std::unique_ptr<comm::InFlight> send(const at::Tensor& rows, const at::Tensor& flags) const {
+    auto sent = send_(rows);
+    if (!flags_group_) return sent;
+    std::vector<std::unique_ptr<comm::InFlight>> both;
+    both.push_back(std::move(sent));
+    both.push_back(flags_group_->all_reduce(flags));
+    return comm::all_of(std::move(both));
+  }
+
   Slots& slots_;
   std::unique_ptr<Flat> dense_;
   SendRows send_;
+  std::shared_ptr<comm::Collective> flags_group_;
   bool is_dense_ = false;  // the gradient of this step
   at::Tensor rows_;
+  at::Tensor flags_;  // sums, after the step
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_sparse(Slots& slots, std::unique_ptr<Flat> dense, SendRows send) {
-  return std::make_unique<Sparse>(slots, std::move(dense), std::move(send));
+std::unique_ptr<Transport> make_sparse(Slots& slots, std::unique_ptr<Flat> dense, SendRows send,
+                                       std::shared_ptr<comm::Collective> flags_group) {
+  return std::make_unique<Sparse>(slots, std::move(dense), std::move(send), std::move(flags_group));
 }
 
 }  // namespace fastsync::engine

@@ -9,10 +9,10 @@ WIRE_AFTER_THAW = True
 # set_wire() and load_sync_state_dict() after a backward that raised.
 CHANGES_AFTER_FAILURE = True
 # A sparse gradient that no rank used stays as it is.
-UNUSED_SPARSE = False
+UNUSED_SPARSE = True
 # In the hierarchical form error feedback keeps what it owes to a parameter that no rank used.
 UNUSED_IN_NODES = True
 # One backward through two wrappers whose losses bypass their outputs.
-JOINT_OPAQUE = False
+JOINT_OPAQUE = True
 # Under join() with a communication hook, what a joined rank used before does not count as used.
 JOIN_UNDER_HOOKS = True
