@@ -24,10 +24,16 @@ def averaged(state, bucket):
     return future.then(lambda done: done.value()[0].div_(dist.get_world_size()))
 
 
+def bf16(state, bucket):
+    """torch's hook under a name of the user's own: by its own name it is refused without NCCL."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
 SPARSE_HOOKS = ("allreduce", "averaged")
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
+    "bf16": bf16,
     "fp16 around allreduce": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
     "averaged": averaged,
 }
@@ -67,8 +73,10 @@ class Drawn:
         return self.theme == "strict"
 
     @property
-    def lossy_hook(self):
-        return self.hook is not None and self.hook.startswith("fp16")
+    def hook_dtype(self):
+        """What a hook sends gradients as, where that loses something."""
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return names.get((self.hook or "")[:4])
 
 
 def draw(rng, world, theme=None):
@@ -109,8 +117,8 @@ def _draw_hook(rng, shape, options):
     hook = rng.choice(tuple(HOOKS))
     # torch has no sum of sparse fp16 tensors on the CPU, and hooks of a user's see flat buffers.
     without = set() if hook in SPARSE_HOOKS else {"sparse"}
-    if hook.startswith("fp16"):
-        without |= {"complex", "conj"}  # there is no complex fp16
+    if hook[:4] in ("fp16", "bf16"):
+        without |= {"complex", "conj"}  # there are no complex numbers of 16 bits
     kinds = tuple(kind for kind in KINDS if kind not in without)
     return Drawn("hook", shape, kinds, hook=hook, options=options)
 

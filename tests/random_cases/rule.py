@@ -60,6 +60,8 @@ def snapshot(wrapped, residuals=None):
         )
         parts.append(torch.tensor(facts, dtype=torch.float64))
         parts += [_or_zeros(ours.grad, ours), _or_zeros(theirs.grad, ours)]
+        if wrapped.drawn.mixed:
+            parts.append(_or_zeros(wrapped.twins.sums.get(index), ours))
         if index in residuals:
             parts.append(residuals[index])
     wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
@@ -75,6 +77,7 @@ def adopt(wrapped):
     """The copies continue from what the engine computed."""
     for ours, theirs in wrapped.twins.params:
         theirs.grad = None if ours.grad is None else ours.grad.detach().clone()
+    wrapped.twins.begin_sums()
 
 
 def gathered(wrapped, mine):
@@ -108,12 +111,14 @@ def verify(wrapped, rows, divisor, kept=()):
     place = 0
     for index, (param, _) in enumerate(wrapped.twins.params):
         size = _numel(param)
-        sizes = [4, size, size] + ([size] if index in kept else [])
-        facts, ours, theirs, *owed = rows[:, place : place + sum(sizes)].split(sizes, dim=1)
+        sizes = [4, size, size] + [size] * (bool(wrapped.drawn.mixed) + (index in kept))
+        facts, ours, theirs, *rest = rows[:, place : place + sum(sizes)].split(sizes, dim=1)
         place += sum(sizes)
         where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
         one = _Parameter(wrapped, index, param, divisor, where)
-        one.compare(facts, ours, theirs, owed[0] if owed else None)
+        if wrapped.drawn.mixed:
+            one.summed = rest.pop(0).sum(0) / divisor
+        one.compare(facts, ours, theirs, rest[0] if rest else None)
 
 
 class _Parameter:
@@ -213,13 +218,14 @@ class _Parameter:
         drawn, bucket = self.wrapped.drawn, self.bucket
         size = sum(part.abs() for part in parts)
         rounding = 8 * self._eps() * size + 1e-37
-        if drawn.lossy_hook:
-            return rounding + 2**-8 * size + 2**-22
+        if drawn.hook_dtype is not None:
+            return rounding + 4 * torch.finfo(drawn.hook_dtype).eps * size + 2**-22
         coded = bucket.coded if bucket is not None else None
         if coded is not None and coded.codec.name != "fp32":
             return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
-        if drawn.mixed is not None:
-            rounding = rounding + 8 * torch.finfo(drawn.mixed.param_dtype).eps * size
+        if drawn.mixed is not None:  # the copy rounds elsewhere, and what was added may cancel out
+            eps = max(torch.finfo(drawn.mixed.param_dtype).eps, self._eps())
+            rounding = rounding + 8 * eps * self.summed
         wire = self.real if bucket is None or coded is not None else bucket.dtype
         if wire is not self.real:
             narrow = torch.finfo(wire)

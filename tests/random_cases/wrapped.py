@@ -36,6 +36,11 @@ def same(one, other):
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
+def magnitudes(grad):
+    grad = (grad.to_dense() if grad.is_sparse else grad).detach().resolve_conj()
+    return (torch.view_as_real(grad) if grad.is_complex() else grad).abs()
+
+
 class Twins:
     """A tree, its copy, and the gradients that a user saved of it."""
 
@@ -46,8 +51,20 @@ class Twins:
         self.mine = mine
         self.saved = []
         self.fired = set()
+        self.sums = {}  # by position, magnitudes of what the copy's gradient was added up from
         for index, (_, theirs) in enumerate(self.params):
             theirs.register_post_accumulate_grad_hook(lambda _, i=index: self.fired.add(i))
+            theirs.register_hook(lambda grad, i=index: self.add_to_sum(i, grad))
+
+    def add_to_sum(self, index, grad):
+        self.sums[index] = self.sums.get(index, 0) + magnitudes(grad)
+
+    def begin_sums(self):
+        self.sums = {
+            index: magnitudes(theirs.grad)
+            for index, (_, theirs) in enumerate(self.params)
+            if theirs.grad is not None
+        }
 
     def replace_tree(self):
         """As a restart does: other parameters of the same values, and no gradients."""
