@@ -95,7 +95,7 @@ lint: $(STAMP) ## check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(filter-out tests setup.py,$(PYTHON_CODE))
-	$(BIN)/clang-format --dry-run -Werror $(CPP_CODE)
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_CODE)
 
 format: $(STAMP) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -1,5 +1,8 @@
 """Process groups that torch.distributed did not make, or does not know: steps equal DDP's bits."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,3 +157,25 @@ def moved(rank, world):
 
 def test_another_group_may_take_over():
     assert run_ranks(moved, 2) == [([[0.5, 0.5]], True)] * 2
+
+
+FAKE = """
+import torch, torch.distributed as dist
+from fastsync import FastDDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = FastDDP(torch.nn.Linear(3, 2))
+bias = model.module.bias
+for trained in (True, False, True, True):
+    bias.requires_grad_(trained)
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert (model.module.weight.grad == 0.25).all()
+dist.destroy_process_group()
+"""
+
+
+def test_a_fake_group_as_tests_and_simulators_use_it():
+    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -57,9 +57,12 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def group_store(group: dist.ProcessGroup) -> Store | None:
-    """The rendezvous store that `group` was made with; None where torch.distributed knows none."""
+    """The rendezvous store that `group` was made with; None where torch.distributed knows none.
+
+    None for torch's fake groups, too: they have one rank, and a store that keeps nothing.
+    """
     entry = distributed_c10d._world.pg_map.get(group)
-    return None if entry is None else entry[1]
+    return None if entry is None or entry[0] == "fake" else entry[1]
 
 
 def resolvable_name(group: dist.ProcessGroup) -> str:
