@@ -45,6 +45,22 @@ def residuals_of(wrapped):
     return {i: _real(by_name[name]) for i, name in enumerate(names) if name in by_name}
 
 
+def _untouched(wrapped, index):
+    """Whether a gradient is what its copy has, which rounds elsewhere in mixed precision."""
+    ours, theirs = wrapped.twins.params[index]
+    if same(ours.grad, theirs.grad) or not wrapped.drawn.mixed or ours.grad is None:
+        return same(ours.grad, theirs.grad)
+    off = (_or_zeros(ours.grad, ours) - _or_zeros(theirs.grad, ours)).abs()
+    bound = _mixed_bound(wrapped, ours) * _or_zeros(wrapped.twins.sums.get(index), ours)
+    return bool((off <= bound).all())
+
+
+def _mixed_bound(wrapped, param):
+    """As a share of the magnitudes of what was added up, which may cancel out."""
+    real = param.dtype.to_real() if param.is_complex() else param.dtype
+    return 8 * max(torch.finfo(wrapped.drawn.mixed.param_dtype).eps, torch.finfo(real).eps)
+
+
 def snapshot(wrapped, residuals=None):
     """What this rank has after a backward, as one fp64 tensor; forgets what it used."""
     residuals = residuals_of(wrapped) if residuals is None else residuals
@@ -56,7 +72,7 @@ def snapshot(wrapped, residuals=None):
             state,
             ours.grad is not None,
             theirs.grad is not None,
-            same(ours.grad, theirs.grad),
+            _untouched(wrapped, index),
         )
         parts.append(torch.tensor(facts, dtype=torch.float64))
         parts += [_or_zeros(ours.grad, ours), _or_zeros(theirs.grad, ours)]
@@ -223,9 +239,8 @@ class _Parameter:
         coded = bucket.coded if bucket is not None else None
         if coded is not None and coded.codec.name != "fp32":
             return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
-        if drawn.mixed is not None:  # the copy rounds elsewhere, and what was added may cancel out
-            eps = max(torch.finfo(drawn.mixed.param_dtype).eps, self._eps())
-            rounding = rounding + 8 * eps * self.summed
+        if drawn.mixed is not None:
+            rounding = rounding + _mixed_bound(self.wrapped, self.param) * self.summed
         wire = self.real if bucket is None or coded is not None else bucket.dtype
         if wire is not self.real:
             narrow = torch.finfo(wire)
