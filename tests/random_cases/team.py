@@ -60,20 +60,23 @@ def run_cases(rank, world, seeds, folder):
         os.environ["LOCAL_WORLD_SIZE"] = "2"
     seat = Seat(rank, world, dist.new_group(), dist.new_group())
     done = []
-    for seed in seeds:
-        warnings.simplefilter("ignore")
-        start = time.monotonic()
-        log = [str(seed)]
-        write = partial(note, folder / str(rank), log)
-        Case(seed, seat, write).run()
-        done.append((seed, time.monotonic() - start, log[1:]))
+    with (folder / str(rank)).open("w") as file:
+        for seed in seeds:
+            warnings.simplefilter("ignore")
+            start = time.monotonic()
+            file.seek(0)
+            file.truncate()
+            log = []
+            note(file, log, str(seed))
+            Case(seed, seat, partial(note, file, log)).run()
+            done.append((seed, time.monotonic() - start, log[1:]))
     return done
 
 
-def note(path, log, entry):
+def note(file, log, entry):
     """What a rank that crashes or hangs was about to do."""
     log.append(entry)
-    path.write_text("\n".join(log))
+    print(entry, file=file, flush=True)
 
 
 def check_cases(seeds, tally=None):
