@@ -91,7 +91,7 @@ def check_collectives(result):
 
 
 def check_overlap(result):
-    assert names(result, 2) == {"paced", "waiting"}
+    assert names(result, 2) == {"paced"}
     assert names(result, 3) == {"1", "2"}
     assert "bare" in names(result, 4)
     for point in result["points"]:

@@ -310,7 +310,7 @@ MEASURING_MODULES = {
         ["bare", "codecs", "jobs"],
         ["benchmark"],
     ],
-    "bench.models": [["workload"], ["classic", "waiting"], ["known"], ["__init__"]],
+    "bench.models": [["workload"], ["classic", "paced"], ["known"], ["__init__"]],
     "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
     "examples": [
         ["checkpoint", "data", "manual_parallel", "plot", "ring_allreduce", "shapes"],

@@ -69,7 +69,7 @@ PARTS = (
     Part("links", 210, "--seconds 30", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
-    Part("overlap", 540, "--links 1gbit,10gbit,loopback --seconds 16", True),
+    Part("overlap", 280, "--links 1gbit,10gbit,loopback --seconds 16", True),
 )
 
 

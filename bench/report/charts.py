@@ -1,12 +1,12 @@
-"""Charts as SVG text: lines over a logarithmic axis, and bars in groups."""
+"""Charts as SVG text: lines over a logarithmic axis."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from examples.common.svg import line, rect, text
+from examples.common.svg import line, text
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 220, 44, 52  # margins; the legend is at the right
@@ -20,7 +20,6 @@ TICKS = 5
 ROOM = 44  # between the texts of two marks
 
 Place = Callable[[float], float]
-ByName = Mapping[str, Mapping[str, float]]  # numbers by group and name
 
 
 @dataclass(frozen=True)
@@ -68,32 +67,6 @@ def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> st
         colour = COLOURS[index % len(COLOURS)]
         parts += _polyline([(place(x), height(y)) for x, y in drawn.points], colour, drawn.dashed)
         parts += _legend(index, drawn.name, colour, drawn.dashed)
-    return _document(parts)
-
-
-def bar_chart(labels: Labels, groups: ByName, marks: ByName) -> str:
-    """Bars by name in each group, with a black tick at the mark of the same group and name."""
-    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    values = [v for each in (groups, marks) for bars in each.values() for v in bars.values()]
-    scale = nice_marks(max([*values, 1e-9]))
-    height = _linear(scale[-1], HEIGHT - BOTTOM, TOP)
-    parts = _frame(labels, scale, height)
-    room = (WIDTH - RIGHT - LEFT) / len(groups)
-    width = 0.8 * room / len(names)
-    for number, (group, bars) in enumerate(groups.items()):
-        start = LEFT + (number + 0.1) * room
-        parts.append(text(start + 0.4 * room, HEIGHT - BOTTOM + 18, group, text_anchor="middle"))
-        for index, name in enumerate(names):
-            if name not in bars:
-                continue
-            x, top = start + index * width, height(max(bars[name], 0.0))
-            colour = COLOURS[index % len(COLOURS)]
-            parts.append(rect(x, top, 0.9 * width, HEIGHT - BOTTOM - top, colour))
-            if name in marks.get(group, {}):
-                y = height(marks[group][name])
-                parts.append(line(x, y, x + width, y, INK, 3))
-    for index, name in enumerate(names):
-        parts += _legend(index, name, COLOURS[index % len(COLOURS)], False)
     return _document(parts)
 
 
