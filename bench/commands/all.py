@@ -58,6 +58,8 @@ PARTS = (
     Part("accuracy", 20),
     Part("curves", 260),
     Part("unused", 110),
+    Part("hooks", 80),
+    Part("freezing", 60),
     Part("timeline", 140),
     Part("kernels", 240),
     Part("scale", 50),

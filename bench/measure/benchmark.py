@@ -26,7 +26,7 @@ from bench.report.tables import LAYOUTS, Point
 from examples.common.machine import command_line, describe, environment, write_json
 from examples.common.ranks import Argument, Group, Parser, UsageError, argument, guarded, whole
 from examples.common.rounds import Settings
-from examples.common.text import Progress, Row, render
+from examples.common.text import Progress, Row, Spread, render
 from examples.common.training import Workload
 from examples.common.variants import VARIANTS, select
 
@@ -160,6 +160,15 @@ def table(
     """A result that is one table."""
     part = {"title": title, "headers": list(headers), "rows": [list(row) for row in rows]}
     return Shown(f"{title}\n{render(headers, rows, args.markdown)}", {**part, **more})
+
+
+MARGIN = "median of the rounds ± half its 95 % interval"  # what `with_margin` shows
+
+
+def with_margin(ratios: Sequence[float]) -> str:
+    """A cell for the ratios of all rounds."""
+    spread = Spread.of(ratios)
+    return f"{spread.median:.3f} ± {spread.margin(len(ratios)):.3f}"
 
 
 def points(title: str, found: list[Point], args: argparse.Namespace, kind: str) -> Shown:
