@@ -314,12 +314,11 @@ MEASURING_MODULES = {
     "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
     "examples": [
         ["checkpoint", "data", "manual_parallel", "plot", "ring_allreduce", "shapes"],
-        ["gpt", "hierarchical", "synchronisation", "train", "training"],
-        ["demo", "visualise_page"],
-        ["visualise"],
+        ["gpt", "hierarchical", "train", "training", "visualise"],
+        ["demo"],
     ],
     "examples.common": [
-        ["ranks", "svg"],
+        ["ranks"],
         ["machine", "text", "variants"],
         ["training"],
         ["check", "costs"],

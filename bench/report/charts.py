@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from examples.common.svg import line, text
+from html import escape
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 220, 44, 52  # margins; the legend is at the right
@@ -44,6 +43,18 @@ class Line:
 def readable(size: float) -> str:
     """A size in bytes, in KiB or MiB."""
     return f"{size / 1024:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"
+
+
+def text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
+    """One line of text; underscores in the names of attributes become hyphens."""
+    more = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{more}>{escape(words)}</text>'
+
+
+def line(x0: float, y0: float, x1: float, y1: float, colour: str, width: float) -> str:
+    """A straight line."""
+    ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'
 
 
 def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> str:
