@@ -185,6 +185,11 @@ def default_jobs(args: argparse.Namespace) -> list[Job]:
     return [Job(world, on_links, sockets) for world in worlds for on_links in kinds]
 
 
+def one_process(args: argparse.Namespace) -> list[Job]:
+    """No ranks: the process that the user started does all."""
+    return [Job(0)]
+
+
 Run = Callable[[argparse.Namespace, Group], Iterator[Shown]]
 
 
