@@ -313,8 +313,8 @@ MEASURING_MODULES = {
     "bench.models": [["workload"], ["classic", "paced"], ["known"], ["__init__"]],
     "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
     "examples": [
-        ["checkpoint", "data", "manual_parallel", "plot", "ring_allreduce", "shapes"],
-        ["gpt", "hierarchical", "train", "training", "visualise"],
+        ["checkpoint", "data", "manual_parallel", "ring_allreduce", "shapes"],
+        ["gpt", "hierarchical", "training", "visualise"],
         ["demo"],
     ],
     "examples.common": [
