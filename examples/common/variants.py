@@ -49,7 +49,6 @@ class Variant:
     Attributes:
         unavailable: says why this variant cannot run here, or None.
         wire: the wire format of fastsync's variants; None for torch's.
-        takes_sparse: whether it can reduce sparse gradients.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Variant:
     tolerance: float = 0.0
     unavailable: Callable[[], str | None] = lambda: None
     wire: str | None = None
-    takes_sparse: bool = True
 
     @property
     def lossy(self) -> bool:
@@ -137,8 +135,7 @@ _VARIANTS = (
     Variant("ddp_batched", ddp(**_BATCHED), unavailable=_lacks_batched),
     Variant("ddp_batched_view", ddp(**_BATCHED, **_VIEW), unavailable=_lacks_batched),
     Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
-    # Its hook divides, which torch has not for sparse halves.
-    Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"], takes_sparse=False),
+    Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"]),
     *map(_fastsync, wire_formats()),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
