@@ -18,7 +18,8 @@ COLOURS = (
 TICKS = 5
 ROOM = 44  # between the texts of two marks
 
-Place = Callable[[float], float]
+Place = tuple[float, float]
+Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,13 @@ def text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{more}>{escape(words)}</text>'
 
 
-def line(x0: float, y0: float, x1: float, y1: float, colour: str, width: float) -> str:
-    """A straight line."""
-    ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
-    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'
+def polyline(places: Sequence[Place], colour: str, width: float, dashed: bool = False) -> str:
+    """A line through places."""
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    return (
+        f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
+    )
 
 
 def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> str:
@@ -76,7 +80,10 @@ def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> st
             parts.append(text(last, y, labels.mark(x), 11, text_anchor="middle", fill=FAINT))
     for index, drawn in enumerate(lines):
         colour = COLOURS[index % len(COLOURS)]
-        parts += _polyline([(place(x), height(y)) for x, y in drawn.points], colour, drawn.dashed)
+        places = [(place(x), height(y)) for x, y in drawn.points]
+        parts.append(polyline(places, colour, 2, drawn.dashed))
+        for left, up in () if drawn.dashed else places:
+            parts.append(f'<circle cx="{left:.1f}" cy="{up:.1f}" r="3" fill="{colour}"/>')
         parts += _legend(index, drawn.name, colour, drawn.dashed)
     return _document(parts)
 
@@ -89,16 +96,16 @@ def nice_marks(largest: float) -> list[float]:
     return [step * i for i in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
-def _linear(largest: float, start: float, end: float) -> Place:
+def _linear(largest: float, start: float, end: float) -> Scale:
     return lambda value: start + value / largest * (end - start)
 
 
-def _logarithmic(low: float, high: float, start: float, end: float) -> Place:
+def _logarithmic(low: float, high: float, start: float, end: float) -> Scale:
     span = math.log(high / low) or 1.0
     return lambda value: start + math.log(max(value, low) / low) / span * (end - start)
 
 
-def _frame(labels: Labels, marks: Sequence[float], height: Place) -> list[str]:
+def _frame(labels: Labels, marks: Sequence[float], height: Scale) -> list[str]:
     """Title, names of the axes, and a horizontal rule at every mark."""
     middle, grey = (TOP + HEIGHT - BOTTOM) / 2, {"text_anchor": "middle", "fill": FAINT}
     parts = [
@@ -108,26 +115,14 @@ def _frame(labels: Labels, marks: Sequence[float], height: Place) -> list[str]:
     ]
     for mark in marks:
         y = height(mark)
-        parts.append(line(LEFT, y, WIDTH - RIGHT, y, RULE, 1))
+        parts.append(polyline([(LEFT, y), (WIDTH - RIGHT, y)], RULE, 1))
         parts.append(text(LEFT - 8, y + 4, f"{mark:g}", 11, text_anchor="end", fill=FAINT))
     return parts
 
 
-def _polyline(places: Sequence[tuple[float, float]], colour: str, dashed: bool) -> list[str]:
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dash = ' stroke-dasharray="6 4"' if dashed else ""
-    way = f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
-    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-    return [way, *(() if dashed else dots)]
-
-
 def _legend(index: int, name: str, colour: str, dashed: bool) -> list[str]:
     x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * index
-    dash = ' stroke-dasharray="6 4"' if dashed else ""
-    key = (
-        f'<line x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}" stroke="{colour}" stroke-width="3"{dash}/>'
-    )
-    return [key, text(x + 28, y + 4, name)]
+    return [polyline([(x, y), (x + 22, y)], colour, 3, dashed), text(x + 28, y + 4, name)]
 
 
 def _document(parts: Sequence[str]) -> str:
