@@ -53,7 +53,7 @@ check-compiler:
 install: $(STAMP) ## build the package and install it into .venv
 	$(WITH_NINJA) $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
 
-demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick, ARGS=--long)
+demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick)
 	@$(IN_CHECKOUT) examples/demo.py $(ARGS)
 
 test: extension ## run the tests of every feature, about four minutes on two cores

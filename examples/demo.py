@@ -5,76 +5,47 @@
   3. measures step time, exposed synchronisation, gradient memory and dispatched operators.
 
 The ranks use NCCL where every one has a GPU, else Gloo on the CPU. Needs about a minute on two
-cores, with --long two. Exits with 1 if the weights differ.
+cores, with --quick half of it. Exits with 1 if the weights differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples import data, gpt, plot, train  # noqa: E402
-from examples.common.check import train as train_steps  # noqa: E402
-from examples.common.costs import dispatched_ops, gradient_memory  # noqa: E402
-from examples.common.machine import describe, write_json  # noqa: E402
-from examples.common.ranks import CheckFailed, Group, UsageError, guarded, launch  # noqa: E402
-from examples.common.rounds import Settings, Timing, document, measure, model_record  # noqa: E402
-from examples.common.text import Progress, Spread, milliseconds, ratio, render  # noqa: E402
-from examples.common.training import Workload  # noqa: E402
-from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Selection, Variant, select  # noqa: E402  # noqa: E402
+from examples import data, gpt
+from examples.common.check import train as train_steps
+from examples.common.costs import dispatched_ops, gradient_memory
+from examples.common.machine import describe, environment
+from examples.common.ranks import CheckFailed, Group, argument, run_example
+from examples.common.rounds import Settings, Timing, measure, over
+from examples.common.text import Progress, Spread, milliseconds, ratio, render
+from examples.common.training import Workload
+from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Variant, select
 
+BATCH = 12
+STEPS, QUICK_STEPS = 240, 60
+PEAK_RATE, WARMUP_STEPS = 4e-3, 20
 PARITY_STEPS = 20
+MEASURED = Settings(rounds=12, steps=3, seconds=8.0, optimizer="adamw")
+QUICKLY = Settings(rounds=3, steps=2, optimizer="adamw")
 SHOWN = "no_sync,ddp,ddp_view,ddp_static_view,fastsync,fastsync_bf16,fastsync_int8"
-MEASURED_SECONDS = 8.0  # that the rounds of part 3 may take, unless --long
+REPORTS = 10
+WIDTH, HEIGHT = 64, 10  # of the curve
 PROMPT = b"def "
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.6
 BUSY = 0.2  # of the median between the quartiles of a step without any synchronisation
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much the demo does."""
-
-    steps: int
-    settings: Settings
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Plan:
-        if args.quick:
-            steps, settings = 60, Settings(rounds=3, steps=2, optimizer="adamw")
-        elif args.long:
-            steps, settings = 800, Settings(rounds=12, steps=3, optimizer="adamw")
-        else:
-            settings = Settings(rounds=12, steps=3, seconds=MEASURED_SECONDS, optimizer="adamw")
-            steps = 240
-        return cls(args.steps or steps, settings)
-
-
-def duration(args: argparse.Namespace) -> str:
-    """How long the three parts take on two quiet cores, in words."""
-    if args.quick:
-        return "half a minute on two cores"
-    return "about two minutes on two cores" if args.long else "about a minute on two cores"
-
-
-def gpt_workload(corpus: data.Corpus) -> Workload:
-    """The demo's GPT as a workload for the bench harness."""
-    length = gpt.Shape().length
-    return Workload(
-        "gpt",
-        gpt.build,
-        lambda rank, step: corpus.batch(rank, step, train.BATCH, length),
-        lambda loss: loss,
-    )
 
 
 def say(group: Group, text: str = "") -> None:
@@ -82,32 +53,88 @@ def say(group: Group, text: str = "") -> None:
         print(text, flush=True)
 
 
-def train_gpt(corpus: data.Corpus, plan: Plan, group: Group, out: Path) -> dict[str, Any]:
+def gpt_workload(corpus: data.Corpus) -> Workload:
+    """The demo's GPT as rounds take it."""
+    length = gpt.Shape().length
+    return Workload(
+        "gpt",
+        gpt.build,
+        lambda rank, step: corpus.batch(rank, step, BATCH, length),
+        lambda loss: loss,
+    )
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+    return PEAK_RATE * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> list[float]:
+    """Trains as a user's script would; returns the mean loss over ranks of every step, in nats per
+    byte."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95))
+    losses: list[float] = []
+    started = time.monotonic()
+    for step in range(steps):
+        for options in optimizer.param_groups:
+            options["lr"] = learning_rate(step, steps)
+        windows = workload.batch(group.rank, step).to(group.device)
+        optimizer.zero_grad()
+        loss = model(windows)
+        loss.backward()
+        optimizer.step()
+        losses.append(group.mean(loss))
+        if (step + 1) % max(1, steps // REPORTS) == 0:
+            seconds = time.monotonic() - started
+            speed = (step + 1) * windows[:, 1:].numel() * group.world / seconds
+            recent = losses[-max(1, steps // REPORTS) :]
+            mean = sum(recent) / len(recent)
+            say(group, f"  step {step + 1:>5}/{steps}   loss {mean:.3f}   {speed:>9,.0f} tokens/s")
+    return losses
+
+
+def smooth(values: Sequence[float], count: int) -> list[float]:
+    """The means of `count` equal stretches of `values`, or `values` if they are fewer."""
+    if len(values) <= count:
+        return list(values)
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+
+
+def text_curve(values: Sequence[float]) -> str:
+    """A curve of plain characters, WIDTH columns by HEIGHT rows, with its axes."""
+    points = smooth(values, WIDTH)
+    low, high = min(points), max(points)
+    span = (high - low) or 1.0
+    rows = [round((high - point) / span * (HEIGHT - 1)) for point in points]
+    lines = []
+    for row in range(HEIGHT):
+        label = f"{high - span * row / (HEIGHT - 1):6.2f}" if row in (0, HEIGHT - 1) else " " * 6
+        lines.append(f"{label} |{''.join('*' if at == row else ' ' for at in rows)}".rstrip())
+    lines.append(" " * 7 + "+" + "-" * len(points))
+    lines.append(" " * 8 + "1" + f"step {len(values)}".rjust(len(points) - 1))
+    return "\n".join(lines)
+
+
+def train_gpt(corpus: data.Corpus, steps: int, group: Group) -> list[float]:
     """Part 1: trains with FastDDP, shows the curve and a sample of what was learned."""
-    module = gpt.build().to(group.device)
-    count = sum(p.numel() for p in module.parameters())
-    length = module.shape.length
+    module, workload = gpt.build().to(group.device), gpt_workload(corpus)
+    count, length = sum(p.numel() for p in module.parameters()), module.shape.length
     say(group, f"\n1. Training a GPT of {count / 1e6:.2f} M parameters with FastDDP")
-    say(group, f"   {train.BATCH} x {length} bytes per rank and step, AdamW\n")
-    model = VARIANTS[OURS].wrap(module, group.device)
-    history = train.train(model, corpus, length, plan.steps, group)
+    say(group, f"   {BATCH} x {length} bytes per rank and step, AdamW\n")
+    losses = train(VARIANTS[OURS].wrap(module, group.device), workload, steps, group)
     if group.is_main:
         with torch.no_grad():
             held_out = module(corpus.validation_batch(64, length).to(group.device)).item()
-        show_training(module, history, held_out, out)
-    return asdict(history)
-
-
-def show_training(module: gpt.GPT, history: train.History, held_out: float, out: Path) -> None:
-    print(f"\n{plot.text_curve(history.losses, history.steps[-1])}")
-    points = plot.smooth(history.losses, train.REPORTS)
-    print(f"\n  loss {points[0]:.3f} (first tenth) -> {points[-1]:.3f}; held out {held_out:.3f}")
-    if plot.save_picture(history.steps, history.losses, out / "demo_loss.png"):
-        print(f"  picture: {out.name}/demo_loss.png")
-    text = PROMPT + module.generate(PROMPT, SAMPLE_BYTES, TEMPERATURE)
-    print(f"\n  It continues {PROMPT.decode()!r}, sampled at temperature {TEMPERATURE}:")
-    for line in text.decode("ascii", errors="replace").splitlines():
-        print(f"    | {line if line.isprintable() else ascii(line)}"[:100].rstrip())
+        first, *_, last = smooth(losses, REPORTS)
+        print(f"\n{text_curve(losses)}")
+        print(f"\n  loss {first:.3f} (first tenth) -> {last:.3f}; held out {held_out:.3f}")
+        print(f"\n  It continues {PROMPT.decode()!r}, sampled at temperature {TEMPERATURE}:")
+        text = PROMPT + module.generate(PROMPT, SAMPLE_BYTES, TEMPERATURE)
+        for line in text.decode("ascii", errors="replace").splitlines():
+            print(f"    | {line if line.isprintable() else ascii(line)}"[:100].rstrip())
+    return losses
 
 
 def check_parity(workload: Workload, group: Group) -> dict[str, dict[str, str]]:
@@ -134,62 +161,48 @@ def check_parity(workload: Workload, group: Group) -> dict[str, dict[str, str]]:
     return hashes
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What one variant costs besides time; memory is None where it cannot be measured."""
-
-    memory: float | None
-    ops: int
+Costs = tuple[float | None, int]  # memory of gradients and buckets, where it can be told; operators
 
 
-def measure_costs(
-    workload: Workload, variants: tuple[Variant, ...], group: Group
-) -> dict[str, Costs]:
-    progress, costs = Progress(group), {}
-    for variant in variants:
-        progress.show(f"  memory and operators of {variant.name}")
-        memory = gradient_memory(workload, variant, group)
-        costs[variant.name] = Costs(memory, dispatched_ops(workload, variant, group))
-    progress.clear()
-    return costs
+def measure_costs(workload: Workload, variant: Variant, group: Group) -> Costs:
+    Progress(group).show(f"  memory and operators of {variant.name}")
+    memory = gradient_memory(workload, variant, group)
+    return memory, dispatched_ops(workload, variant, group)
 
 
-def cost_table(timings: list[Timing], costs: dict[str, Costs]) -> str:
+def cost_table(timings: Sequence[Timing], costs: dict[str, Costs]) -> str:
     headers = ("variant", "step ms", "±", "ratio", "±", "exposed ms", "±", "memory", "ops")
     rows = []
     for timing in timings:
-        cost = costs[timing.variant]
-        memory = "n/a" if cost.memory is None else f"{cost.memory:.2f}x"
+        memory, ops = costs[timing.variant]
+        shown = "n/a" if memory is None else f"{memory:.2f}x"
         cells = (*milliseconds(timing.step), *ratio(timing.ratio), *milliseconds(timing.exposed))
-        rows.append((timing.variant, *cells, memory, str(cost.ops), timing.check))
+        rows.append((timing.variant, *cells, shown, str(ops), timing.check))
     return render((*headers, "weights"), rows)
 
 
 def compare_rounds(ours: Timing, theirs: Timing) -> str:
     """In words, how `ours` did against `theirs`, with the middle half of the rounds."""
-    spread = Spread.of([a / b for a, b in zip(ours.rounds, theirs.rounds, strict=True)])
+    spread = Spread.of(over(ours.rounds, theirs.rounds))
     verdict = "no difference beyond noise"
     if spread.q3 < 1:
         verdict = "faster"
     elif spread.q1 > 1:
         verdict = "SLOWER"
     return (
-        f"{spread.median:.2f} of {theirs.variant}'s step "
+        f"FastDDP takes {spread.median:.2f} of {theirs.variant}'s step "
         f"(middle half of rounds {spread.q1:.2f} to {spread.q3:.2f}): {verdict}"
     )
 
 
-def reading(timings: list[Timing]) -> list[str]:
-    """The table in words, computed from its numbers."""
+def reading(timings: Sequence[Timing]) -> list[str]:
+    """The table in words: FastDDP against default DDP, and against torch's best that keeps fp32."""
     by_name = {timing.variant: timing for timing in timings}
-    lossless = [
-        timing
-        for timing in timings
-        if timing.variant not in (FLOOR, OURS) and not VARIANTS[timing.variant].lossy
-    ]
-    best = min(lossless, key=lambda timing: timing.ratio.median)
-    rivals = [by_name[BASELINE]] + ([best] if best.variant != BASELINE else [])
-    lines = [f"FastDDP takes {compare_rounds(by_name[OURS], rival)}" for rival in rivals]
+    torchs = [t for t in timings if VARIANTS[t.variant].wire is None and t.variant != FLOOR]
+    exact = (t for t in torchs if not VARIANTS[t.variant].lossy)
+    best = min(exact, key=lambda timing: timing.ratio.median)
+    rivals = dict.fromkeys((BASELINE, best.variant))
+    lines = [compare_rounds(by_name[OURS], by_name[rival]) for rival in rivals]
     floor = by_name[FLOOR].step
     if floor.width > BUSY * floor.median:
         share = floor.width / floor.median
@@ -198,69 +211,39 @@ def reading(timings: list[Timing]) -> list[str]:
 
 
 def measure_gpt(
-    workload: Workload, selection: Selection, plan: Plan, group: Group
+    workload: Workload, variants: tuple[Variant, ...], settings: Settings, group: Group
 ) -> tuple[list[Timing], dict[str, Costs]]:
     """Part 3: the table."""
     say(group, "\n3. What synchronisation costs on this GPT, AdamW's step included\n")
-    timings = measure(workload, selection.variants, group, plan.settings)
-    costs = measure_costs(workload, selection.variants, group)
+    timings = measure(workload, variants, group, settings)
+    costs = {variant.name: measure_costs(workload, variant, group) for variant in variants}
+    Progress(group).clear()
     say(group, cost_table(timings, costs))
-    for name, reason in selection.skipped.items():
-        say(group, f"  skipped {name}: {reason}")
     say(group, "\n  ratio: to default DDP; exposed: step less no_sync's in the same round;")
     say(group, "  memory: of gradients and buckets, per byte of gradients; ops: dispatched on the")
     say(group, "  CPU per step; ±: half the range between the quartiles of the rounds\n")
-    for line in reading(timings):
-        say(group, f"  {line}")
+    say(group, "\n".join(f"  {line}" for line in reading(timings)))
     return timings, costs
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
-    reason = VARIANTS[OURS].unavailable()
-    if reason is not None:
-        raise UsageError(reason)
-    plan, corpus = Plan.of(args), data.load()
-    selection = select("all" if args.long else SHOWN)
-    result = document(group, plan.settings, selection.skipped)
-    if group.is_main:
-        args.out.mkdir(parents=True, exist_ok=True)
+    corpus, variants = data.load(), select(SHOWN).variants
     say(group, "fastsync demo: data-parallel training with FastDDP, next to torch's DDP")
-    say(group, f"  {describe(result['environment'])}")
-    say(group, f"  {duration(args)}: 1. training, 2. the same bits as DDP, 3. what it costs")
+    say(group, f"  {describe(environment(group))}")
     size = (len(corpus.train) + len(corpus.validation)) / 1e6
     say(group, f"  data: {corpus.files} files of Python's standard library, {size:.1f} MB")
+    train_gpt(corpus, QUICK_STEPS if args.quick else STEPS, group)
     workload = gpt_workload(corpus)
-    result["training"] = train_gpt(corpus, plan, group, args.out)
-    result["parity"] = check_parity(workload, group)
-    timings, costs = measure_gpt(workload, selection, plan, group)
-    result["models"]["gpt"] = model_record(workload, timings)
-    result["costs"] = {name: asdict(cost) for name, cost in costs.items()}
-    if group.is_main:
-        write_json(result, args.out / "demo.json")
-        print(f"\nAll numbers: {args.out.name}/demo.json")
+    check_parity(workload, group)
+    measure_gpt(workload, variants, QUICKLY if args.quick else MEASURED, group)
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--steps",
-        type=int,
-        help="training steps of part 1 (default: 240; 60 with --quick, 800 with --long)",
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_true", help="less training, fewer rounds")
-    length.add_argument("--long", action="store_true", help="more training, every variant")
-    add("--ranks", type=int, default=2, help="processes to start; torchrun's wins (default: 2)")
-    add("--threads", type=int, default=1, help="torch CPU threads per rank (default: 1)")
-    add("--out", type=Path, default=ROOT / "out", help="folder for results (default: out)")
-    args = parser.parse_args()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without ± in their encoding
-    return guarded(lambda: launch(lambda group: run(args, group), args.ranks, args.threads))
+    quick = argument("--quick", "less training, fewer rounds", action="store_true")
+    return run_example("demo", __doc__, run, quick)
 
 
 if __name__ == "__main__":

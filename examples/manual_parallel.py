@@ -17,7 +17,6 @@ steps are timed in turn. Exits with 1 where weights differ.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,19 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 
 import fastsync
 from examples.common.costs import events_of
 from examples.common.ranks import Group, argument, run_example, whole
-from examples.common.rounds import in_turn, less, slowest
+from examples.common.rounds import Settings, less, time_lanes
 from examples.common.text import Progress, Spread, milliseconds, render
+from examples.common.training import Lane, Workload, make_batches
 
 FLOOR, REFERENCE = "none", "ddp"
 WIDTH, LAYERS, BATCH = 256, 24, 32
 BUCKET_MB = 1.0
 CHECK_STEPS = 6
 BAR = 40
-BUSY = 0.2  # of the median, between the quartiles of a step without any synchronisation
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ def build(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1 + rank))
+
+
+LAYERED = Workload("layers", lambda: build(0), _batch, lambda output: output.square().mean())
 
 
 def broadcast_weights(module: nn.Module) -> None:
@@ -167,24 +174,31 @@ STRATEGIES: dict[str, Callable[[nn.Module], Replica]] = {
 }
 
 
-class Lane:
-    """One strategy in training; ranks draw different data, and all strategies the same."""
+@dataclass
+class ByHand(Lane):
+    """A strategy in training."""
 
-    def __init__(self, strategy: str, group: Group) -> None:
-        module = build(seed=group.rank).to(group.device)  # other weights on every rank
-        self.replica = STRATEGIES[strategy](module)
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        generator = torch.Generator().manual_seed(1 + group.rank)
-        self.batch = torch.randn(BATCH, WIDTH, generator=generator).to(group.device)
+    finish: Callable[[], None] = lambda: None
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.replica.model(self.batch).square().mean().backward()
-        self.replica.finish()
+    def step(self) -> Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.finish()
         self.optimizer.step()
+        return loss
 
     def weights(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.replica.module.parameters()])
+        return parameters_to_vector(self.module.parameters()).detach()
+
+
+def make_lane(strategy: str, group: Group) -> ByHand:
+    """Ranks draw different data, and all strategies the same."""
+    module = build(seed=group.rank).to(group.device)  # other weights on every rank
+    replica = STRATEGIES[strategy](module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    batches = make_batches(LAYERED, group, 1)
+    model, finish = replica.model, replica.finish
+    return ByHand(LAYERED, module, model, optimizer, batches, update=True, finish=finish)
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,7 @@ class Verdict:
 
 def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
     """Weights before and after training, and the all-reduces of one more step."""
-    lane = Lane(strategy, group)
+    lane = make_lane(strategy, group)
     start = lane.weights()
     for _ in range(CHECK_STEPS):
         lane.step()
@@ -233,33 +247,6 @@ def check(group: Group, progress: Progress) -> dict[str, Verdict]:
     return verdicts
 
 
-def measure(group: Group, rounds: int, steps: int, progress: Progress) -> dict[str, list[float]]:
-    """Seconds per step of the slowest rank, by strategy, one number per round.
-
-    The strategies of a round follow each other, in another order every time: a machine that drifts
-    slows all of them alike.
-    """
-    lanes = {strategy: Lane(strategy, group) for strategy in STRATEGIES}
-
-    def show(index: int) -> None:
-        progress.show(f"round {index + 1} of {rounds}")
-
-    times = in_turn(lanes, lambda name: _seconds(lanes[name], group, steps), rounds, show)
-    progress.clear()
-    return slowest(times, group)
-
-
-def _seconds(lane: Lane, group: Group, steps: int) -> float:
-    dist.barrier()
-    lane.step()
-    group.synchronize()
-    started = time.perf_counter()
-    for _ in range(steps):
-        lane.step()
-    group.synchronize()
-    return (time.perf_counter() - started) / steps
-
-
 def report(times: dict[str, list[float]], verdicts: dict[str, Verdict], world: int) -> str:
     overheads = {name: Spread.of(less(steps, times[FLOOR])) for name, steps in times.items()}
     longest = max(spread.median for spread in overheads.values())
@@ -279,7 +266,9 @@ def run(args: argparse.Namespace, group: Group) -> int:
     failed = [n for n, v in verdicts.items() if n != FLOOR and not v.good(group.world)]
     if verdicts[FLOOR].alike and group.world > 1:
         failed.append(f"{FLOOR} (ranks that do not synchronise must drift apart)")
-    times = measure(group, args.rounds, args.steps, progress)
+    lanes: dict[str, Lane] = {name: make_lane(name, group) for name in STRATEGIES}
+    measured = time_lanes(lanes, group, Settings(rounds=args.rounds, steps=args.steps))
+    times = {name: found.seconds for name, found in measured.items()}
     if group.is_main:
         module = build(0)
         count, size = len(list(module.parameters())), sum(p.nbytes for p in module.parameters())
@@ -288,10 +277,6 @@ def run(args: argparse.Namespace, group: Group) -> int:
         print(report(times, verdicts, group.world))
         print(f"\n  overhead: step less that of `{FLOOR}` in the same round; ±: half the range")
         print("  between the quartiles of the rounds; all-reduces: per step, by torch's profiler")
-        floor = Spread.of(times[FLOOR])
-        if floor.width > BUSY * floor.median:
-            spread = floor.width / floor.median
-            print(f"\n  this machine was busy: `{FLOOR}` itself spread by {spread:.0%}")
         if failed:
             print(f"\n  weights are not what they should be: {', '.join(failed)}")
     return 1 if failed else 0

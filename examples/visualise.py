@@ -1,106 +1,345 @@
 """Shows one step of gradient synchronisation: gradients before and after, buckets, strategies.
 
-    python -m examples.visualise --ranks 2 --page out/synchronisation.html
+    python -m examples.visualise --ranks 2
 
 Every rank computes its own gradients; five strategies average them: one message per parameter,
 buckets after backward, buckets that overlap with backward, torch's DDP and fastsync's FastDDP. The
-terminal shows strips of gradients, buckets, and when each message was under way; --page writes the
-same as one HTML file that needs no network. Exits with 1 where a strategy does not leave the
-average of all ranks on every rank.
+terminal shows strips of gradients, buckets, and when each message was under way, as rank 0's host
+saw it. DDP and FastDDP are watched through their communication hooks. Exits with 1 where a strategy
+does not leave the average of all ranks on every rank.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: a hook's annotations must be types, not their names.
 
 import argparse
 import sys
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from examples.common.ranks import Group, argument, run_example
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from examples.common.ranks import Group, run_example
 from examples.common.text import render
-from examples.synchronisation import HEADERS, Picture, Run, take_picture
-from examples.visualise_page import page
+from examples.manual_parallel import Bucket, Overlap, Replica, broadcast_weights, make_buckets
 
+BUCKET_MB = 0.5
+WARMUP_STEPS = 3
+BATCH = 64
+CALLBACK_SECONDS = 5.0
 WIDTH = 64
 STRIP = 16
 LEVELS = "▁▂▃▄▅▆▇█"
 RANKS_SHOWN = 3
 ROUNDING = 1e-6  # accepted, of the largest average
 MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+HEADERS = ("strategy", "messages", "MB", "step ms", "exposed ms", "error")
 
 
-def strip(values: tuple[float, ...], largest: float) -> str:
-    """STRIP of the values as bars; the middle level is zero."""
-    picked = [values[i * len(values) // STRIP] for i in range(STRIP)]
-    top = len(LEVELS) - 1
-    return "".join(LEVELS[round((v / largest + 1) / 2 * top)] for v in picked)
+@dataclass(frozen=True)
+class Message:
+    """One collective: the parameters whose gradients it carries, their bytes, and when it was under
+    way, in seconds since backward began."""
+
+    names: tuple[str, ...]
+    size: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step under one strategy, seen by rank 0.
+
+    Attributes:
+        backward, total: seconds until backward had produced its last gradient, and until all
+            gradients were averages.
+        error: largest difference from the fp64 average on any rank, of the largest average.
+    """
+
+    strategy: str
+    messages: tuple[Message, ...]
+    backward: float
+    total: float
+    error: float
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table whose headers are HEADERS."""
+        size = sum(message.size for message in self.messages)
+        times = (f"{1e3 * seconds:.2f}" for seconds in (self.total, self.total - self.backward))
+        counts = (str(len(self.messages)), f"{size / 1e6:.2f}")
+        return (self.strategy, *counts, *times, f"{self.error:.0e}")
+
+    def lanes(self, longest: float) -> tuple[str, str]:
+        """Backward, and below it each message by its number, on a common scale of time."""
+
+        def place(seconds: float) -> int:
+            return min(WIDTH - 1, int(seconds / longest * WIDTH))
+
+        messages = [" "] * WIDTH
+        for number, message in enumerate(self.messages):
+            for at in range(place(message.start), place(message.end) + 1):
+                messages[at] = MARKS[number % len(MARKS)]
+        return "=" * (place(self.backward) + 1), "".join(messages).rstrip()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter and STRIP elements of its gradient, evenly spaced: every rank's own before
+    averaging, and what FastDDP left on every rank after it."""
+
+    name: str
+    shape: tuple[int, ...]
+    before: tuple[tuple[float, ...], ...]
+    after: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All that there is to show."""
+
+    parameters: tuple[Parameter, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def averaged(self) -> bool:
+        """Whether every strategy left averages, and FastDDP the same ones on every rank."""
+        alike = all(set(p.after) == {p.after[0]} for p in self.parameters)
+        return alike and all(run.error <= ROUNDING for run in self.runs)
+
+
+@dataclass
+class Recorder:
+    """Notes messages and the last gradient, in seconds since `begin`."""
+
+    names: dict[int, str]
+    started: float = 0.0
+    backward: float = 0.0
+    messages: dict[int, list[Any]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        self.messages.clear()
+        self.started = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.started
+
+    def gradient(self, _: Tensor) -> None:
+        self.backward = self.now()
+
+    def sent(self, key: int, params: Iterable[Tensor], size: int) -> None:
+        names = tuple(self.names[id(p)] for p in params)
+        self.messages[key] = [names, size, self.now(), None]
+
+    def received(self, key: int) -> None:
+        self.messages[key][3] = self.now()
+
+    def taken(self) -> tuple[Message, ...]:
+        """The messages in the order in which they were sent; RuntimeError where one is missing."""
+        deadline = time.monotonic() + CALLBACK_SECONDS
+        # The backend's thread notes an arrival right after it has let the waiting rank go on.
+        while any(message[3] is None for message in self.messages.values()):
+            if time.monotonic() > deadline:
+                raise RuntimeError("a message was sent but not received")
+            time.sleep(1e-4)
+        ordered = sorted(self.messages.values(), key=lambda message: message[2])
+        return tuple(Message(*message) for message in ordered)
+
+
+class WatchedBucket(Bucket):
+    """A bucket of examples/manual_parallel.py that tells a recorder."""
+
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
+        super().__init__(params)
+        self.recorder = recorder
+
+    def launch(self) -> None:
+        self.recorder.sent(id(self), self.params, sum(p.nbytes for p in self.params))
+        super().launch()
+        arrived: Callable[[Any], None] = lambda _: self.recorder.received(id(self))  # noqa: E731
+        self.work.get_future().add_done_callback(arrived)
+
+
+Make = Callable[[nn.Module, Recorder], Replica]
+
+
+def _one_by_one(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.launch()
+        bucket.finish()
+
+
+def _by_hand(cap_mb: float, overlaps: bool) -> Make:
+    def make(module: nn.Module, recorder: Recorder) -> Replica:
+        broadcast_weights(module)
+        plain = make_buckets(module.parameters(), cap_mb)
+        buckets = [WatchedBucket(bucket.params, recorder) for bucket in plain]
+        finish = Overlap(buckets).finish if overlaps else partial(_one_by_one, buckets)
+        return Replica(module, module, finish)
+
+    return make
+
+
+def watching_hook(
+    recorder: Recorder,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """What DDP does without a hook, and a note in the recorder."""
+    key, flat = bucket.index(), bucket.buffer()
+    recorder.sent(key, bucket.parameters(), flat.nbytes)
+    work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
+
+    def arrived(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        recorder.received(key)
+        return done.value()[0]
+
+    future: torch.futures.Future[Tensor] = work.get_future().then(arrived)
+    return future
+
+
+def _hooked(wrapper: type[DistributedDataParallel]) -> Make:
+    def make(module: nn.Module, recorder: Recorder) -> Replica:
+        model = wrapper(module, bucket_cap_mb=BUCKET_MB)
+        model.register_comm_hook(recorder, watching_hook)
+        return Replica(module, model, lambda: None)
+
+    return make
+
+
+STRATEGIES: dict[str, Make] = {
+    "per parameter": _by_hand(0.0, overlaps=False),
+    "bucketed": _by_hand(BUCKET_MB, overlaps=False),
+    "overlapped": _by_hand(BUCKET_MB, overlaps=True),
+    "ddp": _hooked(DistributedDataParallel),
+    "fastsync": _hooked(fastsync.FastDDP),
+}
+
+
+def build(group: Group) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = ((256, 512), (512, 512), (512, 256))
+    layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in sizes]
+    return nn.Sequential(*layers, nn.Linear(256, 10)).to(group.device)
+
+
+def batch(group: Group) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + group.rank)
+    return torch.randn(BATCH, 256, generator=generator).to(group.device)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def observe(strategy: str, group: Group, expected: Tensor) -> tuple[Run, dict[str, Tensor]]:
+    """One step after WARMUP_STEPS, and the gradients that it left on this rank.
+
+    Args:
+        expected: the fp64 averages of all parameters, flattened.
+    """
+    module, inputs = build(group), batch(group)
+    recorder = Recorder({id(p): name for name, p in module.named_parameters()})
+    for param in module.parameters():
+        param.register_post_accumulate_grad_hook(recorder.gradient)
+    replica = STRATEGIES[strategy](module, recorder)
+    for _ in range(1 + WARMUP_STEPS):
+        module.zero_grad()
+        loss = replica.model(inputs).square().mean()
+        group.synchronize()
+        dist.barrier()
+        recorder.begin()
+        loss.backward()
+        replica.finish()
+        group.synchronize()
+        total = recorder.now()
+        messages = recorder.taken()
+    found = gradients(module)
+    error = group.most(float((_flat(found) - expected).abs().max() / expected.abs().max()))
+    return Run(strategy, messages, recorder.backward, total, error), found
+
+
+def _flat(grads: dict[str, Tensor]) -> Tensor:
+    return torch.cat([grad.detach().double().flatten() for grad in grads.values()])
+
+
+def _picked(grad: Tensor) -> tuple[float, ...]:
+    places = torch.linspace(0, grad.numel() - 1, STRIP).long()
+    return tuple(grad.flatten().cpu()[places].tolist())
+
+
+def take_picture(group: Group) -> Picture:
+    """Collective. The picture is the same on every rank but for rank 0's times."""
+    alone = build(group)
+    alone(batch(group)).square().mean().backward()
+    own = gradients(alone)
+    expected = _flat(own)
+    dist.all_reduce(expected)
+    expected /= group.world
+    observed = {name: observe(name, group, expected) for name in STRATEGIES}
+    left = observed["fastsync"][1]
+    strips: list[Any] = [None] * group.world
+    dist.all_gather_object(
+        strips, {name: (_picked(own[name]), _picked(left[name])) for name in own}
+    )
+    parameters = (
+        Parameter(name, tuple(grad.shape), *zip(*(of[name] for of in strips), strict=True))
+        for name, grad in own.items()
+    )
+    return Picture(tuple(parameters), tuple(run for run, _ in observed.values()))
+
+
+def strip(values: Sequence[float], largest: float) -> str:
+    """The values as bars; the middle level is zero."""
+    return "".join(LEVELS[round((v / largest + 1) / 2 * (len(LEVELS) - 1))] for v in values)
 
 
 def gradient_table(picture: Picture) -> str:
-    buckets, rows = picture.bucket_of("fastsync"), []
+    messages, rows = picture.runs[-1].messages, []
+    buckets = {name: i for i, message in enumerate(messages) for name in message.names}
     for p in picture.parameters:
         shown = (*p.before[:RANKS_SHOWN], p.after[0])
         largest = max(abs(v) for values in shown for v in values) or 1.0
         strips = (strip(values, largest) for values in shown)
         shape, mark = "x".join(str(n) for n in p.shape), MARKS[buckets[p.name] % len(MARKS)]
         rows.append((p.name, shape, *strips, mark))
-    ranks = (f"rank {rank} before" for rank in range(min(picture.world, RANKS_SHOWN)))
+    ranks = (f"rank {rank} before" for rank in range(len(shown) - 1))
     return render(("parameter", "shape", *ranks, "after, on all", "bucket"), rows)
 
 
-def lanes(run: Run, longest: float) -> list[str]:
-    """Backward, and below it each message by its number, on a common scale of time."""
-
-    def place(seconds: float) -> int:
-        return min(WIDTH - 1, int(seconds / longest * WIDTH))
-
-    messages = [" "] * WIDTH
-    for number, message in enumerate(run.messages):
-        for at in range(place(message.start), place(message.end) + 1):
-            messages[at] = MARKS[number % len(MARKS)]
-    return ["=" * (place(run.backward) + 1), "".join(messages).rstrip()]
-
-
-def averages(picture: Picture) -> bool:
-    """Whether every strategy left averages, and FastDDP the same ones on every rank."""
-    alike = all(set(p.after) == {p.after[0]} for p in picture.parameters)
-    return alike and all(run.error <= ROUNDING for run in picture.runs)
-
-
-def show(picture: Picture) -> None:
+def show(picture: Picture, group: Group) -> None:
     print(f"\n  gradients, {STRIP} elements of each: the middle level is zero\n")
     print(gradient_table(picture))
     print("\n  one backward (=) and its messages, by number\n")
     longest = max(run.total for run in picture.runs)
     for run in picture.runs:
-        backward, messages = lanes(run, longest)
+        backward, messages = run.lanes(longest)
         print(f"  {run.strategy:<14}|{backward}\n  {'':<14}|{messages}")
     scale = f"{1e3 * longest:.1f} ms".rjust(WIDTH - 1)
     print(f"  {'':<14}+{'-' * WIDTH}\n  {'':<14}0{scale}\n")
     print(render(HEADERS, [run.cells() for run in picture.runs]))
-    ranks = f"{picture.world} ranks over {picture.transport}"
-    print(f"\n  {ranks}; a single step, so times are a look,")
+    print(f"\n  {group.world} ranks over {group.transport}; a single step, so times are a look,")
     print("  not a measurement; exposed: after the last gradient; error: from the fp64 average")
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
     picture = take_picture(group)
-    good = averages(picture)
     if group.is_main:
-        show(picture)
-        if args.page:
-            args.page.parent.mkdir(parents=True, exist_ok=True)
-            args.page.write_text(page(picture), encoding="utf-8")
-            print(f"\n  page: {args.page}")
-        if not good:
+        show(picture, group)
+        if not picture.averaged:
             print("\n  a strategy did NOT leave the average of all ranks on every rank")
-    return 0 if good else 1
+    return 0 if picture.averaged else 1
 
 
 def main() -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without bars in their encoding
-    page_argument = argument("--page", "write an HTML page to this file", type=Path)
-    return run_example("visualise", __doc__, run, page_argument)
+    return run_example("visualise", __doc__, run)
 
 
 if __name__ == "__main__":

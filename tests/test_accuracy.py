@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bench.commands import accuracy
 from examples.common.ranks import CheckFailed
@@ -11,6 +12,73 @@ from fastsync.wire.formats import FORMATS
 
 NUMEL = 5000
 WORLDS = (2, 8, 64)
+
+# Of a block-scaled code, relative to the number, and to the largest of its block: the larger holds.
+BOUNDS = {
+    "fp16": (2.0**-11, 2.0**-39),
+    "fp8_e4m3": (2.0**-4, 2.0**-17),
+    "fp8_e5m2": (2.0**-3, 2.0**-31),
+    "int8": (0.0, 1 / 252),
+    "int4": (0.0, 1 / 13.8),
+}
+SMALLEST = 2.0**-127
+
+
+def block_bound(values, name):
+    """The largest error of coding fp64 `values` in a block-scaled format, element by element."""
+    block = FORMATS[name].block
+    padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % block)).view(-1, block)
+    relative, of_largest = BOUNDS[name]
+    bound = torch.maximum(padded * relative, padded.amax(1, keepdim=True) * of_largest)
+    return bound.clamp_min(SMALLEST).flatten()[: len(values)]
+
+
+def two_shot_bound(tensors, name):
+    """The largest error of an average: that of each input's code, and of the average's own.
+
+    The sum itself is fp32, a rounding for each of its additions, and so is the decoded number.
+    """
+    world = len(tensors)
+    scaled = [t.double() / world for t in tensors]
+    inputs = torch.stack([block_bound(s, name) for s in scaled]).sum(0)
+    sums = accuracy.exact_average(tensors).abs() + inputs
+    in_fp32 = torch.stack([s.abs() for s in scaled]).sum(0) * (world + 1) * 2.0**-24
+    return inputs + block_bound(sums, name) + in_fp32 + SMALLEST
+
+
+def hostile(numel):
+    """Numbers that a shared scale suits badly, by rank."""
+
+    def noise(rank):
+        return torch.randn(numel, generator=torch.Generator().manual_seed(accuracy.SEED + rank))
+
+    def outliers(rank):
+        values = noise(rank)
+        values[:: 97 + rank] *= 1e4
+        return values
+
+    def mixed(rank):
+        powers = torch.arange(numel) * 7 % 61 - 30
+        return noise(rank) * 2.0**powers
+
+    return {
+        "normal": noise,
+        "outliers": outliers,
+        "mixed magnitudes": mixed,
+        "constant": lambda rank: torch.full((numel,), 0.1 * (rank + 1)),
+        "denormal": lambda rank: noise(rank) * 1e-39,
+        "near fp32's limit": lambda rank: noise(rank).clamp(-1, 1) * 1e38,
+        "one in a block": lambda rank: torch.where(
+            torch.arange(numel) % 256 == rank, noise(rank), torch.zeros(())
+        ),
+    }
+
+
+def gloo_average(rank, world, numel, name):
+    """The same by Gloo, on a real rank."""
+    mine = (accuracy.gradients(world, numel)[rank] / world).to(accuracy.DTYPES[name])
+    dist.all_reduce(mine)
+    return mine.double()
 
 
 @pytest.mark.parametrize("name", accuracy.UNIT)
@@ -41,40 +109,36 @@ def test_the_error_grows_with_the_number_of_ranks_in_a_native_sum_only(name):
     assert coded[-1] < native[-1] / 2
 
 
-@pytest.mark.parametrize("name", accuracy.BOUNDS)
-@pytest.mark.parametrize("kind", accuracy.hostile(1))
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("kind", hostile(1))
 def test_block_bounds_hold_on_hostile_numbers(name, kind):
-    make = accuracy.hostile(NUMEL)[kind]
+    make = hostile(NUMEL)[kind]
     for world in (1, 4):
         tensors = [make(rank) for rank in range(world)]
         error = accuracy.coded_average(tensors, name) - accuracy.exact_average(tensors)
-        assert (error.abs() <= accuracy.two_shot_bound(tensors, name)).all()
+        assert (error.abs() <= two_shot_bound(tensors, name)).all()
 
 
-@pytest.mark.parametrize("name", accuracy.BOUNDS)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_the_bounds_are_near_what_is_reached(name):
     """One code of noise alone comes within a factor of two of its bound."""
-    tensors = [accuracy.hostile(1 << 16)["normal"](0)]
+    tensors = [hostile(1 << 16)["normal"](0)]
     error = accuracy.coded_average(tensors, name, gather=True) - tensors[0].double()
-    share = (error.abs() / accuracy.block_bound(tensors[0].double(), name)).max()
+    share = (error.abs() / block_bound(tensors[0].double(), name)).max()
     assert 0.5 < share <= 1
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_the_emulated_sum_is_gloo_s_on_two_ranks(name):
     emulated = accuracy.native_average(accuracy.gradients(2, NUMEL), accuracy.DTYPES[name])
-    for real in run_ranks(accuracy.gloo_average, 2, NUMEL, name):
+    for real in run_ranks(gloo_average, 2, NUMEL, name):
         assert torch.equal(real, emulated)
 
 
 def test_a_bound_that_does_not_hold_ends_the_command():
-    with pytest.raises(CheckFailed, match=r"int8, outliers: an error is 1\.50"):
-        accuracy.check_bounds({}, {"int8": {"normal": 0.5, "outliers": 1.5}})
     with pytest.raises(CheckFailed, match="fp16, two-shot"):
-        accuracy.check_bounds({"fp16, two-shot": [(2, 1.0, 1.1)]}, {})
-    with pytest.raises(CheckFailed, match="nan"):
-        accuracy.check_bounds({}, {"int8": {"normal": float("nan")}})
-    accuracy.check_bounds({"fp16, native sum": [(64, 1.0, 9.0)]}, {"int8": {"normal": 1.0}})
+        accuracy.check_bounds({"fp16, two-shot": [(2, 1.0, 1.1)]})
+    accuracy.check_bounds({"fp16, native sum": [(64, 1.0, 9.0)]})
 
 
 def average_on_a_rank(rank, world, name, form):

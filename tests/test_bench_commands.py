@@ -28,11 +28,13 @@ COMMANDS = {
     "overlap": ("--links", "loopback", "--backward", "1,2", "--scale", "0.01", "--rounds", "1"),
     "buckets": ("--models", "wide", "--scale", "0.01", "--sizes", "0.1,1", "--rounds", "1"),
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
+    "hooks": ("--scale", "0.02", "--rounds", "1"),
+    "freezing": ("--scale", "0.01", "--rounds", "1"),
 }
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = ("step", "links", "collectives", "overlap", "buckets")
+IN_RANKS = ("step", "links", "collectives", "overlap", "buckets", "hooks", "freezing")
 
 
 def run_rank(rank, world, name, arguments):
@@ -91,7 +93,7 @@ def check_collectives(result):
 
 
 def check_overlap(result):
-    assert names(result, 2) == {"paced", "waiting"}
+    assert names(result, 2) == {"paced"}
     assert names(result, 3) == {"1", "2"}
     assert "bare" in names(result, 4)
     for point in result["points"]:
@@ -112,6 +114,22 @@ def check_scale(result):
     assert names(result, 0) == {"fake group", "loopback"}
     assert names(result, 1) == {"2 ranks", "4096 ranks"}
     assert {"plan", "wrap", "backward", "ddp", "fastsync"} <= names(result, 2)
+
+
+def check_hooks(result):
+    assert [row[0] for row in result["rows"]] == [
+        "`allreduce_hook`",
+        "`fp16_compress_hook`",
+        "`powerSGD_hook`",
+    ]
+    assert all(len(row) == len(result["headers"]) == 5 for row in result["rows"])
+
+
+def check_freezing(result):
+    """Plans of the first step, and of each half; none as the halves go on taking turns."""
+    assert [row[0] for row in result["rows"]] == ["small", "wide"]
+    for row in result["rows"]:
+        assert row[-1] == "3 in 18 turns"
 
 
 @pytest.mark.parametrize("name", IN_RANKS)

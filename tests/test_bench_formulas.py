@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from bench.measure.formulas import variant_bytes, wire_bytes
-from examples.common.variants import VARIANTS, wire_formats
+from examples.common.variants import VARIANTS
+from fastsync.wire.formats import wire_formats
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 128), (128,), (16, 32, 4)]  # 8192 + 128 + 2048 elements

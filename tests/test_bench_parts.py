@@ -10,7 +10,7 @@ from bench.measure.codecs import CODEC_CASES
 from bench.measure.formulas import bucketed, finish, least_exposed
 from bench.measure.transfers import CASES, check, make_scattered, methods
 from bench.models import WORKLOADS
-from bench.report.charts import Labels, Line, bar_chart, line_chart, nice_marks
+from bench.report.charts import Labels, Line, line_chart, nice_marks
 from examples.common import variants
 from examples.common.ranks import CheckFailed, UsageError
 from examples.common.rounds import Measured, summarise
@@ -104,9 +104,9 @@ def test_wire_formats_are_those_of_the_package():
 def test_charts_are_wellformed_and_hold_what_they_are_given():
     labels = Labels("a < b", "x", "y")
     lines = [Line("one", [(1, 2.0), (1024, 3.0)]), Line("other", [(1, 2.5)], dashed=True)]
-    bars = {"first": {"one": 1.0, "other": 2.0}, "second": {"one": 0.0}}
-    for svg in (line_chart(labels, lines), bar_chart(labels, bars, {"first": {"one": 0.5}})):
-        words = [element.text for element in ElementTree.fromstring(svg).iter() if element.text]
+    for log_y in (False, True):
+        chart = ElementTree.fromstring(line_chart(labels, lines, log_y))
+        words = [element.text for element in chart.iter() if element.text]
         assert {"a < b", "x", "y", "one", "other"} <= set(words)
 
 

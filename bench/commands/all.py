@@ -58,6 +58,8 @@ PARTS = (
     Part("accuracy", 20),
     Part("curves", 260),
     Part("unused", 110),
+    Part("hooks", 80),
+    Part("freezing", 60),
     Part("timeline", 140),
     Part("kernels", 240),
     Part("scale", 50),
@@ -69,7 +71,7 @@ PARTS = (
     Part("links", 210, "--seconds 30", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
-    Part("overlap", 540, "--links 1gbit,10gbit,loopback --seconds 16", True),
+    Part("overlap", 280, "--links 1gbit,10gbit,loopback --seconds 16", True),
 )
 
 

@@ -35,7 +35,8 @@ from bench.report.tables import point
 from examples.common.ranks import CheckFailed, Group, UsageError, argument
 from examples.common.rounds import in_turn, slowest
 from examples.common.text import Progress, quantile
-from examples.common.variants import fastsync_name, tolerance_of, wire_formats
+from examples.common.variants import fastsync_name, tolerance_of
+from fastsync.wire.formats import wire_formats
 
 KIND = "collectives"
 TENSORS = 8

@@ -22,7 +22,7 @@ from examples.common.text import Spread, render
 
 STEP = "step"
 RATIO, TIME = "ratio", "time"
-SAME_SETTINGS = ("baseline", "optimizer", "scale", "device", "wait")
+SAME_SETTINGS = ("baseline", "optimizer", "scale", "device")
 SAME_MACHINE = ("cpu", "cores", "gpu", "ranks", "threads_per_rank", "transport")
 
 

@@ -27,8 +27,8 @@ from bench.measure import benchmark as b
 from bench.models import WORKLOADS
 from examples import data, gpt
 from examples.common.ranks import CheckFailed, Group, argument, whole
-from examples.common.variants import wire_formats
 from fastsync import FastDDP, PowerSGD, TopK, Wire
+from fastsync.wire.formats import wire_formats
 
 REFERENCE = "fp32"
 NUDGED = "fp32, nudged"

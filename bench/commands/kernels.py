@@ -25,7 +25,6 @@ import torch
 from bench.measure import benchmark as b
 from bench.measure.codecs import CODEC_CASES, CodecCase
 from bench.measure.gpu import stopwatch
-from bench.measure.jobs import Job
 from bench.measure.transfers import CASES, Case, Task, Way, shapes_of
 from bench.report.tables import CEILING, Point, point
 from examples.common.ranks import Group, UsageError, argument
@@ -93,7 +92,7 @@ def cases(text: str) -> b.Items[Case | CodecCase]:
     b.rounds(11),
     argument("--device", "where the kernels run", "cpu", choices=("cpu", "cuda")),
     kind=KIND,
-    jobs=lambda args: [Job(0)],
+    jobs=b.one_process,
     settings=lambda args: {"rounds": args.rounds, "device": args.device},
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

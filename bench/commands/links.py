@@ -32,26 +32,14 @@ from bench.measure import benchmark as b
 from bench.measure.bare import all_reduce_rate
 from bench.measure.formulas import variant_bytes
 from bench.measure.netns import Link, LinkName
-from bench.models import WAITING, WORKLOADS
+from bench.models import WORKLOADS
 from bench.report import tables
-from examples.common.ranks import Group, UsageError, argument
+from examples.common.ranks import Group, argument
 from examples.common.rounds import checked, summarise, time_lanes
 from examples.common.training import Workload, make_lanes
 from examples.common.variants import FLOOR, Variant, select
 
 KIND = "links"
-
-
-def model_of(args: argparse.Namespace, scale: float) -> Workload:
-    """
-    Raises:
-        UsageError: --wait is for other models.
-    """
-    if args.wait is None:
-        return WORKLOADS[args.model](scale=scale)
-    if args.model not in WAITING:
-        raise UsageError(f"--wait is for {' and '.join(WAITING)}, not for {args.model!r}")
-    return WORKLOADS[args.model](scale=scale, seconds=args.wait)
 
 
 def measure(
@@ -92,7 +80,6 @@ def measure(
 @b.benchmark(
     *(b.links("1gbit,10gbit,veth,loopback"), b.ranks(), b.SCALE, b.wrappers("all")),
     argument("--model", ", ".join(WORKLOADS), "wide", choices=tuple(WORKLOADS), metavar="NAME"),
-    argument("--wait", f"seconds of backward of {' and '.join(WAITING)}", type=b.positive),
     *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2), b.BASELINE),
     kind=KIND,
     settings=lambda args: asdict(b.settings_of(args)),
@@ -104,7 +91,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     # By size of the model, so that each is checked once.
     for name in sorted(link.these(args.links), key=lambda n: -n.scale):
         scale = name.scale if args.scale is None else args.scale
-        model = model_of(args, scale)
+        model = WORKLOADS[args.model](scale=scale)
         link.shape(None)  # checking and building would take long on a slow one
         if scale not in verdicts:
             verdicts[scale] = checked(model, variants, group, args.check_steps)

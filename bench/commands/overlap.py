@@ -2,11 +2,10 @@
 
     python -m bench overlap --links 1gbit,10gbit --backward 0.5,1,2 --json out/overlap.json
 
-Trained are models whose backward sleeps instead of computing: on two cores, computation and
-communication would compete for the processor, and the wire would not be the limit. In `paced` the
-layers end at fixed times, as those of a device do; in `waiting` each sleeps for a time, so that
-whatever keeps the host lengthens its backward, and shows as exposed. Backward is made as long as
-the wire needs for all gradients in fp32, times the factors of --backward.
+Trained is a model whose backward sleeps instead of computing: on two cores, computation and
+communication would compete for the processor, and the wire would not be the limit. Its layers end
+at fixed times, as those of a device do. Backward is made as long as the wire needs for all
+gradients in fp32, times the factors of --backward.
 
 Exposed is the step less that of `no_sync` in the same round. The least is that of
 bench/measure/formulas.py, from the ready times of single gradients as seen without synchronisation,
@@ -18,7 +17,6 @@ least: an all-reduce for each gradient, where it is, which neither packs nor ave
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,7 +28,7 @@ from bench.measure import benchmark as b
 from bench.measure.bare import BareCollectives, all_reduce_rate
 from bench.measure.formulas import bucketed, bus_factor, least_exposed
 from bench.measure.netns import Link, LinkName
-from bench.models import WAITING, WORKLOADS
+from bench.models.paced import paced
 from bench.report.tables import Point
 from examples.common.ranks import Group, argument
 from examples.common.rounds import summarise, time_lanes
@@ -103,27 +101,26 @@ class Ready:
 
 @dataclass(frozen=True)
 class Scene:
-    """One link, one model, and a length of its backward in units of the wire's time for fp32."""
+    """One link, and a length of backward in units of the wire's time for fp32."""
 
     link: LinkName
-    model: str
     factor: float
     rate: float
 
 
 def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]:
     """A point per variant: `time` is the exposed one; the ranks are placed on the link."""
-    link, make = Link.here(group.world), WORKLOADS[scene.model]
+    link = Link.here(group.world)
     link.shape(None)  # building the lanes broadcasts their weights
-    elements = sum(p.numel() for p in make(scale=args.scale).build().parameters())
+    elements = sum(p.numel() for p in paced(args.scale).build().parameters())
     seconds = scene.factor * bus_factor(group.world) * 4 * elements / scene.rate
     variants = (*select(args.wrappers, required=(FLOOR, args.baseline)).variants, BARE)
-    lanes = make_lanes(make(scale=args.scale, seconds=seconds), variants, group)
+    lanes = make_lanes(paced(args.scale, seconds), variants, group)
     ready = Ready.seen(lanes[FLOOR])
     link.shape(scene.link.rate)
     measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
     timings = {t.variant: asdict(t) for t in summarise(measured, {}, args.baseline)}
-    name = (scene.link.name, f"{group.world} ranks", scene.model, f"{scene.factor:g}")
+    name = (scene.link.name, f"{group.world} ranks", "paced", f"{scene.factor:g}")
     return [
         {
             "of": [*name, v.name],
@@ -137,7 +134,7 @@ def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]
 
 
 @b.benchmark(
-    *(b.links("1gbit"), b.ranks(), b.models(",".join(WAITING), WAITING)),
+    *(b.links("1gbit"), b.ranks()),
     argument("--backward", "of the wire's time", "0.5,1,2", type=b.numbers(float)),
     argument("--scale", "share of the 25 M parameters", 1.0, type=b.positive),
     *(
@@ -156,9 +153,9 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     for name in link.these(args.links):
         link.shape(name.rate)
         rate = all_reduce_rate(group, name.bits_per_second)
-        for model, factor in itertools.product(args.models, args.backward):
-            found = measure(Scene(name, model, factor, rate), args, group)
-            backward = f"{model}, backward {1e3 * found[0]['backward']:.0f} ms"
+        for factor in args.backward:
+            found = measure(Scene(name, factor, rate), args, group)
+            backward = f"backward {1e3 * found[0]['backward']:.0f} ms"
             scene = f"{name.name}, {group.world} ranks, {8e-9 * rate:.3f} Gbit/s; {backward}"
             title = f"{scene}, {factor:g} x the wire's time for fp32"
             yield b.points(title, found, args, KIND)

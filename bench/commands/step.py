@@ -43,8 +43,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     selection = select(args.wrappers, required=(FLOOR, args.baseline))
     for name in args.models:
         model = b.workload(name, args)
-        variants = tuple(v for v in selection.variants if v.takes_sparse or not model.sparse)
-        record = model_record(model, measure(model, variants, group, b.settings_of(args)))
+        record = model_record(model, measure(model, selection.variants, group, b.settings_of(args)))
         key = name if len(args.ranks) == 1 else f"{name}, {group.world} ranks"
         size = f"{record['tensors']} tensors, {record['gradient_bytes'] / 1e6:.1f} MB of gradients"
         table = tables.steps(record["variants"], args.baseline, args.markdown)

@@ -1,10 +1,10 @@
 """What parameters without gradient cost, in time and in collectives.
 
-    python -m bench unused --share 0.25 --rounds 100 --json out/unused.json
+    python -m bench unused --rounds 100 --json out/unused.json
 
-The model is a stack of residual blocks, of which every n-th is left out of the forward. Leaving it
-out saves its compute, whatever wraps the model; so each wrapper is compared with the bare model of
-the same control flow. The cost of unused parameters is what synchronisation exposes with them, less
+The model is a stack of residual blocks, of which every fourth is left out of the forward. That
+saves its compute, whatever wraps the model; so each wrapper is compared with the bare model of the
+same control flow. The cost of unused parameters is what synchronisation exposes with them, less
 what it exposes without them, in the same round; it is given relative to the step of the model that
 uses all. Collectives are counted by torch's profiler, in a step after the timed ones.
 """
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from bench.measure import benchmark as b
 from bench.models.workload import mean_square, normal_batch, seeded
 from examples.common.costs import events_of
-from examples.common.ranks import Group, UsageError, argument, whole
+from examples.common.ranks import Group, argument, whole
 from examples.common.rounds import time_lanes
 from examples.common.text import Spread
 from examples.common.training import Lane, Workload, make_lanes
 from examples.common.variants import Variant, Wrap, ddp, fast_ddp
 
+EVERY = 4  # block is left out
 HEADERS = ("wrapper", "step, all used", "step, some unused", "cost of unused", "collectives")
 # Buckets of one size: left to itself, fastsync cuts them as the network allows.
 OPTIONS = {"find_unused_parameters": True, "bucket_cap_mb": 25}
@@ -42,18 +43,17 @@ COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
 class Blocks(nn.Module):
     """Residual blocks; those whose turn it is are left out where `skip` is set."""
 
-    def __init__(self, depth: int, width: int, every: int) -> None:
+    def __init__(self, depth: int, width: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
             for _ in range(depth)
         )
-        self.every = every
         self.skip = False
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
-            if not (self.skip and index % self.every == 0):
+            if not (self.skip and index % EVERY == 0):
                 x = x + block(x)
         return x
 
@@ -95,21 +95,13 @@ def costs(rounds: list[list[float]]) -> list[Spread]:
     return result
 
 
-def _share(text: str) -> float:
-    if not 0 < b.positive(text) <= 0.5:
-        raise UsageError(f"expects a share above 0 and at most 0.5, not {text}")
-    return float(text)
-
-
 @b.benchmark(
-    argument("--share", "of the blocks to leave out", 0.25, type=_share),
     argument("--depth", "blocks", 16, type=whole),
     argument("--width", "of each block", 512, type=whole),
     *(b.rounds(100), b.steps(4), b.warmup(4), b.RANKS),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    every = max(1, round(1 / args.share))
-    build = seeded(lambda: Blocks(args.depth, args.width, every))
+    build = seeded(lambda: Blocks(args.depth, args.width))
     # Widths and batch such that a step is mostly compute.
     stack = Workload("blocks", build, normal_batch(32, args.width), mean_square)
     lanes = make_lanes(stack, variants(), group)
@@ -123,7 +115,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         spread = f"{100 * cost.median:+.1f} % ± {100 * cost.margin(args.rounds):.1f}"
         rows.append((name, *steps, spread, " and ".join(map(str, counts[pair]))))
     title = (
-        f"cost of {100 / every:.0f} % unused parameters, relative to the step that uses all, and "
+        f"cost of {100 / EVERY:.0f} % unused parameters, relative to the step that uses all, and "
         f"collectives per step without and with them; median of {args.rounds} rounds ± half its "
         "95 % interval"
     )

@@ -26,7 +26,7 @@ from bench.report.tables import LAYOUTS, Point
 from examples.common.machine import command_line, describe, environment, write_json
 from examples.common.ranks import Argument, Group, Parser, UsageError, argument, guarded, whole
 from examples.common.rounds import Settings
-from examples.common.text import Progress, Row, render
+from examples.common.text import Progress, Row, Spread, render
 from examples.common.training import Workload
 from examples.common.variants import VARIANTS, select
 
@@ -162,6 +162,15 @@ def table(
     return Shown(f"{title}\n{render(headers, rows, args.markdown)}", {**part, **more})
 
 
+MARGIN = "median of the rounds ± half its 95 % interval"  # what `with_margin` shows
+
+
+def with_margin(ratios: Sequence[float]) -> str:
+    """A cell for the ratios of all rounds."""
+    spread = Spread.of(ratios)
+    return f"{spread.median:.3f} ± {spread.margin(len(ratios)):.3f}"
+
+
 def points(title: str, found: list[Point], args: argparse.Namespace, kind: str) -> Shown:
     """A result made of points: those of a scene, as the table of their kind."""
     return Shown(f"{title}\n{LAYOUTS[kind].table(found, args.markdown)}", {"points": found})
@@ -174,6 +183,11 @@ def default_jobs(args: argparse.Namespace) -> list[Job]:
     sockets = getattr(args, "sockets", False)
     worlds = args.ranks if isinstance(args.ranks, tuple) else (args.ranks,)
     return [Job(world, on_links, sockets) for world in worlds for on_links in kinds]
+
+
+def one_process(args: argparse.Namespace) -> list[Job]:
+    """No ranks: the process that the user started does all."""
+    return [Job(0)]
 
 
 Run = Callable[[argparse.Namespace, Group], Iterator[Shown]]

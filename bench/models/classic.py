@@ -22,10 +22,10 @@ def _relu_stack(depth: int, width: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def small(scale: float = 1.0) -> Workload:
+def small(scale: float = 1.0, width: int = 64) -> Workload:
     """400 x (Linear(64, 64), ReLU) = 800 tensors of 1.7 M elements: per-tensor costs dominate."""
-    build = seeded(lambda: _relu_stack(share(400, scale), 64))
-    return Workload("small", build, normal_batch(16, 64), mean_square)
+    build = seeded(lambda: _relu_stack(share(400, scale), width))
+    return Workload("small", build, normal_batch(16, width), mean_square)
 
 
 def wide(scale: float = 1.0) -> Workload:

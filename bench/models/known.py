@@ -184,12 +184,10 @@ class DLRM(nn.Module):
     Almost all parameters are in embeddings, few of which a batch touches.
     """
 
-    def __init__(self, rows: int, sparse: bool) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
         self.below = _perceptron((DENSE, 512, 256, FEATURES))
-        self.tables = nn.ModuleList(
-            nn.Embedding(rows, FEATURES, sparse=sparse) for _ in range(TABLES)
-        )
+        self.tables = nn.ModuleList(nn.Embedding(rows, FEATURES) for _ in range(TABLES))
         pairs = (TABLES + 1) * TABLES // 2
         self.above = _perceptron((pairs + FEATURES, 512, 256, 1))
         self.register_buffer("pairs", torch.triu_indices(TABLES + 1, TABLES + 1, 1))
@@ -214,16 +212,8 @@ def _dlrm_batch(rows: int, size: int, rank: int, step: int) -> Tensor:
     return torch.cat([dense, indices.float()], 1)
 
 
-def dlrm(scale: float = CPU_SCALE, sparse: bool = False) -> Workload:
+def dlrm(scale: float = CPU_SCALE) -> Workload:
     """After DLRM (Naumov et al., 2019): 26 tables of 40,000 x 64, 67 M parameters, batch 2048."""
-    rows, batch = (
-        share(40_000, scale),
-        partial(_dlrm_batch, share(40_000, scale), share(2048, scale)),
-    )
-    name = "dlrm_sparse" if sparse else "dlrm"
-    return Workload(name, seeded(lambda: DLRM(rows, sparse)), batch, mean_square, sparse)
-
-
-def dlrm_sparse(scale: float = CPU_SCALE) -> Workload:
-    """The same with sparse gradients of the embeddings."""
-    return dlrm(scale, sparse=True)
+    rows = share(40_000, scale)
+    batch = partial(_dlrm_batch, rows, share(2048, scale))
+    return Workload("dlrm", seeded(lambda: DLRM(rows)), batch, mean_square)

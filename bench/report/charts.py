@@ -1,12 +1,11 @@
-"""Charts as SVG text: lines over a logarithmic axis, and bars in groups."""
+"""Charts as SVG text: lines over a logarithmic axis."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from examples.common.svg import line, rect, text
+from html import escape
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 220, 44, 52  # margins; the legend is at the right
@@ -19,8 +18,8 @@ COLOURS = (
 TICKS = 5
 ROOM = 44  # between the texts of two marks
 
-Place = Callable[[float], float]
-ByName = Mapping[str, Mapping[str, float]]  # numbers by group and name
+Place = tuple[float, float]
+Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,21 @@ def readable(size: float) -> str:
     return f"{size / 1024:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"
 
 
+def text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
+    """One line of text; underscores in the names of attributes become hyphens."""
+    more = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{more}>{escape(words)}</text>'
+
+
+def polyline(places: Sequence[Place], colour: str, width: float, dashed: bool = False) -> str:
+    """A line through places."""
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    return (
+        f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
+    )
+
+
 def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> str:
     """Lines over a logarithmic horizontal axis; the vertical one begins at 0 unless it is too."""
     xs = sorted({x for each in lines for x, _ in each.points})
@@ -66,34 +80,11 @@ def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> st
             parts.append(text(last, y, labels.mark(x), 11, text_anchor="middle", fill=FAINT))
     for index, drawn in enumerate(lines):
         colour = COLOURS[index % len(COLOURS)]
-        parts += _polyline([(place(x), height(y)) for x, y in drawn.points], colour, drawn.dashed)
+        places = [(place(x), height(y)) for x, y in drawn.points]
+        parts.append(polyline(places, colour, 2, drawn.dashed))
+        for left, up in () if drawn.dashed else places:
+            parts.append(f'<circle cx="{left:.1f}" cy="{up:.1f}" r="3" fill="{colour}"/>')
         parts += _legend(index, drawn.name, colour, drawn.dashed)
-    return _document(parts)
-
-
-def bar_chart(labels: Labels, groups: ByName, marks: ByName) -> str:
-    """Bars by name in each group, with a black tick at the mark of the same group and name."""
-    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    values = [v for each in (groups, marks) for bars in each.values() for v in bars.values()]
-    scale = nice_marks(max([*values, 1e-9]))
-    height = _linear(scale[-1], HEIGHT - BOTTOM, TOP)
-    parts = _frame(labels, scale, height)
-    room = (WIDTH - RIGHT - LEFT) / len(groups)
-    width = 0.8 * room / len(names)
-    for number, (group, bars) in enumerate(groups.items()):
-        start = LEFT + (number + 0.1) * room
-        parts.append(text(start + 0.4 * room, HEIGHT - BOTTOM + 18, group, text_anchor="middle"))
-        for index, name in enumerate(names):
-            if name not in bars:
-                continue
-            x, top = start + index * width, height(max(bars[name], 0.0))
-            colour = COLOURS[index % len(COLOURS)]
-            parts.append(rect(x, top, 0.9 * width, HEIGHT - BOTTOM - top, colour))
-            if name in marks.get(group, {}):
-                y = height(marks[group][name])
-                parts.append(line(x, y, x + width, y, INK, 3))
-    for index, name in enumerate(names):
-        parts += _legend(index, name, COLOURS[index % len(COLOURS)], False)
     return _document(parts)
 
 
@@ -105,16 +96,16 @@ def nice_marks(largest: float) -> list[float]:
     return [step * i for i in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
-def _linear(largest: float, start: float, end: float) -> Place:
+def _linear(largest: float, start: float, end: float) -> Scale:
     return lambda value: start + value / largest * (end - start)
 
 
-def _logarithmic(low: float, high: float, start: float, end: float) -> Place:
+def _logarithmic(low: float, high: float, start: float, end: float) -> Scale:
     span = math.log(high / low) or 1.0
     return lambda value: start + math.log(max(value, low) / low) / span * (end - start)
 
 
-def _frame(labels: Labels, marks: Sequence[float], height: Place) -> list[str]:
+def _frame(labels: Labels, marks: Sequence[float], height: Scale) -> list[str]:
     """Title, names of the axes, and a horizontal rule at every mark."""
     middle, grey = (TOP + HEIGHT - BOTTOM) / 2, {"text_anchor": "middle", "fill": FAINT}
     parts = [
@@ -124,26 +115,14 @@ def _frame(labels: Labels, marks: Sequence[float], height: Place) -> list[str]:
     ]
     for mark in marks:
         y = height(mark)
-        parts.append(line(LEFT, y, WIDTH - RIGHT, y, RULE, 1))
+        parts.append(polyline([(LEFT, y), (WIDTH - RIGHT, y)], RULE, 1))
         parts.append(text(LEFT - 8, y + 4, f"{mark:g}", 11, text_anchor="end", fill=FAINT))
     return parts
 
 
-def _polyline(places: Sequence[tuple[float, float]], colour: str, dashed: bool) -> list[str]:
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dash = ' stroke-dasharray="6 4"' if dashed else ""
-    way = f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
-    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-    return [way, *(() if dashed else dots)]
-
-
 def _legend(index: int, name: str, colour: str, dashed: bool) -> list[str]:
     x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * index
-    dash = ' stroke-dasharray="6 4"' if dashed else ""
-    key = (
-        f'<line x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}" stroke="{colour}" stroke-width="3"{dash}/>'
-    )
-    return [key, text(x + 28, y + 4, name)]
+    return [polyline([(x, y), (x + 22, y)], colour, 3, dashed), text(x + 28, y + 4, name)]
 
 
 def _document(parts: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.report.charts import Labels, Line, bar_chart, line_chart, readable
+from bench.report.charts import Labels, Line, line_chart, readable
 from examples.common.variants import FLOOR
 
 Result = dict[str, Any]
@@ -45,17 +45,18 @@ def _buckets(result: Result) -> str:
 
 
 def _overlap(result: Result) -> str:
-    """Exposed time as bars, the least that model and link allow as ticks across them."""
+    """Exposed time by length of backward; the least that model and link allow is dashed."""
     points = [p for p in _in_first_scene(result, 3) if p["of"][-1] != FLOOR]
-    exposed: dict[str, dict[str, float]] = {}
-    least: dict[str, dict[str, float]] = {}
-    for p in points:
-        group, name = f"{p['of'][3]} x the wire's time", p["of"][-1]
-        exposed.setdefault(group, {})[name] = 1e3 * p["time"]["median"]
-        if p["least"] is not None:
-            least.setdefault(group, {})[name] = 1e3 * p["least"]
-    title = f"Exposed communication, and the least (black): {', '.join(points[0]['of'][:3])}"
-    return bar_chart(Labels(title, "length of backward", "exposed, ms"), exposed, least)
+    lines = []
+    for name in dict.fromkeys(p["of"][-1] for p in points):
+        mine = [(float(p["of"][3]), p) for p in points if p["of"][-1] == name]
+        lines.append(Line(name, [(x, max(0.0, 1e3 * p["time"]["median"])) for x, p in mine]))
+        least = [(x, 1e3 * p["least"]) for x, p in mine if p["least"] is not None]
+        if least and all(least != line.points for line in lines):
+            lines.append(Line(f"{name}, least", least, dashed=True))
+    title = f"Exposed communication: {', '.join(points[0]['of'][:3])}"
+    labels = Labels(title, "backward, of the wire's time for fp32", "exposed, ms")
+    return line_chart(labels, lines)
 
 
 def _accuracy(result: Result) -> str:

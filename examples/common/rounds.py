@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from examples.common.check import check_variants
-from examples.common.machine import command_line, environment
 from examples.common.ranks import Group
 from examples.common.text import Progress, Spread, quantile
 from examples.common.training import Lane, Workload, make_lanes
@@ -229,18 +228,6 @@ def summarise(
             )
         )
     return timings
-
-
-def document(group: Group, settings: Settings, skipped: dict[str, str]) -> dict[str, Any]:
-    """A result without measurements yet, ready for JSON."""
-    return {
-        "schema": SCHEMA,
-        "command": command_line(),
-        "environment": environment(group),
-        "settings": asdict(settings),
-        "skipped": skipped,
-        "models": {},
-    }
 
 
 def model_record(workload: Workload, timings: list[Timing]) -> dict[str, Any]:

@@ -31,14 +31,12 @@ class Workload:
         build: makes the model on the CPU, the same one at every call.
         batch: the input of one (rank, step), on the CPU.
         loss: the scalar loss of the model's output.
-        sparse: whether some gradients are sparse tensors.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], Tensor]
     loss: Callable[[Tensor], Tensor]
-    sparse: bool = False
 
 
 @dataclass

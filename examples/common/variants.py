@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.common.ranks import UsageError
+from fastsync import FastDDP
+from fastsync.wire.formats import wire_formats
 
 BASELINE, FLOOR, OURS = "ddp", "no_sync", "fastsync"
 
@@ -49,7 +50,6 @@ class Variant:
     Attributes:
         unavailable: says why this variant cannot run here, or None.
         wire: the wire format of fastsync's variants; None for torch's.
-        takes_sparse: whether it can reduce sparse gradients.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Variant:
     tolerance: float = 0.0
     unavailable: Callable[[], str | None] = lambda: None
     wire: str | None = None
-    takes_sparse: bool = True
 
     @property
     def lossy(self) -> bool:
@@ -83,10 +82,7 @@ def fast_ddp(**options: Any) -> Wrap:
     """FastDDP with these options."""
 
     def wrap(module: nn.Module, device: torch.device) -> nn.Module:
-        from fastsync import FastDDP  # here, so that torch's variants run without an extension
-
-        wrapped: nn.Module = FastDDP(module, device_ids=_device_ids(device), **options)
-        return wrapped
+        return FastDDP(module, device_ids=_device_ids(device), **options)
 
     return wrap
 
@@ -103,22 +99,6 @@ def _lacks_batched() -> str | None:
     return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
 
 
-def _lacks_fastsync() -> str | None:
-    # Only an absent package counts: one that fails to build or load must be seen to fail.
-    if importlib.util.find_spec("fastsync") is None:
-        return "package fastsync is not importable (run from the checkout, or `make install`)"
-    return None
-
-
-def wire_formats() -> tuple[str, ...]:
-    """The names that FastDDP accepts as `wire`; without the package, those it is known to."""
-    if _lacks_fastsync():
-        return ("fp32", "bf16", "fp16")
-    from fastsync.wire import formats
-
-    return formats.wire_formats()
-
-
 def fastsync_name(wire: str) -> str:
     """The name of the variant that is FastDDP with `wire`."""
     return OURS if wire == "fp32" else f"{OURS}_{wire}"
@@ -126,7 +106,7 @@ def fastsync_name(wire: str) -> str:
 
 def _fastsync(wire: str) -> Variant:
     cost, wrap = WIRE_COSTS.get(wire, UNKNOWN_WIRE), fast_ddp(wire=wire)
-    return Variant(fastsync_name(wire), wrap, *cost, unavailable=_lacks_fastsync, wire=wire)
+    return Variant(fastsync_name(wire), wrap, *cost, wire=wire)
 
 
 _VIEW, _BATCHED = {"gradient_as_bucket_view": True}, {"batched_grad_copy": True}
@@ -137,8 +117,7 @@ _VARIANTS = (
     Variant("ddp_batched", ddp(**_BATCHED), unavailable=_lacks_batched),
     Variant("ddp_batched_view", ddp(**_BATCHED, **_VIEW), unavailable=_lacks_batched),
     Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
-    # Its hook divides, which torch has not for sparse halves.
-    Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"], takes_sparse=False),
+    Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"]),
     *map(_fastsync, wire_formats()),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
