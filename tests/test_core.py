@@ -118,3 +118,39 @@ def test_specs_have_fields_of_the_extension(name):
     theirs = getattr(extension.load(), name)
     for field in getattr(core, name).__dataclass_fields__:
         assert isinstance(vars(theirs).get(field), property), field
+
+
+def refuse_plans(rank, world):
+    p, q = (NamedParam(name, torch.zeros(4, requires_grad=True)) for name in "pq")
+    engine = Engine([p, q], dist.group.WORLD, BucketPolicy((1,)), SyncPolicy())
+    reducer, sender = engine.core, core.Sender(engine.wire, rank)
+
+    def specs(*orders):
+        buckets = [bucket for order in orders for bucket in engine._plan(order).buckets]
+        return [core.bucket_spec(i, bucket, sender) for i, bucket in enumerate(buckets)]
+
+    def facts():
+        kept = [reducer.keeps_plan(number) for number in range(5)]
+        return kept, reducer.stats(), reducer.last_step(), reducer.prepare_forward().regrouped
+
+    q.tensor.requires_grad_(False)
+    reducer.set_plan(specs([0]), keep=True)
+    q.tensor.requires_grad_(True)
+    reducer.set_plan(specs([0, 1]), keep=True)
+    before = facts()
+    refused = {
+        "lacks parameter 'q'": lambda: reducer.set_plan(specs([0]), keep=True),
+        "holds a parameter twice": lambda: reducer.set_plan(specs([0, 1], [1])),
+        "plan lacks parameter 'q'": lambda: reducer.restore_plan(2),
+    }
+    for words, change in refused.items():
+        with pytest.raises(ValueError, match=words):
+            change()
+        assert facts() == before, words
+    return before
+
+
+def test_a_refused_plan_changes_nothing():
+    for kept, _, _, regrouped in run_ranks(refuse_plans, 2):
+        assert kept == [False, True, True, False, False]
+        assert not regrouped
