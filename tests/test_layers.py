@@ -34,7 +34,7 @@ PACKAGE_LAYERS = [
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
-    "build": [["env", "recipe", "trust"], ["extension"]],
+    "build": [["env", "guard", "recipe", "trust"], ["extension"]],
     "engine": [["core", "agreement", "unused"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
