@@ -121,8 +121,9 @@ def test_specs_have_fields_of_the_extension(name):
 
 
 def refuse_plans(rank, world):
-    p, q = (NamedParam(name, torch.zeros(4, requires_grad=True)) for name in "pq")
-    engine = Engine([p, q], dist.group.WORLD, BucketPolicy((1,)), SyncPolicy())
+    params = [NamedParam(name, torch.zeros(4, requires_grad=True)) for name in "opq"]
+    first, last = params[0].tensor, params[2].tensor
+    engine = Engine(params, dist.group.WORLD, BucketPolicy((1,)), SyncPolicy())
     reducer, sender = engine.core, core.Sender(engine.wire, rank)
 
     def specs(*orders):
@@ -130,17 +131,20 @@ def refuse_plans(rank, world):
         return [core.bucket_spec(i, bucket, sender) for i, bucket in enumerate(buckets)]
 
     def facts():
+        first.requires_grad_(True)
+        thawed_is_planned = not reducer.prepare_forward().regrouped
+        first.requires_grad_(False)
         kept = [reducer.keeps_plan(number) for number in range(5)]
-        return kept, reducer.stats(), reducer.last_step(), reducer.prepare_forward().regrouped
+        return kept, thawed_is_planned, reducer.stats(), reducer.last_step()
 
-    q.tensor.requires_grad_(False)
-    reducer.set_plan(specs([0]), keep=True)
-    q.tensor.requires_grad_(True)
+    last.requires_grad_(False)
     reducer.set_plan(specs([0, 1]), keep=True)
+    last.requires_grad_(True)
+    reducer.set_plan(specs([0, 1, 2]), keep=True)
     before = facts()
     refused = {
-        "lacks parameter 'q'": lambda: reducer.set_plan(specs([0]), keep=True),
-        "holds a parameter twice": lambda: reducer.set_plan(specs([0, 1], [1])),
+        "lacks parameter 'q'": lambda: reducer.set_plan(specs([1]), keep=True),
+        "holds a parameter twice": lambda: reducer.set_plan(specs([0, 1], [1, 2])),
         "plan lacks parameter 'q'": lambda: reducer.restore_plan(2),
     }
     for words, change in refused.items():
@@ -151,6 +155,6 @@ def refuse_plans(rank, world):
 
 
 def test_a_refused_plan_changes_nothing():
-    for kept, _, _, regrouped in run_ranks(refuse_plans, 2):
+    for kept, thawed_is_planned, *_ in run_ranks(refuse_plans, 2):
         assert kept == [False, True, True, False, False]
-        assert not regrouped
+        assert thawed_is_planned
