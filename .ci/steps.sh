@@ -127,8 +127,22 @@ prebuilt() {
   cd "$WORK/elsewhere"
   CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site \
     timeout 200 "$ROOT/.venv/bin/python" "$ROOT/.ci/smoke.py" --prebuilt
+  replaced_in_spawned_processes "$cache" -m fastsync.run --with wire=bf16
+  FASTSYNC_REPLACE_DDP=wire=bf16 replaced_in_spawned_processes "$cache" -m fastsync.run
   if [[ -n $(ls -A "$cache") ]]; then
     echo "error: importing the installed package compiled something into the cache"
+    return 1
+  fi
+}
+
+# replaced_in_spawned_processes CACHE PYTHON-ARGUMENTS...: of a script that knows nothing of fastsync, by the installed one.
+replaced_in_spawned_processes() {
+  local cache=$1 log=$WORK/spawned.log
+  shift
+  CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site \
+    timeout 100 "$ROOT/.venv/bin/python" "$@" "$ROOT/tests/spawning_script.py" | tee "$log"
+  if [[ $(grep -oF "|FastDDP|bf16|[0.5, 0.5]|$WORK/site/fastsync>" "$log" | wc -l) != 2 ]]; then
+    echo "error: the processes that a script spawned were not given the installed FastDDP"
     return 1
   fi
 }

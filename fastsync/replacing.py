@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync.build.env import Env
+from fastsync.build.env import Env, ask_to_replace
 from fastsync.ddp import FastDDP
 from fastsync.torch_private import caller
 
@@ -92,7 +92,8 @@ def _describe(module: nn.Module, where: str, options: dict[str, Any]) -> str:
 
 
 def replace_where_asked() -> None:
-    """Does what the environment variable FASTSYNC_REPLACE_DDP asks for."""
+    """Does what the environment variable FASTSYNC_REPLACE_DDP asks for, here and in children."""
     options = Env.read().replace_ddp
     if options is not None and not is_replaced():
         replace_ddp(**options)
+        ask_to_replace()

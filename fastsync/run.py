@@ -24,8 +24,6 @@ from fastsync.replacing import is_replaced, replace_ddp
 
 __all__ = ["main"]
 
-_STARTUP = Path(__file__).resolve().parent / "startup"
-
 
 def _parser() -> argparse.ArgumentParser:
     kinds = {str: "text", float: "number", bool: "true or false"}
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "DistributedDataParallel already; give the options in one place"
         )
     if not is_replaced():
-        ask_to_replace(text or "1", _STARTUP)
+        ask_to_replace(text or "1")
     if asked.module or _is_script(asked.program):
         if not is_replaced():
             replace_ddp(**options)

@@ -117,3 +117,13 @@ def differences(one, other):
 
     assert one.keys() == other.keys()
     return [name for name in one if not same(one[name], other[name])]
+
+
+def buffers(gradients):
+    """Where the flat buffers of gradients begin, whose slots are less than 16 elements apart."""
+    starts, end = [], None
+    for grad in sorted(gradients, key=lambda g: g.data_ptr()):
+        if end is None or grad.data_ptr() - end >= 16 * grad.itemsize:
+            starts.append(grad.data_ptr())
+        end = grad.data_ptr() + grad.nbytes
+    return starts

@@ -131,9 +131,9 @@ def test_a_rank_that_changes_its_set_alone_is_told():
     assert "ranks [0] did not come" in text
 
 
-def replace(rank, world, how):
+def replace(rank, world, how, options):
     warnings.simplefilter("ignore")
-    model = FastDDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = FastDDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options)
     x = torch.full((2, 4), float(rank))
     model(x).sum().backward()
     if how == "assign":
@@ -150,9 +150,10 @@ def replace(rank, world, how):
     return ""
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": False}], ids=["", "no unused"])
 @pytest.mark.parametrize("how", ["assign", "layer"])
-def test_replaced_parameters_are_an_error(how):
-    for rank, text in enumerate(run_ranks(replace, 2, how)):
+def test_replaced_parameters_are_an_error(how, options):
+    for rank, text in enumerate(run_ranks(replace, 2, how, options)):
         assert f"rank {rank}: parameter" in text
         assert "1.weight" in text or "0.weight" in text
         assert "another tensor than the one that was wrapped" in text

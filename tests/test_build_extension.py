@@ -1,12 +1,15 @@
 """The built extension: loaded once, cached under a name that fits this torch only."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -131,6 +134,51 @@ def test_a_rank_that_waits_names_who_compiles(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("waiting for rank") == 1
     assert f"(process {os.getpid()} on" in said
+
+
+# The build starts a program that goes on for minutes, and holds a lock while it does.
+ENDLESS = """
+import fcntl, subprocess
+lock = open({lock!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+pathlib.Path({started!r}).touch()
+subprocess.run(["sleep", "600"], pass_fds=[lock.fileno()])
+"""
+BUILDER = """
+import sys
+from pathlib import Path
+from fastsync.build import extension
+extension._run_logged([sys.executable, sys.argv[1], "--out", "."], Path(sys.argv[2]), False, 1)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=str)
+def test_a_builder_that_is_ended_leaves_nothing_running(monkeypatch, tmp_path, end):
+    lock, started = tmp_path / "lock", tmp_path / "started"
+    fake_build(monkeypatch, tmp_path, ENDLESS.format(lock=str(lock), started=str(started)))
+    command = [sys.executable, "-c", BUILDER, str(tmp_path / "build.py"), str(tmp_path / "log")]
+    builder = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    wait_until(started.exists)
+    builder.send_signal(end)
+    assert builder.wait(60) != 0
+    wait_until(lambda: is_free(lock))
+
+
+def wait_until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("waited in vain")
+
+
+def is_free(path):
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="there is no readelf here")

@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -109,3 +110,43 @@ def test_dictionaries_have_the_keys_that_are_promised():
     kinds = (core.Counters, core.StepReport)
     for found, kind in zip(run_ranks(a_reducer, 1)[0], kinds, strict=True):
         assert set(found) == set(kind.__annotations__), kind.__name__
+
+
+def refuse_plans(rank, world):
+    params = [NamedParam(name, torch.zeros(4, requires_grad=True)) for name in "opq"]
+    first, last = params[0].tensor, params[2].tensor
+    engine = Engine(params, dist.group.WORLD, BucketPolicy((1,)), SyncPolicy())
+    reducer, sender = engine.core, core.Sender(engine.wire, rank)
+
+    def specs(*orders):
+        buckets = [bucket for order in orders for bucket in engine._plan(order).buckets]
+        return [core.bucket_spec(i, bucket, sender) for i, bucket in enumerate(buckets)]
+
+    def facts():
+        first.requires_grad_(True)
+        thawed_is_planned = not reducer.prepare_forward().regrouped
+        first.requires_grad_(False)
+        kept = [reducer.keeps_plan(number) for number in range(5)]
+        return kept, thawed_is_planned, reducer.stats(), reducer.last_step()
+
+    last.requires_grad_(False)
+    reducer.set_plan(specs([0, 1]), keep=True)
+    last.requires_grad_(True)
+    reducer.set_plan(specs([0, 1, 2]), keep=True)
+    before = facts()
+    refused = {
+        "lacks parameter 'q'": lambda: reducer.set_plan(specs([1]), keep=True),
+        "holds a parameter twice": lambda: reducer.set_plan(specs([0, 1], [1, 2])),
+        "plan lacks parameter 'q'": lambda: reducer.restore_plan(2),
+    }
+    for words, change in refused.items():
+        with pytest.raises(ValueError, match=words):
+            change()
+        assert facts() == before, words
+    return before
+
+
+def test_a_refused_plan_changes_nothing():
+    for kept, thawed_is_planned, *_ in run_ranks(refuse_plans, 2):
+        assert kept == [False, True, True, False, False]
+        assert thawed_is_planned

@@ -236,28 +236,63 @@ def test_an_error_in_a_hook_arrives_as_it_is():
     run_ranks(failing_hook, 2)
 
 
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, which):
+        return self.branches[which](x)
+
+
 def unused_with_hook(rank, world):
-    torch.manual_seed(0)
-    branches = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches = branches
-
-        def forward(self, x, which):
-            return self.branches[which](x)
-
     wrapped = FastDDP(Branching(), find_unused_parameters=True)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     wrapped(torch.ones(2, 4), rank).sum().backward()
     used = [p.grad is not None for p in wrapped.parameters()]
-    first = branches[0].bias.grad
+    first = wrapped.module.branches[0].bias.grad
     return used == [True] * 4 + [False] * 2 and bool((first == 1.0).all())
 
 
 def test_unused_parameters_under_a_hook():
     assert all(run_ranks(unused_with_hook, 2))
+
+
+def failing_now_and_then(rank, world):
+    """What each step's biases got; ranks use other branches, and the sums of some steps fail."""
+    fails = []
+
+    def hook(state, bucket):
+        def done(future):
+            if fails:
+                raise LookupError("the sum's own trouble")
+            return future.value()
+
+        return default_hooks.allreduce_hook(state, bucket).then(done)
+
+    wrapped = FastDDP(Branching(), find_unused_parameters=True)
+    wrapped.register_comm_hook(None, hook)
+    seen = []
+    for step in range(9):
+        wrapped.zero_grad()
+        fails[:] = ["now"] * (step % 3 == 1)
+        try:
+            wrapped(torch.ones(1, 4), (step + rank) % 3).sum().backward()
+        except RuntimeError:
+            seen.append("failed")
+            continue
+        biases = [branch.bias.grad for branch in wrapped.module.branches]
+        seen.append([None if grad is None else grad[0].item() for grad in biases])
+    return seen
+
+
+def test_used_flags_are_right_after_steps_that_failed():
+    expected = []
+    for step in range(9):
+        used = [0.5, 0.5, 0.5]
+        used[(step + 2) % 3] = None
+        expected.append("failed" if step % 3 == 1 else used)
+    assert run_ranks(failing_now_and_then, 2) == [expected] * 2
 
 
 def builtin(rank, world, kind):

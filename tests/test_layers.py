@@ -11,6 +11,7 @@ PACKAGE = ROOT / "fastsync"
 CSRC = ROOT / "csrc"
 LONGEST_FUNCTION = 80
 LONGEST_FILE = 450
+MOST_METHODS = 20  # public ones of a class, properties among them
 MOST_ANY = 15  # per thousand lines
 
 # Packages, from the lowest: a module may import from packages above its own line only. What stands
@@ -33,7 +34,7 @@ PACKAGE_LAYERS = [
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
-    "build": [["env", "recipe", "trust"], ["extension"]],
+    "build": [["env", "guard", "recipe", "trust"], ["extension"]],
     "engine": [["core", "agreement", "unused"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
@@ -58,7 +59,12 @@ CPP_LAYERS = [
     ["comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
     ["transport/coded_spec", "transport/coding", "transport/slots"],
-    ["transport/code_buffers", "transport/low_rank", "transport/transport"],
+    [
+        "transport/code_buffers",
+        "transport/gradient_buffer",
+        "transport/low_rank",
+        "transport/transport",
+    ],
     ["transport/coded", "transport/hierarchical", "transport/flat"],
     ["transport/hooked", "transport/sparse", "transport/chained"],
     ["transport/choose"],
@@ -288,6 +294,23 @@ def test_the_scan_sees_functions():
     assert len(list(python_functions(PACKAGE / "ddp.py"))) > 10
     assert len(list(cpp_functions(CSRC / "engine" / "reducer.cpp"))) > 20
     assert len(list(imported(ast.parse((PACKAGE / "ddp.py").read_text())))) > 3
+
+
+def public_methods(tree):
+    """Each class, and how many names of its own its users can call or read."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names = {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+            names |= {f.name for f in node.body if isinstance(f, ast.AsyncFunctionDef)}
+            yield node.name, sum(not name.startswith("_") for name in names)
+
+
+def test_classes_offer_few_methods():
+    for path in [*python_files(), *measuring_files(".py")]:
+        for name, count in public_methods(ast.parse(path.read_text())):
+            assert count <= MOST_METHODS, f"{path.relative_to(ROOT)}: {name} has {count}"
+    text = "class A:\n  @property\n  def a(self): ...\n  def b(self): ...\n  def _c(self): ...\n"
+    assert list(public_methods(ast.parse(text))) == [("A", 2)]
 
 
 # Benchmarks and examples likewise: folders from the lowest, then the modules within each. Examples

@@ -106,6 +106,39 @@ def test_the_variable_alone_where_fastsync_is_imported(tmp_path):
     check(out, "bf16", ())
 
 
+SPAWNING = ROOT / "tests" / "spawning_script.py"
+
+
+def check_spawned(out, wire):
+    told = [line.split("|") for line in sorted(re.findall(r"<rank (.*?)>", out))]
+    place = str(ROOT / "fastsync")
+    assert told == [[str(rank), "FastDDP", wire, "[0.5, 0.5]", place] for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "wire"),
+    [
+        (("--with", "wire=bf16", SPAWNING), "", "bf16"),
+        (("-m", "tests.spawning_script"), "wire=fp16", "fp16"),
+        ((sys.executable, SPAWNING), "1", "fp32"),
+    ],
+    ids=["a script", "a module", "a command"],
+)
+def test_spawned_processes_get_it_too(arguments, variable, wire):
+    out, err = run("-m", "fastsync.run", *arguments, FASTSYNC_REPLACE_DDP=variable)
+    check_spawned(out, wire)
+    (line,) = lines(err)
+    assert f"{SPAWNING}:" in line
+
+
+def test_the_variable_alone_where_only_the_parent_imports_fastsync(tmp_path):
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING.read_text() + "    import fastsync\n")
+    script.write_text(script.read_text().replace("    with ", "    import fastsync\n    with "))
+    out, _ = run(script, FASTSYNC_REPLACE_DDP="wire=bf16")
+    check_spawned(out, "bf16")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

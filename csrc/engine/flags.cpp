@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
@@ -9,22 +10,31 @@
 namespace fastsync::engine {
 
 void FlagExchange::start(const std::vector<bool>& used, at::Device device) {
-  const auto count = static_cast<int64_t>(used.size());
   missed_ = std::find(used.begin(), used.end(), false) != used.end();
-  std::vector<ops::SlotLayout> layouts;
+  prepare(used.size(), device);
+  // Values of the kernel's arguments, not a copy from the host, which would have it wait.
   std::vector<ops::Item> items;
   if (missed_) {
-    for (int64_t i = 0; i < count; ++i) layouts.push_back(ops::SlotLayout::run(i, 1));
+    for (size_t i = 0; i < used.size(); ++i) {
+      items.push_back({at::Tensor(), &layouts_[i], used[i] ? 1.0F : 0.0F});
+    }
   } else {
-    layouts.push_back(ops::SlotLayout::run(0, count));
+    items.push_back({at::Tensor(), &layouts_.back(), 1.0F});
   }
-  for (size_t i = 0; i < layouts.size(); ++i) {
-    items.push_back({at::Tensor(), &layouts[i], !missed_ || used[i] ? 1.0F : 0.0F});
-  }
-  // Values of the kernel's arguments, not a copy from the host, which would have it wait.
-  sum_ = ops::make_flat(count, at::kFloat, device);
   ops::pack(items, sum_, 1.0);
   in_flight_ = group_->all_reduce(sum_);
+}
+
+void FlagExchange::prepare(size_t count, at::Device device) {
+  const auto flags = static_cast<int64_t>(count);
+  if (layouts_.size() != count + 1) {
+    layouts_.clear();
+    for (int64_t i = 0; i < flags; ++i) layouts_.push_back(ops::SlotLayout::run(i, 1));
+    layouts_.push_back(ops::SlotLayout::run(0, flags));
+  }
+  if (!sum_.defined() || sum_.numel() != flags || sum_.device() != device) {
+    sum_ = ops::make_flat(flags, at::kFloat, device);
+  }
 }
 
 std::vector<bool> FlagExchange::wait() {
@@ -33,6 +43,11 @@ std::vector<bool> FlagExchange::wait() {
   if (!missed_) return {};
   const std::vector<int64_t> ranks = counts();
   return std::vector<bool>(ranks.begin(), ranks.end());
+}
+
+// A collective that nobody waits for still writes: it keeps that buffer for itself.
+void FlagExchange::abandon() {
+  if (std::exchange(in_flight_, nullptr)) sum_ = at::Tensor();
 }
 
 std::vector<int64_t> FlagExchange::counts() const {

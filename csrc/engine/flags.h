@@ -32,14 +32,17 @@ class FlagExchange {
   void start(const std::vector<bool>& used, at::Device device);
   // Which parameters any rank used, by index; empty where this rank used all of them, and need not know.
   std::vector<bool> wait();
-  void abandon() { in_flight_.reset(); }
-  // How many ranks used each in the last step; empty before the first.
+  void abandon();
+  // How many ranks used each in the last step; empty before the first, and after one that was abandoned.
   std::vector<int64_t> counts() const;
 
  private:
+  void prepare(size_t count, at::Device device);
+
   std::shared_ptr<comm::Collective> group_;
   bool own_;
-  bool missed_ = false;  // this rank lacks a gradient
+  bool missed_ = false;                   // this rank lacks a gradient
+  std::vector<ops::SlotLayout> layouts_;  // one per parameter, then all at once
   at::Tensor sum_;
   std::unique_ptr<comm::InFlight> in_flight_;
 };

@@ -172,6 +172,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_ended();
   void attach_thawed();
   void make_due_plan();
+  void check_covers(const Plan& plan) const;
   void install(Plan plan, bool keep);
   void forget_unused_plans();
   void check_capture() const;

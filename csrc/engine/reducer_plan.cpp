@@ -29,6 +29,7 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
   }
   plan.until = until;
   plan.number = stats_.plans + 1;
+  check_covers(plan);
   install(std::move(plan), keep);
   ++stats_.plans;
   watch_.plan_installed();
@@ -37,9 +38,10 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
 bool Reducer::restore_plan(int64_t number) {
   const Lock lock(mutex_);
   leave_backward("change the plan");
-  auto kept = kept_plans_.extract(number);
-  if (kept.empty()) return false;
-  install(std::move(kept.mapped()), /*keep=*/true);
+  const auto kept = kept_plans_.find(number);
+  if (kept == kept_plans_.end()) return false;
+  check_covers(kept->second);
+  install(std::move(kept_plans_.extract(kept).mapped()), /*keep=*/true);
   watch_.plan_restored();
   return true;
 }
@@ -49,13 +51,20 @@ bool Reducer::keeps_plan(int64_t number) const {
   return kept_plans_.count(number) > 0;
 }
 
+void Reducer::check_covers(const Plan& plan) const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const bool planned = plan.places[i].bucket >= 0;
+    FS_CHECK_VALUE(planned || !params_[i]->tensor.requires_grad(), "the plan lacks parameter '",
+                   params_[i]->name, "'");
+  }
+}
+
+// A plan that has passed all checks.
 void Reducer::install(Plan plan, bool keep) {
   const States states = state_views();
   counts_ = used_counts();  // the buckets that know go
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
-    FS_CHECK_VALUE(planned || !params_[i]->tensor.requires_grad(), "the plan lacks parameter '",
-                   params_[i]->name, "'");
     if (planned_[i] != planned) log_.forget_used();
     planned_[i] = planned;
   }

@@ -1,6 +1,9 @@
 #include "ops.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <utility>
 
 #include "../check.h"
 #include "../kernels/pack.h"
@@ -45,6 +48,16 @@ void run(const SegmentTable& table, const at::Tensor& flat, double scale, Way wa
   });
 }
 
+void* begin_of(const at::Tensor& flat, const SlotLayout& layout) {
+  const int64_t elements = flat.storage_offset() + layout.offset;
+  return static_cast<char*>(flat.storage().mutable_data()) +
+         elements * static_cast<int64_t>(flat.itemsize());
+}
+
+void let_go(void* storage) {
+  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage));
+}
+
 }  // namespace
 
 void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale) {
@@ -63,22 +76,40 @@ void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale
   table.finish();
 }
 
-at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype) {
+c10::Storage part_of(const at::Tensor& flat, const SlotLayout& layout) {
+  const auto bytes = layout.numel * static_cast<int64_t>(flat.itemsize());
+  at::DataPtr memory(begin_of(flat, layout),
+                     c10::Storage(flat.storage()).unsafeReleaseStorageImpl(), &let_go,
+                     flat.device());
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(memory), c10::GetCPUAllocator(),
+      /*resizable=*/true));
+}
+
+bool is_part_of(const c10::Storage& part, const at::Tensor& flat, const SlotLayout& layout) {
+  return part.data() == begin_of(flat, layout);
+}
+
+at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype,
+                   const c10::Storage& part) {
   FS_ASSERT(c10::toRealValueType(dtype) == flat.scalar_type(), "view of another dtype");
-  auto impl =
-      c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()),
-                                           flat.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(part ? part : flat.storage()), flat.key_set(),
+      c10::scalarTypeToTypeMeta(dtype));
   const int64_t per_element = c10::isComplexType(dtype) ? 2 : 1;
-  impl->set_sizes_and_strides(layout.sizes, layout.strides,
-                              (flat.storage_offset() + layout.offset) / per_element);
+  const int64_t offset = part ? 0 : flat.storage_offset() + layout.offset;
+  impl->set_sizes_and_strides(layout.sizes, layout.strides, offset / per_element);
   return at::Tensor(std::move(impl));
 }
 
-bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout) {
+bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout,
+                const c10::Storage& part) {
   if (!tensor.defined() || !flat.defined() || tensor.layout() != at::kStrided) return false;
   const int64_t per_element = tensor.is_complex() ? 2 : 1;
-  return tensor.storage().unsafeGetStorageImpl() == flat.storage().unsafeGetStorageImpl() &&
-         tensor.storage_offset() * per_element == flat.storage_offset() + layout.offset &&
+  const c10::Storage& storage = part ? part : flat.storage();
+  const int64_t offset = part ? 0 : flat.storage_offset() + layout.offset;
+  return tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl() &&
+         tensor.storage_offset() * per_element == offset &&
          tensor.sizes() == at::IntArrayRef(layout.sizes) && in_slot_order(tensor, layout) &&
          c10::toRealValueType(tensor.scalar_type()) == flat.scalar_type();
 }

@@ -20,12 +20,21 @@ void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale);
 // tensor = cast(flat[layout] * scale), plus the old value when `accumulate`. Bumps the tensors' version counters.
 void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale, bool accumulate);
 
-// A tensor of `like`'s sizes and dtype that shares `flat`'s memory at `layout`. Costs no dispatched operation and carries
-// no autograd view metadata, so optimizers may detach or zero it. Needs flat and tensor of equal real dtype.
-at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype);
+// A storage of its own for the memory of `flat`, on a CPU, at `layout`. It keeps all of that memory.
+c10::Storage part_of(const at::Tensor& flat, const SlotLayout& layout);
+
+// Whether `part` still is that memory: storages can be given other memory.
+bool is_part_of(const c10::Storage& part, const at::Tensor& flat, const SlotLayout& layout);
+
+// A tensor of the layout's sizes that shares `flat`'s memory at `layout`, and its storage, or that of the `part` there. Costs no
+// dispatched operation and carries no autograd view metadata, so optimizers may detach or zero it. Needs flat and tensor of
+// equal real dtype.
+at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype,
+                   const c10::Storage& part = {});
 
 // Whether `tensor` is that view: same storage, place and strides.
-bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout);
+bool is_view_of(const at::Tensor& tensor, const at::Tensor& flat, const SlotLayout& layout,
+                const c10::Storage& part = {});
 
 // The first element of a CPU tensor of a packable dtype. Costs no dispatched operation.
 double first_element(const at::Tensor& tensor);

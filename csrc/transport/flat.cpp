@@ -12,7 +12,8 @@
 
 namespace fastsync::engine {
 
-Flat::Flat(const FlatSpec& spec, Slots& slots) : spec_(spec), slots_(slots), places_(slots.size()) {
+Flat::Flat(const FlatSpec& spec, Slots& slots)
+    : spec_(spec), slots_(slots), places_(slots.size()), buffer_(slots) {
   if (spec_.flags_offset >= 0) {
     const auto count = static_cast<int64_t>(slots_.size());
     for (int64_t i = 0; i <= count; ++i) {
@@ -41,10 +42,10 @@ void Flat::take(size_t index, const Packing& how) {
   check_gradient(slot, slot.grad());
   check_kind(slot);
   ensure_flat();
-  ops::pack({{slot.grad(), &slot.layout}}, flat_, how.scale);
+  ops::pack({{slot.grad(), &slot.layout}}, flat(), how.scale);
   slot.early = true;
   places_[index].in_place = spec_.views;
-  install_view(slot);
+  install_view(index);
 }
 
 void Flat::pack(const Packing& how) {
@@ -54,27 +55,23 @@ void Flat::pack(const Packing& how) {
   keep_unused();
   std::vector<ops::Item> all = items();
   append_flags(all, how);
-  ops::pack(all, flat_, how.scale);
+  ops::pack(all, flat(), how.scale);
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].param->used && !places_[i].in_place) install_view(slots_[i]);
+    if (slots_[i].param->used && !places_[i].in_place) install_view(i);
   }
 }
 
 void Flat::find_in_place() {
   for (size_t i = 0; i < slots_.size(); ++i) {
-    places_[i].in_place = spec_.views && ops::is_view_of(slots_[i].grad(), flat_, slots_[i].layout);
+    places_[i].in_place = spec_.views && buffer_.in_place(i);
   }
 }
 
 // See [Note: gradients live in the bucket].
 void Flat::ensure_flat() {
-  if (std::exchange(flat_is_ours_, true) || (flat_.defined() && !spec_.views)) return;
-  find_in_place();
-  const auto in_place = std::count_if(places_.begin(), places_.end(),
-                                      [](const Place& place) { return place.in_place; });
-  const size_t ours = references() + static_cast<size_t>(in_place);
-  if (flat_.defined() && flat_.storage().use_count() == ours) return;
-  flat_ = ops::make_flat(spec_.numel, spec_.dtype, device());
+  if (std::exchange(flat_is_ours_, true)) return;
+  if (flat().defined() && !(spec_.views && buffer_.held_by_others(references()))) return;
+  buffer_.renew(spec_.numel, spec_.dtype, device());
   if (!device().is_cpu()) {
     home_ = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
   }
@@ -99,7 +96,7 @@ std::vector<ops::Item> Flat::items() const {
     all_in_place = all_in_place && places_[i].in_place && !slots_[i].early;
   }
   if (all_in_place) {
-    return {{ops::view_of(flat_, gradients_layout_, spec_.dtype), &gradients_layout_}};
+    return {{ops::view_of(flat(), gradients_layout_, spec_.dtype), &gradients_layout_}};
   }
   for (const Slot& slot : slots_) {
     if (!slot.early && slot.grad().defined()) check_kind(slot);
@@ -121,10 +118,10 @@ void Flat::append_flags(std::vector<ops::Item>& items, const Packing& how) const
   items.push_back({at::Tensor(), &flag_layouts_[count], how.vote ? 1.0F : 0.0F});
 }
 
-void Flat::install_view(Slot& slot) const {
-  at::Tensor& grad = slot.param->tensor.mutable_grad();
-  if (!spec_.views || !grad.defined()) return;
-  grad = ops::view_of(flat_, slot.layout, slot.param->dtype());
+void Flat::install_view(size_t index) {
+  at::Tensor& grad = slots_[index].param->tensor.mutable_grad();
+  if (!spec_.views || !grad.defined() || buffer_.moved_out(index)) return;
+  grad = buffer_.view(index);
 }
 
 void Flat::receive(const at::Tensor& /*result*/) { lend_to_current_stream(); }
@@ -132,18 +129,28 @@ void Flat::receive(const at::Tensor& /*result*/) { lend_to_current_stream(); }
 // The averages are read on this stream, and the user may be the last to let go of them. Their memory, which goes back to the
 // stream that it was allocated on, must not be handed out there while it is still read here.
 void Flat::lend_to_current_stream() const {
-  if (!home_ || !flat_.defined()) return;
+  if (!home_ || !flat().defined()) return;
   const c10::impl::VirtualGuardImpl guard(device().type());
   const c10::Stream current = guard.getStream(device());
-  if (current != *home_) guard.recordDataPtrOnStream(flat_.storage().data_ptr(), current);
+  if (current != *home_) guard.recordDataPtrOnStream(flat().storage().data_ptr(), current);
 }
 
 void Flat::deliver(const std::vector<bool>& used) {
   if (spec_.views) {
+    deliver_moved_out(used);
     deliver_views(used);
   } else {
-    deliver_copies(used);
+    ops::unpack(delivery_items(slots_, used, {}), flat(), 1.0, false);
   }
+}
+
+// See [Note: a storage for each gradient].
+void Flat::deliver_moved_out(const std::vector<bool>& used) {
+  std::vector<ops::Item> items;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (used[i] && buffer_.moved_out(i)) items.push_back({slots_[i].grad(), &slots_[i].layout});
+  }
+  if (!items.empty()) ops::unpack(items, flat(), 1.0, false);
 }
 
 void Flat::deliver_views(const std::vector<bool>& used) {
@@ -153,21 +160,17 @@ void Flat::deliver_views(const std::vector<bool>& used) {
     const Slot& slot = slots_[i];
     if (slot.param->used) continue;
     at::Tensor& grad = slot.param->tensor.mutable_grad();
-    if (used[i] && !places_[i].in_place) {
-      grad = ops::view_of(flat_, slot.layout, slot.param->dtype());
+    if (used[i] && !places_[i].in_place && !buffer_.moved_out(i)) {
+      grad = buffer_.view(i);
     } else if (!used[i] && places_[i].kept.defined()) {
       grad.copy_(places_[i].kept);
     }
   }
 }
 
-void Flat::deliver_copies(const std::vector<bool>& used) {
-  ops::unpack(delivery_items(slots_, used, {}), flat_, 1.0, false);
-}
-
 void Flat::abandon(bool in_flight) {
   if (in_flight) {
-    flat_ = at::Tensor();
+    buffer_.drop();
     new_buffer();
   }
   flat_is_ours_ = missed_ = false;
@@ -181,7 +184,7 @@ Shadow Flat::shadow(uint64_t /*step*/) {
 }
 
 at::Tensor Flat::flags() const {
-  return flat_.narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()));
+  return flat().narrow(0, spec_.flags_offset, static_cast<int64_t>(slots_.size()));
 }
 
 at::Tensor Flat::vote_in(const at::Tensor& flat) const {

@@ -2,10 +2,23 @@
 //
 // [Note: gradients live in the bucket]
 // Where the buffer's dtype is the gradients' own (`FlatSpec::views`), `param.grad` becomes a view of the flat buffer when it is
-// packed: the tensor that autograd produced is freed and nothing is copied back. The storage is reused in the next step only
+// packed: the tensor that autograd produced is freed and nothing is copied back. The memory is reused in the next step only
 // while nobody else can see it: every reference to it must be the transport's own or a gradient that still sits in its own
 // slot. A user who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new buffer. Otherwise
 // gradients stay where autograd put them, and deliver() writes the averages into them.
+//
+// [Note: a storage for each gradient]
+// What writes, copies or shares a tensor does so with its whole storage. So on CPUs each view has a storage of its own, as
+// large as its slot, whose deleter lets go of the memory's storage (ops::part_of). Who holds what follows from three counts: a
+// part is referred to by the buffer and by the gradient in its slot, the flat buffer's storage by the transport alone, and
+// the memory, which has a storage that is never handed out, by those and by nobody else. Parts are made when a slot first
+// needs one in new memory, so a step that reuses its buffer makes none.
+// A storage can be given other memory under its tensors, as share_memory_() does, perhaps for another process to watch. Then
+// the gradient has moved out: it is packed like any other, and deliver() writes the average to where it is now, as long as
+// gradient and plan stay.
+// On other devices the views share the buffer's storage. Only memory that its allocator handed out as such can be recorded
+// on another stream (Tensor.record_stream) or be sent to another process: of a part, CUDA's ignores the first without a
+// word, so a gradient that was saved and let go could be overwritten while a stream still reads it.
 //
 // [Note: used flags]
 // After the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
@@ -25,6 +38,7 @@
 #include <optional>
 #include <vector>
 
+#include "gradient_buffer.h"
 #include "transport.h"
 
 namespace fastsync::engine {
@@ -47,15 +61,15 @@ class Flat : public Transport {
   void take(size_t slot, const Packing& how) override;
   bool takes_once() const override { return spec_.views; }
   void pack(const Packing& how) override;
-  std::unique_ptr<comm::InFlight> launch() override { return start(flat_); }
+  std::unique_ptr<comm::InFlight> launch() override { return start(flat()); }
   void receive(const at::Tensor& result) override;
   void deliver(const std::vector<bool>& used) override;
   void abandon(bool in_flight) override;
   Shadow shadow(uint64_t step) override;
 
-  bool has_flags() const override { return !flag_layouts_.empty() && flat_.defined(); }
+  bool has_flags() const override { return !flag_layouts_.empty() && flat().defined(); }
   at::Tensor flags() const override;
-  at::Tensor vote() const override { return vote_in(flat_); }
+  at::Tensor vote() const override { return vote_in(flat()); }
   int64_t bytes() const override;
 
  protected:
@@ -67,7 +81,7 @@ class Flat : public Transport {
 
   const FlatSpec& spec() const { return spec_; }
   Slots& slots() const { return slots_; }
-  const at::Tensor& flat() const { return flat_; }
+  const at::Tensor& flat() const { return buffer_.flat(); }
   at::Device device() const { return slots_.front().param->tensor.device(); }
 
  private:
@@ -83,11 +97,11 @@ class Flat : public Transport {
   void keep_unused();
   std::vector<ops::Item> items() const;
   void append_flags(std::vector<ops::Item>& items, const Packing& how) const;
-  void install_view(Slot& slot) const;
+  void install_view(size_t slot);
   void lend_to_current_stream() const;
   at::Tensor vote_in(const at::Tensor& flat) const;
+  void deliver_moved_out(const std::vector<bool>& used);
   void deliver_views(const std::vector<bool>& used);
-  void deliver_copies(const std::vector<bool>& used);
 
   FlatSpec spec_;
   Slots& slots_;
@@ -96,8 +110,8 @@ class Flat : public Transport {
   ops::SlotLayout gradients_layout_;           // everything in front of the flags
   bool flat_is_ours_ = false;                  // checked in this step
   bool missed_ = false;
-  at::Tensor flat_;
-  std::optional<c10::Stream> home_;  // the stream that flat_ was allocated on; none on a CPU
+  GradientBuffer buffer_;
+  std::optional<c10::Stream> home_;  // the stream that its memory was allocated on; none on a CPU
 };
 
 // Sums the buffer by one all-reduce.

@@ -14,6 +14,7 @@
 #include "../transport/chained.cpp"
 #include "../transport/choose.cpp"
 #include "../transport/flat.cpp"
+#include "../transport/gradient_buffer.cpp"
 #include "../transport/hooked.cpp"
 #include "../transport/slots.cpp"
 #include "../transport/sparse.cpp"

@@ -14,6 +14,7 @@ from typing import Any
 __all__ = ["DDP_OPTIONS", "Env", "ask_to_replace", "ddp_environment", "ddp_options"]
 
 _REPLACE = "FASTSYNC_REPLACE_DDP"
+_STARTUP = Path(__file__).resolve().parents[1] / "startup"  # its `sitecustomize` reads the variable
 # What the variable may set, and what its values are.
 DDP_OPTIONS: Mapping[str, type] = {
     "wire": str,
@@ -124,16 +125,18 @@ def _value(name: str, value: str, text: str) -> Any:
         raise ValueError(f"{_REPLACE}={text!r}: {name} is {wanted}, not {value!r}") from None
 
 
-def ask_to_replace(options: str, startup: Path) -> None:
+def ask_to_replace(options: str = "") -> None:
     """Has the Python processes that this one starts replace DistributedDataParallel.
 
     Args:
-        options: as in the variable.
-        startup: the folder whose `sitecustomize` does so.
+        options: as in the variable; empty: those that are there.
     """
-    os.environ[_REPLACE] = options
+    if options:
+        os.environ[_REPLACE] = options
     former = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(startup), *([former] if former else [])])
+    entries = [] if former is None else [former]
+    if str(_STARTUP) not in os.pathsep.join(entries).split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *entries])
 
 
 def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ __all__ = ["BuildError", "load"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
+_GUARD = str(Path(__file__).with_name("guard.py"))
 _TAIL_LINES = 30
 _REPORT_SECONDS = 5.0  # between two reports of progress at least
 _QUIET_SECONDS = 15.0  # without progress that are added to it
@@ -173,10 +175,15 @@ def _compile(env: Env, folder: Path, with_cuda: bool) -> None:
 
 
 def _run_logged(command: list[str], log: Path, echo: bool, jobs: int) -> None:
-    """Runs the build, which nobody else may write into, and reports how far it is."""
+    """Runs the build, which nobody else may write into, and reports how far it is.
+
+    However this process ends, what it started does too.
+    """
     with log.open("w") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, _GUARD, *command],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
             stdout=None if echo else file,
             stderr=None if echo else subprocess.STDOUT,
             umask=0o077,
@@ -184,7 +191,8 @@ def _run_logged(command: list[str], log: Path, echo: bool, jobs: int) -> None:
         try:
             _report_until_done(process, log, jobs)
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
+                os.killpg(process.pid, signal.SIGKILL)
     if process.wait() == 0:
         return
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

@@ -55,6 +55,7 @@ CPP_SOURCES = (
     "transport/slots.cpp",
     "transport/coding.cpp",
     "transport/code_buffers.cpp",
+    "transport/gradient_buffer.cpp",
     "transport/flat.cpp",
     "transport/hooked.cpp",
     "transport/sparse.cpp",

@@ -144,7 +144,8 @@ class Engine:
             self.on_step(self.core)
         if self.precision is not None:
             self.precision.end_forward()  # where an earlier one was not followed by a backward
-        advice = self.core.prepare_forward(captured)
+        with self.unused.naming_replaced():
+            advice = self.core.prepare_forward(captured)
         if advice.unused:
             self.unused.look_at(advice.unused)
         if advice.regrouped:
@@ -160,7 +161,8 @@ class Engine:
         """
         if self.precision is not None:
             self.precision.end_forward()
-        self.core.prepare_local_forward()
+        with self.unused.naming_replaced():
+            self.core.prepare_local_forward()
 
     def _is_captured(self) -> bool:
         """Whether this step becomes part of a CUDA graph."""

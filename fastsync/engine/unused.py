@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +50,35 @@ class UnusedParams:
         Raises:
             RuntimeError: they are not the module's any more.
         """
-        now = None if self.current is None else {p.name: p.tensor for p in self.current()}
-        if now is not None:
-            gone = [name for name in names if now.get(name) is not self._wrapped[name]]
-            if gone:
-                raise RuntimeError(_replaced(gone, self._group.rank()))
+        gone = self._gone(names)
+        if gone:
+            raise RuntimeError(_replaced(gone, self._group.rank()))
         warn, self._warn = self._warn, False
         if warn:
             warnings.warn(_unused(names, self._group.rank()), stacklevel=caller_level())
+
+    @contextmanager
+    def naming_replaced(self) -> Iterator[None]:
+        """Where an error of the reducer may follow from parameters that were replaced, says so.
+
+        Raises:
+            RuntimeError: parameters that were to be trained are not the module's any more.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            trained = [name for name, tensor in self._wrapped.items() if tensor.requires_grad]
+            gone = self._gone(trained)
+            if gone:
+                raise RuntimeError(_replaced(gone, self._group.rank())) from error
+            raise
+
+    def _gone(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that the module has no more, or has other tensors for."""
+        if self.current is None:
+            return []
+        now = {param.name: param.tensor for param in self.current()}
+        return [name for name in names if now.get(name) is not self._wrapped[name]]
 
 
 def _unused(names: Sequence[str], rank: int) -> str:

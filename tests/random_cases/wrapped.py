@@ -108,13 +108,15 @@ class Twins:
         for ours, _ in self.params:
             if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
                 continue
-            way = self.mine.choice(("itself", "slice", "detached", "storage"))
+            way = self.mine.choice(("itself", "slice", "detached", "storage", "shared"))
             grad = ours.grad
             held = {"slice": grad[:1] if grad.dim() else grad, "detached": grad.detach()}.get(way)
             if way == "storage":
                 held = torch.empty(0, dtype=grad.dtype).set_(
                     grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
                 )
+            if way == "shared":
+                grad.share_memory_()
             held = grad if held is None else held
             self.saved.append((ours, held, held.detach().clone(), way))
 

@@ -1,0 +1,44 @@
+// The memory of a flat buffer, the gradients that live in it, and who else sees it.
+// See [Note: gradients live in the bucket] and [Note: a storage for each gradient].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "slots.h"
+
+namespace fastsync::engine {
+
+class GradientBuffer {
+ public:
+  // The slots must outlive it.
+  explicit GradientBuffer(const Slots& slots) : slots_(slots), parts_(slots.size()) {}
+
+  // Takes new memory. Gradients of the former keep that.
+  void renew(int64_t numel, at::ScalarType dtype, at::Device device);
+  void drop();
+
+  // The whole buffer; undefined without memory.
+  const at::Tensor& flat() const { return flat_; }
+  // What the slot's gradient becomes.
+  at::Tensor view(size_t slot);
+  // Whether it is that.
+  bool in_place(size_t slot) const;
+  // Whether it was, until somebody gave its storage, or the buffer's, other memory, as share_memory_() does.
+  bool moved_out(size_t slot) const;
+  // Whether anybody refers to the memory besides `references` to the flat buffer and gradients in their own slots.
+  bool held_by_others(size_t references) const;
+
+ private:
+  bool has_parts() const;
+  bool in_memory(size_t slot) const;
+
+  const Slots& slots_;
+  at::Tensor memory_;  // on CPUs nobody else sees its storage
+  at::Tensor flat_;
+  std::vector<c10::Storage> parts_;  // by slot; null until there was a view
+};
+
+}  // namespace fastsync::engine
