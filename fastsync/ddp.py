@@ -22,7 +22,8 @@ from fastsync.front.logging_data import WrapFacts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.front.request import Request, named_params
 from fastsync.front.torch_faces import FrontLogger, FrontReducer
-from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy
+from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
+from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.recorder import RecordedModel, Recorder
 from fastsync.timeline.stats import SyncStats, make_stats
@@ -67,6 +68,9 @@ class FastDDP(Front):
             rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
             records until training ends, for `sync_stats()` and `write_timeline()`. A
             `TimelinePolicy` says more. The same on every rank.
+        zero: 1 spreads the state of every optimizer over the ranks: each keeps, and updates, its
+            share of the parameters for all. Scripts stay as they are; see docs/zero.md.
+        shard_by: what shares are cut by: "element" or "tensor"; "auto" knows torch's optimizers.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -100,6 +104,8 @@ class FastDDP(Front):
         *,
         wire: Wire | Choice = "fp32",
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
+        zero: int = 0,
+        shard_by: str = "auto",
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline = request.settle(
@@ -112,6 +118,7 @@ class FastDDP(Front):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
+                zero=ZeroPolicy(zero, shard_by),
             ),
             lambda: TimelinePolicy.of(timeline),
         )
@@ -165,7 +172,11 @@ class FastDDP(Front):
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
         joining = partial(_is_joining, weakref.ref(self))
-        self.reducer = FrontReducer(engine, logger, self._record(engine), joining)
+        zero = self._policy.zero
+        sharded = (
+            ShardedOptimizers(engine.params, self.process_group, zero.unit) if zero.stage else None
+        )
+        self.reducer = FrontReducer(engine, logger, self._record(engine), joining, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
@@ -247,6 +258,24 @@ class FastDDP(Front):
             self.require_forward_param_sync = False
         self._clear_grad_buffer()
         return output
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """As in DistributedDataParallel.
+
+        Raises:
+            ValueError: zero=1, where a rank without inputs would miss the others' optimizer steps.
+        """
+        if self._policy.zero.stage and enable:
+            raise ValueError(
+                "a rank that has run out of inputs makes no optimizer steps, which zero=1 needs of "
+                "every rank; use zero=0 with join(), or give all ranks as many inputs"
+            )
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)

@@ -22,7 +22,7 @@ PACKAGE_LAYERS = [
     ["plan"],
     ["ranks"],
     ["engine"],
-    ["timeline"],
+    ["shard", "timeline"],
     ["front"],
     ["ddp"],
     ["replacing"],
@@ -38,6 +38,7 @@ MODULE_LAYERS = {
     "engine": [["core", "agreement", "unused"], ["state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
+    "shard": [["layout", "rules"], ["space"], ["optimizer"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
     "timeline": [
         ["data", "policy"],

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.timeline.policy import TimelinePolicy
@@ -56,6 +56,7 @@ class Request:
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
+            self._check_zero(settled.zero)
             core.load()
             settings = {
                 "torch": torch.__version__,
@@ -67,6 +68,7 @@ class Request:
                 "static_graph": str(settled.static_graph),
                 "timeline": str(recorded),
                 "mixed_precision": str(settled.mixed),
+                "zero": str(settled.zero),
             }
             return (caps, settled, recorded), settings
 
@@ -163,6 +165,14 @@ class Request:
                 "timeline= brings the ranks together through the store of their process group, but "
                 "torch.distributed did not make this one and knows no store of it; leave timeline "
                 "out, or use a group of init_process_group() or new_group()"
+            )
+
+    def _check_zero(self, zero: ZeroPolicy) -> None:
+        group = self._group()
+        if zero.stage and group.size() > 1 and not is_registered(group):
+            raise ValueError(
+                "zero=1 needs a process group that torch.distributed made itself: use one of "
+                "init_process_group() or new_group(), or zero=0"
             )
 
     def _check_dtypes(self, policy: SyncPolicy) -> None:

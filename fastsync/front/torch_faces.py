@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fastsync.engine.engine import Engine
 from fastsync.front.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
+from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.recorder import Recorder
 from fastsync.torch_private import GradBucket
 
@@ -26,6 +27,7 @@ class FrontReducer:
 
     Args:
         in_lockstep: whether all ranks have their forwards in common, as under join().
+        sharded: optimizers whose state the ranks share; None where each has all of it.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class FrontReducer:
         logger: FrontLogger,
         recorder: Recorder | None,
         in_lockstep: Callable[[], bool],
+        sharded: ShardedOptimizers | None = None,
     ) -> None:
         self.engine = engine
+        self.sharded = sharded
         self.recorder = recorder
         self._logger = logger
         self._initial_world = engine.group.size()

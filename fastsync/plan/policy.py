@@ -123,6 +123,35 @@ class MixedPolicy:
         return cls(param, reduce or param, buffer)
 
 
+UNITS = ("auto", "element", "tensor")
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """What the ranks share instead of repeating it.
+
+    Attributes:
+        stage: 0: nothing; 1: the state of optimizers.
+        unit: what a rank's share is cut by: "element", "tensor", or "auto", which the class of the
+            optimizer decides.
+
+    Raises:
+        ValueError: there is no such stage or unit.
+    """
+
+    stage: int = 0
+    unit: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1):
+            raise ValueError(
+                f"zero must be 0 (every rank holds everything) or 1 (each rank holds its share of "
+                f"the optimizer's state), but is {self.stage!r}"
+            )
+        if self.unit not in UNITS:
+            raise ValueError(f"shard_by must be one of {', '.join(UNITS)}, but is {self.unit!r}")
+
+
 @dataclass(frozen=True)
 class SyncPolicy:
     """How gradients travel and where they live.
@@ -137,6 +166,7 @@ class SyncPolicy:
         hooked: a communication hook reduces the buffers, so they hold gradients and nothing else.
         mixed: the dtypes of mixed precision.
         network: as it was seen to carry bytes of gradients.
+        zero: what the ranks share.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -148,6 +178,7 @@ class SyncPolicy:
     hooked: bool = False
     mixed: MixedPolicy = MixedPolicy()
     network: Network = field(default_factory=Network)
+    zero: ZeroPolicy = ZeroPolicy()
 
     def __post_init__(self) -> None:
         if not self.wire.plain and self.mixed.reduce is not None:

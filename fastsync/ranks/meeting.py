@@ -14,6 +14,8 @@ from fastsync.torch_private import Store, group_store
 
 __all__ = ["MeetingPlace"]
 
+_REMEDY = "Every rank has to make that change before the same forward"
+
 
 class MeetingPlace:
     """Where the ranks of a group meet, time and again.
@@ -35,12 +37,13 @@ class MeetingPlace:
             base = f"fastsync/{group.group_name}/{name}"
             self._name = f"{base}-{self._store.add(f'{base}/{self._rank}', 1)}"
 
-    def meet(self, reason: str, said: str = "") -> bool:
+    def meet(self, reason: str, said: str = "", remedy: str = _REMEDY) -> bool:
         """Returns once every rank has come.
 
         Args:
             reason: what the ranks meet for, as it should read in the error.
             said: what this rank tells the others.
+            remedy: what the script should do instead, likewise.
 
         Returns:
             Whether all ranks said the same. False where there is no store to say it through.
@@ -58,20 +61,20 @@ class MeetingPlace:
             # Whoever is the last to be counted finds that everybody has spoken.
             alike = store.add(f"{place}/said {said}", 0) == self._world
             store.set(f"{place}/all", "alike" if alike else "unlike")
-        self._wait(store, place, reason)
+        self._wait(store, place, reason, remedy)
         verdict = store.get(f"{place}/all") == b"alike"
         self._clear(store, f"{self._name}-{self._meetings - 1}", self._said)
         self._said = said
         return verdict
 
-    def _wait(self, store: Store, place: str, reason: str) -> None:
+    def _wait(self, store: Store, place: str, reason: str, remedy: str) -> None:
         try:
             store.wait([f"{place}/all"], timedelta(seconds=self._timeout))
         except dist.DistStoreError as error:
             absent = [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
             raise RuntimeError(
                 f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks {absent} "
-                "did not come. Every rank has to make that change before the same forward"
+                f"did not come. {remedy}"
             ) from error
 
     def _clear(self, store: Store, former: str, said: str) -> None:

@@ -6,6 +6,7 @@ and the newest of them.
 
 from fastsync.torch_private.callers import caller, caller_level
 from fastsync.torch_private.graphs import (
+    backward_is_running,
     has_python_reducer,
     split_graphs_at_buckets,
     without_modes,
@@ -40,6 +41,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "backend_name",
+    "backward_is_running",
     "builtin_comm_hook",
     "caller",
     "caller_level",

@@ -12,12 +12,22 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["has_python_reducer", "split_graphs_at_buckets", "without_modes"]
+__all__ = [
+    "backward_is_running",
+    "has_python_reducer",
+    "split_graphs_at_buckets",
+    "without_modes",
+]
 
 
 def without_modes() -> AbstractContextManager[object]:
     """Hides what is called inside from the dispatch modes that a user has entered."""
     return _disable_current_modes()
+
+
+def backward_is_running() -> bool:
+    """Whether this thread is inside a backward: in a hook, or in a callback at its end."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def has_python_reducer() -> bool:

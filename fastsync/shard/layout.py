@@ -1,0 +1,83 @@
+"""Which rank owns which elements of a set of parameters. Pure integers, checked invariants.
+
+Parameters lie one after the other in a flat buffer of as many equal regions as there are ranks;
+rank r owns region r::
+
+    | region 0               | region 1               | ...
+    | p0 | pad | p1 | pad | p2 (its first part) : p2 (its rest) | pad | p3 | ...
+
+Cut by elements, regions are equal and a parameter may lie in several; cut by tensors, each lies in
+one, and the largest region decides how long all are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastsync.plan.layout import ALIGNMENT, align_up
+
+__all__ = ["Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one parameter, in the order of its memory, that one rank owns."""
+
+    param: int
+    rank: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where parameters lie, in elements.
+
+    Attributes:
+        offsets: first element of each parameter.
+        region: elements of each rank's region.
+        pieces: by parameter, then by rank; one, without elements, of a parameter that has none.
+    """
+
+    offsets: tuple[int, ...]
+    region: int
+    pieces: tuple[Piece, ...]
+
+    def owned(self, rank: int) -> list[Piece]:
+        """Those of one rank."""
+        return [piece for piece in self.pieces if piece.rank == rank]
+
+
+def cut_by_elements(numels: Sequence[int], world: int) -> ShardLayout:
+    """Equal shares: no rank owns more than the N-th part, rounded up to `ALIGNMENT`."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end = align_up(end + numel, ALIGNMENT)
+    region = align_up(math.ceil(end / world), ALIGNMENT)
+    pieces = []
+    for param, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
+        for rank in range(offset // max(region, 1), world):
+            begin = max(0, rank * region - offset)
+            cut = min(numel, (rank + 1) * region - offset)
+            if begin < cut:
+                pieces.append(Piece(param, rank, begin, cut))
+        if numel == 0:
+            pieces.append(Piece(param, 0, 0, 0))
+    return ShardLayout(tuple(offsets), region, tuple(pieces))
+
+
+def cut_by_tensors(numels: Sequence[int], world: int) -> ShardLayout:
+    """Whole parameters: the largest first, each to the rank that owns least so far."""
+    owned = [0] * world
+    place: dict[int, tuple[int, int]] = {}
+    for param in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+        rank = min(range(world), key=lambda r: (owned[r], r))
+        place[param] = (rank, owned[rank])
+        owned[rank] += align_up(numels[param], ALIGNMENT)
+    region = max(owned, default=0)
+    offsets = tuple(place[i][0] * region + place[i][1] for i in range(len(numels)))
+    pieces = (Piece(i, place[i][0], 0, numel) for i, numel in enumerate(numels))
+    return ShardLayout(offsets, region, tuple(pieces))

@@ -1,0 +1,297 @@
+"""Optimizers whose state is spread over the ranks: each rank steps on what it owns, for all.
+
+Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
+models", 2020). Gradients are averaged as ever, and outside of `optimizer.step()` nothing differs:
+parameters, gradients and parameter groups are those that the script made. A stand-in makes the step
+on this rank's pieces of the parameters; then the ranks exchange what they updated.
+
+An optimizer is taken over at its first step. Its state then belongs to the pieces, and
+`state_dict()` and `load_state_dict()` speak of whole parameters again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fastsync.build.env import Env
+from fastsync.engine.engine import NamedParam
+from fastsync.ranks.meeting import MeetingPlace
+from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
+from fastsync.shard.rules import unit_for
+from fastsync.shard.space import Space
+from fastsync.torch_private import backward_is_running
+
+__all__ = ["ShardedOptimizers"]
+
+State = dict[str, Any]
+# Elements of parameters whose state is exchanged at once.
+_BATCH = 1 << 24
+
+
+class ShardedOptimizers:
+    """Every optimizer that steps on parameters of one model.
+
+    Args:
+        params: of the model.
+        group: whose ranks share optimizer state.
+        unit: what may be cut: "element", "tensor", or "auto", by the optimizer's class.
+    """
+
+    def __init__(self, params: Sequence[NamedParam], group: dist.ProcessGroup, unit: str) -> None:
+        self.group, self.unit = group, unit
+        self.named = {id(p.tensor): p for p in params}
+        self.place = MeetingPlace(group, "sharded optimizer", Env.read().agree_timeout)
+        self._sharded: weakref.WeakKeyDictionary[Optimizer, _Sharded] = weakref.WeakKeyDictionary()
+        me = weakref.ref(self)
+        hooks = (
+            register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call)),
+            register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
+        )
+        for hook in hooks:
+            weakref.finalize(self, hook.remove)
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Returns what `step` shall be called with instead; None where it is none of ours."""
+        sharded = self._sharded.get(optimizer)
+        if args[0] is not optimizer:
+            return None  # another wrapper of the same parameters makes this step
+        if not any(id(p) in self.named for p in _params_of(optimizer)):
+            return None
+        if backward_is_running():
+            raise RuntimeError(
+                "zero=1 cannot step inside a backward: the ranks exchange parameters after a step, "
+                "and their backwards reach it at different times; step after backward(), or use "
+                "zero=0"
+            )
+        arguments = _with_loss(args)
+        if sharded is None or not sharded.fits(optimizer):
+            if sharded is not None:
+                sharded.give_back(optimizer)
+            sharded = self._sharded[optimizer] = _Sharded(self, optimizer)
+        return (sharded.stand_in(optimizer), *arguments[1:])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        sharded = self._sharded.get(optimizer)
+        if sharded is not None:
+            sharded.end_step(optimizer)
+
+
+def _forward(owner: weakref.ref[ShardedOptimizers], hook: Callable[..., Any], *call: Any) -> Any:
+    alive = owner()
+    return None if alive is None else hook(alive, *call)
+
+
+def _before_step(
+    owner: ShardedOptimizers, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    args = tuple(args)
+    if kwargs.get("closure") is not None:
+        args, kwargs = (*args, kwargs["closure"]), {**kwargs}
+        del kwargs["closure"]
+    changed = owner.before_step(optimizer, args)
+    return None if changed is None else (changed, kwargs)
+
+
+def _after_step(owner: ShardedOptimizers, optimizer: Optimizer, *_: object) -> None:
+    owner.after_step(optimizer)
+
+
+def _with_loss(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A closure computes gradients of whole parameters: it is called before they are cut."""
+    if len(args) < 2 or not callable(args[1]):
+        return args
+    with torch.enable_grad():
+        loss = args[1]()
+    return (args[0], lambda: loss, *args[2:])
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class _Sharded:
+    """One optimizer, taken over. Lives as long as it does, and must not keep it alive."""
+
+    def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
+        self._owner = owner
+        self._group = owner.group
+        self._unit = unit_for(optimizer, owner.unit)
+        self._full = [list(group["params"]) for group in optimizer.param_groups]
+        self._stand_in: Optimizer | None = None
+        params = [p for group in self._full for p in group if id(p) in owner.named]
+        self._spaces = [self._space(kind) for kind in self._kinds(params)]
+        self._pieces: dict[int, list[nn.Parameter]] = {id(p): [] for p in params}
+        for space in self._spaces:
+            for piece, tensor in space.owned.items():
+                self._pieces[id(space.params[piece.param])].append(tensor)
+        self._cut_state(optimizer)
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._cut_state),
+        )
+
+    def _kinds(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Those that can lie in one buffer and be cut alike."""
+        kinds: dict[object, list[torch.Tensor]] = {}
+        for param in params:
+            kinds.setdefault((param.dtype, param.device, self._is_whole(param)), []).append(param)
+        return list(kinds.values())
+
+    def _is_whole(self, param: torch.Tensor) -> bool:
+        return self._unit == "tensor" or self._owner.named[id(param)].sparse
+
+    def _space(self, params: list[torch.Tensor]) -> Space:
+        cut = cut_by_tensors if self._is_whole(params[0]) else cut_by_elements
+        layout = cut([param.numel() for param in params], self._group.size())
+        return Space(params, layout, self._group)
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer still steps on the parameters that it was taken over with."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        same = len(groups) == len(self._full) and all(
+            len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+            for now, then in zip(groups, self._full, strict=True)
+        )
+        return same and all(space.is_intact() for space in self._spaces)
+
+    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+        """An optimizer of the same class, settings and state, whose groups hold the pieces.
+
+        The optimizer itself stays as it is, even where the step raises. What is not the model's
+        stays in the groups.
+        """
+        for space in self._spaces:
+            space.lend_gradients()
+        groups = []
+        for group in optimizer.param_groups:
+            tensors = [t for param in group["params"] for t in self._pieces.get(id(param), [param])]
+            groups.append({**group, "params": tensors})
+        stand_in = object.__new__(type(optimizer))
+        stand_in.__dict__.update(optimizer.__dict__, param_groups=groups)
+        self._stand_in = stand_in
+        return stand_in
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Hands over what the step has set, and exchanges what it has updated. Collective."""
+        stand_in, self._stand_in = self._stand_in, None
+        if stand_in is None:
+            return
+        for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+            group.update({name: value for name, value in changed.items() if name != "params"})
+        changed = {**stand_in.__dict__, "param_groups": optimizer.param_groups}
+        optimizer.__dict__.update(changed)
+        with torch.no_grad():
+            for space in self._spaces:
+                space.take_gradients()
+                space.gather()
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """The whole state, as it was before the optimizer was taken over. Collective."""
+        for hook in self._hooks:
+            hook.remove()
+        whole = self._whole_state(optimizer)
+        self._drop_state(optimizer)
+        optimizer.state.update(whole)
+
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """Keeps of the state of whole parameters what belongs to this rank's pieces."""
+        for space in self._spaces:
+            for index, param in enumerate(space.params):
+                whole = optimizer.state.pop(param, None)
+                for piece, tensor in space.owned.items():
+                    if whole and piece.param == index:
+                        optimizer.state[tensor] = {
+                            name: _cut(space, piece, param, value) for name, value in whole.items()
+                        }
+
+    def _drop_state(self, optimizer: Optimizer) -> None:
+        for space in self._spaces:
+            for tensor in space.owned.values():
+                optimizer.state.pop(tensor, None)
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        """Collective: every rank gets the whole state."""
+        self._owner.place.meet(
+            "optimizer.state_dict(), whose state zero=1 spreads over the ranks",
+            remedy="Call it on every rank, and save the result on one",
+        )
+        optimizer.state.update(self._whole_state(optimizer))
+        self._kept: dict[torch.Tensor, State] = {
+            tensor: optimizer.state.pop(tensor)
+            for space in self._spaces
+            for tensor in space.owned.values()
+            if tensor in optimizer.state
+        }
+
+    def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
+        for space in self._spaces:
+            for param in space.params:
+                optimizer.state.pop(param, None)
+        optimizer.state.update(self._kept)
+        self._kept = {}
+
+    def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
+        whole: dict[torch.Tensor, State] = {}
+        for space in self._spaces:
+            for batch in _batches(space):
+                mine = {
+                    piece: optimizer.state[tensor]
+                    for piece, tensor in space.owned.items()
+                    if piece.param in batch and tensor in optimizer.state
+                }
+                everyones: list[dict[Piece, State]] = [{}] * self._group.size()
+                dist.all_gather_object(everyones, mine, group=self._group)
+                for param in batch:
+                    parts = [
+                        (p, s) for rank in everyones for p, s in rank.items() if p.param == param
+                    ]
+                    if parts:
+                        whole[space.params[param]] = _join(space, parts)
+        return whole
+
+
+def _batches(space: Space) -> Iterator[range]:
+    """Parameters whose states are exchanged together."""
+    begin = elements = 0
+    for index, param in enumerate(space.params):
+        if elements and elements + param.numel() > _BATCH:
+            yield range(begin, index)
+            begin, elements = index, 0
+        elements += param.numel()
+    yield range(begin, len(space.params))
+
+
+def _cut(space: Space, piece: Piece, param: torch.Tensor, value: Any) -> Any:
+    """A value of a parameter's state, as its piece needs it: memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (space.cut(piece, value) if value.shape == param.shape else value).clone()
+
+
+def _join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
+    """The state of a whole parameter from that of its pieces."""
+    joined: State = {}
+    for name, first in parts[0][1].items():
+        numel = parts[0][0].end - parts[0][0].begin
+        by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
+        if len(parts) == 1 or not by_element:
+            joined[name] = first
+            continue
+        full = space.full_like(parts[0][0].param, first)
+        for piece, state in parts:
+            space.cut(piece, full).copy_(state[name])
+        joined[name] = full
+    return joined

@@ -1,0 +1,57 @@
+"""What optimizers may be given: any elements of a parameter, or only the whole of it."""
+
+from __future__ import annotations
+
+from torch import optim
+
+__all__ = ["unit_for"]
+
+# Each element's update depends on that element's weight, gradient and state alone.
+_ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+# Each parameter's update depends on that parameter alone, but on all of its elements.
+_TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
+
+
+def _known(names: tuple[str, ...]) -> tuple[type, ...]:
+    """Versions of torch differ in what they have."""
+    return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
+
+
+def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
+    """What `optimizer` can be given pieces of: "element" or "tensor".
+
+    Args:
+        asked: `ZeroPolicy.unit`; anything but "auto" is taken as the user's word.
+
+    Raises:
+        ValueError: the class is not known, or couples parameters.
+    """
+    if asked != "auto":
+        return asked
+    kind = type(optimizer)
+    if isinstance(optimizer, optim.LBFGS):
+        raise ValueError(
+            "zero=1 cannot shard LBFGS, whose step takes all parameters at once; use zero=0"
+        )
+    if kind in _known(_ELEMENTWISE):
+        return "element"
+    if kind in _known(_TENSORWISE):
+        return "tensor"
+    raise ValueError(
+        f"zero=1 does not know how {kind.__module__}.{kind.__qualname__} may be sharded. Pass "
+        "FastDDP(shard_by='element') if each element's update depends on that element alone (as in "
+        "SGD and Adam), shard_by='tensor' if it depends on other elements of the same parameter "
+        "(as in LAMB, Muon and Shampoo), or zero=0 if it depends on other parameters"
+    )

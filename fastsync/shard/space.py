@@ -1,0 +1,117 @@
+"""Parameters in one flat buffer, of which each rank updates its own region for all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync.shard.layout import Piece, ShardLayout
+
+__all__ = ["Space"]
+
+# Of one collective. Gloo gathers into a buffer of its own, of this size times the ranks.
+_GATHER_BYTES = 1 << 20
+_IN_FLIGHT = 3
+
+
+def _strides(param: torch.Tensor) -> tuple[int, ...]:
+    """Those of the parameter, if its elements fill their memory; else contiguous ones."""
+    numel, filled = param.numel(), 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != filled:
+            return torch.empty(param.shape, device="meta").stride()
+        filled *= size
+    assert filled == numel or numel == 0
+    return param.stride()
+
+
+class Space:
+    """Parameters of one dtype on one device, moved into one flat buffer; stays as long as they do.
+
+    The parameters remain the same objects, with their shapes and memory formats.
+
+    Args:
+        params: in the same order on every rank.
+        layout: where they lie, and who owns what.
+        group: whose ranks share the work.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], layout: ShardLayout, group: dist.ProcessGroup
+    ) -> None:
+        self.params, self.layout, self._group = list(params), layout, group
+        self._rank, self._world = group.rank(), group.size()
+        first = self.params[0]
+        self._flat = torch.zeros(
+            layout.region * self._world, dtype=first.dtype, device=first.device
+        )
+        self._views = []
+        for param, offset in zip(self.params, layout.offsets, strict=True):
+            view = self._flat.as_strided(param.shape, _strides(param), offset)
+            view.copy_(param.data)
+            param.data = view
+            self._views.append(view)
+        self.owned = {piece: self._tensor_of(piece) for piece in layout.owned(self._rank)}
+
+    def _tensor_of(self, piece: Piece) -> nn.Parameter:
+        """The elements themselves: of a whole parameter in its shape, else flat."""
+        view = self._views[piece.param]
+        if piece.end - piece.begin == view.numel():
+            return nn.Parameter(view)
+        begin = self.layout.offsets[piece.param] + piece.begin
+        return nn.Parameter(self._flat[begin : begin + piece.end - piece.begin])
+
+    def is_intact(self) -> bool:
+        """Whether every parameter still lies here: nobody has moved or converted it."""
+        pairs = zip(self.params, self._views, strict=True)
+        return all(p.data_ptr() == v.data_ptr() and p.dtype is v.dtype for p, v in pairs)
+
+    def cut(self, piece: Piece, full: torch.Tensor) -> torch.Tensor:
+        """The elements of `piece` in a tensor of its parameter's shape: a view where it can be."""
+        view = self._views[piece.param]
+        if piece.end - piece.begin == view.numel() or full.layout is not torch.strided:
+            return full
+        if full.stride() != view.stride():
+            full = torch.empty_strided(
+                view.shape, view.stride(), dtype=full.dtype, device=full.device
+            ).copy_(full)
+        begin = full.storage_offset() + piece.begin
+        return full.as_strided((piece.end - piece.begin,), (1,), begin)
+
+    def full_like(self, param: int, part: torch.Tensor) -> torch.Tensor:
+        """A tensor in the shape and memory format of a parameter, of the dtype of `part`."""
+        view = self._views[param]
+        return torch.empty_strided(view.shape, view.stride(), dtype=part.dtype, device=part.device)
+
+    def lend_gradients(self) -> None:
+        """Gives each owned piece the elements of its parameter's gradient."""
+        for piece, tensor in self.owned.items():
+            grad = self.params[piece.param].grad
+            tensor.grad = None if grad is None else self.cut(piece, grad)
+
+    def take_gradients(self) -> None:
+        for tensor in self.owned.values():
+            tensor.grad = None
+
+    def gather(self) -> None:
+        """Every rank sends its region to all. Collective."""
+        if self._world == 1:
+            return
+        size = max(1, _GATHER_BYTES // self._flat.element_size())
+        regions = self._flat.view(self._world, self.layout.region)
+        under_way: deque[dist.Work] = deque()
+        for begin in range(0, self.layout.region, size):
+            parts = list(regions[:, begin : begin + size])
+            work = dist.all_gather(parts, parts[self._rank], group=self._group, async_op=True)
+            assert work is not None
+            under_way.append(work)
+            if len(under_way) >= _IN_FLIGHT:
+                under_way.popleft().wait()
+        for work in under_way:
+            work.wait()

@@ -1,0 +1,418 @@
+"""zero=1: unchanged scripts, each rank with its share of the optimizer's state."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from fastsync import FastDDP
+from fastsync.shard.layout import cut_by_elements, cut_by_tensors
+from fastsync.testing import RankError, run_ranks
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a scalar, an empty one, channels-last, a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.line = nn.Linear(20, 7)
+        self.again = nn.Linear(20, 7, bias=False)
+        self.again.weight = self.line.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = self.conv(x).flatten(1)
+        return (self.line(x) + self.again(x.tanh())).square() * self.scale + self.empty.sum()
+
+
+def net():
+    torch.manual_seed(3)
+    return Net()
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 3, 4, 4, generator=generator)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: optim.Adam(p, 0.01, amsgrad=True),
+    "adamw": lambda p: optim.AdamW(p, 0.01),
+    "adamw plain": lambda p: optim.AdamW(p, 0.01, foreach=False),
+    "adamw fused": lambda p: optim.AdamW(p, 0.01, fused=True),
+    "adagrad": lambda p: optim.Adagrad(p, 0.05),
+    "rmsprop": lambda p: optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
+    "adafactor": lambda p: optim.Adafactor([q for q in p if q.numel()], 0.01),
+    "nadam": lambda p: optim.NAdam(p, 0.01),
+    "rprop": lambda p: optim.Rprop(p, 0.01),
+}
+
+
+def clip(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clip_values(model, optimizer):
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def write(model, optimizer):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5).add_(0.01 * param.detach())
+
+
+BETWEEN = {"nothing": lambda *_: None, "clip": clip, "clip values": clip_values, "write": write}
+
+
+def losses_and_weights(rank, zero, make, between, early):
+    """Of a loop that any script might hold; the optimizer is made before or after wrapping."""
+    module = net()
+    optimizer = OPTIMIZERS[make](module.parameters()) if early else None
+    model = FastDDP(module, zero=zero, find_unused_parameters=True)
+    optimizer = optimizer or OPTIMIZERS[make](model.parameters())
+    schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        model(batch(rank, step)).mean().backward()
+        BETWEEN[between](model, optimizer)
+        optimizer.step()
+        schedule.step()
+    own = sum(v.numel() for s in optimizer.state.values() for v in s.values() if v.dim())
+    return [p.detach().clone() for p in module.parameters()], own
+
+
+def beside_ddp(rank, world, make, between, early):
+    wanted, whole = losses_and_weights(rank, 0, make, between, early)
+    found, own = losses_and_weights(rank, 1, make, between, early)
+    return wanted, found, own / max(1, whole)
+
+
+def close(found, wanted):
+    return all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_are_those_of_the_whole_optimizer(make, world):
+    ranks = run_ranks(beside_ddp, world, make, "nothing", world == 2)
+    for wanted, found, _ in ranks:
+        assert close(found, wanted)
+        for mine, first in zip(found, ranks[0][1], strict=True):
+            assert torch.equal(mine, first), "ranks differ"
+    shares = [share for _, _, share in ranks]
+    assert sum(shares) == pytest.approx(1, abs=0.01)
+    if make != "adafactor":
+        assert max(shares) < 1.3 / world
+
+
+@pytest.mark.parametrize("between", ["clip", "clip values", "write"])
+def test_what_scripts_do_between_backward_and_step(between):
+    for wanted, found, _ in run_ranks(beside_ddp, 2, "sgd", between, True):
+        assert close(found, wanted)
+
+
+def muon_and_adamw(rank, zero):
+    """Two optimizers over parts of one model, of which one needs whole matrices."""
+    module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5), nn.Linear(5, 3))
+    model = FastDDP(module, zero=zero)
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    others = [p for p in module.parameters() if p.dim() != 2]
+    optimizers = [optim.Muon(matrices, 0.02), optim.AdamW(others, 0.02)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(step * 9 + rank))
+        ).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def muon_beside_ddp(rank, world):
+    torch.manual_seed(5)
+    wanted = muon_and_adamw(rank, 0)
+    torch.manual_seed(5)
+    return wanted, muon_and_adamw(rank, 1)
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
+def test_two_optimizers_one_of_whole_matrices():
+    for wanted, found in run_ranks(muon_beside_ddp, 2):
+        assert close(found, wanted)
+
+
+class Mine(optim.SGD):
+    """An optimizer that fastsync has never heard of."""
+
+
+def step_with_mine(rank, world, shard_by):
+    module = net()
+    model = FastDDP(module, zero=1, shard_by=shard_by, find_unused_parameters=True)
+    optimizer = Mine(model.parameters(), 0.1)
+    model(batch(rank, 0)).mean().backward()
+    optimizer.step()
+
+
+def test_an_unknown_optimizer_is_an_error_unless_it_is_explained():
+    with pytest.raises(RankError, match=r"does not know how tests.test_zero.Mine may be sharded"):
+        run_ranks(step_with_mine, 2, "auto")
+    run_ranks(step_with_mine, 2, "element")
+    run_ranks(step_with_mine, 2, "tensor")
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(rank, step)).mean().backward()
+        optimizer.step()
+
+
+def save_and_resume(rank, world, stages):
+    """All steps; half of them, a checkpoint, and the other half by another model."""
+    whole = net()
+    model = FastDDP(whole, zero=0, find_unused_parameters=True)
+    optimizer = optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(STEPS))
+
+    first = net()
+    model = FastDDP(first, zero=stages[0], find_unused_parameters=True)
+    optimizer = optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(STEPS // 2))
+    state = copy.deepcopy([first.state_dict(), optimizer.state_dict()])
+
+    second = Net()
+    second.load_state_dict(state[0])
+    model = FastDDP(second, zero=stages[1], find_unused_parameters=True)
+    optimizer = optim.AdamW(model.parameters(), 0.5)
+    if stages == (1, 1):  # into one that has made a step already
+        train(model, optimizer, rank, [77])
+        second.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    train(model, optimizer, rank, range(STEPS // 2, STEPS))
+    again = optimizer.state_dict()
+    return [[p.detach() for p in m.parameters()] for m in (whole, second)], state[1], again
+
+
+@pytest.mark.parametrize("stages", [(1, 0), (0, 1), (1, 1)])
+def test_state_dicts_are_those_of_the_whole_optimizer(stages):
+    ranks = run_ranks(save_and_resume, 2, stages)
+    for (wanted, found), saved, again in ranks:
+        assert close(found, wanted)
+        assert saved["state"].keys() == again["state"].keys()
+        shapes = {i: s["exp_avg"].shape for i, s in saved["state"].items()}
+        assert shapes[0] == () and shapes[3] == (5, 3, 3, 3) and shapes[5] == (7, 20)
+        assert again["state"][0]["step"] == STEPS
+
+
+def save_on_one_rank(rank, world):
+    os.environ["FASTSYNC_AGREE_TIMEOUT"] = "2"
+    model = FastDDP(net(), zero=1, find_unused_parameters=True)
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer, rank, [0])
+    text = ""
+    if rank == 0:
+        try:
+            optimizer.state_dict()
+        except RuntimeError as error:
+            text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_a_state_dict_on_one_rank_alone_is_an_error():
+    text, _ = run_ranks(save_on_one_rank, 2)
+    assert "waited 2 s for optimizer.state_dict()" in text
+    assert "ranks [1] did not come. Call it on every rank" in text
+
+
+def closures(rank, world):
+    results = []
+    for zero in (0, 1):
+        module = net()
+        model = FastDDP(module, zero=zero, find_unused_parameters=True)
+        optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        losses = []
+        for step in range(STEPS):
+
+            def closure(step=step, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(batch(rank, step)).mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        results.append([torch.tensor(losses), *(p.detach() for p in module.parameters())])
+    return results
+
+
+def test_closures():
+    for wanted, found in run_ranks(closures, 2):
+        assert close(found, wanted)
+
+
+def grow(rank, world):
+    """A group that is added later, a frozen half, a learning rate that changes."""
+    results = []
+    for zero in (0, 1):
+        module = net()
+        model = FastDDP(module, zero=zero, find_unused_parameters=True)
+        optimizer = optim.Adam([{"params": module.conv.parameters(), "lr": 0.01}], 0.02)
+        for step in range(STEPS):
+            if step == 2:
+                optimizer.add_param_group({"params": [module.line.weight, module.scale]})
+            if step == 3:
+                module.conv.bias.requires_grad_(False)
+            if step == 5:
+                module.conv.bias.requires_grad_(True)
+            optimizer.param_groups[0]["lr"] *= 0.9
+            with model.no_sync():
+                model(batch(rank, 50 + step)).mean().backward()
+            train_once(model, optimizer, rank, step)
+        results.append([p.detach() for p in module.parameters()])
+    return results
+
+
+def train_once(model, optimizer, rank, step):
+    model(batch(rank, step)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_groups_added_later_frozen_parameters_and_accumulation():
+    for wanted, found in run_ranks(grow, 2):
+        assert close(found, wanted)
+
+
+def scaled(rank, world):
+    """A step whose gradients overflow on one rank is left out by all."""
+    results = []
+    for zero in (0, 1):
+        module = net()
+        model = FastDDP(module, zero=zero, find_unused_parameters=True)
+        optimizer = optim.AdamW(model.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            factor = float("inf") if step == 2 and rank == 1 else 1.0
+            scaler.scale(model(batch(rank, step)).mean() * factor).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(
+            [torch.tensor(scaler.get_scale()), *(p.detach() for p in module.parameters())]
+        )
+    return results
+
+
+def test_gradient_scalers_skip_steps_on_all_ranks():
+    for wanted, found in run_ranks(scaled, 2):
+        assert wanted[0] == 512
+        assert close(found, wanted)
+
+
+def moved(rank, world):
+    """A step that raised, another wrapper, a model that was converted in between."""
+    module = net()
+    model = FastDDP(module, zero=1, find_unused_parameters=True)
+    optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    train(model, optimizer, rank, [0, 1])
+    optimizer.param_groups[0]["momentum"] = "broken"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    model = FastDDP(module, zero=1, find_unused_parameters=True)
+    train(model, optimizer, rank, [2, 3])
+    for param in module.parameters():
+        param.data = param.data.clone()
+    train(model, optimizer, rank, [4])
+    momenta = [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
+    return [p.detach() for p in module.parameters()], momenta
+
+
+def plainly(rank, world):
+    module = net()
+    model = FastDDP(module, find_unused_parameters=True)
+    optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    train(model, optimizer, rank, range(5))
+    momenta = [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
+    return [p.detach() for p in module.parameters()], momenta
+
+
+def test_after_an_error_another_wrapper_and_moved_parameters():
+    for found, wanted in zip(run_ranks(moved, 2), run_ranks(plainly, 2), strict=True):
+        assert close(found[0], wanted[0])
+        assert close(found[1], wanted[1])
+
+
+def refuse(rank, world, what):
+    model = FastDDP(net(), zero=1 if what != "stages" else rank, find_unused_parameters=True)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    if what == "join":
+        with model.join():
+            pass
+    if what == "backward":
+        hook = model.module.scale.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        model(batch(rank, 0)).mean().backward()
+        hook.remove()
+    if what == "lbfgs":
+        optim.LBFGS(model.parameters()).step(lambda: torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("stages", "zero"),
+        ("join", "makes no optimizer steps, which zero=1 needs"),
+        ("backward", "cannot step inside a backward"),
+        ("lbfgs", "cannot shard LBFGS"),
+    ],
+)
+def test_what_cannot_be_is_refused(what, text):
+    with pytest.raises(RankError, match=text):
+        run_ranks(refuse, 2, what)
+
+
+@pytest.mark.parametrize("arguments", [{"zero": 2}, {"zero": "1"}, {"zero": 1, "shard_by": "row"}])
+def test_arguments_that_make_no_sense(arguments):
+    with pytest.raises(RankError, match=r"zero must be 0|shard_by must be one of"):
+        run_ranks(wrap_with, 1, arguments)
+
+
+def wrap_with(rank, world, arguments):
+    FastDDP(net(), **arguments)
+
+
+NUMELS = [[], [0], [1], [0, 5, 0], [17, 300, 1, 64], [16] * 7, [1000, 3], [5, 5, 5, 999, 5]]
+
+
+@pytest.mark.parametrize("cut", [cut_by_elements, cut_by_tensors])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("numels", NUMELS)
+def test_every_element_has_one_owner_and_one_place(cut, world, numels):
+    layout = cut(numels, world)
+    places = set()
+    for piece in layout.pieces:
+        begin = layout.offsets[piece.param] + piece.begin
+        end = layout.offsets[piece.param] + piece.end
+        region = range(piece.rank * layout.region, (piece.rank + 1) * layout.region)
+        assert begin == end or (begin in region and end - 1 in region)
+        places.update(range(begin, end))
+    assert len(places) == sum(numels)
+    for index, numel in enumerate(numels):
+        pieces = [piece for piece in layout.pieces if piece.param == index]
+        assert sum(piece.end - piece.begin for piece in pieces) == numel
+        assert cut is cut_by_elements or len(pieces) <= 1
