@@ -184,19 +184,39 @@ class _Parameter:
             wanted = parts[0].to(self.real) + parts[1].to(self.real)
             assert torch.equal(got, wanted.double()), f"{self.where}: wrong average"
             return
+        finite = self._finite(got, values)
         # Gradients and the average are rounded to what they are stored in, whatever cancels out.
         bound = bound + 2 * self._eps() * (got.abs() + sum(part.abs() for part in parts))
-        finite = sum(values).isfinite()
-        assert not bool(got[~finite].isfinite().any()), (
-            f"{self.where}: infinite, yet arrived finite"
-        )
         error = (got - sum(values)).abs().where(finite, 0.0)
         bound = bound.where(finite, 0.0)
         assert bool((error <= bound).all()), (
             f"{self.where}: off by {float(error.max())}, {self._travelled()}"
         )
         if owed is not None:
-            self._nothing_lost(got - sum(parts) + sum(owed) - sum(before), grads, owed, before)
+            missing = got - sum(parts) + sum(owed) - sum(before)
+            self._nothing_lost(missing.where(finite, 0.0), grads, owed, before)
+
+    def _finite(self, got, values):
+        """Where the average is finite, and what it travelled as can hold it."""
+        finite = sum(values).isfinite()
+        assert not bool(got[~finite].isfinite().any()), (
+            f"{self.where}: infinite, yet arrived finite"
+        )
+        fits = sum(value.abs() for value in values) < self._largest()
+        assert bool(got[finite & fits].isfinite().all()), (
+            f"{self.where}: finite, yet arrived infinite, {self._travelled()}"
+        )
+        return finite & got.isfinite()
+
+    def _largest(self):
+        """Sums below it must not overflow."""
+        drawn, bucket = self.wrapped.drawn, self.bucket
+        dtypes = [self.real, drawn.hook_dtype]
+        if drawn.mixed is not None:
+            dtypes += [drawn.mixed.param_dtype, drawn.mixed.reduce_dtype]
+        if bucket is not None and bucket.format_name == "halves":
+            dtypes.append(torch.float16)
+        return min(torch.finfo(dtype).max for dtype in dtypes if dtype is not None) / 2
 
     def _scale(self):
         """1 / N in the arithmetic of the kernels."""
