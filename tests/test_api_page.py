@@ -70,6 +70,8 @@ def another_value(name, group):
             "param_to_hook_all_reduce": layer.weight,
         },
         "timeline": {"timeline": True},
+        "zero": {"zero": 1},
+        "shard_by": {"zero": 1, "shard_by": "tensor"},
     }
     values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]
     flag = inspect.signature(fastsync.FastDDP).parameters[name].default
