@@ -42,7 +42,16 @@ LEFT_OVER: Final = re.compile(r"^\s*(\|.*\|\s*$|#{1,6} \S|```)", re.MULTILINE)
 # The order of reading. Files that are not there yet are passed over.
 READING: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("Start", ("README.md", "docs/drop-in.md", "docs/run.md", "examples/README.md")),
-    ("Use", ("docs/tuning.md", "docs/wire.md", "docs/zero.md", "docs/custom-codec.md", "docs/timeline.md")),
+    (
+        "Use",
+        (
+            "docs/tuning.md",
+            "docs/wire.md",
+            "docs/zero.md",
+            "docs/custom-codec.md",
+            "docs/timeline.md",
+        ),
+    ),
     ("Look up", ("docs/api.md", "docs/environment.md", "docs/troubleshooting.md")),
     ("Measured", ("docs/benchmarks.md", "docs/gpu.md")),
     ("Inside", ("docs/how-it-works.md", "docs/decisions.md")),
