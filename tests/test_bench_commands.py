@@ -24,7 +24,6 @@ COMMANDS = {
     "step": ("--models", "small", "--scale", "0.01", "--rounds", "1", *SOME),
     "links": ("--links", "loopback", "--scale", "0.01", "--rounds", "1", *SOME),
     "kernels": ("--models", "small,gpt2", "--scale", "0.001", "--rounds", "1"),
-    "collectives": ("--sizes", "0.5,64", "--rounds", "1"),
     "overlap": ("--links", "loopback", "--backward", "1,2", "--scale", "0.01", "--rounds", "1"),
     "buckets": ("--models", "wide", "--scale", "0.01", "--sizes", "0.1,1", "--rounds", "1"),
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
@@ -34,7 +33,7 @@ COMMANDS = {
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = ("step", "links", "collectives", "overlap", "buckets", "hooks", "freezing")
+IN_RANKS = ("step", "links", "overlap", "buckets", "hooks", "freezing")
 
 
 def run_rank(rank, world, name, arguments):
@@ -78,18 +77,6 @@ def check_kernels(result):
         assert point["gbps"] > 0
         if point["of"][2] == "copy":
             assert point["ratio"]["median"] == 1.0
-
-
-def check_collectives(result):
-    assert OURS | {"all_reduce_fp32", "all_reduce_fp16"} <= names(result, 2)
-    assert names(result, 3) == {"0.5 KiB", "64 KiB"}
-    for point in result["points"]:
-        bytes_per_second = point["size"] / point["time"]["median"]
-        assert point["algorithm_gbps"] == pytest.approx(bytes_per_second * 1e-9)
-        assert point["bus_gbps"] == pytest.approx(point["algorithm_gbps"])  # 2(N-1)/N = 1
-        assert (point["sent_bytes"] is None) == point["of"][2].startswith("all_reduce")
-        if point["of"][2].startswith("fastsync") and point["of"][3] == "64 KiB":
-            assert 1 <= point["sent_bytes"] / point["formula_bytes"] < 1.12  # flags and padding
 
 
 def check_overlap(result):
@@ -159,7 +146,6 @@ def test_command(name, tmp_path):
 BAD_INPUT = {
     "step": ("--ranks", "two"),
     "kernels": ("--cases", "pack fp7>fp32"),
-    "collectives": ("--sizes", "small"),
     "overlap": ("--backward", "0"),
     "buckets": ("--sizes", "-1"),
     "scale": ("--worlds", "0"),

@@ -311,10 +311,10 @@ MEASURING_MODULES = {
         ["benchmark"],
     ],
     "bench.models": [["workload"], ["classic", "paced"], ["known"], ["__init__"]],
-    "bench.report": [["charts", "summary", "tables"], ["aims", "figures"], ["documents"]],
+    "bench.report": [["charts", "summary", "tables"], ["figures"], ["documents"]],
     "examples": [
         ["checkpoint", "data", "manual_parallel", "ring_allreduce", "shapes"],
-        ["gpt", "hierarchical", "training", "visualise"],
+        ["gpt", "training", "visualise"],
         ["demo"],
     ],
     "examples.common": [

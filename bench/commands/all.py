@@ -48,7 +48,7 @@ class Part:
         return settings if named else [self.name, *settings]
 
 
-REAL_MODELS = "resnet50,gpt2,vit,lstm,dlrm"
+REAL_MODELS = "resnet50,gpt2,vit"
 CLASSIC_MODELS = "small,transformer,wide,conv"
 
 PARTS = (
@@ -63,7 +63,6 @@ PARTS = (
     Part("timeline", 140),
     Part("kernels", 240),
     Part("scale", 50),
-    Part("collectives", 45),
     Part("step", 240, f"--models {CLASSIC_MODELS} --rounds 9 --seconds 45"),
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
     Part("step-real", 140, f"step --models {REAL_MODELS} --seconds 10 --check-steps 1"),

@@ -2,7 +2,7 @@
 
     python -m bench compare before.json after.json
 
-Both are of `bench step`, or both of links, kernels, collectives, overlap, buckets or scale.
+Both are of `bench step`, or both of links, kernels, overlap, buckets or scale.
 Compared is, where a result has it, the ratio to its baseline, which a slower machine leaves as it
 is; --metric time compares seconds. A regression is a median that grew by more than --threshold
 while the quartiles of the two results do not overlap. What is gone is one too.
