@@ -20,7 +20,6 @@ from examples.common.ranks import FAILED, Parser, UsageError, argument, guarded
 from examples.common.rounds import SCHEMA
 from examples.common.text import Spread, render
 
-STEP = "step"
 RATIO, TIME = "ratio", "time"
 SAME_SETTINGS = ("baseline", "optimizer", "scale", "device")
 SAME_MACHINE = ("cpu", "cores", "gpu", "ranks", "threads_per_rank", "transport")
@@ -72,17 +71,10 @@ def load(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{path.name}: {error}") from error
-    kind = kind_of(result) if isinstance(result, dict) else None
-    if kind is None or result.get("schema") != SCHEMA:
+    comparable = isinstance(result, dict) and result.get("kind") not in (None, "table")
+    if not comparable or result.get("schema") != SCHEMA:
         raise UsageError(f"{path.name}: expects a result of a benchmark, of this version's schema")
     return dict(result)
-
-
-def kind_of(result: dict[str, Any]) -> str | None:
-    """Which command made a result; None where none did that can be compared."""
-    if "points" in result or "links" in result:
-        return str(result.get("kind"))
-    return STEP if "models" in result else None
 
 
 def spreads(result: dict[str, Any], metric: str) -> dict[str, Spread]:
@@ -110,9 +102,9 @@ def compare(before: dict[str, Any], after: dict[str, Any], metric: str) -> list[
     Raises:
         UsageError: they are results of different commands.
     """
-    kinds = kind_of(before), kind_of(after)
-    if kinds[0] != kinds[1]:
-        raise UsageError(f"bench {kinds[0]} and bench {kinds[1]} measure different things")
+    if before["kind"] != after["kind"]:
+        wrong = f"bench {before['kind']} and bench {after['kind']}"
+        raise UsageError(f"{wrong} measure different things")
     old, new = spreads(before, metric), spreads(after, metric)
     return [Change(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])]
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from bench.measure import benchmark as b
 from bench.report import tables
 from examples.common.ranks import Group, argument
-from examples.common.rounds import SCHEMA, measure, model_record
+from examples.common.rounds import measure, model_record
 from examples.common.training import OPTIMIZERS
 from examples.common.variants import FLOOR, select
 
@@ -34,9 +33,7 @@ OPTIMIZER = argument("--optimizer", "time this optimizer's step as well", choice
         b.warmup(3),
     ),
     *(b.check_steps(4), b.BASELINE, OPTIMIZER, b.seconds()),
-    kind="",
-    schema=SCHEMA,
-    settings=lambda args: asdict(b.settings_of(args)),
+    kind="step",
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """All models; where there are several numbers of ranks, a model's name carries them."""

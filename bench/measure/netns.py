@@ -83,9 +83,9 @@ class LinkName:
         return SLOW_SCALE if rate is not None and rate < SLOW else 1.0
 
 
-def parse_links(names: str) -> list[LinkName]:
+def parse_links(names: str) -> tuple[LinkName, ...]:
     """Links with commas between them; raises UsageError."""
-    return [LinkName(name.strip()) for name in names.split(",")]
+    return tuple(LinkName(name.strip()) for name in names.split(","))
 
 
 def missing_rights() -> str | None:

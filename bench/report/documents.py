@@ -137,7 +137,7 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
     if not path.exists():
         return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
-    kind = result.get("kind", "step")
+    kind = result["kind"]
     reports = {"step": _step_report, LINKS: _links_report, "table": _table_report}
     report = _wires_report if name == WIRES else reports.get(kind, _point_report)
     shown = f"Chart of {kind}; its numbers are in the tables below"
