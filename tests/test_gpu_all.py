@@ -24,7 +24,8 @@ def context(folder, gpus=1):
 
 
 def session(folder, seconds=1000.0, keep=None):
-    (folder / "results").mkdir(exist_ok=True)
+    for name in ("logs", "results"):
+        (folder / name).mkdir(exist_ok=True)
     deadline = time.monotonic() + seconds
     return gpu_all.Session(context(folder), keep, deadline, {"SAID": "hello"})
 
