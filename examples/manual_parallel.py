@@ -1,6 +1,6 @@
 """Data parallelism by hand, step by step towards DDP, and what each step saves.
 
-  none           every rank trains alone: the floor, and the proof that ranks drift apart
+  no_sync        every rank trains alone: the floor, and the proof that ranks drift apart
   per parameter  after backward, one blocking all-reduce per gradient
   bucketed       after backward, gradients flattened into buckets, one all-reduce each
   overlapped     the same buckets, each sent by hooks as soon as backward has filled it
@@ -9,7 +9,7 @@
 
     python -m examples.manual_parallel --ranks 2
 
-Every rank builds other weights, which are then broadcast from rank 0. All strategies but `none`
+Every rank builds other weights, which are then broadcast from rank 0. All strategies but `no_sync`
 must train the same weights: the same bits on two ranks, up to the order of sums on more. Then their
 steps are timed in turn. Exits with 1 where weights differ.
 """
@@ -30,15 +30,14 @@ from torch.nn.utils import parameters_to_vector
 import fastsync
 from examples.common.costs import events_of
 from examples.common.ranks import Group, argument, run_example, whole
-from examples.common.rounds import Settings, less, time_lanes
-from examples.common.text import Progress, Spread, milliseconds, render
+from examples.common.rounds import Settings, summarise, time_lanes
+from examples.common.text import Progress, milliseconds, render
 from examples.common.training import Lane, Workload, make_batches
+from examples.common.variants import BASELINE, FLOOR, OURS
 
-FLOOR, REFERENCE = "none", "ddp"
 WIDTH, LAYERS, BATCH = 256, 24, 32
 BUCKET_MB = 1.0
 CHECK_STEPS = 6
-BAR = 40
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,8 @@ STRATEGIES: dict[str, Callable[[nn.Module], Replica]] = {
     "per parameter": by_hand(lambda module: partial(average_each, list(module.parameters()))),
     "bucketed": by_hand(lambda module: partial(average_buckets, _buckets_of(module))),
     "overlapped": by_hand(lambda module: Overlap(_buckets_of(module)).finish),
-    REFERENCE: wrapped(DistributedDataParallel),
-    "fastsync": wrapped(fastsync.FastDDP),
+    BASELINE: wrapped(DistributedDataParallel),
+    OURS: wrapped(fastsync.FastDDP),
 }
 
 
@@ -234,7 +233,7 @@ def trained(strategy: str, group: Group) -> tuple[Tensor, Tensor, int]:
 
 def check(group: Group, progress: Progress) -> dict[str, Verdict]:
     """Trains with every strategy and compares the weights with DDP's and between the ranks."""
-    start, expected, _ = trained(REFERENCE, group)
+    start, expected, _ = trained(BASELINE, group)
     moved = (expected - start).norm()
     verdicts = {}
     for strategy in STRATEGIES:
@@ -247,19 +246,6 @@ def check(group: Group, progress: Progress) -> dict[str, Verdict]:
     return verdicts
 
 
-def report(times: dict[str, list[float]], verdicts: dict[str, Verdict], world: int) -> str:
-    overheads = {name: Spread.of(less(steps, times[FLOOR])) for name, steps in times.items()}
-    longest = max(spread.median for spread in overheads.values())
-    rows = []
-    for name, steps in times.items():
-        verdict, overhead = verdicts[name], overheads[name]
-        bar = "#" * max(0, round(BAR * overhead.median / longest)) if longest > 0 else ""
-        cells = (*milliseconds(Spread.of(steps)), *milliseconds(overhead), verdict.words(world))
-        rows.append((name, str(verdict.collectives), *cells, bar.ljust(BAR)))
-    headers = ("strategy", "all-reduces", "step ms", "±", "overhead ms", "±", "weights", "overhead")
-    return render(headers, rows)
-
-
 def run(args: argparse.Namespace, group: Group) -> int:
     progress = Progress(group)
     verdicts = check(group, progress)
@@ -268,13 +254,18 @@ def run(args: argparse.Namespace, group: Group) -> int:
         failed.append(f"{FLOOR} (ranks that do not synchronise must drift apart)")
     lanes: dict[str, Lane] = {name: make_lane(name, group) for name in STRATEGIES}
     measured = time_lanes(lanes, group, Settings(rounds=args.rounds, steps=args.steps))
-    times = {name: found.seconds for name, found in measured.items()}
+    words = {name: verdict.words(group.world) for name, verdict in verdicts.items()}
+    headers, rows = ("strategy", "all-reduces", "step ms", "±", "overhead ms", "±", "weights"), []
+    for timing in summarise(measured, words, BASELINE):
+        times = (*milliseconds(timing.step), *milliseconds(timing.exposed))
+        sent = str(verdicts[timing.variant].collectives)
+        rows.append((timing.variant, sent, *times, timing.check))
     if group.is_main:
         module = build(0)
         count, size = len(list(module.parameters())), sum(p.nbytes for p in module.parameters())
         print(f"\n  {count} parameters, {size / 1e6:.1f} MB of gradients, {group.world} ranks over")
         print(f"  {group.transport}, buckets of {BUCKET_MB:g} MiB\n")
-        print(report(times, verdicts, group.world))
+        print(render(headers, rows))
         print(f"\n  overhead: step less that of `{FLOOR}` in the same round; ±: half the range")
         print("  between the quartiles of the rounds; all-reduces: per step, by torch's profiler")
         if failed:

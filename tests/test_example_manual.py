@@ -62,7 +62,7 @@ def test_how_many_collectives(on_two_ranks):
     verdicts = on_two_ranks[0]
     module = manual.build(0)
     buckets = manual.make_buckets(module.parameters(), manual.BUCKET_MB)
-    assert verdicts["none"].collectives == 0
+    assert verdicts[manual.FLOOR].collectives == 0
     assert verdicts["per parameter"].collectives == len(list(module.parameters()))
     assert 1 < len(buckets) < 10
     for name in ("bucketed", "overlapped", "ddp", "fastsync"):

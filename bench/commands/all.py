@@ -47,7 +47,7 @@ class Part:
         return settings if named else [self.name, *settings]
 
 
-REAL_MODELS = "resnet50,gpt2,vit"
+REAL_MODELS = "resnet50,gpt2"
 CLASSIC_MODELS = "small,transformer,wide,conv"
 
 PARTS = (

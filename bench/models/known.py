@@ -36,39 +36,6 @@ def resnet50(scale: float = CPU_SCALE) -> Workload:
     return Workload("resnet50", build, images, mean_square)
 
 
-class VisionTransformer(nn.Module):
-    """Patches, a class token, learned positions and 12 pre-norm encoder layers."""
-
-    patch = 16
-    heads = 12
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            width, self.heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        self.patches = nn.Conv2d(3, width, self.patch, self.patch)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        positions = (IMAGE // self.patch) ** 2 + 1
-        self.positions = nn.Parameter(0.02 * torch.randn(1, positions, width))
-        self.encoder = nn.TransformerEncoder(layer, 12, nn.LayerNorm(width), False)
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, classes] of images [batch, 3, 224, 224]."""
-        patches = self.patches(images).flatten(2).transpose(1, 2)
-        rows = torch.cat([self.token.expand(len(images), -1, -1), patches], 1) + self.positions
-        logits: Tensor = self.head(self.encoder(rows)[:, 0])
-        return logits
-
-
-def vit(scale: float = CPU_SCALE) -> Workload:
-    """ViT-B/16 (Dosovitskiy et al., 2020): 86.6 M parameters, on 32 images of 224 x 224."""
-    width = side(768, scale, VisionTransformer.heads)
-    images = normal_batch(share(BATCH, scale), 3, IMAGE, IMAGE)
-    return Workload("vit", seeded(lambda: VisionTransformer(width)), images, mean_square)
-
-
 def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
