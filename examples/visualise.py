@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from examples.common.ranks import Group, run_example
 from examples.common.text import render
-from examples.manual_parallel import BUCKET_MB, STRATEGIES, Replica
+from examples.manual_parallel import BUCKET_MB, STRATEGIES
 
 SHOWN = ("per parameter", "bucketed", "overlapped", "ddp", "fastsync")
 WARMUP_STEPS = 3
@@ -167,14 +167,15 @@ def watching_hook(
     return future
 
 
-def prepare(strategy: str, module: nn.Module, recorder: Recorder) -> Replica:
+def wrapped(strategy: str, module: nn.Module, recorder: Recorder) -> nn.Module:
     """The module under one strategy, in sight of a recorder."""
     wrapper = {"ddp": DistributedDataParallel, "fastsync": fastsync.FastDDP}.get(strategy)
     if wrapper is None:
-        return STRATEGIES[strategy](module)
+        by_hand = next(s for s in STRATEGIES if s.name == strategy)
+        return by_hand.wrap(module, next(module.parameters()).device)
     model = wrapper(module, bucket_cap_mb=BUCKET_MB)
     model.register_comm_hook(recorder, watching_hook)
-    return Replica(module, model, lambda: None)
+    return model
 
 
 def build(group: Group) -> nn.Module:
@@ -201,16 +202,15 @@ def observe(strategy: str, group: Group, expected: Tensor) -> tuple[Run, dict[st
     """
     module, inputs = build(group), batch(group)
     recorder = Recorder(module)
-    replica = prepare(strategy, module, recorder)
+    model = wrapped(strategy, module, recorder)
     for _ in range(1 + WARMUP_STEPS):
         module.zero_grad()
-        loss = replica.model(inputs).square().mean()
+        loss = model(inputs).square().mean()
         group.synchronize()
         dist.barrier()
         recorder.begin()
         with mock.patch.object(dist, "all_reduce", recorder.all_reduce):
             loss.backward()
-            replica.finish()
         group.synchronize()
         total = recorder.now()
         messages = recorder.taken()

@@ -135,9 +135,9 @@ def test_command(name, tmp_path):
     assert result["environment"]["torch"] and result["command"].startswith("python")
     assert str(tmp_path) not in path.read_text(), "results hold no paths"
     assert compare.load(path)["kind"] == name
-    changes = compare.compare(result, result, compare.TIME)
-    assert len(changes) > 2 and not any(change.verdict(0.05) for change in changes)
-    assert len(documents.figures(name, tmp_path).splitlines()) > len(changes) / 4
+    compared = compare.compare(result, result)
+    assert len(compared) > 2 and not any(compare.verdict(*both, 0.05) for _, *both in compared)
+    assert len(documents.figures(name, tmp_path).splitlines()) > len(compared) / 4
 
 
 BAD_INPUT = {

@@ -30,13 +30,8 @@ KIND = "overhead"
 
 
 @b.benchmark(
-    *(
-        b.models("gpt2,resnet50,small"),
-        b.SCALE,
-        b.wrappers("all"),
-        b.ranks("1", least=1),
-        b.SOCKETS,
-    ),
+    *(b.models("gpt2,resnet50,small"), b.SCALE, b.wrappers("all")),
+    *(b.ranks("1", least=1), b.SOCKETS),
     *(b.rounds(15), b.steps(8), b.check_steps(4)),
     kind=KIND,
 )

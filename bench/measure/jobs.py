@@ -16,7 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from bench.measure import netns
-from examples.common.ranks import INTERRUPTED, Group, anywhere, is_rank, launch, over_sockets
+from examples.common.ranks import (
+    INTERRUPTED,
+    Group,
+    MissingRights,
+    anywhere,
+    is_rank,
+    launch,
+    over_sockets,
+)
 
 JOB_VARIABLE = "BENCH_JOB"  # tells a rank the number of its job
 
@@ -51,8 +59,9 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
         return launch(main, 0, threads)
     with terminable():
         try:
-            if any(job.on_links for job in jobs):
-                netns.require()
+            missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
+            if missing:
+                raise MissingRights(missing)
             for number, job in enumerate(jobs):
                 os.environ[JOB_VARIABLE] = str(number)
                 code = _start(job, threads, main)
