@@ -172,7 +172,7 @@ def passes(found: Check, world: int, dtype: torch.dtype) -> bool:
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
-    dtype, failed, rows = getattr(torch, args.dtype), False, []
+    dtype, failed, rows = torch.float32, False, []
     lines = trace(group) if group.world <= 8 else []
     for numel in args.numel:
         found = check(group, numel, dtype)
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
     if group.is_main:
         print("\n".join(lines))
         n = group.world
-        print(f"\n  all-reduce of {args.dtype} over N = {n} ranks, M bytes each, seen by rank 0\n")
+        print(f"\n  all-reduce of fp32 over N = {n} ranks, M bytes each, seen by rank 0\n")
         headers = ("elements", "steps", "sent", "2(N-1)/N M", "all sent", "error", "torch's")
         print(render(headers, rows))
         print("\n  sent: bytes; chunks of M/N bytes are rounded to whole elements, so a rank may")
@@ -194,13 +194,11 @@ def run(args: argparse.Namespace, group: Group) -> int:
 
 def main() -> int:
     sizes = [1, 1_000, 1_000_003, 4_000_000]
-    kinds = ("float32", "float64", "int64")
     return run_example(
         "ring_allreduce",
         __doc__,
         run,
         argument("--numel", "elements", sizes, type=whole, nargs="+"),
-        argument("--dtype", "of the elements", "float32", choices=kinds),
         ranks=4,
     )
 

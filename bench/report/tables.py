@@ -181,9 +181,7 @@ LAYOUTS = {
     "kernels": Layout(1, kernels, _RATES),
     "overlap": Layout(4, overlap, _EXPOSED),
     "buckets": Layout(3, buckets),
-    "overhead": Layout(
-        1, overhead, "Medians ± half the range between the quartiles of the rounds."
-    ),
+    "overhead": Layout(1, overhead),
     "trace": Layout(1, trace, "Of one rank, per step, from a profile of several."),
     "scale": Layout(2, scale),
 }
