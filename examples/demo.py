@@ -28,10 +28,10 @@ from examples.common.check import train as train_steps
 from examples.common.costs import dispatched_ops, gradient_memory
 from examples.common.machine import describe, environment
 from examples.common.ranks import CheckFailed, Group, argument, run_example
-from examples.common.rounds import Settings, Timing, measure, over
-from examples.common.text import Progress, Spread, milliseconds, ratio, render
+from examples.common.rounds import Settings, Timing, measure
+from examples.common.text import Progress, milliseconds, ratio, render
 from examples.common.training import Workload
-from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Variant, select
+from examples.common.variants import BASELINE, OURS, VARIANTS, Variant, select
 
 BATCH = 12
 STEPS, QUICK_STEPS = 240, 60
@@ -45,7 +45,6 @@ WIDTH, HEIGHT = 64, 10  # of the curve
 PROMPT = b"def "
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.6
-BUSY = 0.2  # of the median between the quartiles of a step without any synchronisation
 
 
 def say(group: Group, text: str = "") -> None:
@@ -161,16 +160,8 @@ def check_parity(workload: Workload, group: Group) -> dict[str, dict[str, str]]:
     return hashes
 
 
-Costs = tuple[float | None, int]  # memory of gradients and buckets, where it can be told; operators
-
-
-def measure_costs(workload: Workload, variant: Variant, group: Group) -> Costs:
-    Progress(group).show(f"  memory and operators of {variant.name}")
-    memory = gradient_memory(workload, variant, group)
-    return memory, dispatched_ops(workload, variant, group)
-
-
-def cost_table(timings: Sequence[Timing], costs: dict[str, Costs]) -> str:
+def cost_table(timings: Sequence[Timing], costs: dict[str, tuple[float | None, int]]) -> str:
+    """Times, and memory of gradients and buckets, where it can be told, and operators."""
     headers = ("variant", "step ms", "±", "ratio", "±", "exposed ms", "±", "memory", "ops")
     rows = []
     for timing in timings:
@@ -181,48 +172,21 @@ def cost_table(timings: Sequence[Timing], costs: dict[str, Costs]) -> str:
     return render((*headers, "weights"), rows)
 
 
-def compare_rounds(ours: Timing, theirs: Timing) -> str:
-    """In words, how `ours` did against `theirs`, with the middle half of the rounds."""
-    spread = Spread.of(over(ours.rounds, theirs.rounds))
-    verdict = "no difference beyond noise"
-    if spread.q3 < 1:
-        verdict = "faster"
-    elif spread.q1 > 1:
-        verdict = "SLOWER"
-    return (
-        f"FastDDP takes {spread.median:.2f} of {theirs.variant}'s step "
-        f"(middle half of rounds {spread.q1:.2f} to {spread.q3:.2f}): {verdict}"
-    )
-
-
-def reading(timings: Sequence[Timing]) -> list[str]:
-    """The table in words: FastDDP against default DDP, and against torch's best that keeps fp32."""
-    by_name = {timing.variant: timing for timing in timings}
-    torchs = [t for t in timings if VARIANTS[t.variant].wire is None and t.variant != FLOOR]
-    exact = (t for t in torchs if not VARIANTS[t.variant].lossy)
-    best = min(exact, key=lambda timing: timing.ratio.median)
-    rivals = dict.fromkeys((BASELINE, best.variant))
-    lines = [compare_rounds(by_name[OURS], by_name[rival]) for rival in rivals]
-    floor = by_name[FLOOR].step
-    if floor.width > BUSY * floor.median:
-        share = floor.width / floor.median
-        lines.append(f"This machine was busy: no_sync itself spread by {share:.0%}; measure again")
-    return lines
-
-
 def measure_gpt(
     workload: Workload, variants: tuple[Variant, ...], settings: Settings, group: Group
-) -> tuple[list[Timing], dict[str, Costs]]:
+) -> tuple[list[Timing], dict[str, tuple[float | None, int]]]:
     """Part 3: the table."""
     say(group, "\n3. What synchronisation costs on this GPT, AdamW's step included\n")
-    timings = measure(workload, variants, group, settings)
-    costs = {variant.name: measure_costs(workload, variant, group) for variant in variants}
+    timings, costs = measure(workload, variants, group, settings), {}
+    for variant in variants:
+        Progress(group).show(f"  memory and operators of {variant.name}")
+        memory = gradient_memory(workload, variant, group)
+        costs[variant.name] = memory, dispatched_ops(workload, variant, group)
     Progress(group).clear()
     say(group, cost_table(timings, costs))
     say(group, "\n  ratio: to default DDP; exposed: step less no_sync's in the same round;")
     say(group, "  memory: of gradients and buckets, per byte of gradients; ops: dispatched on the")
-    say(group, "  CPU per step; ±: half the range between the quartiles of the rounds\n")
-    say(group, "\n".join(f"  {line}" for line in reading(timings)))
+    say(group, "  CPU per step; ±: half the range between the quartiles of the rounds")
     return timings, costs
 
 

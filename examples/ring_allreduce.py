@@ -15,9 +15,8 @@ torch.distributed.all_reduce and the formula. Exits with 1 where they differ.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -35,51 +34,32 @@ unwatched: Watch = lambda phase, chunks: None  # noqa: E731
 
 @dataclass
 class Ring:
-    """This rank's place in the ring of a process group, and what it has sent.
+    """This rank's place in the ring of all ranks, the bytes that it has sent, and in how many
+    exchanges with its neighbours."""
 
-    Attributes:
-        group: None takes all ranks.
-        sent: bytes by the receiver's global rank.
-        steps: exchanges with the neighbours.
-    """
-
-    group: dist.ProcessGroup | None = None
-    sent: Counter[int] = field(default_factory=Counter)
+    sent: int = 0
     steps: int = 0
 
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    def neighbour(self, distance: int) -> int:
-        """The global rank that comes `distance` places after this one."""
-        group = self.group or dist.group.WORLD
-        assert group is not None  # there is one wherever a rank is known
-        return dist.get_global_rank(group, (self.rank + distance) % self.size)
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def exchange(self, outgoing: Tensor, incoming: Tensor) -> None:
         """One step: sends to the next rank while receiving from the previous one."""
-        after, before = self.neighbour(1), self.neighbour(-1)
         operations = []
         if outgoing.numel():
-            operations.append(dist.P2POp(dist.isend, outgoing, after, self.group))
-            self.sent[after] += outgoing.nbytes
+            operations.append(dist.P2POp(dist.isend, outgoing, (self.rank + 1) % self.size))
+            self.sent += outgoing.nbytes
         if incoming.numel():
-            operations.append(dist.P2POp(dist.irecv, incoming, before, self.group))
+            operations.append(dist.P2POp(dist.irecv, incoming, (self.rank - 1) % self.size))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         self.steps += 1
 
 
-def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch = unwatched) -> int:
-    """Adds up the ranks' chunks in place, one finished chunk on each rank, in N-1 steps.
+def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch) -> None:
+    """Adds up the ranks' chunks in place, in N-1 steps.
 
-    Returns:
-        The index of the chunk that is finished on this rank; the others hold partial sums.
+    Rank r then holds the finished chunk r + 1, and partial sums of the others.
     """
     n, rank = ring.size, ring.rank
     for step in range(n - 1):
@@ -88,10 +68,9 @@ def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch = unwatched) -> int:
         ring.exchange(mine, received)
         theirs += received
         watch("reduce-scatter", chunks)
-    return (rank + 1) % n
 
 
-def all_gather(ring: Ring, chunks: Chunks, watch: Watch = unwatched) -> None:
+def all_gather(ring: Ring, chunks: Chunks, watch: Watch) -> None:
     """Spreads the chunks that `reduce_scatter` has finished, in N-1 steps."""
     n, rank = ring.size, ring.rank
     for step in range(n - 1):
@@ -173,11 +152,11 @@ def check(group: Group, numel: int, dtype: torch.dtype) -> Check:
     dist.all_reduce(expected)
     dist.all_reduce(magnitudes)
     ring_all_reduce(mine, ring)
-    total = torch.tensor(ring.sent.total(), device=group.device)
+    total = torch.tensor(ring.sent, device=group.device)
     dist.all_reduce(total)
     return Check(
         steps=ring.steps,
-        sent=ring.sent.total(),
+        sent=ring.sent,
         formula=Fraction(2 * (group.world - 1) * mine.nbytes, group.world),
         sent_by_all=int(total),
         error=float((mine.double() - expected.double()).abs().max() / magnitudes.max()),
@@ -193,7 +172,7 @@ def passes(found: Check, world: int, dtype: torch.dtype) -> bool:
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
-    dtype, failed, rows = getattr(torch, args.dtype), False, []
+    dtype, failed, rows = torch.float32, False, []
     lines = trace(group) if group.world <= 8 else []
     for numel in args.numel:
         found = check(group, numel, dtype)
@@ -205,7 +184,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
     if group.is_main:
         print("\n".join(lines))
         n = group.world
-        print(f"\n  all-reduce of {args.dtype} over N = {n} ranks, M bytes each, seen by rank 0\n")
+        print(f"\n  all-reduce of fp32 over N = {n} ranks, M bytes each, seen by rank 0\n")
         headers = ("elements", "steps", "sent", "2(N-1)/N M", "all sent", "error", "torch's")
         print(render(headers, rows))
         print("\n  sent: bytes; chunks of M/N bytes are rounded to whole elements, so a rank may")
@@ -215,13 +194,11 @@ def run(args: argparse.Namespace, group: Group) -> int:
 
 def main() -> int:
     sizes = [1, 1_000, 1_000_003, 4_000_000]
-    kinds = ("float32", "float64", "int64")
     return run_example(
         "ring_allreduce",
         __doc__,
         run,
         argument("--numel", "elements", sizes, type=whole, nargs="+"),
-        argument("--dtype", "of the elements", "float32", choices=kinds),
         ranks=4,
     )
 

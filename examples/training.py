@@ -49,7 +49,6 @@ from examples.shapes import CLASSES, SIDE, shapes
 REFERENCE_BATCH = 64  # the global batch that `rate` is meant for
 VALIDATION = 512
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-REPORT_SECONDS = 10.0
 
 
 def _option(default: Any, meaning: str) -> Any:
@@ -277,7 +276,7 @@ def train(settings: Settings, saving: Saving, device: torch.device) -> Result:
     if saving.resume and saving.path is not None:
         trainer.resume(saving.path)
         say(f"continuing after step {trainer.steps}" if trainer.steps else "no checkpoint yet")
-    per_epoch, reported = settings.steps_per_epoch, time.monotonic()
+    per_epoch = settings.steps_per_epoch
     while trainer.steps < settings.epochs * per_epoch:
         losses, started, first = [], time.monotonic(), trainer.steps
         for step_loss in trainer.epoch():
@@ -286,9 +285,6 @@ def train(settings: Settings, saving: Saving, device: torch.device) -> Result:
             if saving.path is not None and saving.every and trainer.steps % saving.every == 0:
                 trainer.save(saving.path)
                 say(f"checkpoint after step {trainer.steps}: {saving.path.name}")
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                say(f"  step {trainer.steps} of {settings.epochs * per_epoch}")
         pictures = (trainer.steps - first) * settings.batch * settings.accumulate
         speed = pictures * dist.get_world_size() / (time.monotonic() - started)
         mean = torch.stack(losses).mean()

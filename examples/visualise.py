@@ -3,10 +3,10 @@
     python -m examples.visualise --ranks 2
 
 Every rank computes its own gradients; five strategies average them: one message per parameter,
-buckets after backward, buckets that overlap with backward, torch's DDP and fastsync's FastDDP. The
+buckets after backward, buckets that overlap with backward (all three as examples/manual_parallel.py
+writes them out), torch's DDP and fastsync's FastDDP, watched through their communication hooks. The
 terminal shows strips of gradients, buckets, and when each message was under way, as rank 0's host
-saw it. DDP and FastDDP are watched through their communication hooks. Exits with 1 where a strategy
-does not leave the average of all ranks on every rank.
+saw it. Exits with 1 where a strategy does not leave the average of all ranks on every rank.
 """
 
 # No `from __future__ import annotations`: a hook's annotations must be types, not their names.
@@ -14,10 +14,10 @@ does not leave the average of all ranks on every rank.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from examples.common.ranks import Group, run_example
 from examples.common.text import render
-from examples.manual_parallel import Bucket, Overlap, Replica, broadcast_weights, make_buckets
+from examples.manual_parallel import BUCKET_MB, STRATEGIES
 
-BUCKET_MB = 0.5
+SHOWN = ("per parameter", "bucketed", "overlapped", "ddp", "fastsync")
 WARMUP_STEPS = 3
 BATCH = 64
 CALLBACK_SECONDS = 5.0
@@ -42,15 +42,15 @@ MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HEADERS = ("strategy", "messages", "MB", "step ms", "exposed ms", "error")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Message:
-    """One collective: the parameters whose gradients it carries, their bytes, and when it was under
-    way, in seconds since backward began."""
+    """One collective: the parameters whose gradients it carries, where a hook tells them, their
+    bytes, and when it was under way, in seconds since backward began."""
 
     names: tuple[str, ...]
     size: int
     start: float
-    end: float
+    end: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Run:
 
         messages = [" "] * WIDTH
         for number, message in enumerate(self.messages):
-            for at in range(place(message.start), place(message.end) + 1):
+            for at in range(place(message.start), place(message.end or longest) + 1):
                 messages[at] = MARKS[number % len(MARKS)]
         return "=" * (place(self.backward) + 1), "".join(messages).rstrip()
 
@@ -114,18 +114,21 @@ class Picture:
         return alike and all(run.error <= ROUNDING for run in self.runs)
 
 
-@dataclass
 class Recorder:
-    """Notes messages and the last gradient, in seconds since `begin`."""
+    """Notes messages and a module's last gradient, in seconds since `begin`."""
 
-    names: dict[int, str]
-    started: float = 0.0
-    backward: float = 0.0
-    messages: dict[int, list[Any]] = field(default_factory=dict)
+    def __init__(self, module: nn.Module) -> None:
+        self.names = {id(p): name for name, p in module.named_parameters()}
+        self.send = dist.all_reduce
+        self.begin()
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(self.gradient)
 
     def begin(self) -> None:
-        self.messages.clear()
+        self.messages: list[Message] = []
+        self.aboard: tuple[str, ...] = ()
         self.started = time.perf_counter()
+        self.backward = 0.0
 
     def now(self) -> float:
         return time.perf_counter() - self.started
@@ -133,97 +136,51 @@ class Recorder:
     def gradient(self, _: Tensor) -> None:
         self.backward = self.now()
 
-    def sent(self, key: int, params: Iterable[Tensor], size: int) -> None:
-        names = tuple(self.names[id(p)] for p in params)
-        self.messages[key] = [names, size, self.now(), None]
-
-    def received(self, key: int) -> None:
-        self.messages[key][3] = self.now()
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Any:
+        """Stands in for that of torch.distributed."""
+        message = Message(self.aboard, tensor.nbytes, self.now())
+        self.messages.append(message)
+        work = self.send(tensor, async_op=True)
+        work.get_future().add_done_callback(lambda _: setattr(message, "end", self.now()))
+        return work if async_op else work.wait()
 
     def taken(self) -> tuple[Message, ...]:
         """The messages in the order in which they were sent; RuntimeError where one is missing."""
         deadline = time.monotonic() + CALLBACK_SECONDS
         # The backend's thread notes an arrival right after it has let the waiting rank go on.
-        while any(message[3] is None for message in self.messages.values()):
+        while any(message.end is None for message in self.messages):
             if time.monotonic() > deadline:
                 raise RuntimeError("a message was sent but not received")
             time.sleep(1e-4)
-        ordered = sorted(self.messages.values(), key=lambda message: message[2])
-        return tuple(Message(*message) for message in ordered)
-
-
-class WatchedBucket(Bucket):
-    """A bucket of examples/manual_parallel.py that tells a recorder."""
-
-    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
-        super().__init__(params)
-        self.recorder = recorder
-
-    def launch(self) -> None:
-        self.recorder.sent(id(self), self.params, sum(p.nbytes for p in self.params))
-        super().launch()
-        arrived: Callable[[Any], None] = lambda _: self.recorder.received(id(self))  # noqa: E731
-        self.work.get_future().add_done_callback(arrived)
-
-
-Make = Callable[[nn.Module, Recorder], Replica]
-
-
-def _one_by_one(buckets: Sequence[Bucket]) -> None:
-    for bucket in buckets:
-        bucket.launch()
-        bucket.finish()
-
-
-def _by_hand(cap_mb: float, overlaps: bool) -> Make:
-    def make(module: nn.Module, recorder: Recorder) -> Replica:
-        broadcast_weights(module)
-        plain = make_buckets(module.parameters(), cap_mb)
-        buckets = [WatchedBucket(bucket.params, recorder) for bucket in plain]
-        finish = Overlap(buckets).finish if overlaps else partial(_one_by_one, buckets)
-        return Replica(module, module, finish)
-
-    return make
+        return tuple(self.messages)
 
 
 def watching_hook(
     recorder: Recorder,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """What DDP does without a hook, and a note in the recorder."""
-    key, flat = bucket.index(), bucket.buffer()
-    recorder.sent(key, bucket.parameters(), flat.nbytes)
-    work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
-
-    def arrived(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        recorder.received(key)
-        return done.value()[0]
-
-    future: torch.futures.Future[Tensor] = work.get_future().then(arrived)
+    """What DDP does without a hook; says who travels in the bucket."""
+    recorder.aboard = tuple(recorder.names[id(p)] for p in bucket.parameters())
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    first: Callable[[Any], Tensor] = lambda done: done.value()[0]  # noqa: E731
+    future: torch.futures.Future[Tensor] = work.get_future().then(first)
     return future
 
 
-def _hooked(wrapper: type[DistributedDataParallel]) -> Make:
-    def make(module: nn.Module, recorder: Recorder) -> Replica:
-        model = wrapper(module, bucket_cap_mb=BUCKET_MB)
-        model.register_comm_hook(recorder, watching_hook)
-        return Replica(module, model, lambda: None)
-
-    return make
-
-
-STRATEGIES: dict[str, Make] = {
-    "per parameter": _by_hand(0.0, overlaps=False),
-    "bucketed": _by_hand(BUCKET_MB, overlaps=False),
-    "overlapped": _by_hand(BUCKET_MB, overlaps=True),
-    "ddp": _hooked(DistributedDataParallel),
-    "fastsync": _hooked(fastsync.FastDDP),
-}
+def wrapped(strategy: str, module: nn.Module, recorder: Recorder) -> nn.Module:
+    """The module under one strategy, in sight of a recorder."""
+    wrapper = {"ddp": DistributedDataParallel, "fastsync": fastsync.FastDDP}.get(strategy)
+    if wrapper is None:
+        by_hand = next(s for s in STRATEGIES if s.name == strategy)
+        return by_hand.wrap(module, next(module.parameters()).device)
+    model = wrapper(module, bucket_cap_mb=BUCKET_MB)
+    model.register_comm_hook(recorder, watching_hook)
+    return model
 
 
 def build(group: Group) -> nn.Module:
     torch.manual_seed(0)
-    sizes = ((256, 512), (512, 512), (512, 256))
+    sizes = ((256, 512), (512, 512), (512, 512), (512, 256))
     layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in sizes]
     return nn.Sequential(*layers, nn.Linear(256, 10)).to(group.device)
 
@@ -244,18 +201,16 @@ def observe(strategy: str, group: Group, expected: Tensor) -> tuple[Run, dict[st
         expected: the fp64 averages of all parameters, flattened.
     """
     module, inputs = build(group), batch(group)
-    recorder = Recorder({id(p): name for name, p in module.named_parameters()})
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(recorder.gradient)
-    replica = STRATEGIES[strategy](module, recorder)
+    recorder = Recorder(module)
+    model = wrapped(strategy, module, recorder)
     for _ in range(1 + WARMUP_STEPS):
         module.zero_grad()
-        loss = replica.model(inputs).square().mean()
+        loss = model(inputs).square().mean()
         group.synchronize()
         dist.barrier()
         recorder.begin()
-        loss.backward()
-        replica.finish()
+        with mock.patch.object(dist, "all_reduce", recorder.all_reduce):
+            loss.backward()
         group.synchronize()
         total = recorder.now()
         messages = recorder.taken()
@@ -281,7 +236,7 @@ def take_picture(group: Group) -> Picture:
     expected = _flat(own)
     dist.all_reduce(expected)
     expected /= group.world
-    observed = {name: observe(name, group, expected) for name in STRATEGIES}
+    observed = {name: observe(name, group, expected) for name in SHOWN}
     left = observed["fastsync"][1]
     strips: list[Any] = [None] * group.world
     dist.all_gather_object(

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from bench.measure.bare import BareList
 from bench.measure.formulas import variant_bytes, wire_bytes
 from examples.common.variants import VARIANTS
+from fastsync import FastDDP
+from fastsync.testing import run_ranks
 from fastsync.wire.formats import wire_formats
 
 CPU = torch.device("cpu")
@@ -48,3 +51,26 @@ def test_every_variant_has_a_formula():
         assert variant_bytes(variant, SHAPES, 2, CPU) > 0, name
     assert variant_bytes(VARIANTS["ddp_fp16"], SHAPES, 4, CPU) == 1.5 * 2 * NUMEL
     assert set(PER_ELEMENT) | {"topk", "powersgd"} <= set(wire_formats())
+
+
+def counted(rank, world, wires):
+    """The bytes that the engine counts for a backward, by wire format."""
+    found = {}
+    for wire in wires:
+        module = BareList([(64, 128), (64, 128)], CPU)
+        model = FastDDP(module, wire=wire)
+        for _ in range(3):
+            module.ready += [torch.randn_like(p) for p in module.list]
+            model().backward()
+        stats = model.sync_stats()
+        found[wire] = stats.sent_bytes / stats.steps
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_engine_counts_what_the_formula_says(world):
+    """Flags and padding come on top."""
+    for sent in run_ranks(counted, world, wire_formats()):
+        for wire, found in sent.items():
+            formula = wire_bytes(wire, [(64, 128), (64, 128)], world, CPU)
+            assert 1 <= found / formula < 1.12, wire

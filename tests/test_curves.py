@@ -96,7 +96,6 @@ def test_the_command(tmp_path):
         "-m",
         "bench",
         "curves",
-        "--quick",
         "--steps",
         "4",
         "--wires",

@@ -180,6 +180,7 @@ def test_report_fills_a_table(tmp_path):
     facts = {"gpu": None, "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 2}
     facts |= {"transport": "Gloo", "threads_per_rank": 1, "torch": "2", "python": "3"}
     result = {
+        "kind": "step",
         "command": "python -m bench step",
         "environment": facts | {"commit": "abc"},
         "settings": {"baseline": "ddp", "rounds": 9},

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent
 TINY = {
     "custom_codec": (),
     "demo": ("--help",),
-    "hierarchical": ("--numel", "100"),
     "manual_parallel": ("--help",),
     "ring_allreduce": ("--ranks", "2", "--numel", "10"),
     "training": ("--help",),

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from examples import manual_parallel as manual
-from examples.common.ranks import Group
-from examples.common.text import Progress
+from examples.common.check import judge, train
+from examples.common.ranks import CheckFailed, Group
 from fastsync.testing import run_ranks
 from tests.scripts import run_module
 
 BY_HAND = ("per parameter", "bucketed", "overlapped")
+NAMES = [strategy.name for strategy in manual.STRATEGIES]
 
 
 def mean_is_forgotten():
@@ -17,16 +18,14 @@ def mean_is_forgotten():
 
 
 def only_buckets_go_wrong():
-    """One kind of bucket is not sent to its end, the other starts from the rank's own weights."""
-    send = manual.average_buckets
+    """The last bucket is not sent."""
+    send, begin = manual.average_buckets, manual.Overlap.__init__
     manual.average_buckets = lambda buckets: send(buckets[:-1])
-    overlapped = manual.STRATEGIES["overlapped"]
+    manual.Overlap.__init__ = lambda self, buckets: begin(self, buckets[:-1])
 
-    def without_broadcast(module):
-        manual.broadcast_weights = lambda module: None
-        return overlapped(module)
 
-    manual.STRATEGIES["overlapped"] = without_broadcast
+def weights_are_not_broadcast():
+    manual.broadcast_weights = lambda module: None
 
 
 def nothing():
@@ -34,9 +33,19 @@ def nothing():
 
 
 def checked(rank, world, change=nothing):
-    change()
+    """The verdict on each strategy, or that it failed, and the all-reduces of a step."""
     group = Group(rank, world, torch.device("cpu"))
-    return manual.check(group, Progress(group))
+    work, by_name = manual.workload(group), {s.name: s for s in manual.STRATEGIES}
+    expected = train(work, by_name["ddp"], group, "sgd", manual.CHECK_STEPS)
+    change()
+    verdicts = {}
+    for name, strategy in by_name.items():
+        trained = train(work, strategy, group, "sgd", manual.CHECK_STEPS)
+        try:
+            verdicts[name] = judge(strategy, trained, expected, group)
+        except CheckFailed:
+            verdicts[name] = "failed"
+    return verdicts, [manual.collectives(s, group) for s in manual.STRATEGIES if change is nothing]
 
 
 @pytest.fixture(scope="module")
@@ -45,38 +54,37 @@ def on_two_ranks():
 
 
 def test_two_ranks_train_the_bits_of_ddp(on_two_ranks):
-    for verdicts in on_two_ranks:
-        assert set(verdicts) == set(manual.STRATEGIES)
-        assert not verdicts[manual.FLOOR].alike
-        for name in (*BY_HAND, "fastsync"):
-            assert verdicts[name].alike, name
-            assert verdicts[name].distance == 0, name
+    for verdicts, _ in on_two_ranks:
+        assert verdicts == dict.fromkeys(NAMES, "bit-identical") | {"no_sync": "not synchronised"}
 
 
 def test_three_ranks_train_the_same_weights_but_for_the_order_of_sums():
-    for verdicts in run_ranks(checked, 3):
-        assert all(v.good(3) for name, v in verdicts.items() if name != manual.FLOOR)
+    for verdicts, _ in run_ranks(checked, 3):
+        assert "failed" not in verdicts.values()
 
 
 def test_how_many_collectives(on_two_ranks):
-    verdicts = on_two_ranks[0]
     module = manual.build(0)
     buckets = manual.make_buckets(module.parameters(), manual.BUCKET_MB)
-    assert verdicts["none"].collectives == 0
-    assert verdicts["per parameter"].collectives == len(list(module.parameters()))
     assert 1 < len(buckets) < 10
-    for name in ("bucketed", "overlapped", "ddp", "fastsync"):
-        assert verdicts[name].collectives == len(buckets), name
+    counted = dict(zip(NAMES, on_two_ranks[0][1], strict=True))
+    assert counted.pop("no_sync") == 0
+    assert counted.pop("per parameter") == len(list(module.parameters()))
+    assert set(counted.values()) == {len(buckets)}
 
 
 @pytest.mark.parametrize(
     "change, broken",
-    [(mean_is_forgotten, BY_HAND), (only_buckets_go_wrong, ("bucketed", "overlapped"))],
+    [
+        (mean_is_forgotten, BY_HAND),
+        (only_buckets_go_wrong, ("bucketed", "overlapped")),
+        (weights_are_not_broadcast, BY_HAND),
+    ],
 )
 def test_mistakes_are_noticed(change, broken):
-    verdicts = run_ranks(checked, 2, change)[0]
-    assert [name for name in BY_HAND if not verdicts[name].good(2)] == list(broken)
-    assert verdicts["fastsync"].good(2)
+    verdicts, _ = run_ranks(checked, 2, change)[0]
+    assert [name for name in BY_HAND if verdicts[name] == "failed"] == list(broken)
+    assert verdicts["fastsync"] == "bit-identical"
 
 
 def test_buckets_hold_every_parameter_once_last_layers_first():
@@ -91,6 +99,5 @@ def test_buckets_hold_every_parameter_once_last_layers_first():
 def test_the_command_prints_a_row_per_strategy():
     output = run_module("examples.manual_parallel", "--rounds", 2, "--steps", 1)
     rows = {line[:13].strip(): line for line in output.splitlines()}
-    for name in manual.STRATEGIES:
-        expected = "differ between ranks" if name == manual.FLOOR else "DDP's bits"
-        assert expected in rows[name]
+    for name in NAMES:
+        assert ("not synchronised" if name == "no_sync" else "bit-identical") in rows[name]

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from examples import ring_allreduce
 from examples.common.ranks import Group
-from examples.ring_allreduce import Ring, ring_all_reduce
 from fastsync.testing import run_ranks
 from tests.scripts import run_module
 
@@ -39,18 +37,6 @@ def forgets_a_step(rank, world):
 
 def test_the_check_notices_a_ring_that_stops_early():
     assert run_ranks(forgets_a_step, 3) == [False] * 3
-
-
-def subgroup(rank, world):
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    tensor, ring = torch.tensor([float(rank)]), Ring(groups[rank % 2])
-    ring_all_reduce(tensor, ring)
-    return tensor.item(), set(ring.sent)
-
-
-def test_a_ring_of_a_subgroup_talks_to_its_members_only():
-    # One element: of the two chunks one is empty, and nothing is sent for it.
-    assert run_ranks(subgroup, 4) == [(2.0, {2}), (4.0, {3}), (2.0, {0}), (4.0, {1})]
 
 
 def test_views_are_needed():

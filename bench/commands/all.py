@@ -10,18 +10,17 @@ cannot be made. Ctrl-C keeps what is finished.
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.measure import netns
 from bench.measure.benchmark import choose
 from bench.report.documents import RESULTS, ROOT
-from examples.common.ranks import INTERRUPTED, Parser, argument, guarded
+from examples.common.machine import COMMIT_VARIABLE, commit
+from examples.common.ranks import FAILED, INTERRUPTED, Parser, argument, guarded
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Part:
         return settings if named else [self.name, *settings]
 
 
-REAL_MODELS = "resnet50,gpt2,vit,lstm,dlrm"
+REAL_MODELS = "resnet50,gpt2"
 CLASSIC_MODELS = "small,transformer,wide,conv"
 
 PARTS = (
@@ -63,7 +62,6 @@ PARTS = (
     Part("timeline", 140),
     Part("kernels", 240),
     Part("scale", 50),
-    Part("collectives", 45),
     Part("step", 240, f"--models {CLASSIC_MODELS} --rounds 9 --seconds 45"),
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
     Part("step-real", 140, f"step --models {REAL_MODELS} --seconds 10 --check-steps 1"),
@@ -75,48 +73,35 @@ PARTS = (
 )
 
 
-def run(parts: Sequence[Part], folder: Path) -> list[str]:
-    """Runs the parts; returns the names of those that failed."""
+def run(parts: Sequence[Part]) -> int:
+    """Runs the parts, then renews the documents; returns an exit code."""
+    # That of the start: the results themselves change the checkout.
+    os.environ[COMMIT_VARIABLE] = commit() or ""
     failed = []
-    started = time.monotonic()
     for number, part in enumerate(parts):
         left = sum(p.seconds for p in parts[number:]) / 60
-        spent = (time.monotonic() - started) / 60
-        print(
-            f"\n=== {part.name} ({number + 1} of {len(parts)}), about {part.seconds:.0f} s; "
-            f"{spent:.0f} min spent, about {left:.0f} left ===",
-            flush=True,
-        )
+        place = f"{number + 1} of {len(parts)}; about {left:.0f} minutes left"
+        print(f"\n=== {part.name} ({place}) ===", flush=True)
         command = [sys.executable, "-m", "bench", *part.typed]
-        result = ("--json", str(folder / f"{part.name}.json"))
+        result = ("--json", str(RESULTS / f"{part.name}.json"))
         if subprocess.run([*command, *result], cwd=ROOT, check=False).returncode:
             print(f"{part.name} failed", file=sys.stderr)
             failed.append(part.name)
-    return failed
+    subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
+    return FAILED if failed else 0
 
 
-def _run_possible(parts: list[Part], results: Path) -> int:
+def _run_possible(parts: list[Part]) -> int:
     reason = netns.missing_rights() if any(part.on_links for part in parts) else None
     if reason:
         left_out = [part.name for part in parts if part.on_links]
         print(f"left out: {', '.join(left_out)}, as no link can be shaped: {reason}")
         parts = [part for part in parts if not part.on_links]
-    # Not straight into bench/results: a changed checkout would be part of every later result.
-    folder = ROOT / "out" / "bench"
-    shutil.rmtree(folder, ignore_errors=True)
     try:
-        failed = run(parts, folder)
+        return run(parts)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        results.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.json")):
-            shutil.copy(path, results / path.name)
-            print(f"wrote {path.name}")
-    if results == RESULTS:
-        subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
-    return 1 if failed else 0
 
 
 def parser() -> Parser:
@@ -125,19 +110,18 @@ def parser() -> Parser:
         "bench all",
         __doc__,
         argument("--only", f"of {', '.join(part.name for part in PARTS)}", "all"),
-        argument("--skip", "leave these out"),
+        argument("--skip", "leave these out", ""),
         argument("--list", "only say what would run", action="store_true"),
-        argument("--results", "folder for them; unset: bench/results", type=Path),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     def start() -> int:
         args = parser().parse_args(argv)
-        wanted = choose("part", [part.name for part in PARTS], args.only, args.skip or "")
+        wanted = choose("part", [part.name for part in PARTS], args.only, args.skip)
         parts = [part for part in PARTS if part.name in wanted]
         if not args.list:
-            return _run_possible(parts, args.results or RESULTS)
+            return _run_possible(parts)
         for part in parts:
             print(f"{part.name:12} {part.seconds:5.0f} s  bench {' '.join(part.typed)}")
         return 0

@@ -35,7 +35,7 @@ NUDGED = "fp32, nudged"
 NUDGE = 1e-4
 CHOSEN = ", recommended"
 TOLERANCE = 0.01
-STEPS, QUICK = 400, 60
+STEPS = 400
 POINTS = 24  # of a curve
 WARMUP_STEPS = 20
 CLASSES = 10
@@ -217,8 +217,7 @@ def trainings(
 @b.benchmark(
     argument("--wires", "to train in", "all", type=b.names("wire", wire_formats())),
     argument("--tasks", "to learn", "all", type=b.names("task", TASKS)),
-    argument("--steps", f"of every training; unset: {STEPS}", type=whole),
-    argument("--quick", f"{QUICK} steps: to see it run; losses say little", action="store_true"),
+    argument("--steps", "of every training; far fewer say little", STEPS, type=whole),
     b.RANKS,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
@@ -229,8 +228,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         if recommended(name, 1):
             wires[name + CHOSEN] = name
     tasks = {name: TASKS[name]() for name in args.tasks}
-    steps = args.steps or (QUICK if args.quick else STEPS)
-    found = trainings(tasks, wires, steps, group)
+    found = trainings(tasks, wires, args.steps, group)
     rows = []
     for name in wires:
         cells = [f"`{name}`"]

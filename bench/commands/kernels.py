@@ -76,13 +76,13 @@ def measure(of: tuple[str, str], task: Task, device: torch.device, rounds: int) 
     return found
 
 
-def cases(text: str) -> b.Items[Case | CodecCase]:
+def cases(text: str) -> tuple[Case | CodecCase, ...]:
     """An argparse type: cases by name or kind."""
     asked = {name.strip() for name in text.split(",")}
     known = ["all", *dict.fromkeys(c.kind for c in EVERY), *(c.name for c in EVERY)]
     if asked - set(known):
         raise UsageError(f"unknown case {text!r}; expects one of {', '.join(known)}")
-    return b.Items.of((c for c in EVERY if asked & {"all", c.name, c.kind}), text)
+    return tuple(c for c in EVERY if asked & {"all", c.name, c.kind})
 
 
 @b.benchmark(
@@ -93,7 +93,6 @@ def cases(text: str) -> b.Items[Case | CodecCase]:
     argument("--device", "where the kernels run", "cpu", choices=("cpu", "cuda")),
     kind=KIND,
     jobs=b.one_process,
-    settings=lambda args: {"rounds": args.rounds, "device": args.device},
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """In one process, model by model."""

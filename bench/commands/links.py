@@ -82,7 +82,6 @@ def measure(
     argument("--model", ", ".join(WORKLOADS), "wide", choices=tuple(WORKLOADS), metavar="NAME"),
     *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2), b.BASELINE),
     kind=KIND,
-    settings=lambda args: asdict(b.settings_of(args)),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Those of the links that this rank's place allows, one by one."""

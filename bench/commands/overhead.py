@@ -1,6 +1,6 @@
 """What synchronisation costs beside the model: device time, host time and kernels of a step.
 
-    python -m bench overhead --ranks 1 --models gpt2,resnet50,vit,small --json out/overhead.json
+    python -m bench overhead --ranks 1 --models gpt2,resnet50,small --json out/overhead.json
 
 With one rank there is nothing to send, so a step should cost what it costs without a wrapper.
 Variants run in bursts, in turn, and ratios are taken within a round. A burst's steps follow each
@@ -30,13 +30,8 @@ KIND = "overhead"
 
 
 @b.benchmark(
-    *(
-        b.models("gpt2,resnet50,vit,small"),
-        b.SCALE,
-        b.wrappers("all"),
-        b.ranks("1", least=1),
-        b.SOCKETS,
-    ),
+    *(b.models("gpt2,resnet50,small"), b.SCALE, b.wrappers("all")),
+    *(b.ranks("1", least=1), b.SOCKETS),
     *(b.rounds(15), b.steps(8), b.check_steps(4)),
     kind=KIND,
 )

@@ -99,52 +99,40 @@ class Ready:
         return bounds
 
 
-@dataclass(frozen=True)
-class Scene:
-    """One link, and a length of backward in units of the wire's time for fp32."""
+def measure(
+    name: LinkName, factor: float, rate: float, args: argparse.Namespace, group: Group
+) -> list[Point]:
+    """A point per variant: `time` is the exposed one; the ranks are placed on the link.
 
-    link: LinkName
-    factor: float
-    rate: float
-
-
-def measure(scene: Scene, args: argparse.Namespace, group: Group) -> list[Point]:
-    """A point per variant: `time` is the exposed one; the ranks are placed on the link."""
+    Args:
+        factor: the length of backward in units of the wire's time for fp32.
+    """
     link = Link.here(group.world)
     link.shape(None)  # building the lanes broadcasts their weights
     elements = sum(p.numel() for p in paced(args.scale).build().parameters())
-    seconds = scene.factor * bus_factor(group.world) * 4 * elements / scene.rate
+    seconds = factor * bus_factor(group.world) * 4 * elements / rate
     variants = (*select(args.wrappers, required=(FLOOR, args.baseline)).variants, BARE)
     lanes = make_lanes(paced(args.scale, seconds), variants, group)
     ready = Ready.seen(lanes[FLOOR])
-    link.shape(scene.link.rate)
+    link.shape(name.rate)
     measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
-    timings = {t.variant: asdict(t) for t in summarise(measured, {}, args.baseline)}
-    name = (scene.link.name, f"{group.world} ranks", "paced", f"{scene.factor:g}")
-    return [
-        {
-            "of": [*name, v.name],
-            "time": timings[v.name]["exposed"],
-            "step": timings[v.name]["step"],
-            "backward": ready.backward,
-            **ready.least(v, lanes[v.name], scene.rate, group.world),
-        }
-        for v in variants
-    ]
+    found = []
+    for timing in summarise(measured, {}, args.baseline):
+        variant = next(v for v in variants if v.name == timing.variant)
+        assert timing.exposed is not None
+        times = {"time": asdict(timing.exposed), "step": asdict(timing.step)}
+        least = ready.least(variant, lanes[variant.name], rate, group.world)
+        of = [name.name, f"{group.world} ranks", "paced", f"{factor:g}", variant.name]
+        found.append({"of": of, **times, "backward": ready.backward, **least})
+    return found
 
 
 @b.benchmark(
     *(b.links("1gbit"), b.ranks()),
     argument("--backward", "of the wire's time", "0.5,1,2", type=b.numbers(float)),
     argument("--scale", "share of the 25 M parameters", 1.0, type=b.positive),
-    *(
-        b.wrappers(SHOWN),
-        b.BASELINE,
-        b.rounds(5),
-        b.steps(1),
-        b.warmup(1),
-        b.seconds(30.0),
-    ),
+    *(b.wrappers(SHOWN), b.BASELINE, b.rounds(5)),
+    *(b.steps(1), b.warmup(1), b.seconds(30.0)),
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
@@ -154,7 +142,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         link.shape(name.rate)
         rate = all_reduce_rate(group, name.bits_per_second)
         for factor in args.backward:
-            found = measure(Scene(name, factor, rate), args, group)
+            found = measure(name, factor, rate, args, group)
             backward = f"backward {1e3 * found[0]['backward']:.0f} ms"
             scene = f"{name.name}, {group.world} ranks, {8e-9 * rate:.3f} Gbit/s; {backward}"
             title = f"{scene}, {factor:g} x the wire's time for fp32"

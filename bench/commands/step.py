@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from bench.measure import benchmark as b
 from bench.report import tables
 from examples.common.ranks import Group, argument
-from examples.common.rounds import SCHEMA, measure, model_record
+from examples.common.rounds import measure, model_record
 from examples.common.training import OPTIMIZERS
 from examples.common.variants import FLOOR, select
 
@@ -24,19 +23,9 @@ OPTIMIZER = argument("--optimizer", "time this optimizer's step as well", choice
 
 @b.benchmark(
     b.models("small,transformer,wide,conv"),
-    *(
-        b.SCALE,
-        b.wrappers("all"),
-        b.ranks(least=1),
-        b.SOCKETS,
-        b.rounds(15),
-        b.steps(4),
-        b.warmup(3),
-    ),
-    *(b.check_steps(4), b.BASELINE, OPTIMIZER, b.seconds()),
-    kind="",
-    schema=SCHEMA,
-    settings=lambda args: asdict(b.settings_of(args)),
+    *(b.SCALE, b.wrappers("all"), b.ranks(least=1), b.SOCKETS, b.BASELINE, OPTIMIZER),
+    *(b.rounds(15), b.steps(4), b.warmup(3), b.check_steps(4), b.seconds()),
+    kind="step",
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """All models; where there are several numbers of ranks, a model's name carries them."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from bench.measure import benchmark as b
-from bench.models import WORKLOADS
 from examples.common.ranks import Group
-from examples.common.rounds import burst, in_turn, over, slowest
-from examples.common.text import Progress, Spread, quantile
-from examples.common.training import make_lane
+from examples.common.rounds import over, time_lanes
+from examples.common.text import Spread
+from examples.common.training import Lane, make_lane
 from examples.common.variants import OURS, VARIANTS
 from fastsync.build import extension
 
@@ -26,24 +28,27 @@ MODES = ("off", "on", "off again")
 CAPACITY = 1 << 15  # marks
 
 
+@dataclass
+class Switched(Lane):
+    """Records its steps, or does not; lanes of one model."""
+
+    timeline: Any = None
+
+    def forward(self) -> Tensor:
+        model: Any = self.model
+        model._engine.core.set_timeline(self.timeline)
+        return super().forward()
+
+
 def row(name: str, group: Group, args: argparse.Namespace) -> tuple[str, ...]:
     """Times the three modes of a model in turn."""
-    lane, progress = make_lane(WORKLOADS[name](), VARIANTS[OURS], group, None), Progress(group)
-    model: Any = lane.model
-    core, timeline = model._engine.core, extension.load().Timeline(CAPACITY, str(group.device))
-    burst(lane, group, args.warmup)
-
-    def once(mode: str) -> list[float]:
-        core.set_timeline(timeline if mode == "on" else None)
-        return burst(lane, group, args.steps)
-
-    def show(index: int) -> None:
-        progress.show(f"{name}: round {index + 1}/{args.rounds}")
-
-    found = slowest(in_turn(MODES, once, args.rounds, show), group)
-    core.set_timeline(None)
-    steps = {mode: [quantile(times[1:], 0.5) for times in found[mode]] for mode in MODES}
-    marks = (len(timeline.events()) + timeline.dropped()) / (args.rounds * (args.steps + 1))
+    lane = make_lane(b.workload(name, args), VARIANTS[OURS], group, None)
+    timeline = extension.load().Timeline(CAPACITY, str(group.device))
+    recorders = dict.fromkeys(MODES) | {"on": timeline}
+    lanes: dict[str, Lane] = {m: Switched(**vars(lane), timeline=t) for m, t in recorders.items()}
+    found = time_lanes(lanes, group, b.settings_of(args))
+    steps = {mode: measured.seconds for mode, measured in found.items()}
+    marks = (len(timeline.events()) + timeline.dropped()) / lanes["on"].position
 
     def percent(mode: str) -> str:
         ratio = Spread.of(over(steps[mode], steps["off"]))
@@ -53,7 +58,7 @@ def row(name: str, group: Group, args: argparse.Namespace) -> tuple[str, ...]:
     return name, step, percent("on"), percent("off again"), f"{marks:.0f}"
 
 
-@b.benchmark(b.models("small"), b.RANKS, b.rounds(400), b.steps(4), b.warmup(5))
+@b.benchmark(b.models("small"), b.SCALE, b.RANKS, b.rounds(400), b.steps(4), b.warmup(5))
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     title = (
         "what recording adds to a step, in the same round; off again: the noise of that; median of "

@@ -29,7 +29,6 @@ STEPS = 3  # profiled together
     *(b.models("gpt2"), b.SCALE, b.wrappers("all"), b.RANKS, b.SOCKETS),
     argument("--traces", "folder for the traces; unset: none", type=Path),
     kind=KIND,
-    settings=lambda args: {**b.as_typed(args), "traces": None},
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """

@@ -31,7 +31,7 @@ import torch
 from bench.gpu.stages import Command, Context, Stage, stages
 from bench.measure.benchmark import choose
 from bench.report.documents import RESULTS, ROOT
-from examples.common.machine import COMMIT_VARIABLE, describe, environment, write_json
+from examples.common.machine import COMMIT_VARIABLE, commit, describe, environment, write_json
 from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument, guarded
 from examples.common.text import render
 
@@ -57,7 +57,7 @@ class Session:
     """One call of the command.
 
     Attributes:
-        keep: where results are copied to after each stage; None: only at the end.
+        keep: where results are copied to after each stage; None: nowhere.
         deadline: on the monotonic clock, when everything must have ended.
         variables: of the environment, for the stages.
         packed: whether only the summary and one file with all results are kept.
@@ -82,9 +82,7 @@ class Session:
 
 
 def gpu_name() -> str:
-    """The first GPU's name, as a folder's; "cpu" without one."""
-    if not torch.cuda.is_available():
-        return "cpu"
+    """The first GPU's name, as a folder's."""
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
@@ -107,7 +105,6 @@ def run_stage(stage: Stage, session: Session) -> Outcome:
     start, note = time.monotonic(), ""
     end = min(start + stage.seconds, session.deadline)
     log = session.context.work / "logs" / f"{stage.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         for command in commands:
             note = _run(command, output.fileno(), end - time.monotonic(), session.variables)
@@ -157,11 +154,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_all(chosen_stages: Sequence[Stage], session: Session) -> None:
-    """Runs stage after stage; keeps what there is after each."""
+def run_all(chosen_stages: Sequence[Stage], session: Session) -> int:
+    """Runs stage after stage, keeps what there is after each, and returns an exit code."""
+    code = 0
     for number, stage in enumerate(chosen_stages, 1):
         print(f"\n=== {stage.name} ({number} of {len(chosen_stages)}): {stage.summary}", flush=True)
-        outcome = run_stage(stage, session)
+        try:
+            outcome = run_stage(stage, session)
+        except KeyboardInterrupt:
+            outcome, code = Outcome(stage.name, FAILED, note="interrupted"), INTERRUPTED
         session.outcomes.append(outcome)
         took = f"{outcome.status}, {outcome.seconds:.0f} s {outcome.note}".rstrip()
         print(f"--- {stage.name}: {took}")
@@ -170,6 +171,9 @@ def run_all(chosen_stages: Sequence[Stage], session: Session) -> None:
         write_json({**front, "stages": outcomes}, session.context.results / SUMMARY)
         if session.keep is not None:
             _keep(session, session.keep)
+        if code:
+            break
+    return code or (1 if session.failed else 0)
 
 
 def _keep(session: Session, folder: Path) -> None:
@@ -177,13 +181,10 @@ def _keep(session: Session, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(session.context.results.glob(SUMMARY if session.packed else "*.json")):
         shutil.copy(path, folder / path.name)
-    work = session.context.work
-    with tarfile.open(work / "all.tar.gz", "w:gz") as packed:
-        for name in ("logs", "results"):
-            if (work / name).exists():
-                packed.add(work / name, arcname=name)
     if not folder.resolve().is_relative_to(RESULTS):  # not among what is committed
-        shutil.copy(work / "all.tar.gz", folder / "all.tar.gz")
+        with tarfile.open(folder / "all.tar.gz", "w:gz") as packed:
+            for name in ("logs", "results"):
+                packed.add(session.context.work / name, arcname=name)
 
 
 def _session(args: argparse.Namespace) -> Session:
@@ -193,17 +194,19 @@ def _session(args: argparse.Namespace) -> Session:
     name = "rehearsal" if args.rehearse else gpu_name()
     work = ROOT / "out" / "gpu" / name
     shutil.rmtree(work, ignore_errors=True)
-    (work / "results").mkdir(parents=True)
+    for folder in ("logs", "results"):
+        (work / folder).mkdir(parents=True)
+    # The commit of the start: the results themselves change the checkout.
     variables = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    if args.commit:
-        os.environ[COMMIT_VARIABLE] = args.commit
+    os.environ[COMMIT_VARIABLE] = args.commit or commit() or ""
     if gpus and "FASTSYNC_CUDA_ARCHS" not in os.environ:
         # Those of this machine's GPUs: compiling for others only takes time.
         found = {torch.cuda.get_device_capability(index) for index in range(gpus)}
         variables["FASTSYNC_CUDA_ARCHS"] = ";".join(f"{a}{b}" for a, b in sorted(found))
     context = Context(work, work / "results", 0 if args.rehearse else gpus)
+    keep = args.out or (None if args.rehearse else RESULTS / name)
     deadline = time.monotonic() + args.seconds
-    return Session(context, args.out, deadline, variables, args.rehearse, args.packed)
+    return Session(context, keep, deadline, variables, args.rehearse, args.packed)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -212,24 +215,14 @@ def _start(args: argparse.Namespace) -> int:
             print(f"{stage.name:10} at most {stage.seconds:4.0f} s  {stage.summary}")
         return 0
     session = _session(args)
-    wanted = chosen(stages(session.context), args.only, args.skip)
-    code = 0
-    try:
-        run_all(wanted, session)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what is finished is kept", file=sys.stderr)
-        code = INTERRUPTED
-    finally:
-        target = args.out or (None if args.rehearse else RESULTS / gpu_name())
-        if target is not None:
-            _keep(session, target)
+    code = run_all(chosen(stages(session.context), args.only, args.skip), session)
     rows = [(o.stage, o.status, f"{o.seconds:.0f}", o.note) for o in session.outcomes]
     print(f"\n{describe(session.facts())}\n{render(('stage', 'result', 's', ''), rows)}")
-    where = target if target is not None else session.context.results
+    where = session.keep or session.context.results
     print(f"failed: {', '.join(session.failed) or 'none'}; results in {where}")
-    if target is not None and target.resolve().is_relative_to(RESULTS):
+    if where.resolve().is_relative_to(RESULTS):
         subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
-    return code or (1 if session.failed else 0)
+    return code
 
 
 def parser() -> Parser:

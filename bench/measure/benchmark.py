@@ -4,78 +4,68 @@
     def main(args, group):
         yield Shown("what is printed", {"points": [...]})
 
-declares a command of that module's name. Its help is the module's text, its result is what it
-yields, put together over all jobs, with command, environment and settings in front.
+declares a command of that module's name. Its help is the module's text. Its result, which the main
+rank writes anew whenever something is yielded, is what was yielded so far by all jobs, with
+command, settings and environment in front.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from bench.measure.jobs import Job, Part, Report, run_jobs
+from bench.measure.jobs import Job, number_of_job, run_jobs
 from bench.measure.netns import LinkName, parse_links
 from bench.models import WORKLOADS
 from bench.report.tables import LAYOUTS, Point
 from examples.common.machine import command_line, describe, environment, write_json
 from examples.common.ranks import Argument, Group, Parser, UsageError, argument, guarded, whole
-from examples.common.rounds import Settings
+from examples.common.rounds import SCHEMA, Settings
 from examples.common.text import Progress, Row, Spread, render
 from examples.common.training import Workload
 from examples.common.variants import VARIANTS, select
 
-T = TypeVar("T")
 TABLE = "table"
-SHOWING = ("json", "markdown")  # options that change nothing of what is measured
+
+Part = dict[str, Any]  # of a result
 
 
-class Items(tuple[T, ...]):
-    """What an option with commas holds; `text` is how it was written."""
-
-    text: str
-
-    @classmethod
-    def of(cls, values: Iterable[T], text: str) -> Items[T]:
-        items = cls(values)
-        items.text = text
-        return items
-
-
-def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], Items[Any]]:
+def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tuple[Any, ...]]:
     """An argparse type: numbers with commas between them, all greater than `above`."""
 
-    def parse(text: str) -> Items[Any]:
+    def parse(text: str) -> tuple[Any, ...]:
         try:
-            found = [kind(part) for part in text.split(",")]
+            found = tuple(kind(part) for part in text.split(","))
         except ValueError:
-            found = [above]
+            found = (above,)
         if min(found) <= above:
             about = f"numbers{unit and ' of ' + unit} above {above:g}"
             if kind is int:
                 about = f"whole numbers, at least {above + 1:g} {unit}".rstrip()
             raise UsageError(f"expects {about}, such as 2,4, not {text!r}")
-        return Items.of(found, text)
+        return found
 
     return parse
 
 
-def names(kind: str, known: Iterable[str]) -> Callable[[str], Items[str]]:
+def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     """An argparse type: names of a kind, or "all", with commas between them."""
     every = tuple(known)
 
-    def parse(text: str) -> Items[str]:
+    def parse(text: str) -> tuple[str, ...]:
         found = every if text == "all" else [name.strip() for name in text.split(",")]
         unknown = [name for name in found if name and name not in every]
         if unknown:
             expected = f"expects some of {', '.join(every)}"
             raise UsageError(f"unknown {kind} {unknown}; {expected}")
-        return Items.of(filter(None, found), text)
+        return tuple(filter(None, found))
 
     return parse
 
@@ -83,10 +73,6 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], Items[str]]:
 def _wrappers(text: str) -> str:
     select(text)
     return text
-
-
-def _links(text: str) -> Items[LinkName]:
-    return Items.of(parse_links(text), text)
 
 
 def _count(text: str) -> int:
@@ -108,7 +94,7 @@ steps = _option("--steps", "timed steps in a burst", whole)
 warmup = _option("--warmup", "steps of each variant before the first round", _count)
 check_steps = _option("--check-steps", "steps of the correctness check; 0: none", _count)
 seconds = _option("--seconds", "that the rounds of one table may take, about", positive)
-links = _option("--links", "rates such as 100mbit, veth, loopback", _links)
+links = _option("--links", "rates such as 100mbit, veth, loopback", parse_links)
 wrappers = _option("--wrappers", f"all, or of {', '.join(VARIANTS)}", _wrappers)
 RANKS = argument("--ranks", "processes to start; torchrun's wins", 2, type=whole)
 _SHARE = "share of a model's parameters, 1: its true size; unset: what suits machine and link"
@@ -201,8 +187,7 @@ class Benchmark:
         run: yields what it finds, on every rank alike; the main rank's counts.
         arguments: its options, to which COMMON are added.
         jobs: which ranks to start.
-        head: what stands in front of the result: kind and schema.
-        settings: of the arguments, for the result; None: it has none.
+        kind: of the result.
     """
 
     name: str
@@ -210,8 +195,7 @@ class Benchmark:
     run: Run
     arguments: tuple[Argument, ...]
     jobs: Callable[[argparse.Namespace], list[Job]]
-    head: dict[str, Any]
-    settings: Callable[[argparse.Namespace], dict[str, Any]] | None
+    kind: str
 
     def parser(self) -> Parser:
         """The command line."""
@@ -222,45 +206,41 @@ class Benchmark:
 
         def start() -> int:
             args = self.parser().parse_args(argv)
-
-            def keep(parts: list[Part]) -> None:
-                if args.json:
-                    write_json(self.result(args, parts), args.json)
-
-            def on_rank(group: Group, report: Report) -> int:
-                return self.on_rank(args, group, report)
-
-            return run_jobs(on_rank, self.jobs(args), args.threads, keep)
+            jobs = self.jobs(args)
+            return run_jobs(lambda group: self.on_rank(args, group), jobs, args.threads)
 
         return guarded(start)
 
-    def on_rank(self, args: argparse.Namespace, group: Group, report: Report) -> int:
-        """What each rank does; the main rank prints, and reports what there is so far."""
-        part: Part = {"environment": environment(group)}
+    def on_rank(self, args: argparse.Namespace, group: Group) -> int:
+        """What each rank does; the main rank prints, and writes what there is so far."""
+        result = self.begun(args, group)
         if group.is_main:
-            print(describe(part["environment"]), flush=True)
+            print(describe(environment(group)), flush=True)
             skipped = select(args.wrappers).skipped if "wrappers" in args else {}
             for name, reason in skipped.items():
                 print(f"skipped {name}: {reason}")
         for shown in self.run(args, group):
-            part = merged(part, shown.part)
+            result = merged(result, shown.part)
             if group.is_main:
                 Progress(group).clear()
                 print(f"\n{shown.text}", flush=True)
-                report(part)
+                if args.json:
+                    write_json(result, args.json)
         return 0
 
-    def result(self, args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-        """The parts of all jobs in one, ready for JSON."""
-        whole_part: Part = {}
-        for part in parts:
-            whole_part = merged(whole_part, part)
-        worlds = list(dict.fromkeys(part["environment"]["ranks"] for part in parts))
-        whole_part["environment"] = parts[0]["environment"]
-        if len(worlds) > 1:
-            whole_part["environment"] |= {"ranks": " and ".join(map(str, worlds))}
-        settings = {} if self.settings is None else {"settings": self.settings(args)}
-        return {**self.head, "command": command_line(), **settings, **whole_part}
+    def begun(self, args: argparse.Namespace, group: Group) -> Part:
+        """The result before a job: what stands in front of it, and what earlier jobs have found."""
+        if args.json and number_of_job() > 0:
+            result: Part = json.loads(args.json.read_text(encoding="utf-8"))
+            ranks = str(result["environment"]["ranks"]).split(" and ")
+            if str(group.world) not in ranks:
+                result["environment"]["ranks"] = " and ".join((*ranks, str(group.world)))
+            return result
+        simple = {
+            k: v for k, v in vars(args).items() if v is None or isinstance(v, int | float | str)
+        }
+        head = {"kind": self.kind, "schema": SCHEMA, "command": command_line()}
+        return {**head, "settings": simple, "environment": environment(group)}
 
 
 def merged(part: Part, added: Part) -> Part:
@@ -276,33 +256,16 @@ def merged(part: Part, added: Part) -> Part:
     return both
 
 
-def as_typed(args: argparse.Namespace) -> dict[str, Any]:
-    """All options that decide what is measured, as they were typed."""
-    asked = {k: v for k, v in vars(args).items() if k not in SHOWING}
-    return {k: getattr(v, "text", getattr(v, "name", v)) for k, v in asked.items()}
-
-
 def benchmark(
     *arguments: Argument,
     kind: str = TABLE,
-    schema: int | None = 1,
-    settings: Callable[[argparse.Namespace], dict[str, Any]] | None = as_typed,
     jobs: Callable[[argparse.Namespace], list[Job]] = default_jobs,
 ) -> Callable[[Run], Benchmark]:
-    """Declares the function it stands above as the benchmark that its module is named after.
-
-    Args:
-        kind: of the result; TABLE is written without schema and settings, and "" names none.
-    """
-    head: dict[str, Any] = {} if not kind else {"kind": kind}
-    if kind == TABLE:
-        settings = None
-    else:
-        head["schema"] = schema
+    """Declares the function it stands above as the benchmark that its module is named after."""
 
     def declare(run: Run) -> Benchmark:
         name, text = run.__module__.rpartition(".")[2], sys.modules[run.__module__].__doc__
-        return Benchmark(name, text, run, arguments, jobs, head, settings)
+        return Benchmark(name, text, run, arguments, jobs, kind)
 
     return declare
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ CODEC_CASES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class CodecData:
     """Gradients, where they lie in a flat buffer, and a buffer for the code of each source."""
 
@@ -111,18 +112,10 @@ class CodecData:
         wires = [flat.new_zeros(nbytes, dtype=torch.uint8) for _ in range(SOURCES)]
         return cls(format, gradients, layout, flat, wires)
 
-    @property
-    def plan(self) -> tuple[str, int]:
-        return self.format.name, self.layout.numel
-
-    @property
-    def coded_bytes(self) -> int:
-        return self.format.coded_bytes(self.layout.numel)
-
-    @property
-    def moved(self) -> int:
-        """Bytes of the gradients and of their code."""
-        return sum(g.nbytes for g in self.gradients) + self.coded_bytes
+    def __post_init__(self) -> None:
+        self.plan = self.format.name, self.layout.numel
+        self.coded_bytes = self.format.coded_bytes(self.layout.numel)
+        self.moved = sum(g.nbytes for g in self.gradients) + self.coded_bytes  # with their code
 
     def views(self, flat: Tensor) -> list[Tensor]:
         places = zip(self.layout.offsets, self.gradients, strict=True)
@@ -151,25 +144,20 @@ class CodecData:
         if not bool((error <= limit * BOUNDS[self.format.name] * SLACK[name]).all()):
             raise CheckFailed(f"{self.format.name} by {name}: an error beyond one rounding")
 
-    def coding(self, target: Tensor, ours: Way, theirs: Callable[[], Code], sums: Tensor) -> Task:
+    def coding(self, target: Tensor, ours: Way, theirs: Callable[[], Code], *sums: Tensor) -> Task:
         """A task whose result is a code: ours in `target`, torch's as it returns it.
 
         Args:
             sums: what ours, and then what torch's must stand for.
         """
-        kept: list[Code] = []
-
-        def by_torch() -> None:
-            kept[:] = [theirs()]
 
         def check(name: str, way: Way) -> None:
             target.fill_(255)
-            kept.clear()
-            way()
-            found = torch_decode(self.format, kept[0]) if kept else self.decoded(target)
-            self.expect(name, found, sums[1 if kept else 0])
+            code: Any = way()
+            found = self.decoded(target) if code is None else torch_decode(self.format, code)
+            self.expect(name, found, sums[code is not None])
 
-        return Task(self.moved, {OURS: ours, TORCH: by_torch}, check)
+        return Task(self.moved, {OURS: ours, TORCH: theirs}, check)
 
 
 def _encoding(data: CodecData) -> Task:
@@ -178,7 +166,7 @@ def _encoding(data: CodecData) -> Task:
         data.wires[0],
         lambda: data.encode(data.wires[0]),
         lambda: torch_encode(data.format, data.gathered()),
-        torch.stack([wanted, wanted]),
+        *(wanted, wanted),
     )
 
 
@@ -193,13 +181,11 @@ def _reduction(data: CodecData) -> Task:
     theirs = [torch_decode(format, code) for code in codes]
 
     def by_torch() -> Code:
-        total = torch_decode(format, codes[0])
-        for code in codes[1:]:
-            total = total + torch_decode(format, code)
-        return torch_encode(format, total)
+        one, other = (torch_decode(format, code) for code in codes)
+        return torch_encode(format, one + other)
 
-    sums = torch.stack([torch.stack(decoded).sum(0), torch.stack(theirs).sum(0)])
-    task = data.coding(result, lambda: ext.reduce(received, result, data.plan), by_torch, sums)
+    sums = [a + b for a, b in (decoded, theirs)]
+    task = data.coding(result, lambda: ext.reduce(received, result, data.plan), by_torch, *sums)
     return Task((SOURCES + 1) * data.coded_bytes, task.ways, task.check)
 
 

@@ -1,33 +1,34 @@
-"""Runs the ranks of a benchmark, once or several times, and gathers what their main ranks report.
+"""Runs the ranks of a benchmark, once or several times.
 
 The process that a user starts launches the jobs one after the other; each is this same command
-again, once per rank, and its main rank reports a part of the result through a file. After every job
-the command gets all parts so far, so that an interrupted benchmark keeps what it has measured.
-Under torchrun there is one job, its own.
+again, once per rank. Under torchrun there is one job, its own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.measure import netns
-from examples.common.ranks import INTERRUPTED, Group, anywhere, is_rank, launch, over_sockets
+from examples.common.ranks import (
+    INTERRUPTED,
+    Group,
+    MissingRights,
+    anywhere,
+    is_rank,
+    launch,
+    over_sockets,
+)
 
-PART_VARIABLE = "BENCH_PART"  # where the main rank leaves its part
+JOB_VARIABLE = "BENCH_JOB"  # tells a rank the number of its job
 
-Part = dict[str, Any]
-Report = Callable[[Part], None]
+Main = Callable[[Group], int]
 
 
 @dataclass(frozen=True)
@@ -45,38 +46,25 @@ class Job:
     over_sockets: bool = False
 
 
-def run_jobs(
-    main: Callable[[Group, Report], int],
-    jobs: Sequence[Job],
-    threads: int,
-    finish: Callable[[list[Part]], None],
-) -> int:
-    """Runs `main` on every rank of every job and returns an exit code.
+def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
+    """Runs `main` on every rank of every job, until one fails, and returns an exit code.
 
     Args:
-        main: gets the rank's group and a function by which the main rank reports its part; what
-            is reported last counts.
         threads: CPU threads of torch in each rank.
-        finish: called with the parts of all jobs so far, again and again.
 
     Raises:
         MissingRights: a job needs links, which cannot be made here.
     """
     if is_rank():
-        path = os.environ.get(PART_VARIABLE)
-        leave = _leave_at(Path(path)) if path else lambda part: finish([part])
-        return launch(lambda group: main(group, leave), 0, threads)
-    parts: list[Part] = []
-    with tempfile.TemporaryDirectory(prefix="fastsync-bench-") as folder, terminable():
+        return launch(main, 0, threads)
+    with terminable():
         try:
-            if any(job.on_links for job in jobs):
-                netns.require()
+            missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
+            if missing:
+                raise MissingRights(missing)
             for number, job in enumerate(jobs):
-                path = f"{folder}/{number}.json"
-                code = _start(job, threads, path, main)
-                if os.path.exists(path):
-                    parts.append(json.loads(Path(path).read_text(encoding="utf-8")))
-                    finish(parts)
+                os.environ[JOB_VARIABLE] = str(number)
+                code = _start(job, threads, main)
                 if code:
                     return code
         except KeyboardInterrupt:
@@ -85,26 +73,19 @@ def run_jobs(
     return 0
 
 
-def _leave_at(path: Path) -> Report:
-    def leave(part: Part) -> None:
-        path.write_text(json.dumps(part), encoding="utf-8")
-
-    return leave
+def number_of_job() -> int:
+    """Of this rank, from 0."""
+    return int(os.environ.get(JOB_VARIABLE, "0"))
 
 
-def _start(job: Job, threads: int, path: str, main: Callable[[Group, Report], int]) -> int:
+def _start(job: Job, threads: int, main: Main) -> int:
     if not job.world:
         torch.set_num_threads(threads)
-        return main(Group(0, 1, torch.device("cpu")), _leave_at(Path(path)))
-
-    def only_in_ranks(group: Group) -> int:
-        raise AssertionError("the ranks run this command's own main")
-
-    os.environ[PART_VARIABLE] = path
+        return main(Group(0, 1, torch.device("cpu")))
     if job.on_links:
         with netns.Network(job.world) as network:
-            return launch(only_in_ranks, job.world, threads, network.placement)
-    return launch(only_in_ranks, job.world, threads, over_sockets if job.over_sockets else anywhere)
+            return launch(main, job.world, threads, network.placement)
+    return launch(main, job.world, threads, over_sockets if job.over_sockets else anywhere)
 
 
 @contextmanager

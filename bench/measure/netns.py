@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from examples.common.ranks import MissingRights, Placement, UsageError
+from examples.common.ranks import Placement, UsageError
 
 DEVICE = "fslink"  # in every namespace of a rank
 PORT = 29500  # free in a namespace that nobody else uses
@@ -83,9 +83,9 @@ class LinkName:
         return SLOW_SCALE if rate is not None and rate < SLOW else 1.0
 
 
-def parse_links(names: str) -> list[LinkName]:
+def parse_links(names: str) -> tuple[LinkName, ...]:
     """Links with commas between them; raises UsageError."""
-    return [LinkName(name.strip()) for name in names.split(",")]
+    return tuple(LinkName(name.strip()) for name in names.split(","))
 
 
 def missing_rights() -> str | None:
@@ -103,13 +103,6 @@ def missing_rights() -> str | None:
     except subprocess.CalledProcessError as error:
         return f"`{' '.join(error.cmd)}` failed: {error.stderr.strip() or error.returncode}"
     return None
-
-
-def require() -> None:
-    """Raises MissingRights where links cannot be shaped; its text says what is missing."""
-    reason = missing_rights()
-    if reason is not None:
-        raise MissingRights(reason)
 
 
 class Seat(NamedTuple):

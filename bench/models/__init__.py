@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.models.classic import conv, ops400, small, transformer, wide
-from bench.models.known import dlrm, gpt2, llama_layer, lstm, resnet50, vit
+from bench.models.known import gpt2, llama_layer, resnet50
 from bench.models.paced import paced
 from examples.common.training import Workload
 
 # What a step on a GPU waits for, by model: the GPU, the host, the network (few tokens, many bytes).
-GPU_BOUND, HOST_BOUND, NETWORK_BOUND = "gpt2,resnet50,vit", "small", "llama_layer"
+GPU_BOUND, HOST_BOUND, NETWORK_BOUND = "gpt2,resnet50", "small", "llama_layer"
 
 _EVERY: tuple[Callable[..., Workload], ...] = (
-    *(small, transformer, wide, conv, resnet50, gpt2, llama_layer, vit, lstm),
-    *(dlrm, ops400, paced),
+    *(small, transformer, wide, conv, resnet50, gpt2, llama_layer, ops400, paced),
 )
 # Each takes `scale` and has a default for it.
 WORKLOADS = {make.__name__: make for make in _EVERY}

@@ -24,12 +24,11 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Labels:
-    """What stands around a chart; `mark` writes a number below the horizontal axis."""
+    """What stands around a chart."""
 
     title: str
     x: str
     y: str
-    mark: Callable[[float], str] = "{:g}".format
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     dashed: bool = False
-
-
-def readable(size: float) -> str:
-    """A size in bytes, in KiB or MiB."""
-    return f"{size / 1024:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"
 
 
 def text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
@@ -77,7 +71,7 @@ def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> st
     for x in xs:
         if place(x) - last > ROOM:
             last, y = place(x), HEIGHT - BOTTOM + 18
-            parts.append(text(last, y, labels.mark(x), 11, text_anchor="middle", fill=FAINT))
+            parts.append(text(last, y, f"{x:g}", 11, text_anchor="middle", fill=FAINT))
     for index, drawn in enumerate(lines):
         colour = COLOURS[index % len(COLOURS)]
         places = [(place(x), height(y)) for x, y in drawn.points]

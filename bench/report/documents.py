@@ -7,8 +7,8 @@ What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.m
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
 `bench:links-wires` is the part of links.json that tells which wire format to choose, and
 `bench:summary` one row of each of five results.
-`bench:gpu-aims`, and `bench:gpu-` with the name of a stage of `bench gpu_all`, stand for results
-of every GPU, each in a folder of bench/results. Charts are drawn into docs/bench-*.svg. With
+`bench:gpu-` with the name of a stage of `bench gpu_all` stands for results of every GPU, each in a
+folder of bench/results. Charts are drawn into docs/bench-*.svg. With
 --check nothing is written; the exit code is 1 where a document or a chart does not say what its
 result says.
 """
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report.aims import aims_table
 from bench.report.figures import charts
 from bench.report.summary import summary
 from bench.report.tables import LAYOUTS, Point, link, link_title
@@ -35,7 +34,7 @@ RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(
     r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
 )
-GPU, AIMS, SUMMARY = "gpu-", "aims", "summary"
+GPU, SUMMARY = "gpu-", "summary"
 NOT_MEASURED = "*not measured yet*"
 WIRES, LINKS = "links-wires", "links"  # a marker that shows a part of another result
 TORCH_WIRES = ("ddp", "ddp_fp16")
@@ -138,7 +137,7 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
     if not path.exists():
         return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
-    kind = result.get("kind", "step")
+    kind = result["kind"]
     reports = {"step": _step_report, LINKS: _links_report, "table": _table_report}
     report = _wires_report if name == WIRES else reports.get(kind, _point_report)
     shown = f"Chart of {kind}; its numbers are in the tables below"
@@ -151,13 +150,10 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
 
 
 def _of_gpus(stage: str, results: Path) -> str:
-    """What every GPU's folder holds of a stage of `bench gpu_all`, or of its aims."""
-    if stage == AIMS:
-        found = [aims_table(folder) for folder in sorted(results.glob("*/"))]
-    else:
-        paths = sorted(results.glob(f"*/{stage}.json"))
-        found = [figures(path.stem, path.parent, drawn=False) for path in paths]
-    return "\n\n".join(text for text in found if text) or NOT_MEASURED
+    """What every GPU's folder holds of a stage of `bench gpu_all`."""
+    paths = sorted(results.glob(f"*/{stage}.json"))
+    found = [figures(path.stem, path.parent, drawn=False) for path in paths]
+    return "\n\n".join(found) or NOT_MEASURED
 
 
 def filled(text: str, results: Path = RESULTS) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.report.charts import Labels, Line, line_chart, readable
+from bench.report.charts import Labels, Line, line_chart
 from examples.common.variants import FLOOR
 
 Result = dict[str, Any]
@@ -14,18 +14,6 @@ def _in_first_scene(result: Result, depth: int) -> list[dict[str, Any]]:
     """The points that share the first `depth` names of the first one."""
     points = result["points"]
     return [p for p in points if p["of"][:depth] == points[0]["of"][:depth]]
-
-
-def _collectives(result: Result) -> str:
-    """Bus bandwidth by size, a line per way to average."""
-    points = _in_first_scene(result, 2)
-    lines = [
-        Line(name, [(p["size"], p["bus_gbps"]) for p in points if p["of"][2] == name])
-        for name in dict.fromkeys(p["of"][2] for p in points)
-    ]
-    title = f"Averaging gradients: {', '.join(points[0]['of'][:2])}"
-    labels = Labels(title, "fp32 gradients", "bus bandwidth, GB/s of fp32", readable)
-    return line_chart(labels, lines)
 
 
 def _buckets(result: Result) -> str:
@@ -76,7 +64,6 @@ def _curve(task: str, curves: dict[str, list[tuple[float, float]]]) -> str:
 DRAWN = {
     "accuracy": _accuracy,
     "buckets": _buckets,
-    "collectives": _collectives,
     "overlap": _overlap,
 }
 

@@ -110,20 +110,6 @@ def kernels(points: list[Point], markdown: bool = False) -> str:
     return "\n\n".join(tables)
 
 
-def collectives(points: list[Point], markdown: bool = False) -> str:
-    """A row per way, a column per size: algorithm and bus bandwidth in GB/s, then bytes sent."""
-
-    def bandwidths(of: Point) -> str:
-        return f"{of['algorithm_gbps']:.3f} / {of['bus_gbps']:.3f}"
-
-    def counted(of: Point) -> str:
-        return f"{of['sent_bytes'] / 1024:.1f} ({of['sent_bytes'] / of['formula_bytes']:.3f})"
-
-    known = [p for p in points if p["formula_bytes"]]
-    speed = pivot(points, "algorithm / bus GB/s", bandwidths, markdown)
-    return f"{speed}\n\n{pivot(known, 'KiB sent (of formula)', counted, markdown)}"
-
-
 def overlap(points: list[Point], markdown: bool = False) -> str:
     """One row per variant; times in ms."""
 
@@ -190,18 +176,12 @@ class Layout:
 
 
 _RATES = "GB/s; in brackets the bandwidth of a plain copy that it amounts to."
-_BANDWIDTHS = (
-    "Bandwidths at 4 bytes per element, whatever travels; bytes as the engine counts them."
-)
 _EXPOSED = "Exposed: median ± half the range between the quartiles of the rounds."
 LAYOUTS = {
     "kernels": Layout(1, kernels, _RATES),
-    "collectives": Layout(2, collectives, _BANDWIDTHS),
     "overlap": Layout(4, overlap, _EXPOSED),
     "buckets": Layout(3, buckets),
-    "overhead": Layout(
-        1, overhead, "Medians ± half the range between the quartiles of the rounds."
-    ),
+    "overhead": Layout(1, overhead),
     "trace": Layout(1, trace, "Of one rank, per step, from a profile of several."),
     "scale": Layout(2, scale),
 }

@@ -17,7 +17,7 @@ import torch
 
 from examples.common.ranks import Group
 
-COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit of a copy without its history
+COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit, where the history is not at hand or files change
 HERE = Path(__file__).resolve().parent
 
 
@@ -36,7 +36,7 @@ def environment(group: Group) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fastsync": _fastsync_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "transport": group.transport,
         "ranks": group.world,
         "threads_per_rank": torch.get_num_threads(),
@@ -88,15 +88,15 @@ def _fastsync_version() -> str | None:
     return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout, with "-dirty" where files differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(HERE), *arguments]
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
 
-    try:
-        revision = git("rev-parse", "--short=12", "HEAD")
-        return f"{revision}-dirty" if git("status", "--porcelain") else revision
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get(COMMIT_VARIABLE)
+    with suppress(OSError, subprocess.SubprocessError):
+        if not os.environ.get(COMMIT_VARIABLE):
+            revision = git("rev-parse", "--short=12", "HEAD")
+            return f"{revision}-dirty" if git("status", "--porcelain") else revision
+    return os.environ.get(COMMIT_VARIABLE)

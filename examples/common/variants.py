@@ -38,11 +38,6 @@ WIRE_COSTS: dict[str, tuple[float | None, float]] = {
 UNKNOWN_WIRE: tuple[float | None, float] = (None, 2.0)
 
 
-def tolerance_of(wire: str) -> float:
-    """The accepted distance of weights that were trained with `wire`."""
-    return WIRE_COSTS.get(wire, UNKNOWN_WIRE)[1]
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to wrap a model; see WIRE_COSTS for its `bits` and `tolerance`.
@@ -99,14 +94,10 @@ def _lacks_batched() -> str | None:
     return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
 
 
-def fastsync_name(wire: str) -> str:
-    """The name of the variant that is FastDDP with `wire`."""
-    return OURS if wire == "fp32" else f"{OURS}_{wire}"
-
-
 def _fastsync(wire: str) -> Variant:
-    cost, wrap = WIRE_COSTS.get(wire, UNKNOWN_WIRE), fast_ddp(wire=wire)
-    return Variant(fastsync_name(wire), wrap, *cost, wire=wire)
+    """FastDDP with `wire`."""
+    cost, name = WIRE_COSTS.get(wire, UNKNOWN_WIRE), OURS if wire == "fp32" else f"{OURS}_{wire}"
+    return Variant(name, fast_ddp(wire=wire), *cost, wire=wire)
 
 
 _VIEW, _BATCHED = {"gradient_as_bucket_view": True}, {"batched_grad_copy": True}
