@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP
 from fastsync.shard.layout import cut_by_elements, cut_by_tensors
@@ -192,6 +194,8 @@ def save_and_resume(rank, world, stages):
     optimizer = optim.AdamW(model.parameters(), 0.01)
     train(model, optimizer, rank, range(STEPS // 2))
     state = copy.deepcopy([first.state_dict(), optimizer.state_dict()])
+    for values in state[1]["state"].values():  # as a format without strides returns them
+        values.update({name: value.contiguous() for name, value in values.items()})
 
     second = Net()
     second.load_state_dict(state[0])
@@ -208,7 +212,7 @@ def save_and_resume(rank, world, stages):
 
 @pytest.mark.parametrize("stages", [(1, 0), (0, 1), (1, 1)])
 def test_state_dicts_are_those_of_the_whole_optimizer(stages):
-    ranks = run_ranks(save_and_resume, 2, stages)
+    ranks = run_ranks(save_and_resume, 3, stages)
     for (wanted, found), saved, again in ranks:
         assert close(found, wanted)
         assert saved["state"].keys() == again["state"].keys()
@@ -416,3 +420,33 @@ def test_every_element_has_one_owner_and_one_place(cut, world, numels):
         pieces = [piece for piece in layout.pieces if piece.param == index]
         assert sum(piece.end - piece.begin for piece in pieces) == numel
         assert cut is cut_by_elements or len(pieces) <= 1
+
+
+FEATURES = {
+    "int8": {"wire": "int8"},
+    "powersgd": {"wire": "powersgd"},
+    "mixed": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32, None)},
+    "copies": {"gradient_as_bucket_view": False},
+    "static": {"static_graph": True},
+    "hook": {},
+}
+
+
+def with_feature(rank, world, name):
+    results = []
+    for zero in (0, 1):
+        module = net()
+        options = {"find_unused_parameters": True, **FEATURES[name]}
+        model = FastDDP(module, zero=zero, **options)
+        if name == "hook":
+            model.register_comm_hook(None, fp16_compress_hook)
+        optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        train(model, optimizer, rank, range(STEPS))
+        results.append([p.detach() for p in module.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_beside_other_features(name):
+    for wanted, found in run_ranks(with_feature, 2, name):
+        assert close(found, wanted)
