@@ -34,7 +34,7 @@ from examples.common.training import Workload
 from examples.common.variants import BASELINE, OURS, VARIANTS, Variant, select
 
 BATCH = 12
-STEPS, QUICK_STEPS = 240, 60
+STEPS, QUICK_STEPS = 120, 60
 PEAK_RATE, WARMUP_STEPS = 4e-3, 20
 PARITY_STEPS = 20
 MEASURED = Settings(rounds=12, steps=3, seconds=8.0, optimizer="adamw")

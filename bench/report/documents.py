@@ -124,7 +124,8 @@ def _wires_report(result: Result) -> str:
 
 def _table_report(result: Result) -> str:
     table = render(result["headers"], result["rows"], True)
-    return f"{table}\n\n{result['title'].capitalize()}."
+    title = result["title"]
+    return f"{table}\n\n{title[:1].upper()}{title[1:]}."
 
 
 def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
