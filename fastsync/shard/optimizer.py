@@ -12,6 +12,7 @@ An optimizer is taken over at its first step. Its state then belongs to the piec
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -63,7 +64,6 @@ class ShardedOptimizers:
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
-        sharded = self._sharded.get(optimizer)
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
         if not any(id(p) in self.named for p in _params_of(optimizer)):
@@ -75,6 +75,7 @@ class ShardedOptimizers:
                 "zero=0"
             )
         arguments = _with_loss(args)
+        sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             if sharded is not None:
                 sharded.give_back(optimizer)
@@ -191,8 +192,7 @@ class _Sharded:
             return
         for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
-        changed = {**stand_in.__dict__, "param_groups": optimizer.param_groups}
-        optimizer.__dict__.update(changed)
+        optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
         with torch.no_grad():
             for space in self._spaces:
                 space.take_gradients()
@@ -203,24 +203,28 @@ class _Sharded:
         for hook in self._hooks:
             hook.remove()
         whole = self._whole_state(optimizer)
-        self._drop_state(optimizer)
+        self._take_state(optimizer)
         optimizer.state.update(whole)
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
         for space in self._spaces:
-            for index, param in enumerate(space.params):
-                whole = optimizer.state.pop(param, None)
-                for piece, tensor in space.owned.items():
-                    if whole and piece.param == index:
-                        optimizer.state[tensor] = {
-                            name: _cut(space, piece, param, value) for name, value in whole.items()
-                        }
+            whole = [optimizer.state.pop(param, None) for param in space.params]
+            for piece, tensor in space.owned.items():
+                if values := whole[piece.param]:
+                    param = space.params[piece.param]
+                    optimizer.state[tensor] = {
+                        name: _cut(space, piece, param, value) for name, value in values.items()
+                    }
 
-    def _drop_state(self, optimizer: Optimizer) -> None:
-        for space in self._spaces:
-            for tensor in space.owned.values():
-                optimizer.state.pop(tensor, None)
+    def _take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
+        """Removes what the optimizer has for this rank's pieces."""
+        return {
+            tensor: optimizer.state.pop(tensor)
+            for space in self._spaces
+            for tensor in space.owned.values()
+            if tensor in optimizer.state
+        }
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Collective: every rank gets the whole state."""
@@ -229,12 +233,7 @@ class _Sharded:
             remedy="Call it on every rank, and save the result on one",
         )
         optimizer.state.update(self._whole_state(optimizer))
-        self._kept: dict[torch.Tensor, State] = {
-            tensor: optimizer.state.pop(tensor)
-            for space in self._spaces
-            for tensor in space.owned.values()
-            if tensor in optimizer.state
-        }
+        self._kept = self._take_state(optimizer)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
         for space in self._spaces:
@@ -254,12 +253,11 @@ class _Sharded:
                 }
                 everyones: list[dict[Piece, State]] = [{}] * self._group.size()
                 dist.all_gather_object(everyones, mine, group=self._group)
-                for param in batch:
-                    parts = [
-                        (p, s) for rank in everyones for p, s in rank.items() if p.param == param
-                    ]
-                    if parts:
-                        whole[space.params[param]] = _join(space, parts)
+                parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
+                for piece, state in (pair for states in everyones for pair in states.items()):
+                    parts[piece.param].append((piece, state))
+                for index in sorted(parts):
+                    whole[space.params[index]] = _join(space, parts[index])
         return whole
 
 

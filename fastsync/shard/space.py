@@ -78,9 +78,7 @@ class Space:
         if piece.end - piece.begin == view.numel() or full.layout is not torch.strided:
             return full
         if full.stride() != view.stride():
-            full = torch.empty_strided(
-                view.shape, view.stride(), dtype=full.dtype, device=full.device
-            ).copy_(full)
+            full = self.full_like(piece.param, full).copy_(full)
         begin = full.storage_offset() + piece.begin
         return full.as_strided((piece.end - piece.begin,), (1,), begin)
 
