@@ -9,18 +9,11 @@ from examples.common.ranks import CheckFailed
 from fastsync.build import extension
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
+from tests.random_cases.wires import BLOCK_BOUNDS
 
 NUMEL = 5000
 WORLDS = (2, 8, 64)
 
-# Of a block-scaled code, relative to the number, and to the largest of its block: the larger holds.
-BOUNDS = {
-    "fp16": (2.0**-11, 2.0**-39),
-    "fp8_e4m3": (2.0**-4, 2.0**-17),
-    "fp8_e5m2": (2.0**-3, 2.0**-31),
-    "int8": (0.0, 1 / 252),
-    "int4": (0.0, 1 / 13.8),
-}
 SMALLEST = 2.0**-127
 
 
@@ -28,7 +21,7 @@ def block_bound(values, name):
     """The largest error of coding fp64 `values` in a block-scaled format, element by element."""
     block = FORMATS[name].block
     padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % block)).view(-1, block)
-    relative, of_largest = BOUNDS[name]
+    relative, of_largest = BLOCK_BOUNDS[name]
     bound = torch.maximum(padded * relative, padded.amax(1, keepdim=True) * of_largest)
     return bound.clamp_min(SMALLEST).flatten()[: len(values)]
 
@@ -109,7 +102,7 @@ def test_the_error_grows_with_the_number_of_ranks_in_a_native_sum_only(name):
     assert coded[-1] < native[-1] / 2
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", BLOCK_BOUNDS)
 @pytest.mark.parametrize("kind", hostile(1))
 def test_block_bounds_hold_on_hostile_numbers(name, kind):
     make = hostile(NUMEL)[kind]
@@ -119,7 +112,7 @@ def test_block_bounds_hold_on_hostile_numbers(name, kind):
         assert (error.abs() <= two_shot_bound(tensors, name)).all()
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", BLOCK_BOUNDS)
 def test_the_bounds_are_near_what_is_reached(name):
     """One code of noise alone comes within a factor of two of its bound."""
     tensors = [hostile(1 << 16)["normal"](0)]

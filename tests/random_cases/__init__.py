@@ -2,5 +2,5 @@
 
 `tree` makes models, `drawing` and `wires` choose how they are wrapped, `wrapped` runs a model and
 its copy side by side, `rule` compares them, `stages` is what happens in a training, `case` puts one
-together, and `team` runs many. `open_faults` is what must not be drawn yet.
+together, and `team` runs many.
 """

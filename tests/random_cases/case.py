@@ -5,7 +5,7 @@ import zlib
 
 import torch
 
-from tests.random_cases import open_faults, rule
+from tests.random_cases import rule
 from tests.random_cases.drawing import draw
 from tests.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.random_cases.tree import Tree
@@ -79,7 +79,7 @@ class Case:
         if len(groups) < 2 or self.rng.random() < 0.7:
             return False
         opaque = [m for m in self.models if m.tree.shape == "opaque"]
-        if opaque and not (open_faults.JOINT_OPAQUE and all(m.trainable for m in opaque)):
+        if not all(m.trainable for m in opaque):
             return False
         self.note("joint backward")
         for model in self.models:

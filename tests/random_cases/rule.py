@@ -10,7 +10,6 @@ keep back together lack nothing.
 import torch
 import torch.distributed as dist
 
-from tests.random_cases import open_faults
 from tests.random_cases.wires import tolerance
 from tests.random_cases.wrapped import same
 
@@ -156,12 +155,8 @@ class _Parameter:
         may_rest = state != USED or self.param.numel() == 0
         if untouched and may_rest and (owed is None or torch.equal(before, owed)):
             return
-        if state == UNUSED and self._is_sparse() and not open_faults.UNUSED_SPARSE:
-            return
         if state == UNUSED:
             assert untouched, f"{self.where} was used by no rank, yet changed"
-            if self._is_hierarchical() and not open_faults.UNUSED_IN_NODES:
-                return
             self._nothing_lost(sum(owed - before), theirs, owed, before)
             return
         assert bool(facts[:, 1].all()), f"{self.where} has no gradient"

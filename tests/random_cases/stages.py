@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.random_cases import open_faults, rule
+from tests.random_cases import rule
 from tests.random_cases.wires import draw_wire
 
 __all__ = ["BEFORE", "STEPS", "applicable"]
@@ -58,7 +58,7 @@ def fail_in_forward(wrapped):
 def fail_early(wrapped):
     """On all ranks, before any gradient."""
     wrapped.fail("early")
-    wrapped.pending = wrapped.failed = True
+    wrapped.pending = True
 
 
 def fail_late(wrapped):
@@ -195,18 +195,12 @@ def free_use(wrapped):
 
 
 def may_change_wire(wrapped):
-    settled = not wrapped.regrouped or open_faults.WIRE_AFTER_THAW
-    wire = wrapped.drawn.theme == "wire" and not wrapped.frozen_alone
-    return wire and settled and may_change(wrapped)
+    return wrapped.drawn.theme == "wire" and not wrapped.frozen_alone
 
 
 def may_stop(wrapped):
     """Without a backward: the next one through another wrapper would then be taken for it."""
     return free_use(wrapped) and outputs_are_seen(wrapped) and not wrapped.siblings
-
-
-def may_change(wrapped):
-    return not wrapped.failed or open_faults.CHANGES_AFTER_FAILURE
 
 
 BEFORE = {
@@ -220,9 +214,9 @@ BEFORE = {
         weight=3,
     ),
     "evaluation": Stage(evaluate),
-    "resume": Stage(resume, may_change, weight=2),
+    "resume": Stage(resume, weight=2),
     "restart": Stage(restart, lambda w: not w.siblings),
-    "wrapped again": Stage(rewrap, lambda w: not (w.siblings or w.pending) and may_change(w)),
+    "wrapped again": Stage(rewrap, lambda w: not (w.siblings or w.pending)),
     "load weights": Stage(load_weights),
     "wire": Stage(change_wire, may_change_wire, weight=2),
     "thaw": Stage(thaw, free_use, weight=2),
@@ -252,7 +246,6 @@ def accumulate(wrapped):
     """Micro-steps that do not synchronise, each rank as many as it likes."""
     draws = wrapped.rng if wrapped.joined else wrapped.own
     for _ in range(draws.choice((0, 0, 0, 1, 2))):
-        wrapped.failed = False
         with wrapped.model.no_sync():
             forward = wrapped.forward()
             if inside := wrapped.own.random() < 0.7:
@@ -266,8 +259,6 @@ def two_forwards(wrapped):
     for forward in forwards:
         wrapped.backward(forward.losses())
         rule.check(wrapped)
-        if wrapped.owed and not open_faults.STALE_WITH_FEEDBACK:
-            wrapped.twins.zero("none")
 
 
 def sum_of_forwards(wrapped):
@@ -336,8 +327,7 @@ def uneven(wrapped):
 
 
 def may_join(wrapped):
-    hooks = ("hook",) if open_faults.JOIN_UNDER_HOOKS else ()
-    return wrapped.drawn.theme in ("plain", *hooks)
+    return wrapped.drawn.theme in ("plain", "hook")
 
 
 STEPS = {

@@ -8,7 +8,7 @@ from fastsync import Codec, PowerSGD, TopK, Wire
 from fastsync.plan.buckets import ParamSpec
 from fastsync.wire.formats import FORMATS
 
-__all__ = ["EXACT_WIRES", "draw_wire", "tolerance"]
+__all__ = ["BLOCK_BOUNDS", "EXACT_WIRES", "draw_wire", "tolerance"]
 
 # Coded, but without loss: the rule holds bit for bit.
 EXACT_WIRES = (
@@ -17,15 +17,14 @@ EXACT_WIRES = (
     Wire("fp32", form="gather", piece_bytes=400),
 )
 # Error of one code, as a share of the number, and of the largest number in its block.
-BOUNDS = {
-    "fp32": (2**-23, 0.0),
-    "bf16": (2**-8, 0.0),
+BLOCK_BOUNDS = {
     "fp16": (2**-11, 2**-39),
     "fp8_e4m3": (2**-4, 2**-17),
     "fp8_e5m2": (2**-3, 2**-31),
     "int8": (0.0, 1 / 252),
     "int4": (0.0, 1 / 13.8),
 }
+BOUNDS = {"fp32": (2**-23, 0.0), "bf16": (2**-8, 0.0), **BLOCK_BOUNDS}
 FP32 = 2**-23
 
 

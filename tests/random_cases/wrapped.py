@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync import FastDDP
-from tests.random_cases import drawing, open_faults
+from tests.random_cases import drawing
 from tests.random_cases.tree import WIDTH, Fault, loss_of
 
 __all__ = ["Forward", "Seat", "Twins", "Wrapped", "same"]
@@ -145,7 +145,7 @@ class Wrapped:
         rng: the same on every rank; mine: this rank's own.
         used: positions of parameters that got gradients through the wrapper since the last step.
         touched: of those that got some without it, or after the end of a step.
-        pending: a forward's backward never came; failed: it raised, and no forward followed.
+        pending: a forward's backward never came.
         siblings: other wrappers over the same parameters.
         joined: there has been a join(), after which each forward tells the other ranks.
         frozen_alone: one rank may have frozen parameters that others train.
@@ -162,7 +162,6 @@ class Wrapped:
     used: set = field(default_factory=set)
     touched: set = field(default_factory=set)
     pending: bool = False
-    failed: bool = False
     siblings: list = field(default_factory=list)
     joined: bool = False
     frozen_alone: bool = False
@@ -212,10 +211,6 @@ class Wrapped:
 
     def zero(self, way=None):
         """Gradients: in the given way, or in that of the case."""
-        if self.owed and not open_faults.STALE_WITH_FEEDBACK:
-            way = "none"
-        if (self.used or self.touched) and not open_faults.ZEROED_AFTER_USE:
-            way = "zero"
         self.twins.zero(way)
 
     def forward(self, bare=False, used=None):
@@ -223,7 +218,6 @@ class Wrapped:
         x = self.input().requires_grad_()
         inputs = (x, x.detach().clone().requires_grad_())
         ours = (self.tree if bare else self.model)(inputs[0], used)
-        self.failed = self.failed and bare
         mixed = self.drawn.mixed
         self.twins.twin.low = None if bare or mixed is None else mixed.param_dtype
         return Forward(inputs, ours, self.twins.twin(inputs[1], used))
