@@ -1,4 +1,6 @@
 // Python bindings, and nothing else. c10d headers stay out: a process group arrives as the name it is registered under.
+#include "bindings.h"
+
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,8 +10,6 @@
 #include <vector>
 
 #include "check.h"
-#include "codec/plugin_codec.h"
-#include "codec/python_codec.h"
 #include "comm/python_hook.h"
 #include "engine/reducer.h"
 #include "ops/lossy_ops.h"
@@ -69,19 +69,6 @@ void bind_ops(py::module_& m) {
 #else
   m.attr("with_cuda") = false;
 #endif
-}
-
-engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
-                             int64_t flags_offset, at::ScalarType dtype, bool views, bool sparse,
-                             std::optional<engine::CodedSpec> coded,
-                             std::optional<engine::LowRankSpec> low_rank) {
-  engine::BucketSpec spec;
-  for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
-  spec.flat = {numel, flags_offset, dtype, views};
-  spec.sparse = sparse;
-  spec.coded = std::move(coded);
-  spec.low_rank = std::move(low_rank);
-  return spec;
 }
 
 std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
@@ -203,14 +190,6 @@ void bind_timeline(py::module_& m) {
       .def("dropped", &Timeline::dropped);
 }
 
-kernels::Format format_named(const std::string& name) {
-  for (int i = 0; i < kernels::kFormats; ++i) {
-    const auto format = static_cast<kernels::Format>(i);
-    if (name == kernels::name_of(format)) return format;
-  }
-  throw std::invalid_argument(concat("fastsync: no wire format is named ", name));
-}
-
 ops::CodePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
   return ops::one_chunk(format_named(plan.first), plan.second);
 }
@@ -245,7 +224,6 @@ void bind_codecs(py::module_& m) {
 }
 
 void bind_wire(py::module_& m) {
-  using engine::CodedSpec;
   m.def(
       "format_traits",
       [](const std::string& name) {
@@ -269,81 +247,6 @@ void bind_wire(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("group_name"), py::arg("device"),
       py::arg("all_to_all"), py::arg("reduce_scatter"));
-  py::class_<CodedSpec>(m, "CodedSpec")
-      .def(py::init<>())
-      .def_property(
-          "format", [](const CodedSpec& spec) { return kernels::name_of(spec.format); },
-          [](CodedSpec& spec, const std::string& name) { spec.format = format_named(name); })
-      .def(
-          "use_codec",
-          [](CodedSpec& spec, py::object codec) {
-            spec.codec = engine::make_python_codec(std::move(codec));
-          },
-          py::arg("codec"))
-      .def(
-          "use_plugin",
-          [](CodedSpec& spec, uintptr_t table) {
-            // NOLINTNEXTLINE: the address that the library's entry returned
-            spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
-          },
-          py::arg("table"))
-      .def(
-          "lay_out",
-          [](CodedSpec& spec, int64_t pieces, int64_t chunk_numel, int64_t coded_bytes,
-             int64_t flags_offset, int64_t flags_per_chunk, int64_t chunk_bytes) {
-            spec.pieces = pieces;
-            spec.chunk_numel = chunk_numel;
-            spec.coded_bytes = coded_bytes;
-            spec.flags_offset = flags_offset;
-            spec.flags_per_chunk = flags_per_chunk;
-            spec.chunk_bytes = chunk_bytes;
-          },
-          py::arg("pieces"), py::arg("chunk_numel"), py::arg("coded_bytes"),
-          py::arg("flags_offset"), py::arg("flags_per_chunk"), py::arg("chunk_bytes"))
-      .def_readwrite("kept", &CodedSpec::kept)
-      .def_readwrite("gather", &CodedSpec::gather)
-      .def_readwrite("node_ranks", &CodedSpec::node_ranks)
-      .def_readwrite("node_rank", &CodedSpec::node_rank)
-      .def_readwrite("nodes", &CodedSpec::nodes)
-      .def_readwrite("node", &CodedSpec::node)
-      .def_readwrite("error_feedback", &CodedSpec::error_feedback)
-      .def_readwrite("stochastic", &CodedSpec::stochastic)
-      .def_readwrite("seed", &CodedSpec::seed);
-}
-
-void bind_low_rank(py::module_& m) {
-  using engine::LowRankSpec;
-  py::class_<LowRankSpec>(m, "LowRankSpec")
-      .def(py::init<>())
-      .def(
-          "lay_out",
-          [](LowRankSpec& spec, int64_t numel, int64_t flags_offset, int64_t flags,
-             int64_t first_numel, int64_t second_numel) {
-            spec.numel = numel;
-            spec.flags_offset = flags_offset;
-            spec.flags = flags;
-            spec.first_numel = first_numel;
-            spec.second_numel = second_numel;
-          },
-          py::arg("numel"), py::arg("flags_offset"), py::arg("flags"), py::arg("first_numel"),
-          py::arg("second_numel"))
-      .def(
-          "add_matrix",
-          [](LowRankSpec& spec, int64_t offset, std::pair<int64_t, int64_t> sizes, int64_t rank,
-             std::pair<int64_t, int64_t> places) {
-            spec.matrices.push_back(
-                {offset, sizes.first, sizes.second, rank, places.first, places.second});
-          },
-          py::arg("offset"), py::arg("sizes"), py::arg("rank"), py::arg("places"))
-      .def(
-          "add_run",
-          [](LowRankSpec& spec, int64_t offset, int64_t numel, int64_t place) {
-            spec.runs.push_back({offset, numel, place});
-          },
-          py::arg("offset"), py::arg("numel"), py::arg("place"))
-      .def_readwrite("error_feedback", &LowRankSpec::error_feedback)
-      .def_readwrite("warm_start", &LowRankSpec::warm_start)
-      .def_readwrite("seed", &LowRankSpec::seed);
 }
 
 // `by_torch`: what runs on devices for which there is no kernel.
@@ -376,10 +279,6 @@ void bind_lossy_ops(py::module_& m) {
 
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
-  py::class_<engine::BucketSpec>(m, "BucketSpec")
-      .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
-           py::arg("dtype"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
-           py::arg("low_rank") = py::none());
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
       .def_readonly("unused", &engine::ForwardAdvice::unused);
@@ -409,6 +308,8 @@ void bind_engine(py::module_& m) {
       .def("at_end", &at_end, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
+      .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
+      .def("gather", &Reducer::gather, release, py::arg("flats"))
       .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
       .def("states", &states_of)
       .def("load_states", &load_states, py::arg("states"))
@@ -434,7 +335,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_timeline(m);
   bind_wire(m);
   bind_codecs(m);
-  bind_low_rank(m);
   bind_lossy_ops(m);
+  bind_specs(m);
   bind_engine(m);
 }

@@ -69,7 +69,9 @@ class FastDDP(Front):
             records until training ends, for `sync_stats()` and `write_timeline()`. A
             `TimelinePolicy` says more. The same on every rank.
         zero: 1 spreads the state of every optimizer over the ranks: each keeps, and updates, its
-            share of the parameters for all. Scripts stay as they are; see docs/zero.md.
+            share of the parameters for all, and between backward and step it has the gradients of
+            that share alone. 2 reduces gradients after every backward, under `no_sync()` too, so
+            that they never take more. Scripts stay as they are; see docs/zero.md.
         shard_by: what shares are cut by: "element" or "tensor"; "auto" knows torch's optimizers.
 
     Raises:
@@ -171,12 +173,10 @@ class FastDDP(Front):
         facts = self._facts(static_graph)
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
-        joining = partial(_is_joining, weakref.ref(self))
+        in_lockstep = partial(_in_lockstep, weakref.ref(self))
         zero = self._policy.zero
-        sharded = (
-            ShardedOptimizers(engine.params, self.process_group, zero.unit) if zero.stage else None
-        )
-        self.reducer = FrontReducer(engine, logger, self._record(engine), joining, sharded)
+        sharded = ShardedOptimizers(engine, zero.unit) if zero.stage else None
+        self.reducer = FrontReducer(engine, logger, self._record(engine), in_lockstep, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
@@ -253,7 +253,8 @@ class FastDDP(Front):
             self._sync_buffers()
         if torch.is_grad_enabled():
             sync = self.require_forward_param_sync = self.require_backward_grad_sync
-            self._engine.after_forward(find_tensors(output), sync)
+            always = self._engine.policy.reduces_always
+            self._engine.after_forward(find_tensors(output), sync or always)
         else:
             self.require_forward_param_sync = False
         self._clear_grad_buffer()
@@ -268,11 +269,11 @@ class FastDDP(Front):
         """As in DistributedDataParallel.
 
         Raises:
-            ValueError: zero=1, where a rank without inputs would miss the others' optimizer steps.
+            ValueError: zero is not 0: a rank without inputs would miss the others' steps.
         """
         if self._policy.zero.stage and enable:
             raise ValueError(
-                "a rank that has run out of inputs makes no optimizer steps, which zero=1 needs of "
+                "a rank that has run out of inputs makes no optimizer steps, which zero needs of "
                 "every rank; use zero=0 with join(), or give all ranks as many inputs"
             )
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
@@ -309,6 +310,7 @@ class FastDDP(Front):
                 f"wire={self._policy.wire.describe()!r} and a communication hook would both "
                 "compress gradients; leave wire out to use the hook"
             )
+        self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]
         self._engine.set_hook(state, hook)
@@ -330,8 +332,15 @@ class FastDDP(Front):
         request = Request(self.module, self.process_group, None, None, None)
         steps = self._engine.core.steps()
         settled = request.settle_wire(lambda: self._new_wire(wire), steps)
+        self._make_gradients_whole()
         self._policy = replace(self._policy, wire=settled)
         self._engine.set_wire(settled)
+
+    def _make_gradients_whole(self) -> None:
+        """They may not be spread by what travels from now on."""
+        sharded = cast(FrontReducer, self.reducer).sharded
+        if sharded is not None:
+            sharded.make_gradients_whole()
 
     def _new_wire(self, wire: Wire | Choice) -> Wire:
         if self._policy.hooked or self._comm_hooks:
@@ -403,7 +412,9 @@ class FastDDP(Front):
         self._recorder.write(os.fspath(path), Env.read().agree_timeout)
 
 
-def _is_joining(model: weakref.ref[FastDDP]) -> bool:
-    """Whether all ranks have their forwards in common, those that ran out of inputs included."""
+def _in_lockstep(model: weakref.ref[FastDDP]) -> bool:
+    """Whether all ranks have all forwards in common: under join(), and under no_sync()."""
     alive = model()
-    return alive is not None and bool(alive._join_config.enable)
+    if alive is None:
+        return False
+    return bool(alive._join_config.enable) or alive._engine.policy.reduces_always

@@ -35,10 +35,10 @@ PACKAGE_LAYERS = [
 # know of each other.
 MODULE_LAYERS = {
     "build": [["env", "guard", "recipe", "trust"], ["extension"]],
-    "engine": [["core", "agreement", "unused"], ["state"], ["engine"], ["checkpoint"]],
+    "engine": [["core", "agreement", "unused"], ["shares", "state"], ["engine"], ["checkpoint"]],
     "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
-    "shard": [["layout", "rules"], ["space"], ["optimizer"]],
+    "shard": [["layout", "rules"], ["space"], ["gradients"], ["optimizer"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
     "timeline": [
         ["data", "policy"],
@@ -46,7 +46,7 @@ MODULE_LAYERS = {
         ["command"],
         ["__init__", "__main__"],
     ],
-    "torch_private": [["callers", "graphs", "groups", "parallel"], ["__init__"]],
+    "torch_private": [["callers", "graphs", "groups", "parallel", "tensors"], ["__init__"]],
     "wire": [["formats"], ["plugins"]],
 }
 CPP_LAYERS = [
@@ -55,7 +55,7 @@ CPP_LAYERS = [
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
     ["ops/ops", "comm/worker", "engine/timeline"],
-    ["ops/codec_ops", "ops/lossy_ops", "comm/collective"],
+    ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective"],
     ["comm/chain", "comm/hook"],
     ["comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
@@ -67,7 +67,7 @@ CPP_LAYERS = [
         "transport/transport",
     ],
     ["transport/coded", "transport/hierarchical", "transport/flat"],
-    ["transport/hooked", "transport/sparse", "transport/chained"],
+    ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
     ["transport/choose"],
     [
         "engine/autograd_hooks",
@@ -81,6 +81,8 @@ CPP_LAYERS = [
     ["engine/usage"],
     ["engine/reducer"],
     ["engine/reducer_state", "engine/reducer_plan"],
+    ["bindings.h"],
+    ["bind_specs.cpp"],
     ["bindings.cpp"],
     ["units"],
 ]

@@ -89,8 +89,12 @@ class AllOf final : public InFlight {
   explicit AllOf(std::vector<std::unique_ptr<InFlight>> parts) : parts_(std::move(parts)) {}
 
   at::Tensor wait() override {
-    for (const auto& part : parts_) part->wait();
-    return {};
+    at::Tensor first;
+    for (const auto& part : parts_) {
+      const at::Tensor result = part->wait();
+      if (part == parts_.front()) first = result;
+    }
+    return first;
   }
 
   void on_done(std::function<void()> fn) override {

@@ -27,7 +27,7 @@ class Links {
   virtual size_t count() const = 0;
 };
 
-// Ends when all of them have; at once where there are none.
+// Ends when all of them have, with the result of the first; at once where there are none.
 std::unique_ptr<InFlight> all_of(std::vector<std::unique_ptr<InFlight>> parts);
 
 class Chains {

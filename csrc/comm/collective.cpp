@@ -2,7 +2,11 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/cat.h>
 
+#include <algorithm>
+#include <functional>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -160,6 +164,69 @@ auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*
   return group._reduce_scatter_base(out, in);
 }
 
+// [Note: sparse sums over Gloo]
+// Gloo's threads note the name of the work that they have completed in one string of their process group, and take no lock.
+// "_ALLREDUCE_SPARSE" is the only name that does not fit into the string itself: a thread that completes another work at the
+// same moment then writes to memory that the first has freed. So the rows are gathered and summed here: first their numbers,
+// and, when the sum is asked for, the rows, padded to the largest number.
+class RowsInFlight final : public InFlight {
+ public:
+  using Gather =
+      std::function<std::unique_ptr<InFlight>(const at::Tensor& gathered, const at::Tensor& mine)>;
+
+  // `rows`: coalesced.
+  RowsInFlight(const at::Tensor& rows, int64_t ranks, Gather gather)
+      : rows_(rows),
+        counts_(ops::make_scratch({ranks}, at::kLong, at::kCPU)),
+        gather_(std::move(gather)) {
+    const at::Tensor count = ops::make_zeros({1}, at::kLong, at::kCPU);
+    *count.mutable_data_ptr<int64_t>() = rows.indices().size(1);
+    counting_ = gather_(counts_, count);
+  }
+
+  at::Tensor wait() override {
+    const at::NoGradGuard no_grad;
+    counting_->wait();
+    const at::Tensor sum = summed();
+    if (at_wait_) std::exchange(at_wait_, nullptr)();
+    return sum;
+  }
+
+  void on_done(std::function<void()> fn) override { at_wait_ = std::move(fn); }
+
+ private:
+  at::Tensor summed() const {
+    const int64_t* counts = counts_.const_data_ptr<int64_t>();
+    const int64_t most = *std::max_element(counts, counts + counts_.numel());
+    if (most == 0) return rows_;
+    const at::Tensor positions = everyones(rows_.indices().t(), counts, most).t();
+    const at::Tensor values = everyones(rows_.values(), counts, most);
+    return at::_sparse_coo_tensor_unsafe(positions, values, rows_.sizes()).coalesce();
+  }
+
+  // Along the first dimension, rank by rank.
+  at::Tensor everyones(const at::Tensor& mine, const int64_t* counts, int64_t most) const {
+    std::vector<int64_t> sizes = mine.sizes().vec();
+    sizes.front() = most;
+    const at::Tensor padded = ops::make_zeros(sizes, mine.scalar_type(), mine.device());
+    padded.narrow(0, 0, mine.size(0)).copy_(mine);
+    sizes.front() = most * counts_.numel();
+    const at::Tensor gathered = ops::make_scratch(sizes, mine.scalar_type(), mine.device());
+    gather_(gathered, padded)->wait();
+    std::vector<at::Tensor> parts;
+    for (int64_t r = 0; r < counts_.numel(); ++r) {
+      parts.push_back(gathered.narrow(0, r * most, counts[r]));
+    }
+    return at::cat(parts);
+  }
+
+  at::Tensor rows_;
+  at::Tensor counts_;
+  Gather gather_;
+  std::unique_ptr<InFlight> counting_;
+  std::function<void()> at_wait_;
+};
+
 class ProcessGroupCollective final : public Collective {
  public:
   // Asked once: a group that is written in Python takes the GIL to answer, and the reducer asks for each gradient.
@@ -170,6 +237,7 @@ class ProcessGroupCollective final : public Collective {
   int size() const override { return size_; }
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
+    if (flat.is_sparse() && on_gloo(flat)) return sum_rows(flat);
     std::vector<at::Tensor> buffers{flat};
     return start("all-reduce", {flat}, [&] { return group_->allreduce(buffers); });
   }
@@ -189,9 +257,7 @@ class ProcessGroupCollective final : public Collective {
     if (on_gloo(gathered)) {
       return exchange(gathered, std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
     }
-    at::Tensor out = gathered;
-    at::Tensor in = mine;
-    return start("all-gather", {out, in}, [&] { return all_gather_on(*group_, out, in, 0); });
+    return gather_by_backend(*group_, gathered, mine);
   }
 
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
@@ -204,6 +270,22 @@ class ProcessGroupCollective final : public Collective {
  private:
   bool on_gloo(const at::Tensor& tensor) const {
     return tensor.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
+  }
+
+  static std::unique_ptr<InFlight> gather_by_backend(c10d::ProcessGroup& group,
+                                                     const at::Tensor& gathered,
+                                                     const at::Tensor& mine) {
+    at::Tensor out = gathered;
+    at::Tensor in = mine;
+    return start("all-gather", {out, in}, [&] { return all_gather_on(group, out, in, 0); });
+  }
+
+  // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several models' buckets.
+  std::unique_ptr<InFlight> sum_rows(const at::Tensor& rows) {
+    return std::make_unique<RowsInFlight>(
+        rows, size(), [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
+          return gather_by_backend(*group, gathered, mine);
+        });
   }
 
   // See [Note: announce first]. Gloo's all-gather moreover receives into a temporary of its own and copies that.
@@ -222,8 +304,8 @@ class ProcessGroupCollective final : public Collective {
   }
 
   template <typename Issue>
-  std::unique_ptr<InFlight> start(const char* what, std::vector<at::Tensor> buffers,
-                                  const Issue& issue) {
+  static std::unique_ptr<InFlight> start(const char* what, std::vector<at::Tensor> buffers,
+                                         const Issue& issue) {
     const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
     auto work = issue();
     FS_CHECK(work, "the process group returned no work handle for an ", what);

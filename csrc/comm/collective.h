@@ -38,7 +38,7 @@ class Collective {
 
   // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
   // average is finite, and every rank issues the same operation whether it had something to pack or not.
-  // Sparse tensors are summed where the backend can (Gloo).
+  // Sparse tensors, coalesced, where the backend can (Gloo): their sum is what wait() returns.
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
 
   // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.

@@ -33,7 +33,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
     : number_(next_number()),
       options_(options),
       precision_(std::move(precision)),
-      routes_{comm::Collective::resolve(group_name), nullptr, nullptr},
+      routes_{comm::Collective::resolve(group_name), nullptr, nullptr, nullptr},
       usage_(params_, routes_.group->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisor_ = routes_.group->size();
@@ -188,6 +188,7 @@ void Reducer::begin_backward() {
   counts_.clear();
   log_.begin_backward();
   next_ = 0;
+  for (Bucket& bucket : plan_.buckets) bucket.transport().begin();
   watch_.begin_step();
   ++generation_;
   end_backward_by(Ending::kSend, &Reducer::close_backward);
@@ -248,11 +249,35 @@ void Reducer::advance() {
   while (next_ < plan_.buckets.size() && plan_.buckets[next_].complete()) {
     Bucket& bucket = plan_.buckets[next_];
     const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
-    if (communicates() && !idles) with_context(next_, "sending", [&] { launch(bucket); });
+    if (communicates() && !idles) {
+      make_room(bucket.transport().most_in_flight());
+      with_context(next_, "sending", [&] { launch(bucket); });
+    }
     ++next_;
   }
   const bool all_sent = next_ == plan_.buckets.size() && !plan_.buckets.empty();
   if (all_sent && flags_ && flags_->overlaps(plan_.buckets.front().device())) start_flags();
+}
+
+// Ends the oldest buckets under way of a kind that may only have so many.
+void Reducer::make_room(size_t most) {
+  if (most > next_) return;
+  std::vector<size_t> under_way;
+  for (size_t i = 0; i < next_; ++i) {
+    const Bucket& bucket = plan_.buckets[i];
+    const bool counts = bucket.transport().most_in_flight() <= most;
+    if (counts && bucket.state() == BucketState::kInFlight) under_way.push_back(i);
+  }
+  for (size_t i = 0; i + most <= under_way.size(); ++i) finish(under_way[i], {});
+}
+
+void Reducer::finish(size_t index, const std::vector<bool>& used) {
+  Bucket& bucket = plan_.buckets[index];
+  with_context(index, "receiving", [&] {
+    FS_CHECK(!captured_ || !bucket.missed(), "a parameter got no gradient while captured");
+    if (bucket.state() == BucketState::kInFlight) bucket.receive();
+    bucket.finish(used);
+  });
 }
 
 void Reducer::start_flags() {
@@ -361,12 +386,8 @@ void Reducer::finish_buckets() {
       plan_.buckets[i].abandon();  // idle
       continue;
     }
-    with_context(i, "receiving", [&] {
-      FS_CHECK(!captured_ || !plan_.buckets[i].missed(),
-               "a parameter got no gradient while captured");
-      if (plan_.buckets[i].state() == BucketState::kInFlight) plan_.buckets[i].receive();
-      plan_.buckets[i].finish(used);
-    });
+    const bool finished = plan_.buckets[i].state() == BucketState::kFilling;
+    if (!finished) finish(i, used);
     last = &plan_.buckets[i];
   }
   stats_.exposed_seconds +=
@@ -404,29 +425,6 @@ void Reducer::abandon() {
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
   next_ = 0;
-}
-
-void Reducer::shadow_step() {
-  std::unique_lock<std::recursive_mutex> lock(mutex_);
-  if (plan_.buckets.empty()) return;  // nothing is trained, so the others make no step either
-  std::vector<Shadow> shadows;
-  const std::vector<bool>& used = log_.used();
-  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
-    if (idle(plan_.buckets[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
-    shadows.push_back(plan_.buckets[i].transport().shadow(packing().step));
-  }
-  for (const Shadow& shadow : shadows) shadow.in_flight->wait();
-  if (flags_) {
-    // What this rank used before takes no part in the others' step.
-    flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
-    flags_->wait();
-  }
-  watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());
-  watch_.end_shadow_step();
-  log_.count_steps(++stats_.steps);
-  forget_unused_plans();
-  lock.unlock();
-  make_due_plan();
 }
 
 }  // namespace fastsync::engine

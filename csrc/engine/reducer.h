@@ -121,7 +121,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void use_group(const std::string& group_name);
   // Process groups for the links of coded buckets' chains, in order; see comm/worker.h. Needed before a plan with coded buckets.
   void use_chains(const std::vector<std::string>& group_names);
+  // The process group over which regions travel: the same ranks. Needed before a plan with sharded buckets.
+  void use_shards(const std::string& group_name);
   void detach_hooks();
+
+  // Each rank sends its region, one of as many equal ones as there are ranks, of each buffer to all.
+  void gather(const std::vector<at::Tensor>& flats);
 
   // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
   std::vector<int64_t> ready_order() const;
@@ -180,6 +185,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
+  void make_room(size_t most);
+  void finish(size_t bucket, const std::vector<bool>& used);
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }

@@ -6,6 +6,7 @@
 // error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
 #include "../check.h"
 #include "../ops/buffers.h"
+#include "../ops/ops.h"
 #include "../transport/chained.h"
 #include "reducer.h"
 
@@ -153,11 +154,59 @@ void Reducer::use_group(const std::string& group_name) {
   watch_.group_changed();
 }
 
+void Reducer::use_shards(const std::string& group_name) {
+  const Lock lock(mutex_);
+  routes_.shards = comm::Collective::resolve(group_name);
+}
+
 void Reducer::use_chains(const std::vector<std::string>& group_names) {
   const Lock lock(mutex_);
   std::vector<std::shared_ptr<comm::Collective>> groups;
   for (const std::string& name : group_names) groups.push_back(comm::Collective::resolve(name));
   routes_.chains = std::make_shared<comm::Chains>(std::move(groups));
+}
+
+void Reducer::shadow_step() {
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
+  if (plan_.buckets.empty()) return;  // nothing is trained, so the others make no step either
+  std::vector<Shadow> shadows;
+  const std::vector<bool>& used = log_.used();
+  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+    if (idle(plan_.buckets[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
+    shadows.push_back(plan_.buckets[i].transport().shadow(packing().step));
+  }
+  for (const Shadow& shadow : shadows) shadow.in_flight->wait();
+  if (flags_) {
+    // What this rank used before takes no part in the others' step.
+    flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
+    flags_->wait();
+  }
+  watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());
+  watch_.end_shadow_step();
+  log_.count_steps(++stats_.steps);
+  forget_unused_plans();
+  lock.unlock();
+  make_due_plan();
+}
+
+void Reducer::gather(const std::vector<at::Tensor>& flats) {
+  const Lock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  const int64_t ranks = routes_.group->size();
+  if (ranks == 1) return;
+  FS_CHECK(routes_.shards, "there is no process group for regions");
+  std::vector<std::unique_ptr<comm::InFlight>> under_way;
+  for (const at::Tensor& flat : flats) {
+    const int64_t region = flat.numel() / ranks;
+    const auto mine = ops::SlotLayout::run(routes_.group->rank() * region, region);
+    const auto part = ops::view_of(flat, mine, flat.scalar_type());
+    under_way.push_back(routes_.shards->all_gather(flat, part));
+    const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
+    ++stats_.collectives;
+    stats_.bytes += ranks * bytes;
+    stats_.sent_bytes += (ranks - 1) * bytes;
+  }
+  for (const auto& each : under_way) each->wait();
 }
 
 }  // namespace fastsync::engine

@@ -52,6 +52,10 @@ SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
 std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
                                             const Routes& routes, size_t index, size_t count) {
   if (!routes.communicate()) return std::make_unique<Alone>();
+  if (spec.scatter) {
+    FS_CHECK(routes.shards, "sharded buckets need a process group for their regions");
+    return make_scattered(*spec.scatter, slots, routes.shards, routes.pool);
+  }
   if (spec.low_rank || spec.coded) {
     FS_CHECK(routes.chains, "coded buckets need process groups for their chains");
     const at::Device device = slots.front().param->tensor.device();

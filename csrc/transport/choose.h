@@ -10,6 +10,7 @@
 #include "coded_spec.h"
 #include "flat.h"
 #include "low_rank.h"
+#include "scattered.h"
 
 namespace fastsync::engine {
 
@@ -26,6 +27,8 @@ struct BucketSpec {
   // Travels as codes instead; no views, no flags in the flat buffer.
   std::optional<CodedSpec> coded;
   std::optional<LowRankSpec> low_rank;
+  // Each rank keeps the averages of its own region.
+  std::optional<ScatterSpec> scatter;
 };
 
 // What there is to travel over.
@@ -33,6 +36,9 @@ struct Routes {
   std::shared_ptr<comm::Collective> group;
   std::shared_ptr<comm::Chains> chains;  // for codes
   std::shared_ptr<comm::Hook> hook;      // the user's, who reduces the buckets
+  std::shared_ptr<comm::Collective>
+      shards;  // the group's ranks, for regions; on a CPU none but these use it
+  std::shared_ptr<ops::BufferPool> pool = std::make_shared<ops::BufferPool>();
 
   // Whether anything is sent at all.
   bool communicate() const { return hook != nullptr || group->size() > 1; }

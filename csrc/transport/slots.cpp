@@ -7,6 +7,10 @@ namespace fastsync::engine {
 
 void check_gradient(const Slot& slot, const at::Tensor& grad) {
   const at::Tensor& param = slot.param->tensor;
+  FS_CHECK(!grad.unsafeGetTensorImpl()->is_python_dispatch(), "the gradient of parameter '",
+           slot.param->name,
+           "' is of a class of its own, without memory here: perhaps another FastDDP(zero=...) has "
+           "spread it over the ranks. Set it to None before the backward of this wrapper");
   FS_CHECK(grad.layout() == at::kStrided, "parameter '", slot.param->name,
            "' received a gradient with layout ", grad.layout(),
            ", but its module does not announce sparse gradients; only nn.Embedding and "

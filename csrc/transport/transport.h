@@ -4,7 +4,7 @@
 // hierarchical, low rank). The bucket counts gradients and keeps the states; the transport has the buffers, and does not
 // know the states. In a step it is asked to
 //
-//   take()* ─▶ pack() ─▶ launch() ─▶ receive() ─▶ deliver()
+//   begin() ─▶ take()* ─▶ pack() ─▶ launch() ─▶ receive() ─▶ deliver()
 //
 // or to abandon() what it was about, at any point.
 #pragma once
@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,6 +46,9 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
+  // A backward that will synchronise is about to accumulate.
+  virtual void begin() {}
+
   // Takes a gradient that has arrived ahead of its bucket, where that pays: sets its slot's `early`.
   virtual void take(size_t slot, const Packing& how) = 0;
   // Whether another gradient for a slot that was taken early would come too late.
@@ -58,6 +62,8 @@ class Transport {
   // Drops what a step has left. `in_flight`: collectives may still write to the buffers, and keep them.
   virtual void abandon(bool in_flight) = 0;
   virtual Shadow shadow(uint64_t step) = 0;
+  // Of its kind: more would hold more memory than they gain time.
+  virtual size_t most_in_flight() const { return std::numeric_limits<size_t>::max(); }
 
   // Whether errors on the way between ranks are the user's own, and the gradients are averaged by him.
   virtual bool is_users() const { return false; }

@@ -8,6 +8,7 @@
 #include "../ops/items.cpp"
 #include "../ops/lossy_ops.cpp"
 #include "../ops/ops.cpp"
+#include "../ops/pool.cpp"
 #include "../transport/code_buffers.cpp"
 #include "../transport/coded.cpp"
 #include "../transport/coding.cpp"

@@ -16,5 +16,6 @@
 #include "../transport/flat.cpp"
 #include "../transport/gradient_buffer.cpp"
 #include "../transport/hooked.cpp"
+#include "../transport/scattered.cpp"
 #include "../transport/slots.cpp"
 #include "../transport/sparse.cpp"

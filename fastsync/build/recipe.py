@@ -34,6 +34,7 @@ CPP_SOURCES = (
     "kernels/select_cpu.cpp",
     "kernels/low_rank_cpu.cpp",
     "ops/ops.cpp",
+    "ops/pool.cpp",
     "ops/codec_ops.cpp",
     "ops/lossy_ops.cpp",
     "comm/collective.cpp",
@@ -58,6 +59,7 @@ CPP_SOURCES = (
     "transport/gradient_buffer.cpp",
     "transport/flat.cpp",
     "transport/hooked.cpp",
+    "transport/scattered.cpp",
     "transport/sparse.cpp",
     "transport/chained.cpp",
     "transport/choose.cpp",
@@ -67,6 +69,7 @@ CPP_SOURCES = (
     "engine/reducer.cpp",
     "engine/reducer_state.cpp",
     "engine/reducer_plan.cpp",
+    "bind_specs.cpp",
     "bindings.cpp",
 )
 CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")

@@ -7,7 +7,7 @@ reducer takes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypedDict
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastsync import _C
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
+    from fastsync._C import ShardedGradients as ShardedGradients
     from fastsync._C import Timeline as Timeline
 else:
 
@@ -48,6 +49,7 @@ __all__ = [
     "low_rank_spec",
     "make_precision",
     "make_reducer",
+    "make_sharded_gradients",
     "make_timeline",
     "supports",
 ]
@@ -96,11 +98,13 @@ class Sender:
         wire: the policy that the plan was made from.
         rank: this one's, in the process group that averages.
         nodes: this rank's place in the hierarchical form; None in the others.
+        gradients: of the units whose gradients the ranks share, by number.
     """
 
     wire: Wire
     rank: int
     nodes: Nodes | None = None
+    gradients: Sequence[ShardedGradients] = ()
 
 
 def load() -> None:
@@ -139,6 +143,21 @@ def make_reducer(
         skip_unused=policy.skip_unused,
         precision=precision,
     )
+
+
+def make_sharded_gradients(
+    shard: torch.Tensor, faces: list[torch.Tensor], release: Callable[[int], None]
+) -> ShardedGradients:
+    """What one rank keeps of a unit's gradients.
+
+    Args:
+        shard: memory of its averages, one-dimensional.
+        faces: what becomes `param.grad`, by member. The list is read again and again: who puts
+            another face into it tells the result, too.
+        release: called with a member's position when somebody still holds its face and its values
+            are about to be overwritten.
+    """
+    return _C.ShardedGradients(shard, faces, release)
 
 
 def make_timeline(capacity: int, device: torch.device) -> Timeline:
@@ -189,6 +208,16 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
         sparse=bucket.sparse,
         coded=coded,
         low_rank=low_rank,
+        scatter=_scatter_spec(bucket, sender) if bucket.shards else None,
+    )
+
+
+def _scatter_spec(bucket: PlannedBucket, sender: Sender) -> _C.ScatterSpec:
+    first = bucket.shards[0]
+    return _C.ScatterSpec(
+        gradients=sender.gradients[first.unit],
+        members=[shard.member for shard in bucket.shards],
+        region=first.region,
     )
 
 

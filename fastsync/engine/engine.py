@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
+from fastsync.engine.shares import ShardedUnit, Shares
 from fastsync.engine.state import Carried
 from fastsync.engine.unused import NamedParam, UnusedParams
 from fastsync.plan.buckets import (
@@ -35,7 +36,7 @@ from fastsync.ranks.meeting import MeetingPlace
 from fastsync.torch_private import is_registered, resolvable_name, without_modes
 from fastsync.wire.formats import Wire
 
-__all__ = ["Engine", "NamedParam", "Progress"]
+__all__ = ["Engine", "NamedParam", "Progress", "ShardedUnit"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Engine:
 
     Attributes:
         plan: the current plan; `plans`: every one so far.
+        policy: how gradients travel, now.
+        shares: what of them the ranks share.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
         regrouped: a plan of this training replaced another one with different buckets.
@@ -81,7 +84,7 @@ class Engine:
         self._params = list(params)
         self._group = group
         self._buckets = buckets
-        self._policy = policy
+        self.policy = policy
         self._network = Network()  # as all ranks know it, for bytes of gradients
         self._measured_rate = 0.0  # by this rank, before a restart
         self._nodes = self._find_nodes()
@@ -96,6 +99,7 @@ class Engine:
         self.precision = None if compute is None else core.make_precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, names, group, policy, self.precision)
+        self.shares = Shares(self.core, group, tensors[0].device)
         self.regrouped = False
         self._plan_changed = False
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
@@ -110,7 +114,7 @@ class Engine:
         self._install(order)
 
     def _find_nodes(self) -> Nodes | None:
-        return find_nodes(self._policy.wire, self._group, Env.read().local_ranks)
+        return find_nodes(self.policy.wire, self._group, Env.read().local_ranks)
 
     def _check_devices(self) -> None:
         for device in {p.tensor.device for p in self._params if p.tensor.requires_grad}:
@@ -223,15 +227,24 @@ class Engine:
         self._forget_plans()
         self._install(self._order())
 
+    def shard(self, units: Sequence[ShardedUnit]) -> None:
+        """Has the ranks share the gradients of these units, and no others. Collective.
+
+        Every rank calls it between the same two steps.
+        """
+        self.shares.take(units)
+        self._forget_plans()
+        self._install(self._order())
+
     @property
     def wire(self) -> Wire:
         """How gradients travel."""
-        return self._policy.wire
+        return self.policy.wire
 
     def set_wire(self, wire: Wire) -> None:
         """Has gradients travel as `wire` from the next step on, the same on every rank."""
         order = self._order()
-        self._policy = replace(self._policy, wire=wire)
+        self.policy = replace(self.policy, wire=wire)
         self._forget_plans()
         self._nodes = self._find_nodes()
         self._install(order)
@@ -302,14 +315,14 @@ class Engine:
     def set_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
         order = self._order()
-        self._policy = replace(self._policy, hooked=True)
+        self.policy = replace(self.policy, hooked=True)
         self._forget_plans()
         self.core.set_hook(state, hook, self._flags_group())
         self._install(order)
 
     def _flags_group(self) -> str:
         """Collective. The name of a process group for used flags; empty where none is needed."""
-        told = self._policy.static_graph or self._policy.fail_on_unused
+        told = self.policy.static_graph or self.policy.fail_on_unused
         alone = self._group.size() == 1
         if told or alone or self._params[0].tensor.device.type != "cpu":
             return ""
@@ -320,19 +333,19 @@ class Engine:
         return str(self._own_group.group_name)
 
     def _plan(self, order: Sequence[int]) -> BucketPlan:
-        wire = Wire() if self._is_warming_up() else self._policy.wire
+        wire = Wire() if self._is_warming_up() else self.policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = self._group.size()
         # Compiled graphs have been split where the first plan's buckets end.
         follows = self._buckets.adaptive and not self._graphs
         network = self._network if follows else Network()
-        policy = replace(self._policy, wire=wire, network=network)
+        policy = replace(self.policy, wire=wire, network=network)
         buckets = self._buckets.on(network)
         node_ranks = len(self._nodes.node_ranks) if self._nodes else 1
         return make_plan(specs, order, buckets, policy, world, node_ranks)
 
     def _is_warming_up(self) -> bool:
-        return self.core.steps() < self._policy.wire.warmup_steps
+        return self.core.steps() < self.policy.wire.warmup_steps
 
     def _install(self, order: Sequence[int], keep: bool = False) -> None:
         """Makes a plan and hands it to the reducer. Collective where buckets are coded.
@@ -340,12 +353,13 @@ class Engine:
         Args:
             keep: the plan that it replaces will be wanted again.
         """
-        until = self._policy.wire.warmup_steps if self._is_warming_up() else -1
+        until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
         if self.plan.coded and self._group.size() > 1:
             self._make_chains()
-        sender = core.Sender(self.wire, self._group.rank(), self._nodes)
+        shared = self.shares.gradients
+        sender = core.Sender(self.wire, self._group.rank(), self._nodes, shared)
         specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
         self.core.set_plan(specs, until, keep)
         self.plans.append(self.plan)
@@ -353,7 +367,9 @@ class Engine:
 
     def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
         param = self._params[index]
-        return ParamSpec.of(index, param.tensor, param.sparse, wire.codec_for(param.name))
+        spec = ParamSpec.of(index, param.tensor, param.sparse, wire.codec_for(param.name))
+        shard = self.shares.place(index) if self.policy.shardable else None
+        return replace(spec, shard=shard)
 
     def _make_chains(self) -> None:
         if self._nodes not in self._links:

@@ -171,7 +171,7 @@ class Request:
         group = self._group()
         if zero.stage and group.size() > 1 and not is_registered(group):
             raise ValueError(
-                "zero=1 needs a process group that torch.distributed made itself: use one of "
+                "zero needs a process group that torch.distributed made itself: use one of "
                 "init_process_group() or new_group(), or zero=0"
             )
 

@@ -26,7 +26,8 @@ class FrontReducer:
     """Stands where torch's front expects a `torch.distributed.Reducer`.
 
     Args:
-        in_lockstep: whether all ranks have their forwards in common, as under join().
+        in_lockstep: whether all ranks have their forwards in common, as under join(). Then each of
+            them synchronises.
         sharded: optimizers whose state the ranks share; None where each has all of it.
     """
 
@@ -104,6 +105,11 @@ class FrontReducer:
         """Nothing to do: switching the group resets the reducer."""
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        if self.sharded is not None:
+            raise ValueError(
+                "the state of optimizers is spread over the ranks of the old process group: wrap "
+                "the model again, or use zero=0"
+            )
         self.engine.use_group(group)
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:

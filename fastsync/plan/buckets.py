@@ -29,6 +29,7 @@ __all__ = [
     "CodedPlan",
     "ParamSpec",
     "PlannedBucket",
+    "ShardSlot",
     "factor_shape",
     "feeds_back",
     "make_plan",
@@ -37,6 +38,23 @@ __all__ = [
 ]
 
 _FP32 = FORMATS["fp32"]
+
+
+@dataclass(frozen=True)
+class ShardSlot:
+    """Where a parameter lies in a unit, whose gradients each rank keeps a region of.
+
+    Attributes:
+        unit: number of the unit.
+        member: position of the parameter in it.
+        offset: first real element.
+        region: elements of each rank's region, of the whole unit.
+    """
+
+    unit: int
+    member: int
+    offset: int
+    region: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,7 @@ class ParamSpec:
         pairs: its elements are complex; hooks must not see them mixed with real ones.
         codec: the format it is meant to travel in.
         rows: size of the dimension that is outermost in memory, the first one as a rule.
+        shard: its place where the ranks share its gradient; such parameters travel by unit.
     """
 
     index: int
@@ -61,6 +80,7 @@ class ParamSpec:
     pairs: bool = False
     codec: AnyCodec = _FP32
     rows: int = 1
+    shard: ShardSlot | None = None
 
     @classmethod
     def of(
@@ -100,7 +120,8 @@ class CodedPlan:
 class PlannedBucket:
     """One bucket: parameter indices in slot order, and where they lie in the flat buffer.
 
-    Where `coded` is given, the bucket travels as bytes and `dtype` is the gradients' own.
+    Where `coded` is given, the bucket travels as bytes and `dtype` is the gradients' own. Where
+    `shards` are, one per parameter, each rank keeps its own region of the averages.
     """
 
     params: tuple[int, ...]
@@ -109,6 +130,7 @@ class PlannedBucket:
     views: bool
     sparse: bool
     coded: CodedPlan | None = None
+    shards: tuple[ShardSlot, ...] = ()
 
     @property
     def format_name(self) -> str:
@@ -228,20 +250,23 @@ class _OpenGroup:
 
 
 def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[ParamSpec]]:
-    open_groups: dict[tuple[torch.dtype, torch.device, bool, AnyCodec], _OpenGroup] = {}
+    open_groups: dict[object, _OpenGroup] = {}
     closed: list[_OpenGroup] = []
     left = sum(spec.nbytes for spec in ordered if not spec.sparse)
     for position, spec in enumerate(ordered):
         if spec.sparse:
             closed.append(_OpenGroup([spec], latest=position))
             continue
-        key = (spec.dtype, spec.device, spec.pairs, spec.codec)
+        key: object = (spec.dtype, spec.device, spec.pairs, spec.codec)
+        if spec.shard is not None:
+            key = spec.shard.unit  # which ends with its last gradient, however large it is
         group = open_groups.setdefault(key, _OpenGroup())
         group.specs.append(spec)
         group.nbytes += spec.nbytes
         group.latest = position
         left -= spec.nbytes
-        if group.nbytes >= policy.limit(len(closed), group.nbytes + left):
+        full = group.nbytes >= policy.limit(len(closed), group.nbytes + left)
+        if full and spec.shard is None:
             closed.append(open_groups.pop(key))
     by_last_gradient = sorted([*closed, *open_groups.values()], key=lambda group: group.latest)
     return [group.specs for group in by_last_gradient]
@@ -251,6 +276,8 @@ def _planned(
     group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
 ) -> PlannedBucket:
     gradient = group[0].dtype
+    if group[0].shard is not None:
+        return _sharded(group, world_size)
     codec = _codec_of(group, policy)
     nodes = world_size // node_ranks
     if node_ranks > 1 and nodes == 1:
@@ -273,6 +300,24 @@ def _planned(
         dtype=native,
         views=policy.views and native == gradient,
         sparse=group[0].sparse,
+    )
+
+
+def _sharded(group: Sequence[ParamSpec], world_size: int) -> PlannedBucket:
+    """A bucket of those members of a unit that are trained, in the unit's layout."""
+    pairs = [(spec.shard, spec) for spec in group if spec.shard is not None]
+    pairs.sort(key=lambda pair: pair[0].member)
+    shards = tuple(shard for shard, _ in pairs)
+    specs = [spec for _, spec in pairs]
+    offsets = tuple(shard.offset for shard in shards)
+    numel = shards[0].region * world_size
+    return PlannedBucket(
+        params=tuple(spec.index for spec in specs),
+        layout=FlatLayout(offsets, tuple(spec.numel for spec in specs), -1, numel),
+        dtype=specs[0].dtype,
+        views=False,
+        sparse=False,
+        shards=shards,
     )
 
 

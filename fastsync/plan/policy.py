@@ -131,7 +131,8 @@ class ZeroPolicy:
     """What the ranks share instead of repeating it.
 
     Attributes:
-        stage: 0: nothing; 1: the state of optimizers.
+        stage: 0: nothing; 1: the state of optimizers, and gradients between backward and step; 2:
+            gradients while they accumulate, too.
         unit: what a rank's share is cut by: "element", "tensor", or "auto", which the class of the
             optimizer decides.
 
@@ -143,10 +144,10 @@ class ZeroPolicy:
     unit: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1):
+        if self.stage not in (0, 1, 2):
             raise ValueError(
-                f"zero must be 0 (every rank holds everything) or 1 (each rank holds its share of "
-                f"the optimizer's state), but is {self.stage!r}"
+                f"zero must be 0 (every rank holds everything), 1 (each holds its share of the "
+                f"optimizer's state) or 2 (and of gradients under no_sync()), but is {self.stage!r}"
             )
         if self.unit not in UNITS:
             raise ValueError(f"shard_by must be one of {', '.join(UNITS)}, but is {self.unit!r}")
@@ -179,6 +180,16 @@ class SyncPolicy:
     mixed: MixedPolicy = MixedPolicy()
     network: Network = field(default_factory=Network)
     zero: ZeroPolicy = ZeroPolicy()
+
+    @property
+    def shardable(self) -> bool:
+        """Whether ranks may each keep a part of the averages: they are sums of plain gradients."""
+        return self.wire.plain and not self.hooked and self.mixed.param is None
+
+    @property
+    def reduces_always(self) -> bool:
+        """Whether gradients are reduced after every backward, `no_sync()` or not."""
+        return self.zero.stage == 2 and self.shardable
 
     def __post_init__(self) -> None:
         if not self.wire.plain and self.mixed.reduce is not None:

@@ -26,8 +26,10 @@ from torch.optim.optimizer import (
 )
 
 from fastsync.build.env import Env
-from fastsync.engine.engine import NamedParam
+from fastsync.engine.engine import Engine
+from fastsync.engine.shares import ShardedUnit
 from fastsync.ranks.meeting import MeetingPlace
+from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.rules import unit_for
 from fastsync.shard.space import Space
@@ -44,15 +46,17 @@ class ShardedOptimizers:
     """Every optimizer that steps on parameters of one model.
 
     Args:
-        params: of the model.
-        group: whose ranks share optimizer state.
+        engine: of the model.
         unit: what may be cut: "element", "tensor", or "auto", by the optimizer's class.
     """
 
-    def __init__(self, params: Sequence[NamedParam], group: dist.ProcessGroup, unit: str) -> None:
-        self.group, self.unit = group, unit
-        self.named = {id(p.tensor): p for p in params}
-        self.place = MeetingPlace(group, "sharded optimizer", Env.read().agree_timeout)
+    def __init__(self, engine: Engine, unit: str) -> None:
+        self.engine, self.unit = engine, unit
+        self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
+        self.place = MeetingPlace(engine.group, "sharded optimizer", Env.read().agree_timeout)
+        self._sharers = Sharers(
+            engine.group, MeetingPlace(engine.group, "gradients", Env.read().agree_timeout)
+        )
         self._sharded: weakref.WeakKeyDictionary[Optimizer, _Sharded] = weakref.WeakKeyDictionary()
         me = weakref.ref(self)
         hooks = (
@@ -66,21 +70,52 @@ class ShardedOptimizers:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
-        if not any(id(p) in self.named for p in _params_of(optimizer)):
+        if not any(id(p) in self.index_of for p in _params_of(optimizer)):
             return None
         if backward_is_running():
             raise RuntimeError(
-                "zero=1 cannot step inside a backward: the ranks exchange parameters after a step, "
+                "zero cannot step inside a backward: the ranks exchange parameters after a step, "
                 "and their backwards reach it at different times; step after backward(), or use "
                 "zero=0"
             )
         arguments = _with_loss(args)
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
+            self.make_gradients_whole()
             if sharded is not None:
                 sharded.give_back(optimizer)
             sharded = self._sharded[optimizer] = _Sharded(self, optimizer)
+            self._share_gradients(sharded.spaces)
         return (sharded.stand_in(optimizer), *arguments[1:])
+
+    def make_gradients_whole(self) -> None:
+        """Has every rank hold all gradients. Collective where they are spread."""
+        make_whole(param.tensor for param in self.engine.params)
+
+    def bucket_of(self, param: torch.Tensor) -> int:
+        """The bucket that the parameter's gradient travels in; -1: none."""
+        index = self.index_of[id(param)]
+        buckets = enumerate(self.engine.plan.buckets)
+        return next((number for number, bucket in buckets if index in bucket.params), -1)
+
+    def _share_gradients(self, spaces: Sequence[Space]) -> None:
+        """Has the ranks share the gradients of what is cut by elements, too. Collective."""
+        if not self.engine.policy.shardable or self.engine.group.size() == 1:
+            return
+        ours = [unit for unit in self._sharers.units if unit.space.is_intact()]
+        fresh = [space for space in spaces if space.shares_gradients]
+        self._sharers.units = ours + [GradientShards(space, self._sharers) for space in fresh]
+        self.engine.shard(
+            [
+                ShardedUnit(
+                    [self.index_of[id(param)] for param in unit.params],
+                    unit.space.layout.offsets,
+                    unit.space.layout.region,
+                    unit.core,
+                )
+                for unit in self._sharers.units
+            ]
+        )
 
     def after_step(self, optimizer: Optimizer) -> None:
         sharded = self._sharded.get(optimizer)
@@ -127,14 +162,14 @@ class _Sharded:
 
     def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
         self._owner = owner
-        self._group = owner.group
+        self._group = owner.engine.group
         self._unit = unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
-        params = [p for group in self._full for p in group if id(p) in owner.named]
-        self._spaces = [self._space(kind) for kind in self._kinds(params)]
+        params = [p for group in self._full for p in group if id(p) in owner.index_of]
+        self.spaces = [self._space(kind) for kind in self._kinds(params)]
         self._pieces: dict[int, list[nn.Parameter]] = {id(p): [] for p in params}
-        for space in self._spaces:
+        for space in self.spaces:
             for piece, tensor in space.owned.items():
                 self._pieces[id(space.params[piece.param])].append(tensor)
         self._cut_state(optimizer)
@@ -145,19 +180,27 @@ class _Sharded:
         )
 
     def _kinds(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Those that can lie in one buffer and be cut alike."""
+        """Those that can lie in one buffer and be cut alike, and whose gradients come together."""
         kinds: dict[object, list[torch.Tensor]] = {}
         for param in params:
-            kinds.setdefault((param.dtype, param.device, self._is_whole(param)), []).append(param)
+            whole = self._is_whole(param)
+            bucket = -1 if whole else self._owner.bucket_of(param)
+            kinds.setdefault((param.dtype, param.device, whole, bucket), []).append(param)
         return list(kinds.values())
 
     def _is_whole(self, param: torch.Tensor) -> bool:
-        return self._unit == "tensor" or self._owner.named[id(param)].sparse
+        return (
+            self._unit == "tensor"
+            or self._owner.engine.params[self._owner.index_of[id(param)]].sparse
+        )
 
     def _space(self, params: list[torch.Tensor]) -> Space:
         cut = cut_by_tensors if self._is_whole(params[0]) else cut_by_elements
         layout = cut([param.numel() for param in params], self._group.size())
-        return Space(params, layout, self._group)
+        real = params[0].is_floating_point()
+        planned = self._owner.bucket_of(params[0]) >= 0
+        shares = real and planned and not self._is_whole(params[0])
+        return Space(params, layout, self._group, shares)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""
@@ -166,7 +209,7 @@ class _Sharded:
             len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
             for now, then in zip(groups, self._full, strict=True)
         )
-        return same and all(space.is_intact() for space in self._spaces)
+        return same and all(space.is_intact() for space in self.spaces)
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer of the same class, settings and state, whose groups hold the pieces.
@@ -174,8 +217,8 @@ class _Sharded:
         The optimizer itself stays as it is, even where the step raises. What is not the model's
         stays in the groups.
         """
-        for space in self._spaces:
-            space.lend_gradients()
+        for space in self.spaces:
+            lend_gradients(space)
         groups = []
         for group in optimizer.param_groups:
             tensors = [t for param in group["params"] for t in self._pieces.get(id(param), [param])]
@@ -194,9 +237,9 @@ class _Sharded:
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
         with torch.no_grad():
-            for space in self._spaces:
+            for space in self.spaces:
                 space.take_gradients()
-                space.gather()
+            self._owner.engine.shares.gather([space.flat for space in self.spaces])
 
     def give_back(self, optimizer: Optimizer) -> None:
         """The whole state, as it was before the optimizer was taken over. Collective."""
@@ -208,7 +251,7 @@ class _Sharded:
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
-        for space in self._spaces:
+        for space in self.spaces:
             whole = [optimizer.state.pop(param, None) for param in space.params]
             for piece, tensor in space.owned.items():
                 if values := whole[piece.param]:
@@ -221,7 +264,7 @@ class _Sharded:
         """Removes what the optimizer has for this rank's pieces."""
         return {
             tensor: optimizer.state.pop(tensor)
-            for space in self._spaces
+            for space in self.spaces
             for tensor in space.owned.values()
             if tensor in optimizer.state
         }
@@ -229,14 +272,14 @@ class _Sharded:
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Collective: every rank gets the whole state."""
         self._owner.place.meet(
-            "optimizer.state_dict(), whose state zero=1 spreads over the ranks",
+            "optimizer.state_dict(), whose state zero spreads over the ranks",
             remedy="Call it on every rank, and save the result on one",
         )
         optimizer.state.update(self._whole_state(optimizer))
         self._kept = self._take_state(optimizer)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
-        for space in self._spaces:
+        for space in self.spaces:
             for param in space.params:
                 optimizer.state.pop(param, None)
         optimizer.state.update(self._kept)
@@ -244,7 +287,7 @@ class _Sharded:
 
     def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         whole: dict[torch.Tensor, State] = {}
-        for space in self._spaces:
+        for space in self.spaces:
             for batch in _batches(space):
                 mine = {
                     piece: optimizer.state[tensor]

@@ -43,14 +43,14 @@ def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
     kind = type(optimizer)
     if isinstance(optimizer, optim.LBFGS):
         raise ValueError(
-            "zero=1 cannot shard LBFGS, whose step takes all parameters at once; use zero=0"
+            "zero cannot shard LBFGS, whose step takes all parameters at once; use zero=0"
         )
     if kind in _known(_ELEMENTWISE):
         return "element"
     if kind in _known(_TENSORWISE):
         return "tensor"
     raise ValueError(
-        f"zero=1 does not know how {kind.__module__}.{kind.__qualname__} may be sharded. Pass "
+        f"zero does not know how {kind.__module__}.{kind.__qualname__} may be sharded. Pass "
         "FastDDP(shard_by='element') if each element's update depends on that element alone (as in "
         "SGD and Adam), shard_by='tensor' if it depends on other elements of the same parameter "
         "(as in LAMB, Muon and Shampoo), or zero=0 if it depends on other parameters"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +11,6 @@ from torch import nn
 from fastsync.shard.layout import Piece, ShardLayout
 
 __all__ = ["Space"]
-
-# Of one collective. Gloo gathers into a buffer of its own, of this size times the ranks.
-_GATHER_BYTES = 1 << 20
-_IN_FLIGHT = 3
 
 
 def _strides(param: torch.Tensor) -> tuple[int, ...]:
@@ -40,20 +35,26 @@ class Space:
         params: in the same order on every rank.
         layout: where they lie, and who owns what.
         group: whose ranks share the work.
+        shares_gradients: the ranks may share their gradients, too.
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], layout: ShardLayout, group: dist.ProcessGroup
+        self,
+        params: Sequence[torch.Tensor],
+        layout: ShardLayout,
+        group: dist.ProcessGroup,
+        shares_gradients: bool = False,
     ) -> None:
-        self.params, self.layout, self._group = list(params), layout, group
-        self._rank, self._world = group.rank(), group.size()
+        self.params, self.layout = list(params), layout
+        self.shares_gradients = shares_gradients
+        self._rank = group.rank()
         first = self.params[0]
-        self._flat = torch.zeros(
-            layout.region * self._world, dtype=first.dtype, device=first.device
+        self.flat = torch.zeros(
+            layout.region * group.size(), dtype=first.dtype, device=first.device
         )
         self._views = []
         for param, offset in zip(self.params, layout.offsets, strict=True):
-            view = self._flat.as_strided(param.shape, _strides(param), offset)
+            view = self.flat.as_strided(param.shape, _strides(param), offset)
             view.copy_(param.data)
             param.data = view
             self._views.append(view)
@@ -65,7 +66,7 @@ class Space:
         if piece.end - piece.begin == view.numel():
             return nn.Parameter(view)
         begin = self.layout.offsets[piece.param] + piece.begin
-        return nn.Parameter(self._flat[begin : begin + piece.end - piece.begin])
+        return nn.Parameter(self.flat[begin : begin + piece.end - piece.begin])
 
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""
@@ -87,29 +88,15 @@ class Space:
         view = self._views[param]
         return torch.empty_strided(view.shape, view.stride(), dtype=part.dtype, device=part.device)
 
-    def lend_gradients(self) -> None:
-        """Gives each owned piece the elements of its parameter's gradient."""
-        for piece, tensor in self.owned.items():
-            grad = self.params[piece.param].grad
-            tensor.grad = None if grad is None else self.cut(piece, grad)
+    def owned_ranges(self) -> list[tuple[int, int, int]]:
+        """By parameter: where this rank's elements begin in its region, how many, and in the
+        parameter."""
+        ranges = [(0, 0, 0)] * len(self.params)
+        for piece in self.owned:
+            start = self.layout.offsets[piece.param] + piece.begin - self._rank * self.layout.region
+            ranges[piece.param] = (start, piece.end - piece.begin, piece.begin)
+        return ranges
 
     def take_gradients(self) -> None:
         for tensor in self.owned.values():
             tensor.grad = None
-
-    def gather(self) -> None:
-        """Every rank sends its region to all. Collective."""
-        if self._world == 1:
-            return
-        size = max(1, _GATHER_BYTES // self._flat.element_size())
-        regions = self._flat.view(self._world, self.layout.region)
-        under_way: deque[dist.Work] = deque()
-        for begin in range(0, self.layout.region, size):
-            parts = list(regions[:, begin : begin + size])
-            work = dist.all_gather(parts, parts[self._rank], group=self._group, async_op=True)
-            assert work is not None
-            under_way.append(work)
-            if len(under_way) >= _IN_FLIGHT:
-                under_way.popleft().wait()
-        for work in under_way:
-            work.wait()

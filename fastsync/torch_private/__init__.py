@@ -32,6 +32,7 @@ from fastsync.torch_private.parallel import (
     front_accepts,
     untraced,
 )
+from fastsync.torch_private.tensors import WrapperTensor, map_tensors
 
 __all__ = [
     "BuiltinCommHookType",
@@ -40,6 +41,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "WrapperTensor",
     "backend_name",
     "backward_is_running",
     "builtin_comm_hook",
@@ -53,6 +55,7 @@ __all__ = [
     "group_timeout",
     "has_python_reducer",
     "is_registered",
+    "map_tensors",
     "resolvable_name",
     "split_graphs_at_buckets",
     "untraced",

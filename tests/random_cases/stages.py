@@ -175,14 +175,16 @@ def freeze(wrapped):
         if alone and (wrapped.tree.shape == "opaque" or wrapped.seat.rank != LONER):
             continue
         flips.append(index)
-    wrapped.frozen_alone = wrapped.regrouped = True
+    for each in (wrapped, *wrapped.siblings):
+        each.frozen_alone = each.regrouped = True
     wrapped.twins.freeze(flips)
 
 
 def thaw(wrapped):
     frozen = [i for i, (ours, _) in enumerate(wrapped.twins.params) if not ours.requires_grad]
     wrapped.twins.freeze(frozen)
-    wrapped.frozen_alone, wrapped.regrouped = False, True
+    for each in (wrapped, *wrapped.siblings):
+        each.frozen_alone, each.regrouped = False, True
 
 
 def outputs_are_seen(wrapped):

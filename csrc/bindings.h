@@ -1,0 +1,17 @@
+// The parts of the Python bindings.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "kernels/codec.h"
+
+namespace fastsync {
+
+// What a plan says about buckets.
+void bind_specs(pybind11::module_& m);
+
+kernels::Format format_named(const std::string& name);
+
+}  // namespace fastsync

@@ -1,0 +1,36 @@
+#include "pool.h"
+
+#include "buffers.h"
+#include "ops.h"
+
+namespace fastsync::ops {
+
+at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device device) {
+  if (!device.is_cpu()) return make_scratch({numel}, dtype, device);
+  auto best = free_.end();
+  for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
+    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel;
+    if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;
+  }
+  if (best == free_.end()) {
+    // What is too small now has served smaller buckets, and would stay for ever.
+    free_.clear();
+    lent_.push_back(make_scratch({numel}, dtype, device));
+  } else {
+    lent_.push_back(*best);
+    free_.erase(best);
+  }
+  return view_of(lent_.back(), SlotLayout::run(0, numel), dtype);
+}
+
+void BufferPool::give(const at::Tensor& buffer) {
+  if (!buffer.defined() || !buffer.device().is_cpu()) return;
+  for (auto lent = lent_.begin(); lent != lent_.end(); ++lent) {
+    if (!lent->storage().is_alias_of(buffer.storage())) continue;
+    free_.push_back(*lent);
+    lent_.erase(lent);
+    return;
+  }
+}
+
+}  // namespace fastsync::ops

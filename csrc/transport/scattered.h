@@ -1,0 +1,55 @@
+// Transport of buckets whose averages only their owners keep (ZeRO, stages 1 and 2).
+//
+// [Note: regions]
+// A unit is a set of parameters, laid out as fastsync/shard/layout.py says: one region per rank. Rank r receives everybody's
+// part of region r and keeps the averages in its shard. A bucket carries the members of one unit that are trained:
+//
+//   sent:  | region 0 | flags | region 1 | flags | ...    chunk r goes to rank r
+//
+// The flags are those of flat.h, and one more per slot that tells whether the average is added to what was there before. Each
+// rank sums them for itself.
+//
+// [Note: faces]
+// What a rank has after a backward is no gradient that a script could read: so `param.grad` becomes a face, a tensor without
+// memory whose operations fastsync/shard/face.py makes. At the start of a backward faces are taken off, so that autograd
+// accumulates into tensors of its own, and their averages count as accumulated before it. A face that somebody holds keeps
+// its values, as a gradient would: release() gives it its own before they are overwritten.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "../comm/collective.h"
+#include "../ops/pool.h"
+#include "transport.h"
+
+namespace fastsync::engine {
+
+// A unit's gradients on this rank. Outlives plans: buckets of several may carry them.
+struct ShardedGradients {
+  at::Tensor shard;               // [region], the averages
+  std::vector<at::Tensor> faces;  // by member
+  std::vector<at::Tensor>
+      pending;  // accumulated since, on this rank alone; undefined where nothing was
+  std::function<bool(size_t)>
+      is_held;  // whether anybody holds a member's face, besides `param.grad`
+  std::function<void(size_t)>
+      release;  // makes another face, in `faces`, and leaves that one its values
+};
+
+struct ScatterSpec {
+  std::shared_ptr<ShardedGradients> gradients;
+  std::vector<size_t> members;  // of the unit, by slot
+  int64_t region = 0;           // elements
+};
+
+// Slots' offsets are those in the unit. The slots must outlive it.
+std::unique_ptr<Transport> make_scattered(const ScatterSpec& spec, Slots& slots,
+                                          std::shared_ptr<comm::Collective> group,
+                                          std::shared_ptr<ops::BufferPool> pool);
+
+}  // namespace fastsync::engine

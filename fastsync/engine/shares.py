@@ -1,0 +1,79 @@
+"""Units of parameters whose gradients the ranks share: each keeps one region of the averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine import core
+from fastsync.plan.buckets import ShardSlot
+from fastsync.ranks.links import new_cpu_group
+from fastsync.torch_private import resolvable_name
+
+__all__ = ["ShardedUnit", "Shares"]
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Parameters whose gradients the ranks share.
+
+    Attributes:
+        params: indices.
+        offsets: first element of each, among as many equal regions as there are ranks.
+        region: elements of one region.
+        gradients: what this rank keeps.
+    """
+
+    params: Sequence[int]
+    offsets: Sequence[int]
+    region: int
+    gradients: core.ShardedGradients
+
+
+class Shares:
+    """The units of one engine, and the process group that their regions travel over.
+
+    On a CPU that group is used for nothing else: two models whose regions went over one would take
+    each other's.
+    """
+
+    def __init__(self, reducer: core.Reducer, group: dist.ProcessGroup, device: torch.device):
+        self._core, self._group, self._device = reducer, group, device
+        self._links: dist.ProcessGroup | None = None
+        self._units: Sequence[ShardedUnit] = ()
+        self._places: dict[int, ShardSlot] = {}
+
+    @property
+    def gradients(self) -> list[core.ShardedGradients]:
+        """What this rank keeps, by unit."""
+        return [unit.gradients for unit in self._units]
+
+    def place(self, param: int) -> ShardSlot | None:
+        """Where a parameter lies; None: its gradient is not shared."""
+        return self._places.get(param)
+
+    def take(self, units: Sequence[ShardedUnit]) -> None:
+        """These, and no others. Collective the first time."""
+        self.connect()
+        self._units = list(units)
+        self._places = {
+            param: ShardSlot(number, member, unit.offsets[member], unit.region)
+            for number, unit in enumerate(self._units)
+            for member, param in enumerate(unit.params)
+        }
+
+    def connect(self) -> None:
+        """Regions may travel. Collective the first time."""
+        if self._links is None:
+            on_cpu = self._device.type == "cpu"
+            self._links = new_cpu_group(self._group, "shards") if on_cpu else self._group
+            self._core.use_shards(resolvable_name(self._links))
+
+    def gather(self, flats: Sequence[torch.Tensor]) -> None:
+        """Every rank sends its region of each buffer, one of equal ones, to all. Collective."""
+        if self._group.size() > 1:
+            self.connect()
+            self._core.gather(flats)
