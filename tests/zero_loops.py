@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 
 def trained(rank, zero, make, between=None, early=True):
-    """Weights, and elements of this rank's state; the optimizer is made before wrapping or after."""
+    """Weights, and elements of state here; the optimizer is made before wrapping or after."""
     module = net()
     optimizer = OPTIMIZERS[make](module.parameters()) if early else None
     model = FastDDP(module, zero=zero, find_unused_parameters=True)
