@@ -61,6 +61,8 @@ class WorkInFlight final : public InFlight {
     }
   }
 
+  bool is_done() override { return work_->isCompleted(); }
+
  private:
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
@@ -106,24 +108,65 @@ class Exchange {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
+// Threads that exchanges are started on, and waited for on.
+struct ExchangeThreads {
+  Worker starter;
+  Worker waiter;
+};
+
 class ExchangeInFlight final : public InFlight {
  public:
-  ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<Ticket> started)
-      : exchange_(std::move(exchange)), started_(std::move(started)) {}
+  ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<ExchangeThreads> threads)
+      : exchange_(std::move(exchange)), threads_(std::move(threads)) {
+    started_ = threads_->starter.submit([exchange = exchange_] {
+      exchange->start();
+      return false;
+    });
+  }
+
+  // One that nobody waits for must still take its messages, or the next one would.
+  ~ExchangeInFlight() override {
+    if (!waited_) watch();
+  }
+  ExchangeInFlight(const ExchangeInFlight&) = delete;
+  ExchangeInFlight& operator=(const ExchangeInFlight&) = delete;
 
   at::Tensor wait() override {
-    started_->wait();
-    exchange_->wait();
+    waited_ = true;
+    if (watched_) {
+      watched_->wait();
+    } else {
+      started_->wait();
+      exchange_->wait();
+    }
     if (at_wait_) std::exchange(at_wait_, nullptr)();
     return {};
   }
 
   void on_done(std::function<void()> fn) override { at_wait_ = std::move(fn); }
 
+  // Messages cannot be asked. Another thread waits for them, once somebody wants to know.
+  bool is_done() override {
+    watch();
+    return watched_->is_done();
+  }
+
  private:
+  void watch() {
+    if (watched_) return;
+    watched_ = threads_->waiter.submit([exchange = exchange_, started = started_] {
+      started->wait();
+      exchange->wait();
+      return false;
+    });
+  }
+
   std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<ExchangeThreads> threads_;
   std::shared_ptr<Ticket> started_;
+  std::shared_ptr<Ticket> watched_;
   std::function<void()> at_wait_;
+  bool waited_ = false;
 };
 
 // torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int` are better for the
@@ -295,12 +338,8 @@ class ProcessGroupCollective final : public Collective {
     const auto self = static_cast<size_t>(rank());
     if (parts[self].const_data_ptr() != sent[self].const_data_ptr()) parts[self].copy_(sent[self]);
     const auto exchange = std::make_shared<Exchange>(group_, std::move(parts), std::move(sent));
-    if (!starter_) starter_ = std::make_unique<Worker>();
-    auto started = starter_->submit([exchange] {
-      exchange->start();
-      return false;
-    });
-    return std::make_unique<ExchangeInFlight>(exchange, std::move(started));
+    if (!threads_) threads_ = std::make_shared<ExchangeThreads>();
+    return std::make_unique<ExchangeInFlight>(exchange, threads_);
   }
 
   template <typename Issue>
@@ -315,7 +354,7 @@ class ProcessGroupCollective final : public Collective {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int rank_;
   int size_;
-  std::unique_ptr<Worker> starter_;  // of exchanges
+  std::shared_ptr<ExchangeThreads> threads_;
 };
 
 }  // namespace

@@ -25,6 +25,9 @@ class InFlight {
   // before a blocking wait() returns. On stream backends the current stream is then one that waits for the result. Where
   // the backend cannot tell, it is called by wait().
   virtual void on_done(std::function<void()> fn) = 0;
+
+  // Whether wait() would return at once. Where the backend cannot tell, never.
+  virtual bool is_done() { return false; }
 };
 
 class Collective {

@@ -10,6 +10,11 @@ void Ticket::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
+bool Ticket::is_done() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return done_;
+}
+
 void Ticket::on_done(std::function<void()> fn) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -23,6 +23,7 @@ class Ticket {
   void wait();
   // Has `fn` called once when the chain has ended: on the worker's thread, or at once where it has already.
   void on_done(std::function<void()> fn);
+  bool is_done();
 
  private:
   friend class Worker;

@@ -86,6 +86,19 @@ class Endings {
     return endings;
   }
 
+  Endings() = default;
+  Endings(const Endings&) = delete;
+  Endings& operator=(const Endings&) = delete;
+  ~Endings() {
+    if (reached_) return;
+    for (const auto& fn : failed_) fn();
+  }
+
+  void add_failure(std::function<void()> fn) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failed_.push_back(std::move(fn));
+  }
+
   // Gradients arrive on a thread per device.
   void add(Turn turn, std::function<void()> fn) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -94,6 +107,7 @@ class Endings {
 
  private:
   void run() {
+    reached_ = true;
     for (auto fn = next(); fn; fn = next()) fn();
   }
 
@@ -105,6 +119,8 @@ class Endings {
 
   std::mutex mutex_;
   std::multimap<std::pair<Ending, int64_t>, std::function<void()>> todo_;
+  std::vector<std::function<void()>> failed_;
+  bool reached_ = false;
 };
 
 }  // namespace
@@ -182,6 +198,10 @@ int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 void at_end_of_backward(Turn turn, std::function<void()> fn) {
   Endings::of_running_backward()->add(turn, std::move(fn));
+}
+
+void at_failure_of_backward(std::function<void()> fn) {
+  Endings::of_running_backward()->add_failure(std::move(fn));
 }
 
 }  // namespace fastsync::engine

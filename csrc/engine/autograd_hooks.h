@@ -65,5 +65,7 @@ struct Turn {
 
 // Calls `fn` at the end of the running backward, unless that fails.
 void at_end_of_backward(Turn turn, std::function<void()> fn);
+// Calls `fn`, which must not throw, where it does fail, before whoever called it hears of it.
+void at_failure_of_backward(std::function<void()> fn);
 
 }  // namespace fastsync::engine

@@ -193,6 +193,16 @@ void Reducer::begin_backward() {
   ++generation_;
   end_backward_by(Ending::kSend, &Reducer::close_backward);
   end_backward_by(Ending::kWait, &Reducer::finish_backward);
+  const std::weak_ptr<Reducer> weak = weak_from_this();
+  at_failure_of_backward([weak, mine = generation_] {
+    if (const auto self = weak.lock()) self->restore_gradients(mine);
+  });
+}
+
+void Reducer::restore_gradients(int64_t generation) {
+  const Lock lock(mutex_);
+  if (!is_running(generation)) return;
+  for (Bucket& bucket : plan_.buckets) bucket.transport().restore();
 }
 
 // See [Note: the end of a backward].
@@ -250,7 +260,7 @@ void Reducer::advance() {
     Bucket& bucket = plan_.buckets[next_];
     const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
     if (communicates() && !idles) {
-      make_room(bucket.transport().most_in_flight());
+      if (bucket.transport().ends_early()) make_room();
       with_context(next_, "sending", [&] { launch(bucket); });
     }
     ++next_;
@@ -259,16 +269,15 @@ void Reducer::advance() {
   if (all_sent && flags_ && flags_->overlaps(plan_.buckets.front().device())) start_flags();
 }
 
-// Ends the oldest buckets under way of a kind that may only have so many.
-void Reducer::make_room(size_t most) {
-  if (most > next_) return;
-  std::vector<size_t> under_way;
+// Ends the oldest buckets under way that hold memory and have arrived. It must not wait for one: another wrapper's buckets may
+// have to be sent first, on this rank or on another.
+void Reducer::make_room() {
   for (size_t i = 0; i < next_; ++i) {
-    const Bucket& bucket = plan_.buckets[i];
-    const bool counts = bucket.transport().most_in_flight() <= most;
-    if (counts && bucket.state() == BucketState::kInFlight) under_way.push_back(i);
+    Bucket& bucket = plan_.buckets[i];
+    if (bucket.state() != BucketState::kInFlight) continue;
+    if (!bucket.transport().ends_early() || !bucket.has_arrived()) return;
+    finish(i, {});
   }
-  for (size_t i = 0; i + most <= under_way.size(); ++i) finish(under_way[i], {});
 }
 
 void Reducer::finish(size_t index, const std::vector<bool>& used) {

@@ -185,7 +185,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_backward();
   void advance();
   void launch(Bucket& bucket);
-  void make_room(size_t most);
+  void make_room();
+  void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;

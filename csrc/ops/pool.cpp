@@ -24,13 +24,21 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
 }
 
 void BufferPool::give(const at::Tensor& buffer) {
-  if (!buffer.defined() || !buffer.device().is_cpu()) return;
+  const at::Tensor whole = take_back(buffer);
+  if (whole.defined()) free_.push_back(whole);
+}
+
+void BufferPool::forget(const at::Tensor& buffer) { take_back(buffer); }
+
+at::Tensor BufferPool::take_back(const at::Tensor& buffer) {
+  if (!buffer.defined() || !buffer.device().is_cpu()) return {};
   for (auto lent = lent_.begin(); lent != lent_.end(); ++lent) {
     if (!lent->storage().is_alias_of(buffer.storage())) continue;
-    free_.push_back(*lent);
+    const at::Tensor whole = *lent;
     lent_.erase(lent);
-    return;
+    return whole;
   }
+  return {};
 }
 
 }  // namespace fastsync::ops

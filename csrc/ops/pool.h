@@ -16,8 +16,12 @@ class BufferPool {
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
   // One that take() returned; undefined: nothing.
   void give(const at::Tensor& buffer);
+  // Likewise, but somebody still writes to it.
+  void forget(const at::Tensor& buffer);
 
  private:
+  at::Tensor take_back(const at::Tensor& buffer);
+
   std::vector<at::Tensor> lent_;
   std::vector<at::Tensor> free_;
 };

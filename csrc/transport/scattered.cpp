@@ -82,7 +82,10 @@ class Scattered final : public Transport {
 
   void receive(const at::Tensor& /*result*/) override {
     pool_->give(std::exchange(sent_, at::Tensor()));
-    if (!flags_.defined()) flags_ = ops::make_flat(flag_count(), at::kFloat, device());
+    if (!flags_.defined()) {
+      const auto wide = dtype() == at::kDouble ? at::kDouble : at::kFloat;
+      flags_ = ops::make_flat(flag_count(), wide, device());
+    }
     add_up({{flags_, spec_.region}}, false);
     if (device().is_cpu()) check_alike();
   }
@@ -110,23 +113,23 @@ class Scattered final : public Transport {
   }
 
   // What has been packed is lost; a face comes back, and what autograd has accumulated since is pending.
-  void abandon(bool in_flight) override {
-    if (in_flight) {
-      sent_ = received_ = at::Tensor();
-    } else {
-      pool_->give(std::exchange(sent_, at::Tensor()));
-      pool_->give(std::exchange(received_, at::Tensor()));
-    }
+  void restore() override {
     for (size_t i = 0; i < slots_.size(); ++i) {
-      Place& place = places_[i];
+      if (!std::exchange(places_[i].faced, false)) continue;
       at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
-      const at::Tensor local = grad.defined() ? grad : place.kept;
-      if (place.faced) {
-        pending(i) = local;
-        grad = face(i);
-      }
-      place = Place{};
+      pending(i) = grad.defined() ? grad : places_[i].kept;
+      grad = face(i);
     }
+  }
+
+  void abandon(bool in_flight) override {
+    const auto let_go = in_flight ? &ops::BufferPool::forget : &ops::BufferPool::give;
+    for (at::Tensor* buffer : {&sent_, &received_}) {
+      ((*pool_).*let_go)(*buffer);
+      *buffer = at::Tensor();
+    }
+    restore();
+    for (Place& place : places_) place = Place{};
   }
 
   Shadow shadow(uint64_t /*step*/) override {
@@ -134,23 +137,20 @@ class Scattered final : public Transport {
     return {};
   }
 
-  size_t most_in_flight() const override { return kMostInFlight; }
+  bool ends_early() const override { return true; }
   bool has_flags() const override { return flags_.defined(); }
   at::Tensor flags() const override {
     return flags_.narrow(0, 0, static_cast<int64_t>(slots_.size()));
   }
   at::Tensor vote() const override {
     if (!has_flags()) return {};
-    return ops::view_of(flags_, ops::SlotLayout::run(static_cast<int64_t>(slots_.size()), 1),
-                        at::kFloat);
+    const auto place = ops::SlotLayout::run(static_cast<int64_t>(slots_.size()), 1);
+    return ops::view_of(flags_, place, flags_.scalar_type());
   }
   int64_t bytes() const override { return group_->size() * chunk_bytes(); }
   int64_t sent_bytes() const override { return (group_->size() - 1) * chunk_bytes(); }
 
  private:
-  // Enough to keep the network busy while the next one fills. Each holds its bucket twice.
-  static constexpr size_t kMostInFlight = 2;
-
   // What is only known of a gradient while it travels.
   struct Place {
     bool faced = false;  // it is added to what was there before
@@ -221,7 +221,8 @@ class Scattered final : public Transport {
 
   // Each rank keeps only its region of what was there before: all have to add to it, or none.
   void check_alike() const {
-    const float* faced = flags_.const_data_ptr<float>() + slots_.size() + 1;
+    const at::Tensor flags = flags_.to(at::kFloat);
+    const float* faced = flags.const_data_ptr<float>() + slots_.size() + 1;
     for (size_t i = 0; i < slots_.size(); ++i) {
       FS_CHECK(faced[i] == 0.0F || faced[i] == static_cast<float>(group_->size()), "parameter '",
                slots_[i].param->name, "': ", faced[i], " of ", group_->size(),

@@ -13,7 +13,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -48,6 +47,8 @@ class Transport {
 
   // A backward that will synchronise is about to accumulate.
   virtual void begin() {}
+  // It has failed: undoes begin().
+  virtual void restore() {}
 
   // Takes a gradient that has arrived ahead of its bucket, where that pays: sets its slot's `early`.
   virtual void take(size_t slot, const Packing& how) = 0;
@@ -62,8 +63,8 @@ class Transport {
   // Drops what a step has left. `in_flight`: collectives may still write to the buffers, and keep them.
   virtual void abandon(bool in_flight) = 0;
   virtual Shadow shadow(uint64_t step) = 0;
-  // Of its kind: more would hold more memory than they gain time.
-  virtual size_t most_in_flight() const { return std::numeric_limits<size_t>::max(); }
+  // Whether it holds memory that its bucket had better give back before the end of the backward.
+  virtual bool ends_early() const { return false; }
 
   // Whether errors on the way between ranks are the user's own, and the gradients are averaged by him.
   virtual bool is_users() const { return false; }

@@ -76,4 +76,6 @@ class Shares:
         """Every rank sends its region of each buffer, one of equal ones, to all. Collective."""
         if self._group.size() > 1:
             self.connect()
-            self._core.gather(flats)
+            self._core.gather(
+                [torch.view_as_real(f).flatten() if f.is_complex() else f for f in flats]
+            )

@@ -15,7 +15,9 @@ from tests.random_cases.wires import EXACT_WIRES, draw_wire
 __all__ = ["Drawn", "draw"]
 
 WITHOUT_COMPLEX = tuple(kind for kind in KINDS if kind not in ("complex", "conj"))
-THEMES = ("plain",) * 4 + ("wire",) * 4 + ("hook", "mixed", "static", "strict", "skip")
+THEMES = (
+    ("plain",) * 4 + ("wire",) * 4 + ("hook", "mixed", "zero", "zero", "static", "strict", "skip")
+)
 
 
 def averaged(state, bucket):
@@ -73,6 +75,16 @@ class Drawn:
         return self.theme == "strict"
 
     @property
+    def zero(self):
+        """The stage."""
+        return self.options.get("zero", 0)
+
+    @property
+    def rounds_sums(self):
+        """Whether what is added up is rounded on the way, however much of it cancels out."""
+        return bool(self.mixed or self.zero)
+
+    @property
     def hook_dtype(self):
         """What a hook sends gradients as, where that loses something."""
         names = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -95,6 +107,8 @@ def draw(rng, world, theme=None):
         return Drawn(theme, shape, WITHOUT_COMPLEX, wire, options={**options, "wire": wire})
     if theme == "hook":
         return _draw_hook(rng, shape, options)
+    if theme == "zero":
+        return Drawn(theme, shape, options={**options, "zero": rng.choice((1, 1, 2))})
     if theme == "mixed":
         shape = rng.choice(("tensor", "nested"))  # a loss must not bypass the outputs
         low = rng.choice(LOW)

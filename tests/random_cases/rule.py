@@ -11,9 +11,17 @@ import torch
 import torch.distributed as dist
 
 from tests.random_cases.wires import tolerance
-from tests.random_cases.wrapped import same
+from tests.random_cases.wrapped import same, seen
 
-__all__ = ["check", "gathered", "recall", "snapshot", "verify", "width"]
+__all__ = [
+    "check",
+    "gathered",
+    "gradients_are_alike",
+    "recall",
+    "snapshot",
+    "verify",
+    "width",
+]
 
 UNUSED, TOUCHED, USED = 0.0, 1.0, 2.0
 
@@ -44,20 +52,21 @@ def residuals_of(wrapped):
     return {i: _real(by_name[name]) for i, name in enumerate(names) if name in by_name}
 
 
-def _untouched(wrapped, index):
-    """Whether a gradient is what its copy has, which rounds elsewhere in mixed precision."""
+def _untouched(wrapped, index, found):
+    """Whether a gradient is what its copy has, which may round elsewhere."""
     ours, theirs = wrapped.twins.params[index]
-    if same(ours.grad, theirs.grad) or not wrapped.drawn.mixed or ours.grad is None:
-        return same(ours.grad, theirs.grad)
-    off = (_or_zeros(ours.grad, ours) - _or_zeros(theirs.grad, ours)).abs()
-    bound = _mixed_bound(wrapped, ours) * _or_zeros(wrapped.twins.sums.get(index), ours)
+    if same(found, theirs.grad) or not wrapped.drawn.rounds_sums or found is None:
+        return same(found, theirs.grad)
+    off = (_or_zeros(found, ours) - _or_zeros(theirs.grad, ours)).abs()
+    bound = _sum_bound(wrapped, ours) * _or_zeros(wrapped.twins.sums.get(index), ours)
     return bool((off <= bound).all())
 
 
-def _mixed_bound(wrapped, param):
+def _sum_bound(wrapped, param):
     """As a share of the magnitudes of what was added up, which may cancel out."""
     real = param.dtype.to_real() if param.is_complex() else param.dtype
-    return 8 * max(torch.finfo(wrapped.drawn.mixed.param_dtype).eps, torch.finfo(real).eps)
+    mixed = wrapped.drawn.mixed
+    return 8 * max(torch.finfo(mixed.param_dtype if mixed else real).eps, torch.finfo(real).eps)
 
 
 def snapshot(wrapped, residuals=None):
@@ -67,15 +76,16 @@ def snapshot(wrapped, residuals=None):
     for index, (ours, theirs) in enumerate(wrapped.twins.params):
         state = TOUCHED if index in wrapped.touched else UNUSED
         state = USED if index in wrapped.used else state
+        found = seen(ours.grad)
         facts = (
             state,
-            ours.grad is not None,
+            found is not None,
             theirs.grad is not None,
-            _untouched(wrapped, index),
+            _untouched(wrapped, index, found),
         )
         parts.append(torch.tensor(facts, dtype=torch.float64))
-        parts += [_or_zeros(ours.grad, ours), _or_zeros(theirs.grad, ours)]
-        if wrapped.drawn.mixed:
+        parts += [_or_zeros(found, ours), _or_zeros(theirs.grad, ours)]
+        if wrapped.drawn.rounds_sums:
             parts.append(_or_zeros(wrapped.twins.sums.get(index), ours))
         if index in residuals:
             parts.append(residuals[index])
@@ -91,7 +101,7 @@ def width(wrapped):
 def adopt(wrapped):
     """The copies continue from what the engine computed."""
     for ours, theirs in wrapped.twins.params:
-        theirs.grad = None if ours.grad is None else ours.grad.detach().clone()
+        theirs.grad = None if ours.grad is None else seen(ours.grad).detach().clone()
     wrapped.twins.begin_sums()
 
 
@@ -111,6 +121,14 @@ def check(wrapped):
     wrapped.regrouped = False
 
 
+def gradients_are_alike(wrapped):
+    """Whether all ranks have the same. Collective."""
+    mine = [_or_zeros(seen(ours.grad), ours) for ours, _ in wrapped.twins.params]
+    there = torch.tensor([float(ours.grad is not None) for ours, _ in wrapped.twins.params])
+    rows = gathered(wrapped, torch.cat([*mine, there.double()]))
+    return all(same(row, rows[0]) for row in rows)
+
+
 def recall(wrapped):
     """Takes what ranks keep back as it is: after a change that the rule says nothing of."""
     residuals = residuals_of(wrapped)
@@ -126,12 +144,12 @@ def verify(wrapped, rows, divisor, kept=()):
     place = 0
     for index, (param, _) in enumerate(wrapped.twins.params):
         size = _numel(param)
-        sizes = [4, size, size] + [size] * (bool(wrapped.drawn.mixed) + (index in kept))
+        sizes = [4, size, size] + [size] * (wrapped.drawn.rounds_sums + (index in kept))
         facts, ours, theirs, *rest = rows[:, place : place + sum(sizes)].split(sizes, dim=1)
         place += sum(sizes)
         where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
         one = _Parameter(wrapped, index, param, divisor, where)
-        if wrapped.drawn.mixed:
+        if wrapped.drawn.rounds_sums:
             one.summed = rest.pop(0).sum(0) / divisor
         one.compare(facts, ours, theirs, rest[0] if rest else None)
 
@@ -254,8 +272,8 @@ class _Parameter:
         coded = bucket.coded if bucket is not None else None
         if coded is not None and coded.codec.name != "fp32":
             return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
-        if drawn.mixed is not None:
-            rounding = rounding + _mixed_bound(self.wrapped, self.param) * self.summed
+        if drawn.rounds_sums:
+            rounding = rounding + _sum_bound(self.wrapped, self.param) * self.summed
         wire = self.real if bucket is None or coded is not None else bucket.dtype
         if wire is not self.real:
             narrow = torch.finfo(wire)
@@ -264,5 +282,5 @@ class _Parameter:
             return rounding + 8 * self._eps() * size.max()
         rounded = drawn.mixed is not None and self.real is not torch.float32
         alone = len(parts) < 2 or self.wrapped.seat.world > 2
-        exact = not rounded and not alone
+        exact = not rounded and not alone and not drawn.zero
         return None if exact else rounding

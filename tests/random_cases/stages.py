@@ -246,6 +246,8 @@ def look(wrapped, forward):
 
 def accumulate(wrapped):
     """Micro-steps that do not synchronise, each rank as many as it likes."""
+    if wrapped.drawn.zero == 2:  # there they do
+        return
     draws = wrapped.rng if wrapped.joined else wrapped.own
     for _ in range(draws.choice((0, 0, 0, 1, 2))):
         with wrapped.model.no_sync():
@@ -254,6 +256,13 @@ def accumulate(wrapped):
                 wrapped.backward(forward.losses())
         if not inside:
             wrapped.backward(forward.losses())
+
+
+def optimizer_step(wrapped):
+    """Unless a rank has a gradient of its own, which would give it weights of its own, too."""
+    step(wrapped)
+    if rule.gradients_are_alike(wrapped):
+        wrapped.step()
 
 
 def two_forwards(wrapped):
@@ -339,8 +348,10 @@ STEPS = {
     "sum of forwards": Stage(sum_of_forwards, lambda w: outputs_are_seen(w) and not w.drawn.mixed),
     "one graph twice": Stage(one_graph_twice, lambda w: w.drawn.theme != "skip"),
     "accumulating in between": Stage(
-        accumulate_in_between, lambda w: outputs_are_seen(w) and free_use(w)
+        accumulate_in_between,
+        lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.zero != 2,
     ),
+    "optimizer step": Stage(optimizer_step, lambda w: w.drawn.zero and free_use(w), weight=3),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),

@@ -96,7 +96,7 @@ class Tree(nn.Module):
 
     def __init__(self, rng, drawn):
         super().__init__()
-        self.shape = drawn.shape
+        self.shape, self.zero = drawn.shape, drawn.zero
         self.low = None
         self.kinds = [rng.choice(drawn.kinds) for _ in range(rng.randint(1, 14))]
         self.branches = nn.ModuleList(nn.Module() for _ in range(3))

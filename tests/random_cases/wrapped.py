@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync import FastDDP
+from fastsync.shard.gradients import ShardedGradient
 from tests.random_cases import drawing
 from tests.random_cases.tree import WIDTH, Fault, loss_of
 
-__all__ = ["Forward", "Seat", "Twins", "Wrapped", "same"]
+__all__ = ["Forward", "Seat", "Twins", "Wrapped", "same", "seen"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ def same(one, other):
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
+def seen(grad):
+    """The elements of a gradient that may be spread over the ranks, and stays so. Collective."""
+    if not isinstance(grad, ShardedGradient):
+        return grad
+    share = grad.share
+    if share.whole is not None:
+        return share.whole
+    whole, pending = share.shards().collect(share), share.pending
+    return whole if pending is None else whole + pending
+
+
 def magnitudes(grad):
     grad = (grad.to_dense() if grad.is_sparse else grad).detach().resolve_conj()
     return (torch.view_as_real(grad) if grad.is_complex() else grad).abs()
@@ -47,7 +59,9 @@ class Twins:
     def __init__(self, tree, rng, mine):
         self.tree, self.twin = tree, copy.deepcopy(tree)
         self.params = list(zip(tree.parameters(), self.twin.parameters(), strict=True))
-        self.zeroing = rng.choice(("none", "none", "zero", "nothing", "some"))
+        ways = ("none", "none", "zero", "nothing", "some")
+        # What is spread over the ranks is zeroed on all of them.
+        self.zeroing = rng.choice(ways[:-1] if tree.zero else ways)
         self.mine = mine
         self.saved = []
         self.fired = set()
@@ -107,6 +121,8 @@ class Twins:
         """Saves gradients as users do, each with a copy of its values."""
         for ours, _ in self.params:
             if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
+                continue
+            if isinstance(ours.grad, ShardedGradient):  # which all ranks would have to look at
                 continue
             way = self.mine.choice(("itself", "slice", "detached", "storage", "shared"))
             grad = ours.grad
@@ -181,7 +197,22 @@ class Wrapped:
             options["wire"] = self.wire
         self.model = FastDDP(self.twins.tree, **options)
         drawing.register(self.model, self.drawn)
+        if self.drawn.zero:
+            self.spread()
         self.note_plan()
+
+    def spread(self):
+        """The first step of an optimizer, which changes nothing: gradients are shared after it."""
+        self.zero("none")
+        self.optimizer = torch.optim.SGD(self.tree.parameters(), lr=2**-4)
+        self.optimizer.step()
+
+    def step(self):
+        """Of the optimizer; the copy's is an ordinary one."""
+        self.optimizer.step()
+        torch.optim.SGD(self.twins.twin.parameters(), lr=2**-4).step()
+        for index, (ours, theirs) in enumerate(self.twins.params):
+            assert same(ours, theirs), f"parameter {index} is another one after a step"
 
     @property
     def tree(self):
