@@ -21,8 +21,6 @@ from examples.common.text import Spread, render
 
 SAME_SETTINGS = ("baseline", "optimizer", "scale", "device")
 SAME_MACHINE = ("cpu", "cores", "gpu", "ranks", "threads_per_rank", "transport")
-
-
 Comparison = tuple[str, Spread | None, Spread | None]  # what was measured, before and after
 
 

@@ -10,24 +10,25 @@ import argparse
 from collections.abc import Iterator
 
 from bench.measure import benchmark as b
-from examples.common.costs import gradient_memory, peak_allocated
+from examples.common.costs import gradient_memory, peak_memory
 from examples.common.ranks import Group, argument
 from examples.common.variants import select
 
 
 @b.benchmark(
     *(b.models("transformer,wide,conv"), b.SCALE, b.wrappers("all"), b.RANKS),
-    argument("--peak", "the peak of a step on the GPU instead, in MiB", action="store_true"),
+    argument(
+        "--peak", "the peak of a step with AdamW, per byte of parameters", action="store_true"
+    ),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     title = "memory of gradients and buckets, in bytes per byte of gradients"
-    measure, unit, text = gradient_memory, 1.0, "{:.2f}x"
+    measure = peak_memory if args.peak else gradient_memory
     if args.peak:
-        title = "peak memory of a training step with AdamW, in MiB"
-        measure, unit, text = peak_allocated, 2.0**20, "{:.1f}"
+        title = "peak memory of a training step with AdamW, in bytes per byte of parameters"
     rows = []
     for variant in select(args.wrappers).variants:
         found = [measure(b.workload(name, args), variant, group) for name in args.models]
-        cells = ("n/a" if value is None else text.format(value / unit) for value in found)
+        cells = ("n/a" if value is None else f"{value:.2f}x" for value in found)
         rows.append((variant.name, *cells))
     yield b.table(title, ("variant", *args.models), rows, args)

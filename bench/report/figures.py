@@ -61,11 +61,7 @@ def _curve(task: str, curves: dict[str, list[tuple[float, float]]]) -> str:
     return line_chart(Labels(title, "step", "training loss"), lines)
 
 
-DRAWN = {
-    "accuracy": _accuracy,
-    "buckets": _buckets,
-    "overlap": _overlap,
-}
+DRAWN = {"accuracy": _accuracy, "buckets": _buckets, "overlap": _overlap}
 
 
 def charts(name: str, result: Result) -> dict[str, str]:

@@ -61,7 +61,7 @@ class WorkInFlight final : public InFlight {
     }
   }
 
-  bool is_done() override { return work_->isCompleted(); }
+  bool is_done_within(std::chrono::milliseconds /*time*/) override { return work_->isCompleted(); }
 
  private:
   std::vector<at::Tensor> buffers_;
@@ -146,9 +146,9 @@ class ExchangeInFlight final : public InFlight {
   void on_done(std::function<void()> fn) override { at_wait_ = std::move(fn); }
 
   // Messages cannot be asked. Another thread waits for them, once somebody wants to know.
-  bool is_done() override {
+  bool is_done_within(std::chrono::milliseconds time) override {
     watch();
-    return watched_->is_done();
+    return watched_->is_done_within(time);
   }
 
  private:

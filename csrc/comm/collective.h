@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,8 +27,9 @@ class InFlight {
   // the backend cannot tell, it is called by wait().
   virtual void on_done(std::function<void()> fn) = 0;
 
-  // Whether wait() would return at once. Where the backend cannot tell, never.
-  virtual bool is_done() { return false; }
+  // Whether wait() would return at once; waits so long at most for that to come true, where the backend can wait. Never where it
+  // cannot tell.
+  virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
 };
 
 class Collective {

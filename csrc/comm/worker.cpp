@@ -10,9 +10,9 @@ void Ticket::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
-bool Ticket::is_done() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return done_;
+bool Ticket::is_done_within(std::chrono::milliseconds time) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, time, [this] { return done_; });
 }
 
 void Ticket::on_done(std::function<void()> fn) {

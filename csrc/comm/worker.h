@@ -6,6 +6,7 @@
 // link: a younger chain never overtakes an older one.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -23,7 +24,8 @@ class Ticket {
   void wait();
   // Has `fn` called once when the chain has ended: on the worker's thread, or at once where it has already.
   void on_done(std::function<void()> fn);
-  bool is_done();
+  // Waits so long at most.
+  bool is_done_within(std::chrono::milliseconds time);
 
  private:
   friend class Worker;

@@ -126,7 +126,7 @@ void Bucket::pack(Packing how) {
 void Bucket::launch() {
   move_to(BucketState::kPacked, BucketState::kInFlight);
   in_flight_ = transport_->launch();
-  if (transport_->ends_early()) in_flight_->is_done();  // which has it watched
+  if (transport_->ends_early()) arrives_within({});  // which has it watched
 }
 
 void Bucket::receive() {

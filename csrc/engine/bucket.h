@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -62,8 +63,8 @@ class Bucket {
   void launch();
   // In flight: calls `fn` when the collective has completed; see comm::InFlight::on_done.
   void on_done(std::function<void()> fn) { in_flight_->on_done(std::move(fn)); }
-  // In flight: whether receive() would not have to wait.
-  bool has_arrived() { return in_flight_->is_done(); }
+  // In flight: whether receive() would not have to wait, after so long.
+  bool arrives_within(std::chrono::milliseconds time) { return in_flight_->is_done_within(time); }
   // kInFlight -> kReceived. Waits for the result.
   void receive();
   // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands

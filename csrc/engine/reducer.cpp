@@ -269,14 +269,24 @@ void Reducer::advance() {
   if (all_sent && flags_ && flags_->overlaps(plan_.buckets.front().device())) start_flags();
 }
 
-// Ends the oldest buckets under way that hold memory and have arrived. It must not wait for one: another wrapper's buckets may
-// have to be sent first, on this rank or on another.
+// Ends the oldest buckets under way that hold memory: those that have arrived, and others where too many are under way. Another
+// wrapper's buckets may have to be sent before one arrives, on this rank or on another. Then waiting takes its full time, once.
 void Reducer::make_room() {
+  size_t under_way = 0;
+  for (size_t i = 0; i < next_; ++i) {
+    if (plan_.buckets[i].state() == BucketState::kInFlight) ++under_way;
+  }
   for (size_t i = 0; i < next_; ++i) {
     Bucket& bucket = plan_.buckets[i];
     if (bucket.state() != BucketState::kInFlight) continue;
-    if (!bucket.transport().ends_early() || !bucket.has_arrived()) return;
+    if (!bucket.transport().ends_early()) return;
+    const bool crowded = under_way >= kMostInFlight;
+    if (!bucket.arrives_within(crowded ? patience_ : std::chrono::milliseconds{})) {
+      if (crowded) patience_ = {};
+      return;
+    }
     finish(i, {});
+    --under_way;
   }
 }
 

@@ -31,6 +31,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -156,6 +157,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void drop_parked(const std::string& name, const std::vector<int64_t>& params);
 
  private:
+  // Enough to keep the network busy while the next one fills.
+  static constexpr size_t kMostInFlight = 2;
+
   struct Place {
     int64_t bucket = -1;
     size_t slot = 0;
@@ -236,6 +240,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched
+  std::chrono::milliseconds patience_{5000};  // how long a bucket may wait for room
 
   PlanWatch watch_;
   UsageCheck usage_;

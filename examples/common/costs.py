@@ -19,6 +19,8 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -29,10 +31,9 @@ from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, m
 from examples.common.variants import Variant
 
 STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
-PEAK_STEPS = 4  # of which the last is looked at: plan and optimizer are settled
+PEAK_STEPS = 4  # until plan and optimizer are settled; as many are looked at
 PROBE_BYTES = 32 * 2**20
-SETTLE_TRIES = 50
-SETTLE_SECONDS = 0.02
+SETTLE_TRIES, SETTLE_SECONDS = 50, 0.02
 
 
 class _MallInfo(ctypes.Structure):
@@ -108,23 +109,31 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
     return group.most(grown / gradients)
 
 
-def peak_allocated(workload: Workload, variant: Variant, group: Group) -> float | None:
-    """The most bytes that PyTorch had allocated on the GPU in one training step with AdamW.
+def peak_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
+    """The most bytes in use in a training step with AdamW, over the bytes of the parameters.
 
-    The model, its gradients and the optimizer's states are part of it. The largest of all ranks;
-    None without a GPU.
+    The model, its gradients and the optimizer's states are part of it. A GPU's allocator knows its
+    peak; on a CPU a thread looks every millisecond. The largest of all ranks, or None as above.
     """
-    if group.device.type != "cuda":
+    read = live_bytes_reader(group.device)
+    if not group.all_agree(read is not None) or read is None:
         return None
-    gc.collect()
-    before = torch.cuda.memory_allocated(group.device)
+    before = settled(read)
     lane = make_lane(workload, variant, group, "adamw")
     for _ in range(PEAK_STEPS):
-        torch.cuda.reset_peak_memory_stats(group.device)
         lane.step()
-        group.synchronize()
-    peak = torch.cuda.max_memory_allocated(group.device) - before
-    return group.most(peak)
+    on_gpu = group.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(group.device)
+    with ThreadPoolExecutor(1) as looking:
+        ended = Event()
+        seen = looking.submit(lambda: max(iter(lambda: ended.wait(0.001) or read(), True)))
+        for _ in range(PEAK_STEPS):
+            lane.step()
+            group.synchronize()
+        ended.set()
+    peak = torch.cuda.max_memory_allocated(group.device) if on_gpu else seen.result()
+    return group.most((peak - before) / sum(p.nbytes for p in lane.module.parameters()))
 
 
 def events_of(run: Callable[[], object]) -> list[str]:

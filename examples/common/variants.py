@@ -45,6 +45,7 @@ class Variant:
     Attributes:
         unavailable: says why this variant cannot run here, or None.
         wire: the wire format of fastsync's variants; None for torch's.
+        by_name: runs where it is asked for, and is none of "all".
     """
 
     name: str
@@ -53,6 +54,7 @@ class Variant:
     tolerance: float = 0.0
     unavailable: Callable[[], str | None] = lambda: None
     wire: str | None = None
+    by_name: bool = False
 
     @property
     def lossy(self) -> bool:
@@ -110,6 +112,7 @@ _VARIANTS = (
     Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
     Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"]),
     *map(_fastsync, wire_formats()),
+    *(Variant(f"{OURS}_zero{s}", fast_ddp(zero=s), by_name=True) for s in (1, 2)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
 
@@ -138,7 +141,8 @@ def select(names: str, required: Iterable[str] = ()) -> Selection:
         UsageError: a name is unknown, or a variant asked for by name cannot run here.
     """
     everything = names == "all"
-    wanted = set(VARIANTS) if everything else {name.strip() for name in names.split(",")}
+    usual = {name for name, variant in VARIANTS.items() if not variant.by_name}
+    wanted = usual if everything else {name.strip() for name in names.split(",")}
     unknown = wanted - set(VARIANTS)
     if unknown:
         raise UsageError(f"unknown wrapper {sorted(unknown)}; expects one of {', '.join(VARIANTS)}")
