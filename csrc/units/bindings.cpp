@@ -1,5 +1,5 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
-#include "../bind_specs.cpp"
 #include "../bindings.cpp"
 
+#include "../bind_specs.cpp"
 #include "../codec/python_codec.cpp"
