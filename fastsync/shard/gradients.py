@@ -154,16 +154,19 @@ class Share:
         start = pending.storage_offset() + self.begin
         return self.piece + pending.as_strided((numel,), (1,), start)
 
+    def collected(self) -> torch.Tensor:
+        """All elements. Collective, unless somebody has asked for them before."""
+        if self.whole is not None:
+            return self.whole
+        whole, pending = self.shards().collect(self), self.pending
+        return whole if pending is None else whole + pending
+
     def make_whole(self) -> torch.Tensor:
-        """All elements. Collective the first time."""
+        """All elements, which `param.grad` has from now on. Collective like `collected()`."""
         if self.whole is None:
-            shards = self.shards()
-            whole, pending = shards.collect(self), self.pending
-            if pending is not None:
-                whole += pending
-            self.whole = whole
+            self.whole = self.collected()
             if not self.released:
-                shards.replace(self.index, whole)
+                self.shards().replace(self.index, self.whole)
         return self.whole
 
 
@@ -281,12 +284,13 @@ def lend_gradients(space: Space) -> None:
     """Gives each piece that this rank owns the elements of its parameter's gradient."""
     for piece, tensor in space.owned.items():
         grad = space.params[piece.param].grad
-        if isinstance(grad, ShardedGradient) and grad.share.whole is None:
+        if isinstance(grad, ShardedGradient) and grad.share.whole is not None:
+            grad = grad.share.whole
+        if isinstance(grad, ShardedGradient):
             mine = grad.share.owned()
             tensor.grad = mine.as_strided(tensor.shape, tensor.stride(), mine.storage_offset())
         else:
-            whole = grad.share.whole if isinstance(grad, ShardedGradient) else grad
-            tensor.grad = None if whole is None else space.cut(piece, whole)
+            tensor.grad = None if grad is None else space.cut(piece, grad)
 
 
 def make_whole(params: Iterable[torch.Tensor]) -> None:
@@ -355,13 +359,12 @@ def _accumulate(func: Any, face: Any, other: torch.Tensor, *, alpha: float = 1) 
     share = face.share
     if share.whole is not None or other.shape != face.shape or other.dtype is not face.dtype:
         return NotImplemented
-    added = other if alpha == 1 else other * alpha
-    before = share.pending
-    share.pending = (
-        torch.empty_like(face.share.shards().params[share.index]).copy_(added)
-        if (before is None)
-        else before + added
-    )
+    added, before = other if alpha == 1 else other * alpha, share.pending
+    if before is None:
+        param = share.shards().params[share.index]
+        share.pending = torch.empty_like(param).copy_(added)  # in the same order in memory
+    else:
+        share.pending = before + added
     return face
 
 

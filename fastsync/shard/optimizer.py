@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,11 +92,10 @@ class ShardedOptimizers:
         """Has every rank hold all gradients. Collective where they are spread."""
         make_whole(param.tensor for param in self.engine.params)
 
-    def bucket_of(self, param: torch.Tensor) -> int:
-        """The bucket that the parameter's gradient travels in; -1: none."""
-        index = self.index_of[id(param)]
+    def buckets(self) -> dict[int, int]:
+        """By parameter index, the number of the bucket that its gradient travels in."""
         buckets = enumerate(self.engine.plan.buckets)
-        return next((number for number, bucket in buckets if index in bucket.params), -1)
+        return {index: number for number, bucket in buckets for index in bucket.params}
 
     def _share_gradients(self, spaces: Sequence[Space]) -> None:
         """Has the ranks share the gradients of what is cut by elements, too. Collective."""
@@ -157,6 +156,15 @@ def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+class _Kind(NamedTuple):
+    """What parameters in one buffer have in common; `bucket`: None where it does not matter."""
+
+    dtype: torch.dtype
+    device: torch.device
+    whole: bool
+    bucket: int | None
+
+
 class _Sharded:
     """One optimizer, taken over. Lives as long as it does, and must not keep it alive."""
 
@@ -167,7 +175,7 @@ class _Sharded:
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
         params = [p for group in self._full for p in group if id(p) in owner.index_of]
-        self.spaces = [self._space(kind) for kind in self._kinds(params)]
+        self.spaces = [self._space(kind, found) for kind, found in self._kinds(params).items()]
         self._pieces: dict[int, list[nn.Parameter]] = {id(p): [] for p in params}
         for space in self.spaces:
             for piece, tensor in space.owned.items():
@@ -179,27 +187,21 @@ class _Sharded:
             optimizer.register_load_state_dict_post_hook(self._cut_state),
         )
 
-    def _kinds(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def _kinds(self, params: Sequence[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
         """Those that can lie in one buffer and be cut alike, and whose gradients come together."""
-        kinds: dict[object, list[torch.Tensor]] = {}
+        named, buckets = self._owner.engine.params, self._owner.buckets()
+        kinds: dict[_Kind, list[torch.Tensor]] = {}
         for param in params:
-            whole = self._is_whole(param)
-            bucket = -1 if whole else self._owner.bucket_of(param)
-            kinds.setdefault((param.dtype, param.device, whole, bucket), []).append(param)
-        return list(kinds.values())
+            index = self._owner.index_of[id(param)]
+            whole = self._unit == "tensor" or named[index].sparse
+            bucket = None if whole else buckets.get(index)
+            kinds.setdefault(_Kind(param.dtype, param.device, whole, bucket), []).append(param)
+        return kinds
 
-    def _is_whole(self, param: torch.Tensor) -> bool:
-        return (
-            self._unit == "tensor"
-            or self._owner.engine.params[self._owner.index_of[id(param)]].sparse
-        )
-
-    def _space(self, params: list[torch.Tensor]) -> Space:
-        cut = cut_by_tensors if self._is_whole(params[0]) else cut_by_elements
+    def _space(self, kind: _Kind, params: list[torch.Tensor]) -> Space:
+        cut = cut_by_tensors if kind.whole else cut_by_elements
         layout = cut([param.numel() for param in params], self._group.size())
-        real = params[0].is_floating_point()
-        planned = self._owner.bucket_of(params[0]) >= 0
-        shares = real and planned and not self._is_whole(params[0])
+        shares = kind.dtype.is_floating_point and kind.bucket is not None
         return Space(params, layout, self._group, shares)
 
     def fits(self, optimizer: Optimizer) -> bool:

@@ -39,13 +39,7 @@ def same(one, other):
 
 def seen(grad):
     """The elements of a gradient that may be spread over the ranks, and stays so. Collective."""
-    if not isinstance(grad, ShardedGradient):
-        return grad
-    share = grad.share
-    if share.whole is not None:
-        return share.whole
-    whole, pending = share.shards().collect(share), share.pending
-    return whole if pending is None else whole + pending
+    return grad.share.collected() if isinstance(grad, ShardedGradient) else grad
 
 
 def magnitudes(grad):
