@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -36,14 +37,28 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects saved_;
 };
 
-class WorkInFlight final : public InFlight {
+// What wait() calls in the end, where nothing tells before.
+class CalledByWait : public InFlight {
+ public:
+  void on_done(std::function<void()> fn) override { fn_ = std::move(fn); }
+
+ protected:
+  void call() {
+    if (fn_) std::exchange(fn_, nullptr)();
+  }
+
+ private:
+  std::function<void()> fn_;
+};
+
+class WorkInFlight final : public CalledByWait {
  public:
   WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers)
       : buffers_(std::move(buffers)), work_(std::move(work)) {}
 
   at::Tensor wait() override {
     work_->wait();
-    if (at_wait_) std::exchange(at_wait_, nullptr)();
+    call();
     return {};
   }
 
@@ -57,7 +72,7 @@ class WorkInFlight final : public InFlight {
     if (future) {
       future->addCallback([fn = std::move(fn)](c10::ivalue::Future&) { fn(); });
     } else {
-      at_wait_ = std::move(fn);
+      CalledByWait::on_done(std::move(fn));
     }
   }
 
@@ -66,7 +81,6 @@ class WorkInFlight final : public InFlight {
  private:
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
-  std::function<void()> at_wait_;
 };
 
 // [Note: announce first]
@@ -108,17 +122,26 @@ class Exchange {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-// Threads that exchanges are started on, and waited for on.
-struct ExchangeThreads {
-  Worker starter;
-  Worker waiter;
+// Threads that exchanges are started on, and, where anybody wants to know without waiting, waited for on.
+class ExchangeThreads {
+ public:
+  Worker& starter() { return starter_; }
+  Worker& waiter() {
+    std::call_once(waits_, [this] { waiter_ = std::make_unique<Worker>(); });
+    return *waiter_;
+  }
+
+ private:
+  Worker starter_;
+  std::once_flag waits_;
+  std::unique_ptr<Worker> waiter_;
 };
 
-class ExchangeInFlight final : public InFlight {
+class ExchangeInFlight final : public CalledByWait {
  public:
   ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<ExchangeThreads> threads)
       : exchange_(std::move(exchange)), threads_(std::move(threads)) {
-    started_ = threads_->starter.submit([exchange = exchange_] {
+    started_ = threads_->starter().submit([exchange = exchange_] {
       exchange->start();
       return false;
     });
@@ -139,11 +162,9 @@ class ExchangeInFlight final : public InFlight {
       started_->wait();
       exchange_->wait();
     }
-    if (at_wait_) std::exchange(at_wait_, nullptr)();
+    call();
     return {};
   }
-
-  void on_done(std::function<void()> fn) override { at_wait_ = std::move(fn); }
 
   // Messages cannot be asked. Another thread waits for them, once somebody wants to know.
   bool is_done_within(std::chrono::milliseconds time) override {
@@ -154,7 +175,7 @@ class ExchangeInFlight final : public InFlight {
  private:
   void watch() {
     if (watched_) return;
-    watched_ = threads_->waiter.submit([exchange = exchange_, started = started_] {
+    watched_ = threads_->waiter().submit([exchange = exchange_, started = started_] {
       started->wait();
       exchange->wait();
       return false;
@@ -165,7 +186,6 @@ class ExchangeInFlight final : public InFlight {
   std::shared_ptr<ExchangeThreads> threads_;
   std::shared_ptr<Ticket> started_;
   std::shared_ptr<Ticket> watched_;
-  std::function<void()> at_wait_;
   bool waited_ = false;
 };
 
@@ -212,7 +232,7 @@ auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*
 // "_ALLREDUCE_SPARSE" is the only name that does not fit into the string itself: a thread that completes another work at the
 // same moment then writes to memory that the first has freed. So the rows are gathered and summed here: first their numbers,
 // and, when the sum is asked for, the rows, padded to the largest number.
-class RowsInFlight final : public InFlight {
+class RowsInFlight final : public CalledByWait {
  public:
   using Gather =
       std::function<std::unique_ptr<InFlight>(const at::Tensor& gathered, const at::Tensor& mine)>;
@@ -231,11 +251,9 @@ class RowsInFlight final : public InFlight {
     const at::NoGradGuard no_grad;
     counting_->wait();
     const at::Tensor sum = summed();
-    if (at_wait_) std::exchange(at_wait_, nullptr)();
+    call();
     return sum;
   }
-
-  void on_done(std::function<void()> fn) override { at_wait_ = std::move(fn); }
 
  private:
   at::Tensor summed() const {
@@ -267,7 +285,6 @@ class RowsInFlight final : public InFlight {
   at::Tensor counts_;
   Gather gather_;
   std::unique_ptr<InFlight> counting_;
-  std::function<void()> at_wait_;
 };
 
 class ProcessGroupCollective final : public Collective {

@@ -102,13 +102,15 @@ class Scattered final : public Transport {
     pool_->give(std::exchange(received_, at::Tensor()));
     for (size_t i = 0; i < slots_.size(); ++i) {
       at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
-      if (used[i] || places_[i].faced) {
+      const Place place = std::exchange(places_[i], Place{});
+      if (used[i]) {
         grad = face(i);
-      } else if (places_[i].kept.defined()) {
-        grad = places_[i].kept;  // what no rank used stays as it was
+      } else if (place.faced) {  // what no rank used stays as it was
+        grad = face(i);
+        pending(i) = place.kept;
+      } else if (place.kept.defined()) {
+        grad = place.kept;
       }
-      if (!used[i] && places_[i].faced) pending(i) = places_[i].kept;
-      places_[i] = Place{};
     }
   }
 
@@ -123,10 +125,13 @@ class Scattered final : public Transport {
   }
 
   void abandon(bool in_flight) override {
-    const auto let_go = in_flight ? &ops::BufferPool::forget : &ops::BufferPool::give;
-    for (at::Tensor* buffer : {&sent_, &received_}) {
-      ((*pool_).*let_go)(*buffer);
-      *buffer = at::Tensor();
+    for (at::Tensor* field : {&sent_, &received_}) {
+      const at::Tensor buffer = std::exchange(*field, at::Tensor());
+      if (in_flight) {
+        pool_->forget(buffer);
+      } else {
+        pool_->give(buffer);
+      }
     }
     restore();
     for (Place& place : places_) place = Place{};
@@ -239,10 +244,11 @@ class Scattered final : public Transport {
   }
 
   void deliver_slot(size_t index, Targets& targets) {
-    const bool keeps = places_[index].faced || !gradients_.is_held;
     const size_t member = spec_.members[index];
-    if (!keeps && gradients_.is_held(member)) gradients_.release(member);
-    if (!places_[index].faced) pending(index) = at::Tensor();
+    if (!places_[index].faced) {
+      if (gradients_.is_held(member)) gradients_.release(member);
+      pending(index) = at::Tensor();
+    }
     if (mine_[index].first.defined()) targets.push_back(mine_[index]);
   }
 

@@ -11,7 +11,7 @@
 //
 // [Note: faces]
 // What a rank has after a backward is no gradient that a script could read: so `param.grad` becomes a face, a tensor without
-// memory whose operations fastsync/shard/face.py makes. At the start of a backward faces are taken off, so that autograd
+// memory whose operations fastsync/shard/gradients.py makes. At the start of a backward faces are taken off, so that autograd
 // accumulates into tensors of its own, and their averages count as accumulated before it. A face that somebody holds keeps
 // its values, as a gradient would: release() gives it its own before they are overwritten.
 #pragma once
@@ -33,12 +33,12 @@ namespace fastsync::engine {
 struct ShardedGradients {
   at::Tensor shard;               // [region], the averages
   std::vector<at::Tensor> faces;  // by member
-  std::vector<at::Tensor>
-      pending;  // accumulated since, on this rank alone; undefined where nothing was
-  std::function<bool(size_t)>
-      is_held;  // whether anybody holds a member's face, besides `param.grad`
-  std::function<void(size_t)>
-      release;  // makes another face, in `faces`, and leaves that one its values
+  // What this rank alone has accumulated since, by member; undefined where nothing was.
+  std::vector<at::Tensor> pending;
+  // Whether anybody holds a member's face, besides `param.grad`.
+  std::function<bool(size_t)> is_held;
+  // Makes another face, in `faces`, and leaves that one its values.
+  std::function<void(size_t)> release;
 };
 
 struct ScatterSpec {
