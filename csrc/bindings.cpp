@@ -13,6 +13,7 @@
 #include "comm/python_hook.h"
 #include "engine/reducer.h"
 #include "ops/lossy_ops.h"
+#include "ops/norms.h"
 #include "ops/ops.h"
 
 namespace py = pybind11;
@@ -61,6 +62,8 @@ void bind_ops(py::module_& m) {
         py::arg("flat"), py::arg("scale"));
   m.def("unpack", &unpack, release, py::arg("tensors"), py::arg("offsets"), py::arg("flat"),
         py::arg("scale"), py::arg("accumulate"));
+  m.def("square_sums", &ops::square_sums, release, py::arg("tensors"));
+  m.def("all_finite", &ops::all_finite, release, py::arg("tensors"));
   m.def(
       "supports", [](const std::string& device) { return ops::supports(at::Device(device)); },
       py::arg("device"));
@@ -75,11 +78,13 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
                                               const std::vector<std::string>& names,
                                               const std::string& group_name, bool static_graph,
                                               bool fail_on_unused, bool skip_unused,
+                                              bool check_finite,
                                               std::shared_ptr<engine::Precision> precision) {
   engine::ReducerOptions options;
   options.static_graph = static_graph;
   options.fail_on_unused = fail_on_unused;
   options.skip_unused = skip_unused;
+  options.check_finite = check_finite;
   // The last reference to a process group may be the reducer's. The group's end joins threads, and these may want the GIL to
   // free what Python lent them.
   return {new engine::Reducer(params, names, group_name, options, std::move(precision)),
@@ -291,7 +296,7 @@ void bind_engine(py::module_& m) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
            py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
-           py::arg("skip_unused"), py::arg("precision") = nullptr)
+           py::arg("skip_unused"), py::arg("check_finite") = false, py::arg("precision") = nullptr)
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1,
            py::arg("keep") = false)
       .def("restore_plan", &Reducer::restore_plan, release, py::arg("number"))
@@ -322,6 +327,7 @@ void bind_engine(py::module_& m) {
       .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)
+      .def("nonfinite", &Reducer::nonfinite, release)
       .def("steps", &Reducer::steps)
       .def("wire_rate", &Reducer::wire_rate)
       .def("stats", &stats_dict);

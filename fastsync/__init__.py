@@ -11,6 +11,7 @@ from types import ModuleType
 from fastsync.build.recipe import BuildError
 from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
+from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.leaving import guard_exit
 from fastsync.replacing import replace_where_asked
@@ -24,6 +25,7 @@ __all__ = [
     "BuildError",
     "Codec",
     "FastDDP",
+    "NonFiniteGradientError",
     "PowerSGD",
     "RankMismatchError",
     "SyncStats",

@@ -20,9 +20,11 @@ from fastsync.engine.engine import Engine
 from fastsync.front.buffers import BufferWatch, buffer_arguments
 from fastsync.front.logging_data import WrapFacts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.front.request import Request, named_params
+from fastsync.front.nonfinite import NonFiniteGuard
+from fastsync.front.request import Request, check_hook, check_join, named_params
 from fastsync.front.torch_faces import FrontLogger, FrontReducer
 from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
+from fastsync.shard.norms import clip_norm
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.recorder import RecordedModel, Recorder
@@ -73,6 +75,9 @@ class FastDDP(Front):
             that share alone. 2 reduces gradients after every backward, under `no_sync()` too, so
             that they never take more. Scripts stay as they are; see docs/zero.md.
         shard_by: what shares are cut by: "element" or "tensor"; "auto" knows torch's optimizers.
+        on_nonfinite: what becomes of an optimizer's step on gradients that hold NaN or infinity:
+            "skip" skips it on every rank, "raise" makes it an error on every rank; both name the
+            parameter and the ranks. "ignore" does not look.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -108,6 +113,7 @@ class FastDDP(Front):
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
         zero: int = 0,
         shard_by: str = "auto",
+        on_nonfinite: str = "ignore",
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline = request.settle(
@@ -121,6 +127,7 @@ class FastDDP(Front):
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
                 zero=ZeroPolicy(zero, shard_by),
+                on_nonfinite=on_nonfinite,
             ),
             lambda: TimelinePolicy.of(timeline),
         )
@@ -174,6 +181,7 @@ class FastDDP(Front):
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
         in_lockstep = partial(_in_lockstep, weakref.ref(self))
+        self._guard = NonFiniteGuard(engine) if self._policy.checks_finite else None
         zero = self._policy.zero
         sharded = ShardedOptimizers(engine, zero.unit) if zero.stage else None
         self.reducer = FrontReducer(engine, logger, self._record(engine), in_lockstep, sharded)
@@ -269,13 +277,11 @@ class FastDDP(Front):
         """As in DistributedDataParallel.
 
         Raises:
-            ValueError: zero is not 0: a rank without inputs would miss the others' steps.
+            ValueError: zero is not 0, or on_nonfinite not "ignore": a rank without inputs would
+                miss the others' steps.
         """
-        if self._policy.zero.stage and enable:
-            raise ValueError(
-                "a rank that has run out of inputs makes no optimizer steps, which zero needs of "
-                "every rank; use zero=0 with join(), or give all ranks as many inputs"
-            )
+        if enable:
+            check_join(self._policy)
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
@@ -297,19 +303,11 @@ class FastDDP(Front):
         hook may be replaced by another between two steps.
 
         Raises:
-            ValueError: `wire` or `mixed_precision` compresses gradients already.
+            ValueError: `wire` or `mixed_precision` compresses gradients already, or on_nonfinite
+                asks to look at them.
         """
         self._check_comm_hook(hook)
-        if self._policy.mixed.reduce is not None:
-            raise ValueError(
-                "mixed_precision and a communication hook would both choose what gradients travel "
-                "as; leave one of them out"
-            )
-        if not self._policy.wire.plain:
-            raise ValueError(
-                f"wire={self._policy.wire.describe()!r} and a communication hook would both "
-                "compress gradients; leave wire out to use the hook"
-            )
+        check_hook(self._policy)
         self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]
@@ -318,6 +316,23 @@ class FastDDP(Front):
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their total norm is `max_norm` at most.
+
+        As `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)`, for less: one read of what this
+        rank has, and none at all of what is written, unless the norm exceeds `max_norm`. With
+        `zero` it is collective.
+
+        Returns:
+            The total norm before, zero-dimensional.
+
+        Raises:
+            RuntimeError: it is not finite and `error_if_nonfinite`, or ranks do not come.
+        """
+        return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def set_wire(self, wire: Wire | Choice) -> None:
         """Has gradients travel as `wire` from the next step on.

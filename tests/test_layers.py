@@ -36,9 +36,12 @@ PACKAGE_LAYERS = [
 MODULE_LAYERS = {
     "build": [["env", "guard", "recipe", "trust"], ["extension"]],
     "engine": [["core", "agreement", "unused"], ["shares", "state"], ["engine"], ["checkpoint"]],
-    "front": [["buffers", "mixed_precision", "logging_data", "request"], ["torch_faces"]],
+    "front": [
+        ["buffers", "mixed_precision", "nonfinite", "logging_data", "request"],
+        ["torch_faces"],
+    ],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
-    "shard": [["layout", "rules"], ["space"], ["gradients"], ["optimizer"]],
+    "shard": [["layout", "rules", "steps"], ["space"], ["gradients"], ["norms", "optimizer"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
     "timeline": [
         ["data", "policy"],
@@ -54,7 +57,7 @@ CPP_LAYERS = [
     ["kernels"],
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
-    ["ops/ops", "comm/worker", "engine/timeline"],
+    ["ops/norms", "ops/ops", "comm/worker", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective"],
     ["comm/chain", "comm/hook"],
     ["comm/python_hook", "codec/coder"],

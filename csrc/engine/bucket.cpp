@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/norms.h"
 
 namespace fastsync::engine {
 
@@ -72,6 +73,7 @@ bool Bucket::mark_ready(size_t index, std::optional<c10::Stream> stream) {
   const bool repeated = slot.fires > slot.param->expected_fires;
   if (repeated) slot.param->expected_fires = slot.fires;
   slot.early = slot.early && !repeated;  // pack it again
+  slot.checked = false;
   if (repeated || slot.fires < slot.param->expected_fires || --pending_ > 0) return false;
   move_to(BucketState::kFilling, BucketState::kReady);
   return true;
@@ -79,9 +81,30 @@ bool Bucket::mark_ready(size_t index, std::optional<c10::Stream> stream) {
 
 void Bucket::offer(size_t index, const Packing& how) {
   const Slot& slot = slots_->at(index);
-  if (slot.fires == slot.param->expected_fires && slot.grad().defined()) {
-    transport_->take(index, how);
+  if (slot.fires != slot.param->expected_fires || !slot.grad().defined()) return;
+  if (how.check_finite && device().is_cpu()) check({index});
+  transport_->take(index, how);
+}
+
+void Bucket::check_finite() {
+  std::vector<size_t> unseen;
+  for (size_t i = 0; i < slots_->size(); ++i) {
+    const Slot& slot = (*slots_)[i];
+    if (!slot.checked && !slot.early && slot.grad().defined()) unseen.push_back(i);
   }
+  check(unseen);
+}
+
+void Bucket::check(const std::vector<size_t>& indices) {
+  std::vector<at::Tensor> grads;
+  for (const size_t i : indices) grads.push_back((*slots_)[i].grad());
+  const std::vector<bool> finite = ops::all_finite(grads);
+  for (size_t k = 0; k < indices.size(); ++k) {
+    Slot& slot = (*slots_)[indices[k]];
+    slot.finite = finite[k];
+    slot.checked = true;
+  }
+  checked_ = true;
 }
 
 void Bucket::close() {
@@ -120,6 +143,7 @@ void Bucket::pack(Packing how) {
   move_to(BucketState::kReady, BucketState::kPacked);
   wait_for_producers();
   how.missed = missed_;
+  if (how.check_finite) check_finite();
   transport_->pack(how);
 }
 
@@ -138,8 +162,21 @@ void Bucket::receive() {
 
 void Bucket::finish(const std::vector<bool>& used_anywhere) {
   move_to(BucketState::kReceived, BucketState::kFilling);
+  if (checked_) note_finite(/*travelled=*/true);
   transport_->deliver(used_on_any_rank(used_anywhere));
   abandon();
+}
+
+void Bucket::note_finite(bool travelled) {
+  const at::Tensor flags = travelled && transport_->has_flags() ? flags_on_host() : at::Tensor();
+  for (size_t i = 0; i < slots_->size(); ++i) {
+    const Slot& slot = (*slots_)[i];
+    const float flag = flags.defined() ? flags.const_data_ptr<float>()[i] : used_flag(slot);
+    if (flag == 0.0F) continue;  // the gradient stays as it was
+    const bool added = transport_->adds(i) && slot.param->nonfinite;
+    slot.param->nonfinite = !std::isfinite(flag) || added;
+    slot.param->nonfinite_here = !slot.finite;
+  }
 }
 
 void Bucket::abandon() {
@@ -147,10 +184,11 @@ void Bucket::abandon() {
   // A collective that nobody waits for still writes: it keeps that buffer for itself.
   transport_->abandon(/*in_flight=*/std::exchange(in_flight_, nullptr) != nullptr);
   pending_ = slots_->size();
-  missed_ = false;
+  missed_ = checked_ = false;
   for (Slot& slot : *slots_) {
     slot.fires = 0;
-    slot.early = false;
+    slot.early = slot.checked = false;
+    slot.finite = true;
     slot.stream.reset();
   }
 }
@@ -178,7 +216,8 @@ void Bucket::count_uses(std::vector<int64_t>& counts) const {
   const at::Tensor flags = flags_on_host();
   const float* values = flags.const_data_ptr<float>();
   for (size_t i = 0; i < slots_->size(); ++i) {
-    counts.at((*slots_)[i].index) = std::lround(values[i]);
+    // One rank at least gave infinity.
+    counts.at((*slots_)[i].index) = std::isfinite(values[i]) ? std::lround(values[i]) : 1;
   }
 }
 

@@ -56,6 +56,9 @@ class Bucket {
   bool complete() const { return pending_ == 0; }
   // End of backward: takes what is there for every slot that got nothing.
   void close();
+  // Looks for NaN and infinity in the gradients that have come. pack() does so where it is told to; a rank without others
+  // calls it, and note_finite().
+  void check_finite();
 
   // kReady -> kPacked
   void pack(Packing how);
@@ -70,6 +73,8 @@ class Bucket {
   // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands
   // in for the flags; empty: the flags that travelled tell.
   void finish(const std::vector<bool>& used_anywhere);
+  // Notes which averages hold NaN or infinity, as the flags tell that `travelled`; where none did, as this rank saw.
+  void note_finite(bool travelled);
   // Any state -> kFilling, dropping what a failed backward left.
   void abandon();
 
@@ -78,6 +83,7 @@ class Bucket {
 
  private:
   void move_to(BucketState from, BucketState to);
+  void check(const std::vector<size_t>& slots);
   void wait_for_producers() const;
   at::Tensor flags_on_host() const;
   std::vector<bool> used_on_any_rank(const std::vector<bool>& used_anywhere) const;
@@ -87,6 +93,7 @@ class Bucket {
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
   bool missed_ = false;
+  bool checked_ = false;  // for NaN and infinity
   std::unique_ptr<comm::InFlight> in_flight_;
 };
 

@@ -307,7 +307,8 @@ void Reducer::start_flags() {
 }
 
 Packing Reducer::packing() const {
-  return {1.0 / divisor_, watch_.vote(), /*missed=*/false, static_cast<uint64_t>(steps())};
+  return {1.0 / divisor_, votes() && watch_.vote(), /*missed=*/false, options_.check_finite,
+          static_cast<uint64_t>(steps())};
 }
 
 void Reducer::launch(Bucket& bucket) {
@@ -387,7 +388,13 @@ void Reducer::close_buckets() {
 
 void Reducer::finish_buckets() {
   if (!communicates()) {
-    for (Bucket& bucket : plan_.buckets) bucket.abandon();
+    for (Bucket& bucket : plan_.buckets) {
+      if (options_.check_finite) {
+        bucket.check_finite();
+        bucket.note_finite(/*travelled=*/false);
+      }
+      bucket.abandon();
+    }
     return;
   }
   std::vector<bool> used;
@@ -411,7 +418,7 @@ void Reducer::finish_buckets() {
   }
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  watch_.note_votes(last && !captured_ ? last->transport().vote() : at::Tensor());
+  watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
 // skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.

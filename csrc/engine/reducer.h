@@ -59,6 +59,7 @@ struct ReducerOptions {
   bool skip_unused = false;     // buckets without a gradient are not sent: the same on every rank
   bool static_graph = false;    // learn how often each gradient arrives before overlapping
   bool fail_on_unused = false;  // find_unused_parameters=False was asked for
+  bool check_finite = false;    // for NaN and infinity
 };
 
 // What Python has to do before a forward.
@@ -149,6 +150,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // (find_unused_parameters=False) this rank alone counts.
   std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
+  // Parameters whose averages hold NaN or infinity, and whether what this rank gave for them did. The parameters are the same
+  // on all ranks. Empty where nobody looks.
+  std::vector<std::pair<int64_t, bool>> nonfinite() const;
 
   // Copies of what parameters carry from step to step, and the other way.
   States states() const;

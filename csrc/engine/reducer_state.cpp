@@ -51,6 +51,16 @@ std::vector<int64_t> Reducer::used_counts() const {
   return counts;
 }
 
+std::vector<std::pair<int64_t, bool>> Reducer::nonfinite() const {
+  const Lock lock(mutex_);
+  std::vector<std::pair<int64_t, bool>> found;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!params_[i]->nonfinite) continue;
+    found.emplace_back(static_cast<int64_t>(i), params_[i]->nonfinite_here);
+  }
+  return found;
+}
+
 ReducerStats Reducer::stats() const {
   const Lock lock(mutex_);
   ReducerStats stats = stats_;
@@ -115,6 +125,9 @@ void Reducer::drop_parked(const std::string& name, const std::vector<int64_t>& p
 void Reducer::check_capture() const {
   FS_CHECK(watch_.knows_order(),
            "a step cannot be captured before the buckets are planned: train a few steps first");
+  FS_CHECK(!options_.check_finite,
+           "a step that is captured into a CUDA graph cannot look at its gradients; use "
+           "on_nonfinite='ignore'");
   for (size_t i = 0; i < params_.size(); ++i) {
     FS_CHECK(planned_[i] || !params_[i]->tensor.requires_grad(), "parameter '", params_[i]->name,
              "' was unfrozen just before a step is captured; train a few steps in between");

@@ -69,6 +69,9 @@ constexpr uint32_t kMagnitudeMask = 0x7fffffff;
 FS_HOST_DEVICE uint32_t magnitude_of(float value) { return bits_of(value) & kMagnitudeMask; }
 
 FS_HOST_DEVICE bool is_finite(float value) { return magnitude_of(value) < kFloatInf; }
+FS_HOST_DEVICE bool is_finite(Half value) { return (value.bits & 0x7c00u) != 0x7c00u; }
+FS_HOST_DEVICE bool is_finite(BFloat16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
+FS_HOST_DEVICE bool is_finite(double value) { return value - value == 0.0; }
 
 // What error feedback keeps of a `wanted` residual: poison must not outlive the step.
 FS_HOST_DEVICE float finite_or(float wanted, float old) {

@@ -31,7 +31,7 @@ class Chained final : public Transport {
   void pack(const Packing& how) override {
     if (how.missed && residual_bytes() > 0) keep_residuals();
     std::vector<float> flags;
-    for (const Slot& slot : slots_) flags.push_back(slot.param->used ? 1.0F : 0.0F);
+    for (const Slot& slot : slots_) flags.push_back(used_flag(slot));
     flags.push_back(how.vote ? 1.0F : 0.0F);
     coding_->pack(gradient_items(slots_), flags, {how.scale, how.step});
   }

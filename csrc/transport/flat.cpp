@@ -108,11 +108,11 @@ std::vector<ops::Item> Flat::items() const {
 void Flat::append_flags(std::vector<ops::Item>& items, const Packing& how) const {
   if (flag_layouts_.empty()) return;
   const size_t count = slots_.size();
-  if (!how.missed) {
+  if (!how.missed && !how.check_finite) {
     items.push_back({at::Tensor(), &flag_layouts_[count + 1], 1.0F});
   } else {
     for (size_t i = 0; i < count; ++i) {
-      items.push_back({at::Tensor(), &flag_layouts_[i], slots_[i].param->used ? 1.0F : 0.0F});
+      items.push_back({at::Tensor(), &flag_layouts_[i], used_flag(slots_[i])});
     }
   }
   items.push_back({at::Tensor(), &flag_layouts_[count], how.vote ? 1.0F : 0.0F});

@@ -90,6 +90,8 @@ class Scattered final : public Transport {
     if (device().is_cpu()) check_alike();
   }
 
+  bool adds(size_t index) const override { return places_[index].faced; }
+
   void deliver(const std::vector<bool>& used) override {
     Targets fresh;
     Targets accumulated;
@@ -215,12 +217,12 @@ class Scattered final : public Transport {
   }
 
   void append_flags(std::vector<ops::Item>& items, const Packing& how) const {
-    std::vector<bool> flags;
-    for (const Slot& slot : slots_) flags.push_back(slot.param->used);
-    flags.push_back(how.vote);
-    for (const Place& place : places_) flags.push_back(place.faced);
+    std::vector<float> flags;
+    for (const Slot& slot : slots_) flags.push_back(used_flag(slot));
+    flags.push_back(how.vote ? 1.0F : 0.0F);
+    for (const Place& place : places_) flags.push_back(place.faced ? 1.0F : 0.0F);
     for (size_t i = 0; i < flag_layouts_.size(); ++i) {
-      items.push_back({at::Tensor(), &flag_layouts_[i], flags[i % flags.size()] ? 1.0F : 0.0F});
+      items.push_back({at::Tensor(), &flag_layouts_[i], flags[i % flags.size()]});
     }
   }
 

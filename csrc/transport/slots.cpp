@@ -1,9 +1,16 @@
 #include "slots.h"
 
+#include <limits>
+
 #include "../check.h"
 #include "../ops/buffers.h"
 
 namespace fastsync::engine {
+
+float used_flag(const Slot& slot) {
+  if (!slot.param->used) return 0.0F;
+  return slot.finite ? 1.0F : std::numeric_limits<float>::infinity();
+}
 
 void check_gradient(const Slot& slot, const at::Tensor& grad) {
   const at::Tensor& param = slot.param->tensor;

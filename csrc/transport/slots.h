@@ -18,6 +18,9 @@ struct Parameter {
   at::Tensor tensor;
   std::string name;
   bool used = false;  // a gradient arrived since the last synchronisation
+  // Where the reducer looks for it: NaN or infinity is in the average, and in what this rank gave for it.
+  bool nonfinite = false;
+  bool nonfinite_here = false;
   int expected_fires =
       1;  // gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints)
   // Mixed precision: what the parameter is stored in, and its gradient in the end; both are of another dtype in backward.
@@ -31,13 +34,19 @@ struct Slot {
   size_t index = 0;  // of the parameter
   ops::SlotLayout layout;
   int fires = 0;
-  bool early = false;  // the transport has taken the gradient ahead of its bucket
+  bool early = false;    // the transport has taken the gradient ahead of its bucket
+  bool finite = true;    // false: the gradient was found to hold NaN or infinity
+  bool checked = false;  // ... and has been looked at
   std::optional<c10::Stream> stream = std::nullopt;
 
   const at::Tensor& grad() const { return param->tensor.grad(); }
 };
 
 using Slots = std::vector<Slot>;
+
+// What travels with the gradients and is summed over ranks: how many used the parameter; infinity where the gradient of one of
+// them holds NaN or infinity.
+float used_flag(const Slot& slot);
 
 // Throws where `grad` is none that the slot's parameter can have, naming both.
 void check_gradient(const Slot& slot, const at::Tensor& grad);

@@ -44,7 +44,7 @@ class Sparse final : public Transport {
     is_dense_ = grad.defined() && !grad.is_sparse();
     if (is_dense_) return dense_->pack(how);
     rows_ = empty_rows(param);
-    flags_ = flags(param.used, how.vote);
+    flags_ = flags(used_flag(slots_.front()), how.vote);
     if (!grad.defined()) return;
     const double scale = is_users() ? 1.0 : how.scale;
     rows_ = grad.to(param.dtype()).mul(scale).coalesce();
@@ -78,7 +78,7 @@ class Sparse final : public Transport {
 
   Shadow shadow(uint64_t /*step*/) override {
     const at::NoGradGuard no_grad;
-    const at::Tensor none = flags(/*used=*/false, /*vote=*/false);
+    const at::Tensor none = flags(/*used=*/0.0F, /*vote=*/false);
     auto in_flight = send(empty_rows(*slots_.front().param), none);
     return Shadow{std::move(in_flight), [this, none] { return vote_in(none); }};
   }
@@ -92,13 +92,12 @@ class Sparse final : public Transport {
 
  private:
   // This rank's: the used flag, then the vote.
-  at::Tensor flags(bool used, bool vote) const {
+  at::Tensor flags(float used, bool vote) const {
     if (!flags_group_) return {};
     const at::Tensor values = ops::make_flat(2, at::kFloat, slots_.front().param->tensor.device());
     const ops::SlotLayout first = ops::SlotLayout::run(0, 1);
     const ops::SlotLayout second = ops::SlotLayout::run(1, 1);
-    const auto value = [](bool flag) { return flag ? 1.0F : 0.0F; };
-    ops::pack({{at::Tensor(), &first, value(used)}, {at::Tensor(), &second, value(vote)}}, values,
+    ops::pack({{at::Tensor(), &first, used}, {at::Tensor(), &second, vote ? 1.0F : 0.0F}}, values,
               1.0);
     return values;
   }

@@ -25,10 +25,11 @@ namespace fastsync::engine {
 
 // How a step's gradients are taken.
 struct Packing {
-  double scale = 1.0;   // 1 / divisor, applied before the sum
-  bool vote = false;    // this rank asks for a new plan
-  bool missed = false;  // this rank had no gradient for some slot
-  uint64_t step = 0;    // of the whole training, restarts included: random numbers follow from it
+  double scale = 1.0;         // 1 / divisor, applied before the sum
+  bool vote = false;          // this rank asks for a new plan
+  bool missed = false;        // this rank had no gradient for some slot
+  bool check_finite = false;  // for NaN and infinity
+  uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
 // What parameters carry from step to step, fp32: by the name of the state, then by the parameter's index; undefined where
@@ -58,6 +59,8 @@ class Transport {
   virtual std::unique_ptr<comm::InFlight> launch() = 0;
   // `result`: what the InFlight's wait() returned.
   virtual void receive(const at::Tensor& /*result*/) {}
+  // Whether the average that is about to be delivered is added to what was there before.
+  virtual bool adds(size_t /*slot*/) const { return false; }
   // Makes the gradients of the slots that are used, on any rank, the averages.
   virtual void deliver(const std::vector<bool>& used) = 0;
   // Drops what a step has left. `in_flight`: collectives may still write to the buffers, and keep them.

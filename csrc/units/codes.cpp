@@ -7,6 +7,7 @@
 #include "../ops/device.cpp"
 #include "../ops/items.cpp"
 #include "../ops/lossy_ops.cpp"
+#include "../ops/norms.cpp"
 #include "../ops/ops.cpp"
 #include "../ops/pool.cpp"
 #include "../transport/code_buffers.cpp"

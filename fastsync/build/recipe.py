@@ -26,6 +26,7 @@ from pathlib import Path
 
 MODULE = "_C"
 CPP_SOURCES = (
+    "kernels/norm_cpu.cpp",
     "kernels/pack_cpu.cpp",
     "ops/buffers.cpp",
     "ops/device.cpp",
@@ -37,6 +38,7 @@ CPP_SOURCES = (
     "ops/pool.cpp",
     "ops/codec_ops.cpp",
     "ops/lossy_ops.cpp",
+    "ops/norms.cpp",
     "comm/collective.cpp",
     "comm/worker.cpp",
     "comm/chain.cpp",

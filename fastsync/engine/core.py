@@ -43,6 +43,7 @@ __all__ = [
     "Counters",
     "Sender",
     "StepReport",
+    "all_finite",
     "bucket_spec",
     "check_backend",
     "load",
@@ -51,6 +52,7 @@ __all__ = [
     "make_reducer",
     "make_sharded_gradients",
     "make_timeline",
+    "square_sums",
     "supports",
 ]
 
@@ -141,8 +143,22 @@ def make_reducer(
         static_graph=policy.static_graph,
         fail_on_unused=policy.fail_on_unused,
         skip_unused=policy.skip_unused,
+        check_finite=policy.checks_finite,
         precision=precision,
     )
+
+
+def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The sum of the squares of each tensor's elements, on a CPU.
+
+    In fp64, and the same on every rank that has the same elements, however many threads it has.
+    """
+    return _C.square_sums(tensors)
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which tensors hold neither NaN nor infinity; the host waits for the answer."""
+    return _C.all_finite(tensors)
 
 
 def make_sharded_gradients(

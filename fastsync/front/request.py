@@ -26,7 +26,7 @@ from fastsync.torch_private import default_group, has_python_reducer, is_registe
 from fastsync.wire.formats import Wire
 from fastsync.wire.plugins import check_device
 
-__all__ = ["Request", "named_params"]
+__all__ = ["Request", "check_hook", "check_join", "named_params"]
 
 T = TypeVar("T")
 Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]
@@ -69,6 +69,7 @@ class Request:
                 "timeline": str(recorded),
                 "mixed_precision": str(settled.mixed),
                 "zero": str(settled.zero),
+                "on_nonfinite": settled.on_nonfinite,
             }
             return (caps, settled, recorded), settings
 
@@ -265,3 +266,44 @@ def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
+
+
+def check_join(policy: SyncPolicy) -> None:
+    """Whether ranks may run out of inputs at different steps.
+
+    Raises:
+        ValueError: not under this policy.
+    """
+    if policy.checks_finite:
+        raise ValueError(
+            "a rank that has run out of inputs makes no steps that could be skipped; use "
+            "on_nonfinite='ignore' with join()"
+        )
+    if policy.zero.stage:
+        raise ValueError(
+            "a rank that has run out of inputs makes no optimizer steps, which zero needs of every "
+            "rank; use zero=0 with join(), or give all ranks as many inputs"
+        )
+
+
+def check_hook(policy: SyncPolicy) -> None:
+    """Whether a communication hook may reduce the buckets.
+
+    Raises:
+        ValueError: not under this policy.
+    """
+    if policy.checks_finite:
+        raise ValueError(
+            "only the communication hook knows what its buffers hold, so look for NaN there and "
+            "use on_nonfinite='ignore'"
+        )
+    if policy.mixed.reduce is not None:
+        raise ValueError(
+            "mixed_precision and a communication hook would both choose what gradients travel as; "
+            "leave one of them out"
+        )
+    if not policy.wire.plain:
+        raise ValueError(
+            f"wire={policy.wire.describe()!r} and a communication hook would both compress "
+            "gradients; leave wire out to use the hook"
+        )

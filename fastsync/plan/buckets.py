@@ -293,10 +293,13 @@ def _planned(
             return _coded(group, policy, codec, (form, nodes, node_ranks))
     native = _native_dtype(group[0], codec, policy)
     numels = [spec.numel for spec in group]
-    flags = not policy.fail_on_unused
     return PlannedBucket(
         params=tuple(spec.index for spec in group),
-        layout=dense_layout(numels) if policy.hooked else flat_layout(numels, world_size, flags),
+        layout=(
+            dense_layout(numels)
+            if policy.hooked
+            else flat_layout(numels, world_size, policy.flagged)
+        ),
         dtype=native,
         views=policy.views and native == gradient,
         sparse=group[0].sparse,
@@ -372,7 +375,7 @@ def _low_rank(
 
 
 def _flags(group: Sequence[ParamSpec], policy: SyncPolicy) -> int:
-    return 0 if policy.fail_on_unused else len(group) + 1
+    return len(group) + 1 if policy.flagged else 0
 
 
 def _coded_bucket(group: Sequence[ParamSpec], slots: FlatLayout, coded: CodedPlan) -> PlannedBucket:

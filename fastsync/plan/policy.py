@@ -153,6 +153,9 @@ class ZeroPolicy:
             raise ValueError(f"shard_by must be one of {', '.join(UNITS)}, but is {self.unit!r}")
 
 
+ON_NONFINITE = ("ignore", "skip", "raise")
+
+
 @dataclass(frozen=True)
 class SyncPolicy:
     """How gradients travel and where they live.
@@ -168,6 +171,8 @@ class SyncPolicy:
         mixed: the dtypes of mixed precision.
         network: as it was seen to carry bytes of gradients.
         zero: what the ranks share.
+        on_nonfinite: what a step does with gradients that hold NaN or infinity, one of
+            `ON_NONFINITE`.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -180,6 +185,17 @@ class SyncPolicy:
     mixed: MixedPolicy = MixedPolicy()
     network: Network = field(default_factory=Network)
     zero: ZeroPolicy = ZeroPolicy()
+    on_nonfinite: str = "ignore"
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether gradients are looked at for NaN and infinity."""
+        return self.on_nonfinite != "ignore"
+
+    @property
+    def flagged(self) -> bool:
+        """Whether flags travel with the gradients: which are used, and which are finite."""
+        return self.checks_finite or not self.fail_on_unused
 
     @property
     def shardable(self) -> bool:
@@ -192,6 +208,11 @@ class SyncPolicy:
         return self.zero.stage == 2 and self.shardable
 
     def __post_init__(self) -> None:
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, but is "
+                f"{self.on_nonfinite!r}"
+            )
         if not self.wire.plain and self.mixed.reduce is not None:
             raise ValueError(
                 f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "

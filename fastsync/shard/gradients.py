@@ -63,6 +63,13 @@ class Sharers:
                 f"else. {_REMEDY}"
             )
 
+    def sum(self, wish: str, mine: float) -> float:
+        """Of what the ranks have. Collective; see `meet`."""
+        self.meet(wish)
+        total = torch.tensor([mine], dtype=torch.float64, device=self.units[0].shard.device)
+        dist.all_reduce(total, group=self.group)
+        return total.item()
+
     def norm(self, share: Share, order: float) -> torch.Tensor:
         """The norm of one gradient. Those of all others come with it, in one exchange."""
         state = (order, *((id(unit), unit.version()) for unit in self.units))

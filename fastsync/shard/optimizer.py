@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from fastsync.build.env import Env
 from fastsync.engine.engine import Engine
@@ -33,6 +29,7 @@ from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, ma
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.rules import unit_for
 from fastsync.shard.space import Space
+from fastsync.shard.steps import params_of, stand_in_for, watch_steps, with_loss
 from fastsync.torch_private import backward_is_running
 
 __all__ = ["ShardedOptimizers"]
@@ -58,19 +55,13 @@ class ShardedOptimizers:
             engine.group, MeetingPlace(engine.group, "gradients", Env.read().agree_timeout)
         )
         self._sharded: weakref.WeakKeyDictionary[Optimizer, _Sharded] = weakref.WeakKeyDictionary()
-        me = weakref.ref(self)
-        hooks = (
-            register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call)),
-            register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
-        )
-        for hook in hooks:
-            weakref.finalize(self, hook.remove)
+        watch_steps(self)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
-        if not any(id(p) in self.index_of for p in _params_of(optimizer)):
+        if not any(id(p) in self.index_of for p in params_of(optimizer)):
             return None
         if backward_is_running():
             raise RuntimeError(
@@ -78,7 +69,7 @@ class ShardedOptimizers:
                 "and their backwards reach it at different times; step after backward(), or use "
                 "zero=0"
             )
-        arguments = _with_loss(args)
+        arguments = with_loss(args)
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
@@ -120,40 +111,6 @@ class ShardedOptimizers:
         sharded = self._sharded.get(optimizer)
         if sharded is not None:
             sharded.end_step(optimizer)
-
-
-def _forward(owner: weakref.ref[ShardedOptimizers], hook: Callable[..., Any], *call: Any) -> Any:
-    alive = owner()
-    return None if alive is None else hook(alive, *call)
-
-
-def _before_step(
-    owner: ShardedOptimizers, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    args = tuple(args)
-    if kwargs.get("closure") is not None:
-        args, kwargs = (*args, kwargs["closure"]), {**kwargs}
-        del kwargs["closure"]
-    changed = owner.before_step(optimizer, args)
-    return None if changed is None else (changed, kwargs)
-
-
-def _after_step(owner: ShardedOptimizers, optimizer: Optimizer, *_: object) -> None:
-    owner.after_step(optimizer)
-
-
-def _with_loss(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A closure computes gradients of whole parameters: it is called before they are cut."""
-    if len(args) < 2 or not callable(args[1]):
-        return args
-    with torch.enable_grad():
-        loss = args[1]()
-    return (args[0], lambda: loss, *args[2:])
-
-
-def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 class _Kind(NamedTuple):
@@ -225,10 +182,8 @@ class _Sharded:
         for group in optimizer.param_groups:
             tensors = [t for param in group["params"] for t in self._pieces.get(id(param), [param])]
             groups.append({**group, "params": tensors})
-        stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update(optimizer.__dict__, param_groups=groups)
-        self._stand_in = stand_in
-        return stand_in
+        self._stand_in = stand_in_for(optimizer, groups)
+        return self._stand_in
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Hands over what the step has set, and exchanges what it has updated. Collective."""

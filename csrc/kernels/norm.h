@@ -1,0 +1,18 @@
+// What is to be known of gradients before a step: the sum of their squares, and whether all elements are finite.
+//
+// Raw pointers; hosts only. A sum depends on the elements and their number alone, neither on the instruction set nor on where
+// the memory begins: ranks that clip equal gradients must clip them alike.
+#pragma once
+
+#include <cstdint>
+
+#include "pack.h"
+
+namespace fastsync::kernels {
+
+// In fp64, where the squares of narrower types are exact and cannot overflow. NaN or infinite where an element is.
+double square_sum_cpu(const void* data, DType dtype, int64_t numel);
+
+bool all_finite_cpu(const void* data, DType dtype, int64_t numel);
+
+}  // namespace fastsync::kernels

@@ -1,0 +1,17 @@
+// Squares and finiteness of gradients, in front of `kernels/norm.h`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace fastsync::ops {
+
+// The sum of the squares of each tensor's elements, on a CPU: in fp64, and the same on every rank that has the same elements,
+// however many threads it has. Sparse tensors count with their values.
+std::vector<double> square_sums(const std::vector<at::Tensor>& tensors);
+
+// Which tensors hold neither NaN nor infinity. On a device the host waits for the answer.
+std::vector<bool> all_finite(const std::vector<at::Tensor>& tensors);
+
+}  // namespace fastsync::ops

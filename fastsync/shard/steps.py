@@ -1,0 +1,90 @@
+"""Between `optimizer.step()` and the optimizer: who sees steps, and changes what they step on.
+
+Torch calls hooks before and after every step of every optimizer. One that is called before may
+replace the arguments of `step`, the optimizer itself among them: by a stand-in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+__all__ = ["StepWatcher", "params_of", "stand_in_for", "watch_steps", "with_loss"]
+
+
+class StepWatcher(Protocol):
+    """Who is asked before each step of any optimizer, and told after it."""
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """`args`: those of `step`, self first, perhaps another watcher's stand-in.
+
+        Returns:
+            What to call `step` with instead; None: with these.
+        """
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The step has been made, or what stood in for it."""
+
+
+def watch_steps(watcher: StepWatcher) -> None:
+    """Has `watcher` see all steps as long as it lives, after those that have come before it."""
+    me = weakref.ref(watcher)
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call)),
+        register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
+    )
+    for hook in hooks:
+        weakref.finalize(watcher, hook.remove)
+
+
+def _forward(watcher: weakref.ref[StepWatcher], hook: Callable[..., Any], *call: Any) -> Any:
+    alive = watcher()
+    return None if alive is None else hook(alive, *call)
+
+
+def _before_step(
+    watcher: StepWatcher, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    args = tuple(args)
+    if kwargs.get("closure") is not None:
+        args, kwargs = (*args, kwargs["closure"]), {**kwargs}
+        del kwargs["closure"]
+    changed = watcher.before_step(optimizer, args)
+    return None if changed is None else (changed, kwargs)
+
+
+def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
+    watcher.after_step(optimizer)
+
+
+def with_loss(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Calls a closure now: it computes gradients, which are to be seen before the step."""
+    if len(args) < 2 or not callable(args[1]):
+        return args
+    with torch.enable_grad():
+        loss = args[1]()
+    return (args[0], lambda: loss, *args[2:])
+
+
+def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Those that it steps on."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class, settings and state, with other groups.
+
+    The optimizer itself stays as it is, even where the step raises.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__, param_groups=list(groups))
+    return stand_in
