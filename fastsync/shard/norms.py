@@ -14,6 +14,7 @@ from fastsync.shard.gradients import ShardedGradient
 __all__ = ["clip_norm"]
 
 _EPSILON = 1e-6  # as in torch
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
 def clip_norm(
@@ -52,7 +53,7 @@ def _is_plain(grad: torch.Tensor) -> bool:
     if isinstance(grad, ShardedGradient):
         known = grad.share.is_average and not grad.share.released
         return known and grad.share.piece.is_cpu
-    return grad.is_cpu and grad.layout is torch.strided and type(grad) is torch.Tensor
+    return grad.is_cpu and grad.layout in _LAYOUTS and type(grad) is torch.Tensor
 
 
 def _elements(grad: torch.Tensor) -> torch.Tensor:

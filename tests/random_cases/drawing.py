@@ -80,6 +80,11 @@ class Drawn:
         return self.options.get("zero", 0)
 
     @property
+    def looks(self):
+        """For NaN and infinity."""
+        return self.options["on_nonfinite"] != "ignore"
+
+    @property
     def rounds_sums(self):
         """Whether what is added up is rounded on the way, however much of it cancels out."""
         return bool(self.mixed or self.zero)
@@ -98,6 +103,7 @@ def draw(rng, world, theme=None):
         "bucket_cap_mb": rng.choice((1e-6, 1e-4, 1e-3, None)),
         "gradient_as_bucket_view": rng.random() < 0.7,
         "find_unused_parameters": rng.choice((None, True)),
+        "on_nonfinite": "ignore" if theme == "hook" else rng.choice(("ignore", "ignore", "skip")),
     }
     if theme == "plain":
         exact = Wire() if rng.random() < 0.5 else rng.choice(EXACT_WIRES)

@@ -7,6 +7,8 @@ within the bound of what they travelled as. With error feedback, the averages an
 keep back together lack nothing.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -96,6 +98,12 @@ def snapshot(wrapped, residuals=None):
 def width(wrapped):
     """Elements of a snapshot without what is kept back."""
     return sum(4 + 2 * _numel(param) for param, _ in wrapped.twins.params)
+
+
+def total_norm(wrapped):
+    """Of the copy's gradients, which are those of the model after `adopt`."""
+    grads = [theirs.grad for _, theirs in wrapped.twins.params if theirs.grad is not None]
+    return math.sqrt(sum(_real(grad).square().sum().item() for grad in grads))
 
 
 def adopt(wrapped):

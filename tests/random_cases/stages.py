@@ -4,6 +4,7 @@
 """
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -262,7 +263,23 @@ def optimizer_step(wrapped):
     """Unless a rank has a gradient of its own, which would give it weights of its own, too."""
     step(wrapped)
     if rule.gradients_are_alike(wrapped):
+        if wrapped.rng.random() < 0.5:
+            clip(wrapped)
         wrapped.step()
+
+
+def clip(wrapped):
+    """To the norm that the copy's gradients have, or half of it; the copy takes what comes out."""
+    before = rule.total_norm(wrapped)
+    if not math.isfinite(before):
+        return
+    share = wrapped.rng.choice((0.5, 1.0, 2.0))
+    norm = wrapped.model.clip_grad_norm_(share * before).item()
+    rule.adopt(wrapped)
+    wanted = min(share, 1.0) * before
+    roundings = 2.0**-6  # of 16-bit gradients
+    for found, right in ((norm, before), (rule.total_norm(wrapped), wanted)):
+        assert abs(found - right) <= roundings * right, f"a norm of {found} should be {right}"
 
 
 def two_forwards(wrapped):
@@ -338,7 +355,33 @@ def uneven(wrapped):
 
 
 def may_join(wrapped):
-    return wrapped.drawn.theme in ("plain", "hook")
+    return wrapped.drawn.theme in ("plain", "hook") and not wrapped.drawn.looks
+
+
+def poisoned(wrapped):
+    """One rank gives NaN for one weight: all know of it, and the user drops the gradients."""
+    weights = [w for w in wrapped.tree.weights if w.requires_grad and w.numel()]
+    if not weights:
+        return
+    weight, guilty = wrapped.rng.choice(weights), wrapped.rng.randrange(wrapped.seat.world)
+    mine = wrapped.seat.rank == guilty
+    hook = weight.register_hook(lambda grad: grad * math.nan) if mine else None
+    wrapped.zero("none")
+    wrapped.backward(wrapped.forward(used=list(wrapped.order)).losses())
+    if hook is not None:
+        hook.remove()
+    index = next(i for i, (ours, _) in enumerate(wrapped.twins.params) if ours is weight)
+    found = wrapped.model._engine.core.nonfinite()
+    assert found == [(index, mine)], f"rank {guilty} gave NaN for {index}, but {found} is known"
+    wrapped.zero("none")
+    wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
+    rule.recall(wrapped)
+    wrapped.regrouped = False
+
+
+def may_poison(wrapped):
+    """Where all ranks train the same, in the dtype of the parameters."""
+    return wrapped.drawn.looks and not (wrapped.frozen_alone or wrapped.drawn.mixed)
 
 
 STEPS = {
@@ -356,4 +399,5 @@ STEPS = {
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),
     "join": Stage(uneven, may_join),
+    "not finite": Stage(poisoned, lambda w: may_poison(w) and free_use(w), weight=2),
 }
