@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from fastsync.build.env import Env
 from fastsync.engine import checkpoint
@@ -394,6 +395,25 @@ class FastDDP(Front):
             RankMismatchError: another rank raised, or the states are of different steps.
         """
         checkpoint.restore(self._engine, state)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What torch.distributed.checkpoint saves or loads: this rank's share, by parameter name.
+
+        Collective. The form is that of torch's `get_optimizer_state_dict`. Of an optimizer without
+        state it is room for a checkpoint's.
+
+        Raises:
+            ValueError: a parameter is not the model's, or its state cannot be saved in pieces.
+        """
+        return cast(FrontReducer, self.reducer).optimizers(self.module).capture(optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
+        """Goes on with what `optimizer_state_dict()` returned, once it has been loaded. Collective.
+
+        Raises:
+            ValueError, TypeError: it is that of another model, or nothing has been loaded.
+        """
+        cast(FrontReducer, self.reducer).optimizers(self.module).restore(optimizer, state)
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
         """What synchronising has cost this rank: counters, and times where `timeline=` records.

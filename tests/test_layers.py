@@ -41,7 +41,13 @@ MODULE_LAYERS = {
         ["torch_faces"],
     ],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
-    "shard": [["layout", "rules", "steps"], ["space"], ["gradients"], ["norms", "optimizer"]],
+    "shard": [
+        ["layout", "rectangles", "rules", "steps"],
+        ["chunks", "space"],
+        ["gradients"],
+        ["norms", "optimizer"],
+        ["checkpoint"],
+    ],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
     "timeline": [
         ["data", "policy"],
@@ -49,7 +55,10 @@ MODULE_LAYERS = {
         ["command"],
         ["__init__", "__main__"],
     ],
-    "torch_private": [["callers", "graphs", "groups", "parallel", "tensors"], ["__init__"]],
+    "torch_private": [
+        ["callers", "graphs", "groups", "optimizers", "parallel", "tensors"],
+        ["__init__"],
+    ],
     "wire": [["formats"], ["plugins"]],
 }
 CPP_LAYERS = [

@@ -81,17 +81,10 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
     rank, world = group.rank(), dist.get_world_size(group)
     device = engine.params[0].tensor.device
     task = "the state of error feedback cannot be loaded on every rank;"
-    try:
+    with consensus.together(group, device, task) as settings:
         share = deal(states, rank, world)
         check_fit(share, engine)
-    except (ValueError, TypeError) as error:
-        try:
-            consensus.agree(consensus.Statement({}, (), str(error)), group, device, task)
-        except consensus.RankMismatchError as report:
-            raise error from report
-        raise
-    settings = {"the number of steps in the state": str(share.progress.steps)}
-    consensus.agree(consensus.Statement(settings, ()), group, device, task)
+        settings["the number of steps in the state"] = str(share.progress.steps)
     engine.resume(share.progress, share.carried)
 
 

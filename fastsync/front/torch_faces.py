@@ -12,9 +12,11 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fastsync.engine.engine import Engine
 from fastsync.front.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
+from fastsync.shard.checkpoint import OptimizerCheckpoint
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.recorder import Recorder
 from fastsync.torch_private import GradBucket
@@ -46,6 +48,10 @@ class FrontReducer:
         self._initial_world = engine.group.size()
         self._in_lockstep = in_lockstep
         self._syncs = False
+
+    def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
+        """What checkpoints hold of the optimizers of `module`, which was wrapped."""
+        return OptimizerCheckpoint(self.engine, module, self.sharded)
 
     def prepare_for_forward(self) -> None:
         """The forward that `_rebuild_buckets` comes with is to synchronise."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankMismatchError", "Statement", "agree", "find_difference"]
+__all__ = ["RankMismatchError", "Statement", "agree", "find_difference", "together"]
 
 
 # Name, shape, dtype, requires_grad.
@@ -72,6 +73,34 @@ def agree(
     statements = [statement] * len(digests)  # each replaced by its rank's
     dist.all_gather_object(statements, statement, group=group)
     raise RankMismatchError(_report(statements, failure))
+
+
+@contextmanager
+def together(
+    group: dist.ProcessGroup, device: torch.device, failure: str
+) -> Iterator[dict[str, str]]:
+    """What is done within fails on every rank where it fails on one. Collective.
+
+    Args:
+        failure: how the report of errors begins.
+
+    Yields:
+        room for settings, which must be equal on all ranks at the end.
+
+    Raises:
+        ValueError, TypeError: where they were raised within.
+        RankMismatchError: on the other ranks; on all where settings differ.
+    """
+    settings: dict[str, str] = {}
+    try:
+        yield settings
+    except (ValueError, TypeError) as error:
+        try:
+            agree(Statement({}, (), str(error)), group, device, failure)
+        except RankMismatchError as report:
+            raise error from report
+        raise
+    agree(Statement(settings, ()), group, device, failure)
 
 
 def _report(statements: Sequence[Statement], failure: str) -> str:

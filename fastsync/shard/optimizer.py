@@ -54,7 +54,9 @@ class ShardedOptimizers:
         self._sharers = Sharers(
             engine.group, MeetingPlace(engine.group, "gradients", Env.read().agree_timeout)
         )
-        self._sharded: weakref.WeakKeyDictionary[Optimizer, _Sharded] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -70,14 +72,18 @@ class ShardedOptimizers:
                 "zero=0"
             )
         arguments = with_loss(args)
+        return (self.take_over(optimizer).stand_in(optimizer), *arguments[1:])
+
+    def take_over(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """Spreads its state over the ranks, unless that has been done. Collective."""
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
             if sharded is not None:
                 sharded.give_back(optimizer)
-            sharded = self._sharded[optimizer] = _Sharded(self, optimizer)
+            sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
             self._share_gradients(sharded.spaces)
-        return (sharded.stand_in(optimizer), *arguments[1:])
+        return sharded
 
     def make_gradients_whole(self) -> None:
         """Has every rank hold all gradients. Collective where they are spread."""
@@ -122,8 +128,12 @@ class _Kind(NamedTuple):
     bucket: int | None
 
 
-class _Sharded:
-    """One optimizer, taken over. Lives as long as it does, and must not keep it alive."""
+class ShardedOptimizer:
+    """One optimizer, taken over. Lives as long as it does, and must not keep it alive.
+
+    Attributes:
+        blank: it has made no step and loaded nothing, here or before; the same on all ranks.
+    """
 
     def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
         self._owner = owner
@@ -137,10 +147,12 @@ class _Sharded:
         for space in self.spaces:
             for piece, tensor in space.owned.items():
                 self._pieces[id(space.params[piece.param])].append(tensor)
+        self.blank, self._witness = True, params[0]
         self._cut_state(optimizer)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._check_loaded),
             optimizer.register_load_state_dict_post_hook(self._cut_state),
         )
 
@@ -193,10 +205,20 @@ class _Sharded:
         for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
+        self.mark_used(optimizer)
         with torch.no_grad():
             for space in self.spaces:
                 space.take_gradients()
             self._owner.engine.shares.gather([space.flat for space in self.spaces])
+
+    def mark_used(self, optimizer: Optimizer) -> None:
+        """Says that there is a state, on ranks that own nothing too.
+
+        Torch's `get_optimizer_state_dict` makes a step where an optimizer has none, and a rank that
+        steps alone would wait for the others.
+        """
+        self.blank = False
+        optimizer.state.setdefault(self._witness, {})
 
     def give_back(self, optimizer: Optimizer) -> None:
         """The whole state, as it was before the optimizer was taken over. Collective."""
@@ -210,15 +232,20 @@ class _Sharded:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
         for space in self.spaces:
             whole = [optimizer.state.pop(param, None) for param in space.params]
+            self.blank = self.blank and not any(whole)
             for piece, tensor in space.owned.items():
                 if values := whole[piece.param]:
                     param = space.params[piece.param]
                     optimizer.state[tensor] = {
                         name: _cut(space, piece, param, value) for name, value in values.items()
                     }
+        if not self.blank:
+            self.mark_used(optimizer)
 
     def _take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         """Removes what the optimizer has for this rank's pieces."""
+        if not optimizer.state.get(self._witness):
+            optimizer.state.pop(self._witness, None)
         return {
             tensor: optimizer.state.pop(tensor)
             for space in self.spaces
@@ -241,6 +268,19 @@ class _Sharded:
                 optimizer.state.pop(param, None)
         optimizer.state.update(self._kept)
         self._kept = {}
+        if not self.blank:
+            self.mark_used(optimizer)
+
+    def _check_loaded(self, optimizer: Optimizer, loaded: State) -> None:
+        """Torch's flattened form is taken apart by what an optimizer has for whole parameters."""
+        states = loaded["state"]
+        ours = (optimizer.state.get(t) for space in self.spaces for t in space.owned.values())
+        if states and not any(states.values()) and any(ours):
+            raise ValueError(
+                "the state to load has no values, but the optimizer has a state. If it comes from "
+                "StateDictOptions(flatten_optimizer_state_dict=True), which zero cannot load, "
+                "leave that option out"
+            )
 
     def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         whole: dict[torch.Tensor, State] = {}

@@ -23,6 +23,7 @@ from fastsync.torch_private.groups import (
     is_registered,
     resolvable_name,
 )
+from fastsync.torch_private.optimizers import first_state
 from fastsync.torch_private.parallel import (
     BuiltinCommHookType,
     Front,
@@ -49,6 +50,7 @@ __all__ = [
     "caller_level",
     "default_group",
     "find_tensors",
+    "first_state",
     "front_accepts",
     "gloo_threads",
     "group_store",

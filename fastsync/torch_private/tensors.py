@@ -19,10 +19,11 @@ class WrapperTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def without_memory(cls: type[T], like: torch.Tensor) -> T:
-        """One with the sizes, strides, dtype and device of `like`."""
+    def without_memory(cls: type[T], like: torch.Tensor, values: torch.Tensor | None = None) -> T:
+        """One with the sizes and strides of `like`, and dtype and device of `values`, or `like`."""
+        kind = like if values is None else values
         made: T = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=kind.dtype, device=kind.device
         )
         return made
 

@@ -1,0 +1,304 @@
+"""An optimizer's state by parameter name, of which each rank saves and loads what it owns.
+
+The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`: {"state":
+{parameter: {name: value}}, "param_groups": [settings, with names as "params"]}. So files fit any
+number of ranks, any stage, and models under DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fastsync.engine.engine import Engine
+from fastsync.ranks import consensus
+from fastsync.shard.chunks import Chunks
+from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
+from fastsync.torch_private import first_state
+
+__all__ = ["OptimizerCheckpoint"]
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank steps on of one parameter.
+
+    Attributes:
+        group: the number of its parameter group.
+        tensor: what the optimizer has state for: the parameter, or this rank's piece of it.
+        begin: where the piece begins, in the order of the parameter's memory.
+        sparse: whether its gradient may be.
+    """
+
+    name: str
+    group: int
+    param: torch.Tensor
+    tensor: torch.Tensor
+    begin: int
+    sparse: bool
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks have the rest."""
+        return self.tensor.numel() != self.param.numel()
+
+    def zero_gradient(self) -> torch.Tensor:
+        if self.sparse:
+            return torch.zeros_like(self.param, layout=torch.sparse_coo, requires_grad=False)
+        return torch.zeros_like(self.tensor, requires_grad=False)
+
+
+class _Blank(dict[str, Any]):
+    """Values of one parameter that no step has made: room for those of a checkpoint.
+
+    The checkpoint may have none, as of a parameter that never had a gradient.
+    """
+
+    def __init__(self, values: State) -> None:
+        super().__init__(values)
+        self._versions = {name: tensor._version for name, tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self.items():
+            tensor = value.part if isinstance(value, Chunks) else value
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                yield name, tensor
+
+    def unread(self) -> list[str]:
+        """What nothing has been written to."""
+        return [name for name, tensor in self._tensors() if tensor._version == self._versions[name]]
+
+    def was_read(self) -> bool:
+        """Whether anything has been written to."""
+        return len(self.unread()) < len(self._versions)
+
+
+class OptimizerCheckpoint:
+    """The optimizers of one model, as checkpoints see them.
+
+    Args:
+        engine: of the model.
+        module: the model, which names the parameters.
+        sharded: its optimizers; None where every rank has the whole state.
+    """
+
+    def __init__(
+        self, engine: Engine, module: nn.Module, sharded: ShardedOptimizers | None
+    ) -> None:
+        self._engine, self._sharded = engine, sharded
+        self._device = engine.params[0].tensor.device
+        # A compiled module is one in another; names in files are those of the module itself.
+        named = module.named_parameters()
+        self._names = {id(param): name.replace("_orig_mod.", "") for name, param in named}
+        self._sparse = {id(param.tensor) for param in engine.params if param.sparse}
+
+    def capture(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See `FastDDP.optimizer_state_dict`. Collective where the state is sharded."""
+        optimizer = _innermost(optimizer)
+        if self._sharded is None:
+            groups = self._groups(optimizer)
+            return {"state": self._state(optimizer, None), "param_groups": groups}
+        self._sharded.place.meet("model.optimizer_state_dict()", remedy="Call it on every rank")
+        with self._together("saved"):
+            groups = self._groups(optimizer)
+        taken = self._take_over(optimizer)
+        with self._together("saved"):
+            state = self._state(optimizer, taken)
+        return {"state": state, "param_groups": groups}
+
+    def restore(self, optimizer: Optimizer, state: State) -> None:
+        """See `FastDDP.load_optimizer_state_dict`. Collective."""
+        optimizer = _innermost(optimizer)
+        with self._together("loaded"):
+            groups = _matched(self._groups(optimizer), state)
+        taken = self._take_over(optimizer)
+        held, empty = self._held(optimizer, taken), self._is_unread(state["state"])
+        with self._together("loaded"):
+            if empty:
+                raise ValueError(
+                    "nothing has been read into the optimizer's state: call "
+                    "torch.distributed.checkpoint.load() before load_optimizer_state_dict()"
+                )
+            loaded = {each.tensor: _values(each, state["state"].get(each.name)) for each in held}
+        for tensor, values in loaded.items():
+            optimizer.state.pop(tensor, None)
+            if values:
+                optimizer.state[tensor] = values
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+        if taken is not None:
+            taken.mark_used(optimizer)
+
+    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """None where every rank keeps the whole state. Collective."""
+        sharded = self._sharded
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if sharded is None or not any(id(param) in sharded.index_of for param in params):
+            return None
+        return sharded.take_over(optimizer)
+
+    def _together(self, done: str) -> AbstractContextManager[object]:
+        failure = f"the optimizer's state cannot be {done} on every rank;"
+        return consensus.together(self._engine.group, self._device, failure)
+
+    def _is_unread(self, states: Mapping[str, State]) -> bool:
+        """Whether there is room for a state, and no rank has read any. Collective."""
+        blanks = [values for values in states.values() if isinstance(values, _Blank)]
+        flags = [any(blanks), any(values.was_read() for values in blanks)]
+        found = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._engine.group)
+        return found.tolist() == [1, 0]
+
+    def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The settings, with names in place of parameters.
+
+        Raises:
+            ValueError: a parameter is none of the model's.
+        """
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in self._names:
+                    raise ValueError(
+                        f"expects an optimizer of this model, but parameter group {number} has a "
+                        f"parameter of shape {tuple(param.shape)} that is not the model's; pass "
+                        "the optimizer that was made of model.parameters()"
+                    )
+            groups.append({**group, "params": [self._names[id(p)] for p in group["params"]]})
+        return groups
+
+    def _held(self, optimizer: Optimizer, taken: ShardedOptimizer | None) -> list[_Held]:
+        """What this rank has state for; all of what is not sharded."""
+        spaces = taken.spaces if taken is not None else []
+        shared = {id(param) for space in spaces for param in space.params}
+        pieces = {
+            id(space.params[piece.param]): (tensor, piece.begin)
+            for space in spaces
+            for piece, tensor in space.owned.items()
+        }
+        held = []
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in pieces or id(param) not in shared:
+                    tensor, begin = pieces.get(id(param), (param, 0))
+                    sparse = id(param) in self._sparse
+                    name = self._names[id(param)]
+                    held.append(_Held(name, number, param, tensor, begin, sparse))
+        return held
+
+    def _state(
+        self, optimizer: Optimizer, taken: ShardedOptimizer | None
+    ) -> dict[str, dict[str, Any]]:
+        """What this rank has of the state, or room for it; nothing of parameters without state."""
+        held = self._held(optimizer, taken)
+        if taken.blank if taken is not None else not optimizer.state:
+            gradients: list[dict[str, torch.Tensor]] = [{} for _ in optimizer.param_groups]
+            for each in held:
+                if each.param.requires_grad:
+                    gradients[each.group][each.name] = each.zero_gradient()
+            room = first_state(optimizer, gradients)
+            return {each.name: _Blank(_named(each, room.get(each.name))) for each in held}
+        return {each.name: _named(each, optimizer.state.get(each.tensor)) for each in held}
+
+
+def _named(held: _Held, state: State | None) -> dict[str, Any]:
+    """A parameter's state as checkpoints take it.
+
+    Raises:
+        ValueError: nobody can tell which elements a value belongs to.
+    """
+    named = {}
+    for name, value in (state or {}).items():
+        if held.partial and isinstance(value, torch.Tensor) and value.shape == held.tensor.shape:
+            value = Chunks(held.param, value, held.begin)
+        elif held.partial and not _is_scalar(value):
+            raise ValueError(
+                f"{name!r} in the state of {held.name!r} is neither a number nor has it the shape "
+                "of what the optimizer steps on, so it cannot be saved in pieces; use "
+                "FastDDP(shard_by='tensor')"
+            )
+        named[name] = value
+    return named
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return not isinstance(value, Mapping | Sequence) or isinstance(value, str)
+
+
+def _values(held: _Held, saved: State | None) -> State:
+    """What the optimizer keeps for what this rank steps on.
+
+    Raises:
+        ValueError: something is missing, or the values are those of other elements.
+    """
+    if not saved or (isinstance(saved, _Blank) and not saved.was_read()):
+        return {}
+    if isinstance(saved, _Blank) and (unread := saved.unread()):
+        raise ValueError(
+            f"the checkpoint has no {unread[0]!r} in the state of {held.name!r}; load one of the "
+            "same model and class of optimizer"
+        )
+    return {name: _part(held, name, value) for name, value in saved.items()}
+
+
+def _part(held: _Held, name: str, value: Any) -> Any:
+    whole = not isinstance(value, Chunks)
+    if whole and (not held.partial or _is_scalar(value)):
+        return value
+    if whole or value.part.shape != held.tensor.shape or value.begin != held.begin:
+        raise ValueError(
+            f"{name!r} in the state of {held.name!r} is not of the elements that this rank owns; "
+            "pass what model.optimizer_state_dict(optimizer) returned on this rank, or whole "
+            "tensors to torch's set_optimizer_state_dict()"
+        )
+    return value.part
+
+
+def _matched(groups: Sequence[State], state: State) -> list[dict[str, Any]]:
+    """The saved settings of each group, found by the names of its parameters.
+
+    Raises:
+        TypeError, ValueError: the state is none, or that of other parameters or groups.
+    """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise TypeError(
+            f"expects what model.optimizer_state_dict() returned, but got {type(state).__name__}"
+        )
+    ours = {name: i for i, group in enumerate(groups) for name in group["params"]}
+    theirs = {name: i for i, group in enumerate(state["param_groups"]) for name in group["params"]}
+    remedy = "load the checkpoint into the model and the parameter groups that it was saved from"
+    for names, others, has in ((ours, theirs, "no"), (theirs, ours, "a")):
+        if odd := [name for name in names if name not in others]:
+            raise ValueError(
+                f"the checkpoint has {has} parameter {odd[0]!r}, but the optimizer has "
+                f"{'no' if has == 'a' else 'a'} such one; {remedy}"
+            )
+    pairs = {(i, theirs[name]) for name, i in ours.items()}
+    if len(pairs) > len(set(ours.values())) or len(pairs) > len(set(theirs.values())):
+        raise ValueError(f"the checkpoint has its parameters in other groups; {remedy}")
+    places = dict(pairs)
+    return [
+        {
+            name: value
+            for name, value in state["param_groups"][places.get(i, i)].items()
+            if name != "params"
+        }
+        for i in range(len(groups))
+    ]
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """Libraries wrap optimizers in others, which share its state."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, Optimizer) else optimizer
