@@ -278,12 +278,10 @@ def _matched(groups: Sequence[State], state: State) -> list[dict[str, Any]]:
     ours = {name: i for i, group in enumerate(groups) for name in group["params"]}
     theirs = {name: i for i, group in enumerate(state["param_groups"]) for name in group["params"]}
     remedy = "load the checkpoint into the model and the parameter groups that it was saved from"
-    for names, others, has in ((ours, theirs, "no"), (theirs, ours, "a")):
-        if odd := [name for name in names if name not in others]:
-            raise ValueError(
-                f"the checkpoint has {has} parameter {odd[0]!r}, but the optimizer has "
-                f"{'no' if has == 'a' else 'a'} such one; {remedy}"
-            )
+    if missing := [name for name in ours if name not in theirs]:
+        raise ValueError(f"the checkpoint has no {missing[0]!r}, but the optimizer has; {remedy}")
+    if unknown := [name for name in theirs if name not in ours]:
+        raise ValueError(f"the checkpoint has {unknown[0]!r}, but the optimizer has not; {remedy}")
     pairs = {(i, theirs[name]) for name, i in ours.items()}
     if len(pairs) > len(set(ours.values())) or len(pairs) > len(set(theirs.values())):
         raise ValueError(f"the checkpoint has its parameters in other groups; {remedy}")

@@ -1,0 +1,261 @@
+"""Checkpoints of sharded optimizers: unused parameters, coded gradients, other models."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from fastsync import FastDDP, PowerSGD, Wire
+from fastsync.shard.chunks import Chunks
+from fastsync.testing import RankError, run_ranks
+from tests.zero_checkpoints import STAGES, Net, load, made, net, same, save, train
+
+
+class Partly(nn.Module):
+    """Of its parameters one has no gradient in the first steps, and one may be sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.line = nn.Linear(4, 9)
+        self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, x, all_of_it=False):
+        y = self.line(self.words(x)).square().mean()
+        return y + self.unused.sum() if all_of_it else y
+
+
+def steps_of_partly(model, optimizers, steps, rank):
+    for step in steps:
+        words = torch.tensor([(step + rank) % 9, 3])
+        model(words, step > 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def partly(rank, world, stage, path):
+    """All steps, and the same in two halves. One parameter is not in the checkpoint."""
+    trainings = []
+    for halves in (False, True):
+        torch.manual_seed(1)
+        module = Partly()
+        for steps in (range(2), range(2, 5)):
+            if halves or not steps.start:
+                model = FastDDP(module, zero=stage, find_unused_parameters=True)
+                dense = [p for p in module.parameters() if p is not module.words.weight]
+                optimizers = [optim.SparseAdam([module.words.weight]), optim.AdamW(dense, 0.05)]
+            if halves and steps.start:
+                state = {
+                    str(i): model.optimizer_state_dict(each) for i, each in enumerate(optimizers)
+                }
+                dcp.load(state, checkpoint_id=path, planner=PARTIAL)
+                for i, each in enumerate(optimizers):
+                    model.load_optimizer_state_dict(each, state[str(i)])
+            steps_of_partly(model, optimizers, steps, rank)
+            if halves and not steps.start:
+                state = {
+                    str(i): model.optimizer_state_dict(each) for i, each in enumerate(optimizers)
+                }
+                dcp.save(state, checkpoint_id=path)
+        trainings.append(([p.detach() for p in module.parameters()], optimizers[1].state_dict()))
+    return trainings
+
+
+PARTIAL = dcp.DefaultLoadPlanner(allow_partial_load=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_never_had_a_gradient_and_sparse_ones(stage, tmp_path):
+    for wanted, found in run_ranks(partly, 2, stage, str(tmp_path)):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
+        same(found[1], wanted[1])
+        assert sorted(float(s["step"]) for s in wanted[1]["state"].values()) == [2, 5, 5]
+
+
+def beside_the_wire(rank, world, wire, path):
+    """All steps, and the same in two halves, with what coding carries."""
+    trainings = []
+    for halves in (False, True):
+        module, model, optimizer = made("adamw", 1, wire=wire)
+        train(model, optimizer, range(3), rank, world)
+        if halves:
+            state = {
+                "model": module.state_dict(),
+                "optimizer": model.optimizer_state_dict(optimizer),
+                f"wire {rank}": model.sync_state_dict(),
+            }
+            saved = copy.deepcopy(state[f"wire {rank}"])
+            dcp.save({name: state[name] for name in ("model", "optimizer")}, checkpoint_id=path)
+            module, model, optimizer = made("adamw", 2, wire=wire)
+            state = {
+                "model": module.state_dict(),
+                "optimizer": model.optimizer_state_dict(optimizer),
+            }
+            dcp.load(state, checkpoint_id=path)
+            module.load_state_dict(state["model"])
+            model.load_optimizer_state_dict(optimizer, state["optimizer"])
+            model.load_sync_state_dict(saved)
+        train(model, optimizer, range(3, 6), rank, world)
+        kept = model.sync_state_dict()
+        carried = [*kept["residuals"].values(), *kept["factors"].values()]
+        trainings.append(([p.detach() for p in module.parameters()], carried))
+    return trainings
+
+
+@pytest.mark.parametrize("wire", ["int4", Wire(PowerSGD(1))], ids=["int4", "powersgd"])
+def test_beside_error_feedback(wire, tmp_path):
+    for wanted, found in run_ranks(beside_the_wire, 2, wire, str(tmp_path)):
+        assert any(each.any() for each in wanted[1])
+        for there, here in zip(wanted, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def in_the_background(rank, world, path):
+    """Steps that are made while a checkpoint is written are not in it."""
+    _, model, optimizer = made("adamw", 2)
+    train(model, optimizer, range(2), rank, world)
+    whole = copy.deepcopy(optimizer.state_dict())
+    state = {"optimizer": model.optimizer_state_dict(optimizer)}
+    done = dcp.async_save(state, checkpoint_id=path)
+    train(model, optimizer, range(2, 4), rank, world)
+    done.result()
+    load(model, optimizer, path)
+    return whole, optimizer.state_dict()
+
+
+def test_asynchronous_saves(tmp_path):
+    for wanted, found in run_ranks(in_the_background, 2, str(tmp_path)):
+        same(found, wanted)
+
+
+class Narrow(Net):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(9, 10)
+
+
+def stepped(rank, world):
+    _, model, optimizer = made("adamw", 1)
+    train(model, optimizer, [0], rank, world)
+    return model, optimizer, model.optimizer_state_dict(optimizer)
+
+
+def save_alone(rank, world, path):
+    os.environ["FASTSYNC_AGREE_TIMEOUT"] = "2"
+    _, model, optimizer = made("adamw", 1)
+    if rank == 0:
+        model.optimizer_state_dict(optimizer)
+    dist.barrier()
+
+
+def foreign_parameter(rank, world, path):
+    _, model, _ = made("adamw", 1)
+    params = (nn.Linear(3, 2) if rank == 1 else model).parameters()
+    model.optimizer_state_dict(optim.SGD(params, 0.1))
+
+
+def load_nothing(rank, world, path):
+    _, model, optimizer = made("adamw", 1)
+    model.load_optimizer_state_dict(optimizer, model.optimizer_state_dict(optimizer))
+
+
+def load_weights(rank, world, path):
+    model, optimizer, _ = stepped(rank, world)
+    model.load_optimizer_state_dict(optimizer, model.module.state_dict())
+
+
+def load_fewer_parameters(rank, world, path):
+    model, optimizer, state = stepped(rank, world)
+    state["param_groups"][0]["params"].remove("scale")
+    model.load_optimizer_state_dict(optimizer, state)
+
+
+def load_more_parameters(rank, world, path):
+    model, optimizer, state = stepped(rank, world)
+    state["param_groups"][1]["params"].append("more.weight")
+    model.load_optimizer_state_dict(optimizer, state)
+
+
+def load_other_groups(rank, world, path):
+    model, optimizer, state = stepped(rank, world)
+    first, second = state["param_groups"]
+    second["params"].append(first["params"].pop())
+    model.load_optimizer_state_dict(optimizer, state)
+
+
+def load_whole_tensors(rank, world, path):
+    model, optimizer, _ = stepped(rank, world)
+    model.load_optimizer_state_dict(optimizer, get_optimizer_state_dict(model, optimizer))
+
+
+def load_other_elements(rank, world, path):
+    model, optimizer, state = stepped(rank, world)
+    for values in state["state"].values():
+        chunks = [(name, value) for name, value in values.items() if isinstance(value, Chunks)]
+        values.update({name: Chunks(v, v.part[1:], v.begin + 1) for name, v in chunks})
+    model.load_optimizer_state_dict(optimizer, state)
+
+
+def load_into(model, path):
+    optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], amsgrad=True)
+    load(FastDDP(model, zero=1), optimizer, path)
+
+
+def load_another_shape(rank, world, path):
+    model, optimizer, _ = stepped(rank, world)
+    save(model, optimizer, path)
+    load_into(Narrow(), path)
+
+
+def load_another_model(rank, world, path):
+    model, optimizer, _ = stepped(rank, world)
+    save(model, optimizer, path)
+    load_into(nn.Sequential(nn.Linear(3, 2)), path)
+
+
+class Nested(optim.SGD):
+    """Keeps tensors in a dictionary, of which nobody can tell what they belong to."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["more"] = {"sum": torch.zeros_like(param)}
+
+
+def save_nested_state(rank, world, path):
+    model = FastDDP(net(), zero=1, shard_by="element")
+    optimizer = Nested(model.parameters(), 0.1)
+    train(model, optimizer, [0], rank, world)
+    model.optimizer_state_dict(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (save_alone, r"ranks \[1\] did not come. Call it on every rank"),
+        (
+            save_nested_state,
+            r"'more' in the state of '.*' is neither a number nor .* use FastDDP\(",
+        ),
+        (foreign_parameter, r"group 0 has a parameter of shape \(2, 3\) that is not the model's"),
+        (load_nothing, r"call torch.distributed.checkpoint.load\(\) before"),
+        (load_weights, r"expects what model.optimizer_state_dict\(\) returned"),
+        (load_fewer_parameters, r"has no 'scale', but the optimizer has; load the checkpoint into"),
+        (load_more_parameters, r"has 'more.weight', but the optimizer has not; load the checkpoi"),
+        (load_other_groups, r"its parameters in other groups; load the checkpoint into"),
+        (load_whole_tensors, r"'exp_avg' in the state of '.*' is not of the elements that this"),
+        (load_other_elements, r"is not of the elements that this rank owns; pass what model.opt"),
+        (load_another_shape, r"Size mismatch .* for optimizer.state.last.weight.exp_avg"),
+        (load_another_model, r"Missing key in checkpoint state_dict: optimizer.state.0.weight"),
+    ],
+)
+def test_every_rank_learns_what_is_wrong(fault, text, tmp_path):
+    with pytest.raises(RankError, match=text) as error:
+        run_ranks(fault, 2, str(tmp_path / "saved"))
+    assert all(f"rank {rank} raised" in str(error.value) for rank in range(2))
