@@ -58,6 +58,8 @@ def partly(rank, world, stage, path):
                 for i, each in enumerate(optimizers):
                     model.load_optimizer_state_dict(each, state[str(i)])
             steps_of_partly(model, optimizers, steps, rank)
+            if not steps.start:
+                assert 0 not in optimizers[1].state_dict()["state"], "nothing was made for it"
             if halves and not steps.start:
                 state = {
                     str(i): model.optimizer_state_dict(each) for i, each in enumerate(optimizers)

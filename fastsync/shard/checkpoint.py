@@ -206,18 +206,26 @@ class OptimizerCheckpoint:
                 if each.param.requires_grad:
                     gradients[each.group][each.name] = each.zero_gradient()
             room = first_state(optimizer, gradients)
-            return {each.name: _Blank(_named(each, room.get(each.name))) for each in held}
-        return {each.name: _named(each, optimizer.state.get(each.tensor)) for each in held}
+            return {
+                each.name: _Blank(_named(each, room[each.name]))
+                for each in held
+                if each.name in room
+            }
+        return {
+            each.name: _named(each, state)
+            for each in held
+            if (state := optimizer.state.get(each.tensor))
+        }
 
 
-def _named(held: _Held, state: State | None) -> dict[str, Any]:
+def _named(held: _Held, state: State) -> dict[str, Any]:
     """A parameter's state as checkpoints take it.
 
     Raises:
         ValueError: nobody can tell which elements a value belongs to.
     """
     named = {}
-    for name, value in (state or {}).items():
+    for name, value in state.items():
         if held.partial and isinstance(value, torch.Tensor) and value.shape == held.tensor.shape:
             value = Chunks(held.param, value, held.begin)
         elif held.partial and not _is_scalar(value):
