@@ -19,7 +19,7 @@ from fastsync.build.env import Env
 from fastsync.engine import checkpoint
 from fastsync.engine.engine import Engine
 from fastsync.front.buffers import BufferWatch, buffer_arguments
-from fastsync.front.logging_data import WrapFacts
+from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.front.nonfinite import NonFiniteGuard
 from fastsync.front.request import Request, check_hook, check_join, named_params
@@ -33,10 +33,8 @@ from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
     BuiltinCommHookType,
     Front,
-    backend_name,
     builtin_comm_hook,
     find_tensors,
-    gloo_threads,
     split_graphs_at_buckets,
     untraced,
 )
@@ -76,6 +74,8 @@ class FastDDP(Front):
             that share alone. 2 reduces gradients after every backward, under `no_sync()` too, so
             that they never take more. Scripts stay as they are; see docs/zero.md.
         shard_by: what shares are cut by: "element" or "tensor"; "auto" knows torch's optimizers.
+        master_weights: with `zero`, optimizers step on fp32 masters of parameters of 16 bits; each
+            rank has those of its share.
         on_nonfinite: what becomes of an optimizer's step on gradients that hold NaN or infinity:
             "skip" skips it on every rank, "raise" makes it an error on every rank; both name the
             parameter and the ranks. "ignore" does not look.
@@ -114,6 +114,7 @@ class FastDDP(Front):
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
         zero: int = 0,
         shard_by: str = "auto",
+        master_weights: bool = False,
         on_nonfinite: str = "ignore",
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
@@ -127,7 +128,7 @@ class FastDDP(Front):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
-                zero=ZeroPolicy(zero, shard_by),
+                zero=ZeroPolicy(zero, shard_by, master_weights),
                 on_nonfinite=on_nonfinite,
             ),
             lambda: TimelinePolicy.of(timeline),
@@ -178,13 +179,13 @@ class FastDDP(Front):
         engine.unused.current = partial(
             named_params, self.module, frozenset(self.parameters_to_ignore)
         )
-        facts = self._facts(static_graph)
+        facts = wrap_facts(self, self._buckets, self._policy, static_graph)
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
         in_lockstep = partial(_in_lockstep, weakref.ref(self))
         self._guard = NonFiniteGuard(engine) if self._policy.checks_finite else None
         zero = self._policy.zero
-        sharded = ShardedOptimizers(engine, zero.unit) if zero.stage else None
+        sharded = ShardedOptimizers(engine, zero) if zero.stage else None
         self.reducer = FrontReducer(engine, logger, self._record(engine), in_lockstep, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
@@ -199,24 +200,6 @@ class FastDDP(Front):
         recorder = Recorder(self._timeline, model, self.process_group)
         engine.on_step = recorder.before_step
         return recorder
-
-    def _facts(self, static_graph: bool) -> WrapFacts:
-        group = self.process_group
-        return WrapFacts(
-            module_name=type(self.module).__name__,
-            rank=group.rank(),
-            world_size=group.size(),
-            backend=backend_name(group),
-            gloo_threads=gloo_threads(group),
-            device_ids=self.device_ids or (),
-            output_device=-1 if self.output_device is None else self.output_device,
-            broadcast_buffers=self.broadcast_buffers,
-            has_sync_bn=any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
-            static_graph=static_graph,
-            bucket_cap_bytes=self._buckets.caps[-1],
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self._policy.views,
-        )
 
     @property
     def _engine(self) -> Engine:
@@ -408,7 +391,9 @@ class FastDDP(Front):
         return cast(FrontReducer, self.reducer).optimizers(self.module).capture(optimizer)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
-        """Goes on with what `optimizer_state_dict()` returned, once it has been loaded. Collective.
+        """Goes on with what `optimizer_state_dict()` returned, once it has been loaded.
+
+        Or with what `optimizer.state_dict()` returned, on every rank. Collective.
 
         Raises:
             ValueError, TypeError: it is that of another model, or nothing has been loaded.

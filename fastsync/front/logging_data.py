@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from fastsync.build.env import ddp_environment
 from fastsync.engine.core import StepReport
 from fastsync.engine.engine import Engine
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.torch_private import Front, backend_name, gloo_threads
 
-__all__ = ["LoggingData", "StepLogger", "WrapFacts", "construction_data"]
+__all__ = ["LoggingData", "StepLogger", "WrapFacts", "construction_data", "wrap_facts"]
 
 _EAGER_ITERATIONS = 10
 _SAMPLE_RATE = 100
@@ -65,6 +68,28 @@ class WrapFacts:
     bucket_cap_bytes: int
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
+
+
+def wrap_facts(
+    model: Front, buckets: BucketPolicy, policy: SyncPolicy, static_graph: bool
+) -> WrapFacts:
+    """Of a model whose engine has just been built."""
+    group = model.process_group
+    return WrapFacts(
+        module_name=type(model.module).__name__,
+        rank=group.rank(),
+        world_size=group.size(),
+        backend=backend_name(group),
+        gloo_threads=gloo_threads(group),
+        device_ids=model.device_ids or (),
+        output_device=-1 if model.output_device is None else model.output_device,
+        broadcast_buffers=model.broadcast_buffers,
+        has_sync_bn=any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules()),
+        static_graph=static_graph,
+        bucket_cap_bytes=buckets.caps[-1],
+        find_unused_parameters=model.find_unused_parameters,
+        gradient_as_bucket_view=policy.views,
+    )
 
 
 def construction_data(facts: WrapFacts, engine: Engine) -> LoggingData:

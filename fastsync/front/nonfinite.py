@@ -19,7 +19,7 @@ from fastsync.engine import core
 from fastsync.engine.engine import Engine
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard.gradients import ShardedGradient
-from fastsync.shard.steps import params_of, stand_in_for, watch_steps, with_loss
+from fastsync.shard.steps import Arguments, params_of, stand_in_for, watch_steps, with_loss
 from fastsync.torch_private import caller_level
 
 __all__ = ["NonFiniteGradientError", "NonFiniteGuard"]
@@ -67,7 +67,7 @@ class NonFiniteGuard:
         self._place = MeetingPlace(engine.group, "non-finite gradients", Env.read().agree_timeout)
         watch_steps(self)
 
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Replaces the optimizer by one without parameters where the step is to be skipped.
 
         Raises:

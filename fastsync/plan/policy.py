@@ -135,13 +135,15 @@ class ZeroPolicy:
             gradients while they accumulate, too.
         unit: what a rank's share is cut by: "element", "tensor", or "auto", which the class of the
             optimizer decides.
+        masters: optimizers step on fp32 masters of parameters of 16 bits.
 
     Raises:
-        ValueError: there is no such stage or unit.
+        ValueError: there is no such stage or unit, or nothing that masters could belong to.
     """
 
     stage: int = 0
     unit: str = "auto"
+    masters: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2):
@@ -151,6 +153,11 @@ class ZeroPolicy:
             )
         if self.unit not in UNITS:
             raise ValueError(f"shard_by must be one of {', '.join(UNITS)}, but is {self.unit!r}")
+        if self.masters and self.stage == 0:
+            raise ValueError(
+                "master_weights=True spreads masters over the ranks, which zero=0 does not; pass "
+                "zero=1 or 2"
+            )
 
 
 ON_NONFINITE = ("ignore", "skip", "raise")

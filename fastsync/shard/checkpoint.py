@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fastsync.engine.engine import Engine
 from fastsync.ranks import consensus
 from fastsync.shard.chunks import Chunks
-from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
+from fastsync.shard.optimizer import MASTER, ShardedOptimizer, ShardedOptimizers
 from fastsync.torch_private import first_state
 
 __all__ = ["OptimizerCheckpoint"]
@@ -118,6 +118,10 @@ class OptimizerCheckpoint:
     def restore(self, optimizer: Optimizer, state: State) -> None:
         """See `FastDDP.load_optimizer_state_dict`. Collective."""
         optimizer = _innermost(optimizer)
+        if _is_whole(state):
+            self._take_over(optimizer)
+            optimizer.load_state_dict(dict(state))
+            return
         with self._together("loaded"):
             groups = _matched(self._groups(optimizer), state)
         taken = self._take_over(optimizer)
@@ -131,8 +135,8 @@ class OptimizerCheckpoint:
             loaded = {each.tensor: _values(each, state["state"].get(each.name)) for each in held}
         for tensor, values in loaded.items():
             optimizer.state.pop(tensor, None)
-            if values:
-                optimizer.state[tensor] = values
+            if rest := values if taken is None else taken.take_master(tensor, values):
+                optimizer.state[tensor] = rest
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
         if taken is not None:
@@ -206,16 +210,21 @@ class OptimizerCheckpoint:
                 if each.param.requires_grad:
                     gradients[each.group][each.name] = each.zero_gradient()
             room = first_state(optimizer, gradients)
+            for each in held:
+                if taken is not None and each.tensor in taken.masters:
+                    room.setdefault(each.name, {})[MASTER] = each.tensor.detach().clone()
             return {
                 each.name: _Blank(_named(each, room[each.name]))
                 for each in held
                 if each.name in room
             }
-        return {
-            each.name: _named(each, state)
+        states = {
+            each.name: optimizer.state.get(each.tensor)
+            if taken is None
+            else taken.saved(optimizer, each.tensor)
             for each in held
-            if (state := optimizer.state.get(each.tensor))
         }
+        return {each.name: _named(each, state) for each in held if (state := states[each.name])}
 
 
 def _named(held: _Held, state: State) -> dict[str, Any]:
@@ -271,6 +280,12 @@ def _part(held: _Held, name: str, value: Any) -> Any:
             "tensors to torch's set_optimizer_state_dict()"
         )
     return value.part
+
+
+def _is_whole(state: State) -> bool:
+    """Whether it is what `optimizer.state_dict()` returns: numbers stand for parameters."""
+    groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
+    return any(isinstance(param, int) for group in groups for param in group["params"])
 
 
 def _matched(groups: Sequence[State], state: State) -> list[dict[str, Any]]:

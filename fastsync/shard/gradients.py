@@ -295,9 +295,10 @@ def lend_gradients(space: Space) -> None:
             grad = grad.share.whole
         if isinstance(grad, ShardedGradient):
             mine = grad.share.owned()
-            tensor.grad = mine.as_strided(tensor.shape, tensor.stride(), mine.storage_offset())
-        else:
-            tensor.grad = None if grad is None else space.cut(piece, grad)
+            grad = mine.as_strided(tensor.shape, tensor.stride(), mine.storage_offset())
+        elif grad is not None:
+            grad = space.cut(piece, grad)
+        tensor.grad = None if grad is None else grad.to(tensor.dtype)
 
 
 def make_whole(params: Iterable[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +24,21 @@ from torch.optim import Optimizer
 from fastsync.build.env import Env
 from fastsync.engine.engine import Engine
 from fastsync.engine.shares import ShardedUnit
+from fastsync.plan.policy import ZeroPolicy
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.rules import unit_for
 from fastsync.shard.space import Space
-from fastsync.shard.steps import params_of, stand_in_for, watch_steps, with_loss
+from fastsync.shard.steps import Arguments, params_of, stand_in_for, watch_steps, with_loss
 from fastsync.torch_private import backward_is_running
 
-__all__ = ["ShardedOptimizers"]
+__all__ = ["MASTER", "ShardedOptimizer", "ShardedOptimizers"]
 
 State = dict[str, Any]
+# What a state calls the fp32 master of what it belongs to.
+MASTER = "master"
+_NARROW = (torch.bfloat16, torch.float16)
 # Elements of parameters whose state is exchanged at once.
 _BATCH = 1 << 24
 
@@ -44,11 +48,11 @@ class ShardedOptimizers:
 
     Args:
         engine: of the model.
-        unit: what may be cut: "element", "tensor", or "auto", by the optimizer's class.
+        policy: what may be cut, and whether parameters of 16 bits have fp32 masters.
     """
 
-    def __init__(self, engine: Engine, unit: str) -> None:
-        self.engine, self.unit = engine, unit
+    def __init__(self, engine: Engine, policy: ZeroPolicy) -> None:
+        self.engine, self.unit, self.masters = engine, policy.unit, policy.masters
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         self.place = MeetingPlace(engine.group, "sharded optimizer", Env.read().agree_timeout)
         self._sharers = Sharers(
@@ -59,7 +63,7 @@ class ShardedOptimizers:
         )
         watch_steps(self)
 
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
@@ -133,6 +137,7 @@ class ShardedOptimizer:
 
     Attributes:
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
+        masters: of what it steps on here, those that are fp32 masters.
     """
 
     def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
@@ -148,6 +153,9 @@ class ShardedOptimizer:
             for piece, tensor in space.owned.items():
                 self._pieces[id(space.params[piece.param])].append(tensor)
         self.blank, self._witness = True, params[0]
+        self._loaded: dict[int, State] = {}  # by the id of its parameter
+        self.masters = {t for s in self.spaces if s.masters for t in s.owned.values()}
+        self._stepped: set[torch.Tensor] = set()  # of the masters
         self._cut_state(optimizer)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
@@ -171,7 +179,8 @@ class ShardedOptimizer:
         cut = cut_by_tensors if kind.whole else cut_by_elements
         layout = cut([param.numel() for param in params], self._group.size())
         shares = kind.dtype.is_floating_point and kind.bucket is not None
-        return Space(params, layout, self._group, shares)
+        masters = self._owner.masters and kind.dtype in _NARROW
+        return Space(params, layout, self._group, shares, masters)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""
@@ -189,7 +198,9 @@ class ShardedOptimizer:
         stays in the groups.
         """
         for space in self.spaces:
+            space.begin_step()
             lend_gradients(space)
+        self._stepped |= {tensor for tensor in self.masters if tensor.grad is not None}
         groups = []
         for group in optimizer.param_groups:
             tensors = [t for param in group["params"] for t in self._pieces.get(id(param), [param])]
@@ -206,10 +217,9 @@ class ShardedOptimizer:
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
         self.mark_used(optimizer)
-        with torch.no_grad():
-            for space in self.spaces:
-                space.take_gradients()
-            self._owner.engine.shares.gather([space.flat for space in self.spaces])
+        for space in self.spaces:
+            space.end_step()
+        self._owner.engine.shares.gather([space.flat for space in self.spaces])
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Says that there is a state, on ranks that own nothing too.
@@ -219,6 +229,22 @@ class ShardedOptimizer:
         """
         self.blank = False
         optimizer.state.setdefault(self._witness, {})
+
+    def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
+        """The state of a piece as checkpoints hold it: with its master, once that was stepped on.
+
+        The optimizer itself must not find it there: many take a state that is not empty for one
+        that they have made.
+        """
+        state: State = optimizer.state.get(tensor, {})
+        return {**state, MASTER: tensor.detach()} if tensor in self._stepped else state
+
+    def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
+        """The rest of what `saved` returned. Without a master there it follows the parameter."""
+        if MASTER in state and tensor in self.masters:
+            tensor.data.copy_(state[MASTER])
+            self._stepped.add(tensor)
+        return {name: value for name, value in state.items() if name != MASTER}
 
     def give_back(self, optimizer: Optimizer) -> None:
         """The whole state, as it was before the optimizer was taken over. Collective."""
@@ -230,15 +256,19 @@ class ShardedOptimizer:
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
+        loaded, self._loaded = self._loaded, {}
         for space in self.spaces:
             whole = [optimizer.state.pop(param, None) for param in space.params]
+            if space.masters:
+                pairs = zip(space.params, whole, strict=True)
+                whole = [_of_master(state, loaded.get(id(param))) for param, state in pairs]
             self.blank = self.blank and not any(whole)
             for piece, tensor in space.owned.items():
                 if values := whole[piece.param]:
                     param = space.params[piece.param]
-                    optimizer.state[tensor] = {
-                        name: _cut(space, piece, param, value) for name, value in values.items()
-                    }
+                    cut = {name: _cut(space, piece, param, value) for name, value in values.items()}
+                    if rest := self.take_master(tensor, cut):
+                        optimizer.state[tensor] = rest
         if not self.blank:
             self.mark_used(optimizer)
 
@@ -272,7 +302,10 @@ class ShardedOptimizer:
             self.mark_used(optimizer)
 
     def _check_loaded(self, optimizer: Optimizer, loaded: State) -> None:
-        """Torch's flattened form is taken apart by what an optimizer has for whole parameters."""
+        """Torch's flattened form is taken apart by what an optimizer has for whole parameters.
+
+        What is loaded is kept as it is.
+        """
         states = loaded["state"]
         ours = (optimizer.state.get(t) for space in self.spaces for t in space.owned.values())
         if states and not any(states.values()) and any(ours):
@@ -281,15 +314,18 @@ class ShardedOptimizer:
                 "StateDictOptions(flatten_optimizer_state_dict=True), which zero cannot load, "
                 "leave that option out"
             )
+        saved = [key for group in loaded["param_groups"] for key in group["params"]]
+        pairs = zip(saved, params_of(optimizer), strict=False)
+        self._loaded = {id(param): states[key] for key, param in pairs if key in states}
 
     def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         whole: dict[torch.Tensor, State] = {}
         for space in self.spaces:
             for batch in _batches(space):
                 mine = {
-                    piece: optimizer.state[tensor]
+                    piece: state
                     for piece, tensor in space.owned.items()
-                    if piece.param in batch and tensor in optimizer.state
+                    if piece.param in batch and (state := self.saved(optimizer, tensor))
                 }
                 everyones: list[dict[Piece, State]] = [{}] * self._group.size()
                 dist.all_gather_object(everyones, mine, group=self._group)
@@ -310,6 +346,30 @@ def _batches(space: Space) -> Iterator[range]:
             begin, elements = index, 0
         elements += param.numel()
     yield range(begin, len(space.params))
+
+
+def _of_master(state: State | None, loaded: State | None) -> State | None:
+    """Torch makes what it loads as narrow as the parameter; what belongs to a master is fp32.
+
+    Raises:
+        ValueError: a master was made narrow, too.
+    """
+    if state is None:
+        return None
+    source, wide = loaded or state, {}
+    if MASTER in source and source[MASTER].dtype in _NARROW:
+        raise ValueError(
+            "optimizer.load_state_dict() has rounded fp32 master weights to 16 bits, because zero "
+            "did not know this optimizer yet; load with model.load_optimizer_state_dict(optimizer, "
+            "state) instead"
+        )
+    for name, value in state.items():
+        wide[name] = value
+        if isinstance(value, torch.Tensor):
+            wide[name] = source[name].to(value.device)
+            if wide[name].dtype in _NARROW:
+                wide[name] = wide[name].float()
+    return wide
 
 
 def _cut(space: Space, piece: Piece, param: torch.Tensor, value: Any) -> Any:

@@ -36,6 +36,11 @@ class Space:
         layout: where they lie, and who owns what.
         group: whose ranks share the work.
         shares_gradients: the ranks may share their gradients, too.
+        masters: what each rank owns it has in fp32, too, and steps on that.
+
+    Attributes:
+        flat: the parameters.
+        owned: what this rank steps on: its elements of the parameters, or fp32 masters of them.
     """
 
     def __init__(
@@ -44,9 +49,10 @@ class Space:
         layout: ShardLayout,
         group: dist.ProcessGroup,
         shares_gradients: bool = False,
+        masters: bool = False,
     ) -> None:
         self.params, self.layout = list(params), layout
-        self.shares_gradients = shares_gradients
+        self.shares_gradients, self.masters = shares_gradients, masters
         self._rank = group.rank()
         first = self.params[0]
         self.flat = torch.zeros(
@@ -58,15 +64,37 @@ class Space:
             view.copy_(param.data)
             param.data = view
             self._views.append(view)
-        self.owned = {piece: self._tensor_of(piece) for piece in layout.owned(self._rank)}
+        self._elements = {piece: self._elements_of(piece) for piece in layout.owned(self._rank)}
+        self.owned = {
+            piece: nn.Parameter(elements.float() if masters else elements)
+            for piece, elements in self._elements.items()
+        }
 
-    def _tensor_of(self, piece: Piece) -> nn.Parameter:
+    def _elements_of(self, piece: Piece) -> torch.Tensor:
         """The elements themselves: of a whole parameter in its shape, else flat."""
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel():
-            return nn.Parameter(view)
+            return view
         begin = self.layout.offsets[piece.param] + piece.begin
-        return nn.Parameter(self.flat[begin : begin + piece.end - piece.begin])
+        return self.flat[begin : begin + piece.end - piece.begin]
+
+    def begin_step(self) -> None:
+        """Masters follow what somebody has written to the parameters since the last step."""
+        if not self.masters:
+            return
+        with torch.no_grad():
+            for piece, elements in self._elements.items():
+                written = elements != self.owned[piece].to(elements.dtype)  # NaN, too
+                if bool(written.any()):
+                    self.owned[piece][written] = elements[written].float()
+
+    def end_step(self) -> None:
+        """Rounds masters to the parameters, and lets the gradients go."""
+        with torch.no_grad():
+            for piece, tensor in self.owned.items():
+                tensor.grad = None
+                if self.masters:
+                    self._elements[piece].copy_(tensor)
 
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""
@@ -96,7 +124,3 @@ class Space:
             start = self.layout.offsets[piece.param] + piece.begin - self._rank * self.layout.region
             ranges[piece.param] = (start, piece.end - piece.begin, piece.begin)
         return ranges
-
-    def take_gradients(self) -> None:
-        for tensor in self.owned.values():
-            tensor.grad = None

@@ -17,14 +17,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["StepWatcher", "params_of", "stand_in_for", "watch_steps", "with_loss"]
+__all__ = ["Arguments", "StepWatcher", "params_of", "stand_in_for", "watch_steps", "with_loss"]
+
+# Of a call of `step`, self first.
+Arguments = tuple[Any, ...]
 
 
 class StepWatcher(Protocol):
     """Who is asked before each step of any optimizer, and told after it."""
 
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """`args`: those of `step`, self first, perhaps another watcher's stand-in.
+    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+        """`args`: perhaps with another watcher's stand-in.
 
         Returns:
             What to call `step` with instead; None: with these.
@@ -65,7 +68,7 @@ def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
     watcher.after_step(optimizer)
 
 
-def with_loss(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_loss(args: Arguments) -> Arguments:
     """Calls a closure now: it computes gradients, which are to be seen before the step."""
     if len(args) < 2 or not callable(args[1]):
         return args
