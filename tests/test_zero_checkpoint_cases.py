@@ -148,12 +148,20 @@ def stepped(rank, world):
     return model, optimizer, model.optimizer_state_dict(optimizer)
 
 
-def save_alone(rank, world, path):
+def save_alone(rank, world):
     os.environ["FASTSYNC_AGREE_TIMEOUT"] = "2"
     _, model, optimizer = made("adamw", 1)
     if rank == 0:
-        model.optimizer_state_dict(optimizer)
+        with pytest.raises(RuntimeError) as error:
+            model.optimizer_state_dict(optimizer)
     dist.barrier()
+    return str(error.value) if rank == 0 else ""
+
+
+def test_a_save_on_one_rank_alone_is_an_error():
+    text, _ = run_ranks(save_alone, 2)
+    assert "waited 2 s for model.optimizer_state_dict()" in text
+    assert "ranks [1] did not come. Call it on every rank" in text
 
 
 def foreign_parameter(rank, world, path):
@@ -237,27 +245,23 @@ def save_nested_state(rank, world, path):
     model.optimizer_state_dict(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        (save_alone, r"ranks \[1\] did not come. Call it on every rank"),
-        (
-            save_nested_state,
-            r"'more' in the state of '.*' is neither a number nor .* use FastDDP\(",
-        ),
-        (foreign_parameter, r"group 0 has a parameter of shape \(2, 3\) that is not the model's"),
-        (load_nothing, r"call torch.distributed.checkpoint.load\(\) before"),
-        (load_weights, r"expects what model.optimizer_state_dict\(\) returned"),
-        (load_fewer_parameters, r"has no 'scale', but the optimizer has; load the checkpoint into"),
-        (load_more_parameters, r"has 'more.weight', but the optimizer has not; load the checkpoi"),
-        (load_other_groups, r"its parameters in other groups; load the checkpoint into"),
-        (load_whole_tensors, r"'exp_avg' in the state of '.*' is not of the elements that this"),
-        (load_other_elements, r"is not of the elements that this rank owns; pass what model.opt"),
-        (load_another_shape, r"Size mismatch .* for optimizer.state.last.weight.exp_avg"),
-        (load_another_model, r"Missing key in checkpoint state_dict: optimizer.state.0.weight"),
-    ],
-)
-def test_every_rank_learns_what_is_wrong(fault, text, tmp_path):
-    with pytest.raises(RankError, match=text) as error:
+FAULTS = {
+    save_nested_state: r"'more' in the state of '.*' is neither a number nor .*; use FastDDP",
+    foreign_parameter: r"group 0 has a parameter of shape \(2, 3\) that is not the model's",
+    load_nothing: r"call torch.distributed.checkpoint.load\(\) before",
+    load_weights: r"expects what model.optimizer_state_dict\(\) returned",
+    load_fewer_parameters: r"has no 'scale', but the optimizer has; load the checkpoint into",
+    load_more_parameters: r"has 'more.weight', but the optimizer has not; load the checkpoi",
+    load_other_groups: r"its parameters in other groups; load the checkpoint into",
+    load_whole_tensors: r"'exp_avg' in the state of '.*' is not of the elements that this",
+    load_other_elements: r"is not of the elements that this rank owns; pass what model.opt",
+    load_another_shape: r"Size mismatch .* for optimizer.state.last.weight.exp_avg",
+    load_another_model: r"Missing key in checkpoint state_dict: optimizer.state.0.weight",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_every_rank_learns_what_is_wrong(fault, tmp_path):
+    with pytest.raises(RankError, match=FAULTS[fault]) as error:
         run_ranks(fault, 2, str(tmp_path / "saved"))
     assert all(f"rank {rank} raised" in str(error.value) for rank in range(2))
