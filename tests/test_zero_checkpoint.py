@@ -48,6 +48,11 @@ def read_all(rank, world, kind, folder):
         _, model, optimizer = made(kind, number % 2 + 1)
         optimizer.load_state_dict(copy.deepcopy(wanted))
         same(optimizer.state_dict(), wanted)
+        if number == 1:
+            save(model, optimizer, f"{folder}-again-{world}")
+            _, model, optimizer = made(kind, 0)
+            load(model, optimizer, f"{folder}-again-{world}")
+            same(optimizer.state_dict(), wanted)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -184,6 +189,37 @@ def test_files_and_functions_are_those_of_torch(first, tmp_path):
             same(found, wanted)
             weights = weights or continued
             assert close(continued, weights)
+
+
+class Outer(optim.Optimizer):
+    """An optimizer around another, as libraries have."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+
+def names_in_files(rank, world):
+    """Of a compiled module's optimizer, which a library wraps, and which gets a group later."""
+    module = net()
+    model = FastDDP(torch.compile(module, backend="eager"), zero=1)
+    optimizer = optim.AdamW([module.line.weight, module.scale], 0.01)
+    train(module, optimizer, [0], rank, world)
+    optimizer.add_param_group({"params": [module.last.weight]})
+    ours = model.optimizer_state_dict(Outer(optimizer))
+    theirs = get_optimizer_state_dict(model, optimizer)
+    assert ours["param_groups"] == theirs["param_groups"]
+    model.load_optimizer_state_dict(Outer(optimizer), ours)
+    same(get_optimizer_state_dict(model, optimizer), theirs)
+    return set(ours["state"]), set(theirs["state"])
+
+
+def test_names_are_those_of_the_module_itself():
+    found = run_ranks(names_in_files, 2)
+    assert set().union(*(ours for ours, _ in found)) == {"line.weight", "scale"}
+    assert all(theirs == {"line.weight", "scale"} for _, theirs in found)
 
 
 def few_elements(rank, world):

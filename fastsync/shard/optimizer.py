@@ -306,7 +306,7 @@ class ShardedOptimizer:
 
         What is loaded is kept as it is.
         """
-        states = loaded["state"]
+        states = loaded.get("state", {})
         ours = (optimizer.state.get(t) for space in self.spaces for t in space.owned.values())
         if states and not any(states.values()) and any(ours):
             raise ValueError(
@@ -314,7 +314,7 @@ class ShardedOptimizer:
                 "StateDictOptions(flatten_optimizer_state_dict=True), which zero cannot load, "
                 "leave that option out"
             )
-        saved = [key for group in loaded["param_groups"] for key in group["params"]]
+        saved = [key for group in loaded.get("param_groups", []) for key in group["params"]]
         pairs = zip(saved, params_of(optimizer), strict=False)
         self._loaded = {id(param): states[key] for key, param in pairs if key in states}
 
