@@ -222,7 +222,7 @@ def test_names_are_those_of_the_module_itself():
     assert all(theirs == {"line.weight", "scale"} for _, theirs in found)
 
 
-def few_elements(rank, world):
+def few_elements(rank, world, path):
     """Torch's functions where some ranks own nothing, before a step and between two."""
     torch.manual_seed(0)
     model = FastDDP(nn.Linear(3, 2), zero=1)
@@ -236,13 +236,20 @@ def few_elements(rank, world):
         optimizer.zero_grad()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     _, state = get_state_dict(model, optimizer, options=options)
-    return results, len(optimizer.state), sorted(state.get("state", ()))
+    names = sorted(state.get("state", ()))
+    save(model, optimizer, path)
+    model = FastDDP(nn.Linear(3, 2), zero=1)
+    optimizer = optim.AdamW(model.parameters())
+    load(model, optimizer, path)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    results.append(float(state["weight"]["step"]))
+    return results, len(optimizer.state), names
 
 
-def test_torch_asks_ranks_that_own_nothing():
+def test_torch_asks_ranks_that_own_nothing(tmp_path):
     """A rank whose optimizer looks new would make a step, alone, and wait for the others."""
-    found = run_ranks(few_elements, 3)
-    assert [results for results, *_ in found] == [[1.0, 2.0]] * 3
+    found = run_ranks(few_elements, 3, str(tmp_path))
+    assert [results for results, *_ in found] == [[1.0, 2.0, 3.0]] * 3
     assert [names for *_, names in found] == [["bias", "weight"], [], []]
     assert min(size for _, size, _ in found) == 1
 
