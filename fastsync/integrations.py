@@ -23,8 +23,9 @@ from torch import nn
 
 from fastsync.ddp import FastDDP
 from fastsync.replacing import configured
+from fastsync.saving import whole_state
 
-__all__ = ["in_place_of_ddp"]
+__all__ = ["in_place_of_ddp", "whole_state"]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    kinds = {str: "text", float: "number", bool: "true or false"}
+    kinds = {str: "text", int: "number", float: "number", bool: "true or false"}
     known = "\n".join(f"  {name:<30} {kinds[kind]}" for name, kind in DDP_OPTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m fastsync.run",

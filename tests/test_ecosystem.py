@@ -1,5 +1,6 @@
 """Training libraries with FastDDP, against the same libraries with torch's DDP.
 
+Each trains half of the steps, saves a checkpoint, and goes on from it with everything made anew.
 Needs the packages of requirements-ecosystem.txt; skipped where they are missing.
 """
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastsync import FastDDP, integrations
 from fastsync.testing import run_ranks
+from tests.zero_loops import close
 
 TIMEOUT = 300  # the libraries take their time to import
 
@@ -52,89 +54,129 @@ def as_torchrun(rank, world):
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", NODE_RANK="0")
 
 
-def chosen(kind, **options):
-    return integrations.in_place_of_ddp(**options) if kind == "fast" else contextlib.nullcontext()
+def chosen(zero, **options):
+    """With FastDDP, unless `zero` is None."""
+    if zero is None:
+        return contextlib.nullcontext()
+    return integrations.in_place_of_ddp(zero=zero, **options)
 
 
 def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def agree(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+# By `zero` in the first and in the second half; None is torch's DDP.
+TORCH = (None, None)
+HALVES = [TORCH, (0, 0), (1, 1), (2, 2), (2, None), (None, 1)]
 
 
-def moved(found):
-    return not agree(found, weights(Model()))
+def outcomes(train):
+    """What each of HALVES ends in, next to torch's DDP: whether there is a difference to talk of.
+
+    Args:
+        train: returns the model's class, and the weights.
+    """
+    kinds, found = {}, {}
+    for zero in HALVES:
+        kinds[zero], found[zero] = train(*zero)
+    assert all((kinds[zero] is FastDDP) == (zero[1] is not None) for zero in HALVES), kinds
+    wanted = found[TORCH]
+    assert not close(wanted, weights(Model()))
+    same = all(torch.equal(a, b) for a, b in zip(found[0, 0], wanted, strict=True))
+    return same, [zero for zero in HALVES if not close(found[zero], wanted)]
 
 
-def with_accelerate(rank, world):
+def run(train, folder):
+    """On two ranks. Torch's bits with the state kept whole; norms of parts round on their own."""
+    results = run_ranks(train, 2, str(folder), timeout=TIMEOUT)
+    assert results == [(True, [])] * 2
+
+
+def with_accelerate(rank, world, folder):
     as_torchrun(rank, world)
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    found, kinds = [], []
-    for kind in ("fast", "torch"):
-        handler = DistributedDataParallelKwargs(bucket_cap_mb=1)
+    def half(zero, checkpoint, resumes):
         accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[handler]
+            cpu=True,
+            gradient_accumulation_steps=2,
+            kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)],
         )
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         loader = DataLoader(Numbers(), batch_size=4)
-        with chosen(kind, gradient_as_bucket_view=False):
-            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with chosen(zero, gradient_as_bucket_view=False):
+            prepared = accelerator.prepare(model, optimizer, schedule, loader)
+        model, optimizer, schedule, loader = prepared
+        if resumes:
+            accelerator.load_state(checkpoint)
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch)["loss"])
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
+                schedule.step()
                 optimizer.zero_grad()
-        kinds.append(isinstance(model, FastDDP))
+        accelerator.save_state(checkpoint)
         plain = accelerator.unwrap_model(model)
-        found.append(weights(plain))
         assert type(plain) is Model
         assert next(iter(accelerator.get_state_dict(model))) == "body.0.weight"
-    return kinds, agree(*found), moved(found[0])
+        kind = FastDDP if isinstance(model, FastDDP) else type(model)
+        return kind, weights(plain)
+
+    def train(first, second):
+        checkpoint = f"{folder}/{first}-{second}"
+        half(first, checkpoint, resumes=False)
+        return half(second, checkpoint, resumes=True)
+
+    return outcomes(train)
 
 
-def test_accelerate():
+def test_accelerate(tmp_path):
     pytest.importorskip("accelerate")
-    assert run_ranks(with_accelerate, 2, timeout=TIMEOUT) == [([True, False], True, True)] * 2
+    run(with_accelerate, tmp_path)
 
 
 def with_trainer(rank, world, folder):
     as_torchrun(rank, world)
     from transformers import Trainer, TrainingArguments
 
-    found, kinds = [], []
-    for kind in ("fast", "torch"):
+    def half(zero, checkpoint, resumes):
         arguments = TrainingArguments(
-            output_dir=f"{folder}/{kind}",
+            output_dir=checkpoint,
             use_cpu=True,
-            max_steps=6,
+            max_steps=6 if resumes else 3,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             learning_rate=0.01,
+            max_grad_norm=1.0,
             report_to=[],
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=3,
             disable_tqdm=True,
             ddp_find_unused_parameters=False,
         )
         trainer = Trainer(model=Model(), args=arguments, train_dataset=Numbers())
-        with chosen(kind):
-            trainer.train()
-        kinds.append(isinstance(trainer.model_wrapped, FastDDP))
+        with chosen(zero):
+            trainer.train(f"{checkpoint}/checkpoint-3" if resumes else None)
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        found.append(weights(trainer.model))
-    return kinds, agree(*found), moved(found[0])
+        kind = FastDDP if isinstance(trainer.model_wrapped, FastDDP) else DistributedDataParallel
+        return kind, weights(trainer.model)
+
+    def train(first, second):
+        checkpoint = f"{folder}/{first}-{second}"
+        half(first, checkpoint, resumes=False)
+        return half(second, checkpoint, resumes=True)
+
+    return outcomes(train)
 
 
 def test_transformers_trainer(tmp_path):
     pytest.importorskip("transformers")
-    results = run_ranks(with_trainer, 2, str(tmp_path), timeout=TIMEOUT)
-    assert results == [([True, False], True, True)] * 2
+    run(with_trainer, tmp_path)
 
 
 def with_lightning(rank, world, folder):
@@ -155,34 +197,47 @@ def with_lightning(rank, world, folder):
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    found, kinds = [], []
-    for strategy in (integrations.FastDDPStrategy, DDPStrategy):
+    def half(zero, checkpoint, steps):
+        options = {"process_group_backend": "gloo", "bucket_cap_mb": 1}
+        if zero is None:
+            strategy = DDPStrategy(**options)
+        else:
+            strategy = integrations.FastDDPStrategy(zero=zero, **options)
         module = Module()
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=world,
-            strategy=strategy(process_group_backend="gloo", bucket_cap_mb=1),
+            strategy=strategy,
             plugins=[TorchElasticEnvironment()],
-            max_steps=6,
+            max_steps=steps + 3,
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
         )
-        trainer.fit(module, DataLoader(Numbers(), batch_size=4))
-        kinds.append(module.kind is FastDDP)
-        found.append(weights(module.model))
-    return kinds, agree(*found), moved(found[0])
+        loader = DataLoader(Numbers(), batch_size=4)
+        trainer.fit(module, loader, ckpt_path=checkpoint if steps else None)
+        trainer.save_checkpoint(checkpoint)
+        return module.kind, weights(module.model)
+
+    def train(first, second):
+        checkpoint = f"{folder}/{first}-{second}.ckpt"
+        half(first, checkpoint, 0)
+        return half(second, checkpoint, 3)
+
+    return outcomes(train)
 
 
 def test_lightning(tmp_path):
     pytest.importorskip("lightning")
-    results = run_ranks(with_lightning, 2, str(tmp_path), timeout=TIMEOUT)
-    assert results == [([True, False], True, True)] * 2
+    run(with_lightning, tmp_path)
     strategy = integrations.FastDDPStrategy
     assert pickle.loads(pickle.dumps(strategy)) is strategy
 

@@ -25,6 +25,7 @@ PACKAGE_LAYERS = [
     ["shard", "timeline"],
     ["front"],
     ["ddp"],
+    ["saving"],
     ["replacing"],
     ["integrations"],
     ["__init__"],

@@ -83,13 +83,13 @@ def test_it_starts_torchrun_and_names_reach_everyone(tmp_path):
     (hidden / "sitecustomize.py").write_text("import sys\nsys.argv_seen = 'the hidden one ran'\n")
     script.write_text(script.read_text() + "    print(sys.argv_seen)\n")
     variables = {"PYTHONPATH": f"{hidden}:{ROOT}"}
-    options = ("--with", "wire=fp16,bucket_cap_mb=2", "--with", "static_graph=true")
+    options = ("--with", "wire=fp16,bucket_cap_mb=2", "--with", "zero=1")
     command = (sys.executable, *TORCHRUN, script, "--lr", "0.1")
     out, err = run("-m", "fastsync.run", *options, *command, **variables)
     check(out, "fp16")
     assert out.count("the hidden one ran") == 2
     (line,) = lines(err)
-    assert "FastDDP(wire='fp16', bucket_cap_mb=2.0, static_graph=True)" in line
+    assert "FastDDP(wire='fp16', bucket_cap_mb=2.0, zero=1)" in line
 
 
 def test_a_variable_and_a_module(tmp_path):

@@ -27,6 +27,8 @@ DDP_OPTIONS: Mapping[str, type] = {
     "init_sync": bool,
     "skip_all_reduce_unused_params": bool,
     "timeline": str,
+    "zero": int,
+    "shard_by": str,
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 

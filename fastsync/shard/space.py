@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from fastsync.shard.layout import Piece, ShardLayout
 
@@ -24,6 +25,15 @@ def _strides(param: torch.Tensor) -> tuple[int, ...]:
         filled *= size
     assert filled == numel or numel == 0
     return param.stride()
+
+
+def _alone(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory, which lives as long, behind a storage that holds nothing else.
+
+    Accelerate and others take parameters in one storage for tied ones, and save the first alone.
+    """
+    alone: torch.Tensor = from_dlpack(memory)
+    return alone
 
 
 class Space:
@@ -60,7 +70,8 @@ class Space:
         )
         self._views = []
         for param, offset in zip(self.params, layout.offsets, strict=True):
-            view = self.flat.as_strided(param.shape, _strides(param), offset)
+            memory = _alone(self.flat[offset : offset + param.numel()])
+            view = memory.as_strided(param.shape, _strides(param))
             view.copy_(param.data)
             param.data = view
             self._views.append(view)
