@@ -1,18 +1,17 @@
-"""Shows one step of gradient synchronisation: gradients before and after, buckets, strategies.
+"""Shows one step of gradient synchronisation: buckets, and messages of five strategies.
 
     python -m examples.visualise --ranks 2
 
 Every rank computes its own gradients; five strategies average them: one message per parameter,
 buckets after backward, buckets that overlap with backward (all three as examples/manual_parallel.py
 writes them out), torch's DDP and fastsync's FastDDP, watched through their communication hooks. The
-terminal shows strips of gradients, buckets, and when each message was under way, as rank 0's host
-saw it. Exits with 1 where a strategy does not leave the average of all ranks on every rank.
+terminal shows FastDDP's buckets, and when each message was under way, as rank 0's host saw it.
+Exits with 1 where a strategy does not leave the average of all ranks on every rank.
 """
 
 # No `from __future__ import annotations`: a hook's annotations must be types, not their names.
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,9 +33,6 @@ WARMUP_STEPS = 3
 BATCH = 64
 CALLBACK_SECONDS = 5.0
 WIDTH = 64
-STRIP = 16
-LEVELS = "▁▂▃▄▅▆▇█"
-RANKS_SHOWN = 3
 ROUNDING = 1e-6  # accepted, of the largest average
 MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HEADERS = ("strategy", "messages", "MB", "step ms", "exposed ms", "error")
@@ -87,31 +83,6 @@ class Run:
             for at in range(place(message.start), place(message.end or longest) + 1):
                 messages[at] = MARKS[number % len(MARKS)]
         return "=" * (place(self.backward) + 1), "".join(messages).rstrip()
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter and STRIP elements of its gradient, evenly spaced: every rank's own before
-    averaging, and what FastDDP left on every rank after it."""
-
-    name: str
-    shape: tuple[int, ...]
-    before: tuple[tuple[float, ...], ...]
-    after: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """All that there is to show."""
-
-    parameters: tuple[Parameter, ...]
-    runs: tuple[Run, ...]
-
-    @property
-    def averaged(self) -> bool:
-        """Whether every strategy left averages, and FastDDP the same ones on every rank."""
-        alike = all(set(p.after) == {p.after[0]} for p in self.parameters)
-        return alike and all(run.error <= ROUNDING for run in self.runs)
 
 
 class Recorder:
@@ -190,12 +161,14 @@ def batch(group: Group) -> Tensor:
     return torch.randn(BATCH, 256, generator=generator).to(group.device)
 
 
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+def gradients(module: nn.Module) -> Tensor:
+    """All of them, in one vector of fp64."""
+    found = (p.grad.double().flatten() for p in module.parameters() if p.grad is not None)
+    return torch.cat(list(found))
 
 
-def observe(strategy: str, group: Group, expected: Tensor) -> tuple[Run, dict[str, Tensor]]:
-    """One step after WARMUP_STEPS, and the gradients that it left on this rank.
+def observe(strategy: str, group: Group, expected: Tensor) -> Run:
+    """One step after WARMUP_STEPS.
 
     Args:
         expected: the fp64 averages of all parameters, flattened.
@@ -214,86 +187,53 @@ def observe(strategy: str, group: Group, expected: Tensor) -> tuple[Run, dict[st
         group.synchronize()
         total = recorder.now()
         messages = recorder.taken()
-    found = gradients(module)
-    error = group.most(float((_flat(found) - expected).abs().max() / expected.abs().max()))
-    return Run(strategy, messages, recorder.backward, total, error), found
+    gap = (gradients(module) - expected).abs().max()
+    error = group.most(float(gap / expected.abs().max()))
+    return Run(strategy, messages, recorder.backward, total, error)
 
 
-def _flat(grads: dict[str, Tensor]) -> Tensor:
-    return torch.cat([grad.detach().double().flatten() for grad in grads.values()])
-
-
-def _picked(grad: Tensor) -> tuple[float, ...]:
-    places = torch.linspace(0, grad.numel() - 1, STRIP).long()
-    return tuple(grad.flatten().cpu()[places].tolist())
-
-
-def take_picture(group: Group) -> Picture:
-    """Collective. The picture is the same on every rank but for rank 0's times."""
+def observe_all(group: Group) -> list[Run]:
+    """Collective. The same on every rank but for the times."""
     alone = build(group)
     alone(batch(group)).square().mean().backward()
-    own = gradients(alone)
-    expected = _flat(own)
+    expected = gradients(alone)
     dist.all_reduce(expected)
     expected /= group.world
-    observed = {name: observe(name, group, expected) for name in SHOWN}
-    left = observed["fastsync"][1]
-    strips: list[Any] = [None] * group.world
-    dist.all_gather_object(
-        strips, {name: (_picked(own[name]), _picked(left[name])) for name in own}
-    )
-    parameters = (
-        Parameter(name, tuple(grad.shape), *zip(*(of[name] for of in strips), strict=True))
-        for name, grad in own.items()
-    )
-    return Picture(tuple(parameters), tuple(run for run, _ in observed.values()))
+    return [observe(name, group, expected) for name in SHOWN]
 
 
-def strip(values: Sequence[float], largest: float) -> str:
-    """The values as bars; the middle level is zero."""
-    return "".join(LEVELS[round((v / largest + 1) / 2 * (len(LEVELS) - 1))] for v in values)
+def averaged(runs: Sequence[Run]) -> bool:
+    """Whether every strategy left averages on every rank."""
+    return all(run.error <= ROUNDING for run in runs)
 
 
-def gradient_table(picture: Picture) -> str:
-    messages, rows = picture.runs[-1].messages, []
-    buckets = {name: i for i, message in enumerate(messages) for name in message.names}
-    for p in picture.parameters:
-        shown = (*p.before[:RANKS_SHOWN], p.after[0])
-        largest = max(abs(v) for values in shown for v in values) or 1.0
-        strips = (strip(values, largest) for values in shown)
-        shape, mark = "x".join(str(n) for n in p.shape), MARKS[buckets[p.name] % len(MARKS)]
-        rows.append((p.name, shape, *strips, mark))
-    ranks = (f"rank {rank} before" for rank in range(len(shown) - 1))
-    return render(("parameter", "shape", *ranks, "after, on all", "bucket"), rows)
-
-
-def show(picture: Picture, group: Group) -> None:
-    print(f"\n  gradients, {STRIP} elements of each: the middle level is zero\n")
-    print(gradient_table(picture))
+def show(runs: Sequence[Run], group: Group) -> None:
+    print("\n  the buckets of FastDDP\n")
+    numbered = enumerate(runs[-1].messages)
+    rows = [(str(i), f"{m.size / 1e6:.2f}", " ".join(m.names)) for i, m in numbered]
+    print(render(("bucket", "MB", "parameters"), rows))
     print("\n  one backward (=) and its messages, by number\n")
-    longest = max(run.total for run in picture.runs)
-    for run in picture.runs:
+    longest = max(run.total for run in runs)
+    for run in runs:
         backward, messages = run.lanes(longest)
         print(f"  {run.strategy:<14}|{backward}\n  {'':<14}|{messages}")
     scale = f"{1e3 * longest:.1f} ms".rjust(WIDTH - 1)
     print(f"  {'':<14}+{'-' * WIDTH}\n  {'':<14}0{scale}\n")
-    print(render(HEADERS, [run.cells() for run in picture.runs]))
+    print(render(HEADERS, [run.cells() for run in runs]))
     print(f"\n  {group.world} ranks over {group.transport}; a single step, so times are a look,")
     print("  not a measurement; exposed: after the last gradient; error: from the fp64 average")
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
-    picture = take_picture(group)
+    runs = observe_all(group)
     if group.is_main:
-        show(picture, group)
-        if not picture.averaged:
+        show(runs, group)
+        if not averaged(runs):
             print("\n  a strategy did NOT leave the average of all ranks on every rank")
-    return 0 if picture.averaged else 1
+    return 0 if averaged(runs) else 1
 
 
 def main() -> int:
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # for terminals without bars in their encoding
     return run_example("visualise", __doc__, run)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.measure.bare import BareList
-from bench.measure.formulas import variant_bytes, wire_bytes
+from bench.report.formulas import HELD, held_table, variant_bytes, wire_bytes
 from examples.common.variants import VARIANTS
 from fastsync import FastDDP
 from fastsync.testing import run_ranks
@@ -74,3 +74,13 @@ def test_the_engine_counts_what_the_formula_says(world):
         for wire, found in sent.items():
             formula = wire_bytes(wire, [(64, 128), (64, 128)], world, CPU)
             assert 1 <= found / formula < 1.12, wire
+
+
+def test_what_a_rank_holds_in_each_stage():
+    """70 billion parameters on 8 ranks, in GB; with master weights 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N."""
+    plain, master = HELD["bf16, states in fp32"], HELD["bf16, states and master weights in fp32"]
+    assert [70 * plain.per_rank(stage, 8) for stage in range(4)] == [840, 350, 227.5, 105]
+    for world in (2, 4, 8):
+        assert master.per_rank(1, world) == pytest.approx(4 + 12 / world)
+        assert master.per_rank(2, world) == pytest.approx(2 + 14 / world)
+    assert "227.5 GB" in held_table()

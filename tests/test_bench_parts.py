@@ -5,14 +5,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from bench.commands import compare
 from bench.measure.codecs import CODEC_CASES
-from bench.measure.formulas import bucketed, finish, least_exposed
 from bench.measure.transfers import CASES, check, make_scattered, methods
 from bench.models import WORKLOADS
 from bench.report.charts import Labels, Line, line_chart, nice_marks
+from bench.report.formulas import bucketed, finish, least_exposed
 from examples.common import variants
-from examples.common.ranks import CheckFailed, UsageError
+from examples.common.ranks import CheckFailed
 from examples.common.rounds import Measured, summarise
 from examples.common.text import Spread
 from fastsync.wire.formats import FORMATS
@@ -44,26 +43,6 @@ def test_ratios_are_taken_round_by_round():
     assert by_name["fastsync"].ratio == Spread(0.75, 0.75, 0.75)
     assert by_name["fastsync"].exposed_ratio == Spread(0.5, 0.5, 0.5)
     assert by_name["ddp"].exposed == Spread(2.0, 1.5, 3.0)
-
-
-def result(**medians):
-    of = [
-        {"of": ["scene", name], "time": {"median": m, "q1": 0.99 * m, "q3": 1.01 * m}}
-        for name, m in medians.items()
-    ]
-    return {"kind": "scale", "schema": 1, "points": of}
-
-
-def test_comparison_flags_what_is_beyond_noise():
-    before, after = result(a=1.0, b=1.0, c=1.0), result(a=1.2, b=1.015, c=0.8)
-    verdicts = {
-        name: compare.verdict(*both, 0.05) for name, *both in compare.compare(before, after)
-    }
-    assert verdicts == {"scene/a": "REGRESSION", "scene/b": "", "scene/c": "better"}
-    gone = compare.compare(before, result(a=1.0))
-    assert [compare.verdict(*both, 0.05) for _, *both in gone] == ["", "MISSING", "MISSING"]
-    with pytest.raises(UsageError, match="measure different things"):
-        compare.compare(before, {**after, "kind": "buckets"})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -30,10 +30,10 @@ from typing import Any
 
 from bench.measure import benchmark as b
 from bench.measure.bare import all_reduce_rate
-from bench.measure.formulas import variant_bytes
 from bench.measure.netns import Link, LinkName
 from bench.models import WORKLOADS
 from bench.report import tables
+from bench.report.formulas import variant_bytes
 from examples.common.ranks import Group, argument
 from examples.common.rounds import checked, summarise, time_lanes
 from examples.common.training import Workload, make_lanes

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from bench.measure import benchmark as b
 from examples.common.costs import gradient_memory, peak_memory
 from examples.common.ranks import Group, argument
-from examples.common.variants import select
+from examples.common.training import make_lane
+from examples.common.variants import Variant, select
 
 
 @b.benchmark(
@@ -23,12 +24,18 @@ from examples.common.variants import select
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     title = "memory of gradients and buckets, in bytes per byte of gradients"
-    measure = peak_memory if args.peak else gradient_memory
+
+    def measure(name: str, variant: Variant) -> float | None:
+        workload = b.workload(name, args)
+        if args.peak:
+            return peak_memory(lambda: make_lane(workload, variant, group, "adamw"), group)
+        return gradient_memory(workload, variant, group)
+
     if args.peak:
         title = "peak memory of a training step with AdamW, in bytes per byte of parameters"
     rows = []
     for variant in select(args.wrappers).variants:
-        found = [measure(b.workload(name, args), variant, group) for name in args.models]
+        found = [measure(name, variant) for name in args.models]
         cells = ("n/a" if value is None else f"{value:.2f}x" for value in found)
         rows.append((variant.name, *cells))
     yield b.table(title, ("variant", *args.models), rows, args)

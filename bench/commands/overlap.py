@@ -8,7 +8,7 @@ at fixed times, as those of a device do. Backward is made as long as the wire ne
 gradients in fp32, times the factors of --backward.
 
 Exposed is the step less that of `no_sync` in the same round. The least is that of
-bench/measure/formulas.py, from the ready times of single gradients as seen without synchronisation,
+bench/report/formulas.py, from the ready times of single gradients as seen without synchronisation,
 the bits of the wire format and the rate that an all-reduce reaches on the same link; for FastDDP
 also the least for its own plan of buckets. `bare` shows what processors and backend make of that
 least: an all-reduce for each gradient, where it is, which neither packs nor averages.
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from bench.measure import benchmark as b
 from bench.measure.bare import BareCollectives, all_reduce_rate
-from bench.measure.formulas import bucketed, bus_factor, least_exposed
 from bench.measure.netns import Link, LinkName
 from bench.models.paced import paced
+from bench.report.formulas import bucketed, bus_factor, least_exposed
 from bench.report.tables import Point
 from examples.common.ranks import Group, argument
 from examples.common.rounds import summarise, time_lanes

@@ -3,7 +3,7 @@
     python -m bench step --models small,gpt2 --ranks 2,4 --rounds 15 --json out/step.json
 
 Weights are checked against default DDP's before anything is timed. A step is zero_grad, forward
-and backward; --optimizer adds an optimizer's step. Compare two results with `bench compare`.
+and backward; --optimizer adds an optimizer's step.
 """
 
 from __future__ import annotations

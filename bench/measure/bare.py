@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.measure.formulas import bus_factor
+from bench.report.formulas import bus_factor
 from examples.common.ranks import Group
 from examples.common.text import quantile
 

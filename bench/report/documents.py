@@ -6,7 +6,7 @@
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
 `bench:links-wires` is the part of links.json that tells which wire format to choose, and
-`bench:summary` one row of each of five results.
+`bench:summary` one row of each of five results; `bench:held` is computed, of no result.
 `bench:gpu-` with the name of a stage of `bench gpu_all` stands for results of every GPU, each in a
 folder of bench/results. Charts are drawn into docs/bench-*.svg. With
 --check nothing is written; the exit code is 1 where a document or a chart does not say what its
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.figures import charts
+from bench.report.formulas import held_table
 from bench.report.summary import summary
 from bench.report.tables import LAYOUTS, Point, link, link_title
 from examples.common.machine import describe
@@ -34,7 +35,7 @@ RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(
     r"(?P<start><!-- bench:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /bench:(?P=name) -->)", re.DOTALL
 )
-GPU, SUMMARY = "gpu-", "summary"
+GPU, SUMMARY, HELD = "gpu-", "summary", "held"
 NOT_MEASURED = "*not measured yet*"
 WIRES, LINKS = "links-wires", "links"  # a marker that shows a part of another result
 TORCH_WIRES = ("ddp", "ddp_fp16")
@@ -134,6 +135,8 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
         return _of_gpus(name.removeprefix(GPU), results)
     if name == SUMMARY:
         return summary(results) or NOT_MEASURED
+    if name == HELD:
+        return held_table()
     path = results / f"{LINKS if name == WIRES else name}.json"
     if not path.exists():
         return NOT_MEASURED

@@ -109,8 +109,8 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
     return group.most(grown / gradients)
 
 
-def peak_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
-    """The most bytes in use in a training step with AdamW, over the bytes of the parameters.
+def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
+    """The most bytes in use in a training step of a new lane, over the bytes of the parameters.
 
     The model, its gradients and the optimizer's states are part of it. A GPU's allocator knows its
     peak; on a CPU a thread looks every millisecond. The largest of all ranks, or None as above.
@@ -119,7 +119,7 @@ def peak_memory(workload: Workload, variant: Variant, group: Group) -> float | N
     if not group.all_agree(read is not None) or read is None:
         return None
     before = settled(read)
-    lane = make_lane(workload, variant, group, "adamw")
+    lane = make()
     for _ in range(PEAK_STEPS):
         lane.step()
     on_gpu = group.device.type == "cuda"
@@ -133,7 +133,8 @@ def peak_memory(workload: Workload, variant: Variant, group: Group) -> float | N
             group.synchronize()
         ended.set()
     peak = torch.cuda.max_memory_allocated(group.device) if on_gpu else seen.result()
-    return group.most((peak - before) / sum(p.nbytes for p in lane.module.parameters()))
+    nbytes = sum(p.nbytes for p in lane.workload.build().parameters())
+    return group.most((peak - before) / nbytes)
 
 
 def events_of(run: Callable[[], object]) -> list[str]:

@@ -1,5 +1,6 @@
 """What is known before anything is measured: the bytes that each rank has to send in a step, by
-wire format (docs/wire.md), and the least time for which communication can be exposed.
+wire format (docs/wire.md), those that it holds, by stage of ZeRO (docs/zero.md), and the least time
+for which communication can be exposed.
 
 Bytes are without padding, flags and headers, of which whatever is counted has a little more.
 
@@ -20,10 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from examples.common.text import render
 from examples.common.variants import Variant
 
 if TYPE_CHECKING:
@@ -74,6 +77,43 @@ def _low_rank_numel(codec: PowerSGD, shape: Sequence[int]) -> int:
     cols = numel // max(1, rows)
     rank = codec.rank_for(rows, cols)
     return (rows + cols) * rank if rank else numel
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes per parameter: of itself, its gradient, and the optimizer's state with master weights.
+
+    Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models".
+    """
+
+    parameter: int
+    gradient: int
+    state: int
+
+    def per_rank(self, stage: int, world: int) -> float:
+        """Bytes per parameter on each of `world` ranks, which share what `stage` says."""
+        of_state, of_gradient, of_parameter = (1 / world if stage >= s else 1.0 for s in (1, 2, 3))
+        return self.parameter * of_parameter + self.gradient * of_gradient + self.state * of_state
+
+
+HELD = {
+    "fp32": Held(4, 4, 8),
+    "bf16, states in fp32": Held(2, 2, 8),
+    "bf16, states and master weights in fp32": Held(2, 2, 12),
+}
+WORLDS, LARGE = (2, 4, 8), 70  # ranks, billion parameters
+
+
+def held_table() -> str:
+    """What a rank holds with Adam, by precision, stage and number of ranks; in Markdown."""
+    headers = ("Adam, bytes per parameter", "stage", *(f"{world} ranks" for world in WORLDS))
+    rows = []
+    for name, held in HELD.items():
+        for stage in range(4):
+            cells = (f"{held.per_rank(stage, world):.2f}" for world in WORLDS)
+            large = f"{LARGE * held.per_rank(stage, WORLDS[-1]):g} GB"
+            rows.append((name, str(stage), *cells, large))
+    return render((*headers, f"{LARGE} B parameters, {WORLDS[-1]} ranks"), rows, True)
 
 
 def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
