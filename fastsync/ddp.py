@@ -215,6 +215,7 @@ class FastDDP(Front):
 
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
+        check_join(self._policy, self._join_config.enable)  # torch's Join does not call join()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
@@ -264,8 +265,7 @@ class FastDDP(Front):
             ValueError: zero is not 0, or on_nonfinite not "ignore": a rank without inputs would
                 miss the others' steps.
         """
-        if enable:
-            check_join(self._policy)
+        check_join(self._policy, enable)
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:

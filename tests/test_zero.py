@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -271,6 +272,9 @@ def refuse(rank, world, what):
     if what == "join":
         with model.join():
             pass
+    if what == "Join":  # as Accelerate's join_uneven_inputs does
+        with Join([model]):
+            model(batch(rank, 0))
     if what == "backward":
         hook = model.module.scale.register_post_accumulate_grad_hook(lambda _: optimizer.step())
         model(batch(rank, 0)).mean().backward()
@@ -284,6 +288,7 @@ def refuse(rank, world, what):
     [
         ("stages", "zero"),
         ("join", "makes no optimizer steps, which zero needs"),
+        ("Join", "makes no optimizer steps, which zero needs"),
         ("backward", "cannot step inside a backward"),
         ("lbfgs", "cannot shard LBFGS"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
 from fastsync.shard.layout import Piece, ShardLayout
@@ -30,8 +31,11 @@ def _strides(param: torch.Tensor) -> tuple[int, ...]:
 def _alone(memory: torch.Tensor) -> torch.Tensor:
     """The same memory, which lives as long, behind a storage that holds nothing else.
 
-    Accelerate and others take parameters in one storage for tied ones, and save the first alone.
+    Accelerate and others take parameters in one storage for tied ones, and save the first alone. On
+    other devices only their allocator's own storages can be recorded on another stream.
     """
+    if not memory.is_cpu:
+        return memory
     alone: torch.Tensor = from_dlpack(memory)
     return alone
 
@@ -71,7 +75,7 @@ class Space:
         self._views = []
         for param, offset in zip(self.params, layout.offsets, strict=True):
             memory = _alone(self.flat[offset : offset + param.numel()])
-            view = memory.as_strided(param.shape, _strides(param))
+            view = memory.as_strided(param.shape, _strides(param), memory.storage_offset())
             view.copy_(param.data)
             param.data = view
             self._views.append(view)
@@ -100,7 +104,11 @@ class Space:
                     self.owned[piece][written] = elements[written].float()
 
     def end_step(self) -> None:
-        """Rounds masters to the parameters, and lets the gradients go."""
+        """Rounds masters to the parameters, and lets the gradients go.
+
+        Other ranks change parameters, too: a backward through an older graph is an error.
+        """
+        increment_version([param for param in self.params if param.grad is not None])
         with torch.no_grad():
             for piece, tensor in self.owned.items():
                 tensor.grad = None
