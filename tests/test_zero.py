@@ -336,3 +336,23 @@ def with_feature(rank, world, name):
 def test_beside_other_features(name):
     for wanted, found in run_ranks(with_feature, 2, name):
         assert close(found, wanted)
+
+
+def older_graph(rank, world, zero):
+    """A backward through weights that a step has changed since, as torch refuses it."""
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 2))
+    model = FastDDP(layers, zero=zero)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    return True
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_graph_that_is_older_than_a_step_is_an_error(zero):
+    assert run_ranks(older_graph, 2, zero) == [True, True]
