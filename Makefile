@@ -16,7 +16,7 @@ CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 
 .DEFAULT_GOAL := help
 .PHONY: help setup extension install demo test test-all torch-suite bench bench-all bench-links bench-overlap \
-  bench-unused docs gpu bench-kernels bench-scale lint format clean check-python check-compiler
+  bench-unused docs gpu bench-kernels bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -79,7 +79,7 @@ bench-links: $(STAMP) ## steps over shaped links, into out/links.json (needs roo
 bench-overlap: $(STAMP) ## exposed communication against the least, into out/overlap.json (needs root)
 	$(IN_CHECKOUT) -m bench overlap --json out/overlap.json $(ARGS)
 
-bench-kernels bench-scale: bench-%: $(STAMP)
+bench-kernels bench-buckets bench-scale: bench-%: $(STAMP)
 	$(IN_CHECKOUT) -m bench $* --json out/$*.json $(ARGS)
 
 gpu: $(STAMP) ## everything that needs a GPU, see docs/gpu.md (ARGS=--list)

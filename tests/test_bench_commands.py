@@ -26,14 +26,16 @@ COMMANDS = {
     "links": ("--links", "loopback", "--scale", "0.01", "--rounds", "1", *SOME),
     "kernels": ("--models", "small,gpt2", "--scale", "0.001", "--rounds", "1"),
     "overlap": ("--links", "loopback", "--backward", "1,2", "--scale", "0.01", "--rounds", "1"),
+    "buckets": ("--models", "wide", "--scale", "0.01", "--sizes", "0.1,1", "--rounds", "1"),
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
     "hooks": ("--scale", "0.02", "--rounds", "1"),
+    "freezing": ("--scale", "0.01", "--rounds", "1"),
     "zero": ("--models", "small,transformer", "--scale", "0.01", "--rounds", "1"),
 }
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = ("step", "links", "overlap", "hooks", "zero")
+IN_RANKS = ("step", "links", "overlap", "buckets", "hooks", "freezing", "zero")
 
 
 def run_rank(rank, world, name, arguments):
@@ -88,6 +90,12 @@ def check_overlap(result):
             assert (point["least_of_plan"] is None) == (point["of"][4] not in OURS)
 
 
+def check_buckets(result):
+    found = {tuple(point["of"][3:]): point for point in result["points"]}
+    assert {size for _, size in found} == {"default", "0.1 MiB", "1 MiB", "-"}
+    assert len(found["fastsync", "0.1 MiB"]["plan"]) > len(found["fastsync", "1 MiB"]["plan"])
+
+
 def check_scale(result):
     assert names(result, 0) == {"fake group", "loopback"}
     assert names(result, 1) == {"2 ranks", "4096 ranks"}
@@ -101,6 +109,13 @@ def check_hooks(result):
         "`powerSGD_hook`",
     ]
     assert all(len(row) == len(result["headers"]) == 5 for row in result["rows"])
+
+
+def check_freezing(result):
+    """Plans of the first step, and of each half; none as the halves go on taking turns."""
+    assert [row[0] for row in result["rows"]] == ["small", "wide"]
+    for row in result["rows"]:
+        assert row[-1] == "3 in 18 turns"
 
 
 def check_zero(result):
@@ -158,6 +173,7 @@ BAD_INPUT = {
     "step": ("--ranks", "two"),
     "kernels": ("--cases", "pack fp7>fp32"),
     "overlap": ("--backward", "0"),
+    "buckets": ("--sizes", "-1"),
     "zero": ("--models", "large"),
     "scale": ("--worlds", "0"),
 }

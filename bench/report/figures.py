@@ -16,6 +16,22 @@ def _in_first_scene(result: Result, depth: int) -> list[dict[str, Any]]:
     return [p for p in points if p["of"][:depth] == points[0]["of"][:depth]]
 
 
+def _buckets(result: Result) -> str:
+    """Step time by size of buckets; what each family does by default is a dashed line."""
+    points = _in_first_scene(result, 3)
+    caps = [p["cap_mib"] for p in points if p.get("cap_mib")]
+    lines = []
+    for family in dict.fromkeys(p["of"][3] for p in points if p["of"][3] != FLOOR):
+        levels = {p["cap_mib"]: 1e3 * p["time"]["median"] for p in points if p["of"][3] == family}
+        default = levels.pop(None, None)
+        lines.append(Line(family, list(levels.items())))
+        if default is not None:
+            ends = [(min(caps), default), (max(caps), default)]
+            lines.append(Line(f"{family}, default", ends, dashed=True))
+    title = f"Size of buckets: {points[0]['of'][2]}, {', '.join(points[0]['of'][:2])}"
+    return line_chart(Labels(title, "bucket_cap_mb, MiB", "step, ms"), lines)
+
+
 def _overlap(result: Result) -> str:
     """Exposed time by length of backward; the least that model and link allow is dashed."""
     points = [p for p in _in_first_scene(result, 3) if p["of"][-1] != FLOOR]
@@ -45,7 +61,7 @@ def _curve(task: str, curves: dict[str, list[tuple[float, float]]]) -> str:
     return line_chart(Labels(title, "step", "training loss"), lines)
 
 
-DRAWN = {"accuracy": _accuracy, "overlap": _overlap}
+DRAWN = {"accuracy": _accuracy, "buckets": _buckets, "overlap": _overlap}
 
 
 def charts(name: str, result: Result) -> dict[str, str]:

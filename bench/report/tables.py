@@ -127,6 +127,12 @@ def overlap(points: list[Point], markdown: bool = False) -> str:
     return render(headers, rows, markdown)
 
 
+def buckets(points: list[Point], markdown: bool = False) -> str:
+    """Milliseconds of a step: a row per size, a column per family."""
+    names = (lambda p: p["of"][4]), (lambda p: p["of"][3])
+    return pivot(points, "step ms", _plus_minus, markdown, *names)
+
+
 def scale(points: list[Point], markdown: bool = False) -> str:
     """Milliseconds: a row per quantity or variant, a column per number of parameters."""
     return pivot(points, "ms", _plus_minus, markdown)
@@ -174,6 +180,7 @@ _EXPOSED = "Exposed: median ± half the range between the quartiles of the round
 LAYOUTS = {
     "kernels": Layout(1, kernels, _RATES),
     "overlap": Layout(4, overlap, _EXPOSED),
+    "buckets": Layout(3, buckets),
     "overhead": Layout(1, overhead),
     "trace": Layout(1, trace, "Of one rank, per step, from a profile of several."),
     "scale": Layout(2, scale),

@@ -29,6 +29,8 @@ DDP_OPTIONS: Mapping[str, type] = {
     "timeline": str,
     "zero": int,
     "shard_by": str,
+    "master_weights": bool,
+    "on_nonfinite": str,
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
