@@ -15,6 +15,44 @@ from fastsync.shard.chunks import Chunks
 from fastsync.testing import RankError, run_ranks
 from tests.zero_checkpoints import STAGES, Net, load, made, net, same, save, train
 
+CLASSES = {
+    "plain sgd": lambda p: optim.SGD(p, 0.1),
+    "adam": lambda p: optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "fused adamw": lambda p: optim.AdamW(p, fused=True),
+    "adamax": lambda p: optim.Adamax(p),
+    "nadam": lambda p: optim.NAdam(p),
+    "radam": lambda p: optim.RAdam(p),
+    "adagrad": lambda p: optim.Adagrad(p),
+    "adadelta": lambda p: optim.Adadelta(p),
+    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.5, centered=True),
+    "rprop": lambda p: optim.Rprop(p),
+    "asgd": lambda p: optim.ASGD(p),
+}
+
+
+def every_class(rank, world, stage, folder, step):
+    """Whole states, after one step and saving, or after loading."""
+    states = []
+    for name, make in CLASSES.items():
+        module = net()
+        model = FastDDP(module, zero=stage)
+        optimizer = make([p for p in module.parameters() if p.requires_grad])
+        if step:
+            train(model, optimizer, [0], rank, world)
+            save(model, optimizer, f"{folder}/{name}")
+        else:
+            optimizer.param_groups[0]["maximize"] = True
+            load(model, optimizer, f"{folder}/{name}")
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    return states
+
+
+def test_every_elementwise_optimizer_of_torch(tmp_path):
+    wanted = run_ranks(every_class, 2, 1, str(tmp_path), True)[0]
+    assert [len(state["state"]) for state in wanted] == [0] + [7] * (len(CLASSES) - 1)
+    for states in run_ranks(every_class, 3, 2, str(tmp_path), False):
+        assert all(same(a, b) for a, b in zip(states, wanted, strict=True))
+
 
 class Partly(nn.Module):
     """Of its parameters one has no gradient in the first steps, and one may be sparse."""
