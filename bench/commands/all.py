@@ -66,7 +66,7 @@ PARTS = (
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
     Part("step-real", 140, f"step --models {REAL_MODELS} --seconds 10 --check-steps 1"),
     Part("buckets", 90, "--seconds 30"),
-    Part("zero", 340, "--seconds 45"),
+    Part("zero", 190, "--seconds 20"),
     Part("links", 210, "--seconds 30", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),

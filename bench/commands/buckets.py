@@ -3,8 +3,7 @@
     python -m bench buckets --models wide,transformer --link 1gbit --json out/buckets.json
 
 Each size is `bucket_cap_mb` of FastDDP and of torch's best configuration; `default` is what either
-does where nothing is said. FastDDP's own plan begins with a small bucket, so that communication
-starts early, and continues with large ones.
+does where nothing is said.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ TORCH = "ddp_batched_view"
 
 
 def variant(family: str, cap: float | None) -> Variant:
-    """FastDDP or torch's DDP with buckets of `cap` MiB."""
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": cap}
     if VARIANTS[TORCH].unavailable() is None:
         options["batched_grad_copy"] = True

@@ -3,12 +3,11 @@
     python -m bench curves --json out/curves.json
 
 A byte-level GPT and a residual conv net are trained from the same weights on the same data, once in
-each format, with error feedback as the format recommends. The loss that counts is that of held-out
-data after the last step. Exit code 1 where it is more than 1 % above that of fp32. For
-scale, fp32 runs once more from weights that were nudged by 1e-4 of their size.
+each format. The loss that counts is that of held-out data after the last step. Exit code 1 where it
+is more than 1 % above that of fp32, which runs once more from weights nudged by 1e-4 of their size.
 
-Top-k and PowerSGD are judged as docs/tuning.md recommends them, more of the gradient and the first
-steps in fp32. What they reach when nothing is chosen is shown beside it.
+Top-k and PowerSGD are judged as docs/tuning.md recommends them; what they reach when nothing is
+chosen is shown beside it.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
     python -m bench freezing --models small,wide --json out/freezing.json
 
-Each half has an optimizer. While one trains its half, the other half is frozen by
-`requires_grad_(False)`, as Lightning's toggle_optimizer does; a step is one turn of each. torch's
-DDP needs `find_unused_parameters=True` for that: without it the second turn ends with an error.
-FastDDP makes a plan for each half and goes back and forth between them. Both wrappers must train
-the same weights.
+While one half's optimizer trains it, the other half is frozen by `requires_grad_(False)`; a step is
+one turn of each. torch's DDP needs `find_unused_parameters=True` for that, FastDDP goes back and
+forth between two plans. Both wrappers must train the same weights.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ VARIANTS = (Variant(DDP, ddp(find_unused_parameters=True)), Variant(OURS, fast_d
 
 
 def halved(module: nn.Module) -> nn.Sequential:
-    """A chain of layers as a chain of two halves."""
     layers = list(module.children())
     middle = len(layers) // 2
     return nn.Sequential(nn.Sequential(*layers[:middle]), nn.Sequential(*layers[middle:]))
@@ -46,7 +43,6 @@ class InTurn(Lane):
         self.turns = [(half, OPTIMIZERS["sgd"](half.parameters())) for half in halves]
 
     def step(self) -> Tensor:
-        """A turn of each half."""
         for half, optimizer in self.turns:
             self.module.requires_grad_(False)
             half.requires_grad_(True)

@@ -2,11 +2,9 @@
 
     python -m bench hooks --rounds 60 --json out/hooks.json
 
-The hooks are torch's own, the models stacks of small layers, so that what a tensor and what a
-bucket costs can be seen. Both wrappers first train the same weights with every hook; then all pairs
-of wrapper and hook take turns, round by round. A step is zero_grad, forward and backward. All
-gradients travel in one bucket: with several, PowerSGD's hook issues collectives on the CPU in an
-order of chance, and ends with an error under either wrapper.
+The hooks are torch's own, the models stacks of small layers. Both wrappers first train the same
+weights with every hook. A step is zero_grad, forward and backward. All gradients travel in one
+bucket: with several, PowerSGD's hook issues collectives on the CPU in an order of chance.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Operators dispatched on the CPU in one training step: the host's cost of synchronisation.
 
-Counted are the CPU events of torch.profiler over one optimizer.zero_grad(), forward and
-backward, after warm-up. The count does not depend on the machine's speed: it is exact and can be
-compared between machines with the same torch. Work in C++ that calls no operator is not seen.
+Counted are the CPU events of torch.profiler over one optimizer.zero_grad(), forward and backward,
+after warm-up. The count is exact. Work in C++ that calls no operator is not seen.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m bench zero --models gpt2,small --json out/zero.json
 
-Every way trains the same weights from the same start, which is checked first. Ratios are to the
-fastest of torch's ways, in the same round. Peak memory is as in `bench memory --peak`. Bytes are
-those that FastDDP's engine counts in a step, over what an all-reduce of the gradients takes. FSDP2
-keeps parameters between forward and backward, and has at most UNITS units besides the model.
+Every way trains the same weights, which is checked first. Ratios are to the fastest of torch's
+ways, in the same round. Bytes are those that FastDDP's engine counts in a step, over what an
+all-reduce of the gradients takes. FSDP2 has at most UNITS units besides the model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ Make = Callable[[Workload, Group], Lane]
 
 
 def by_variant(name: str) -> Make:
-    """AdamW on a model in one of VARIANTS."""
     return lambda workload, group: make_lane(workload, VARIANTS[name], group, "adamw")
 
 
@@ -102,11 +100,10 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
 
 def sent(lane: Lane) -> int:
     """Bytes that this rank sends in a step; 0 where nobody counts them."""
-    model: Any = lane.model
-    counts = (lambda: int(model.sync_stats().sent_bytes)) if isinstance(model, FastDDP) else int
-    before = counts()
+    model = lane.model
+    before = model.sync_stats().sent_bytes if isinstance(model, FastDDP) else 0
     lane.step()
-    return counts() - before
+    return model.sync_stats().sent_bytes - before if isinstance(model, FastDDP) else 0
 
 
 def ratios(steps: dict[str, list[float]]) -> dict[str, str]:
