@@ -346,3 +346,12 @@ def test_one_element_that_is_not_finite_is_found_anywhere(bad):
                     tensor[-1, -1] = bad
         finite = core.all_finite(poisoned)
         assert finite == [t.layout is not torch.strided or not t.numel() for t in poisoned]
+
+
+def nothing_to_clip(rank, world):
+    model = FastDDP(net())
+    return model.clip_grad_norm_(0.0).item()
+
+
+def test_clipping_nothing_is_no_error():
+    assert run_ranks(nothing_to_clip, 2) == [0.0, 0.0]

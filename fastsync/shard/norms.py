@@ -43,7 +43,7 @@ def clip_norm(
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     share = max_norm / (norm + _EPSILON)
-    if not share >= 1.0:  # nor where it is NaN
+    if mine and not share >= 1.0:  # nor where it is NaN
         torch._foreach_mul_(mine, share)
     return torch.tensor(norm, dtype=torch.float32)
 

@@ -232,12 +232,15 @@ class _Parameter:
     def _largest(self):
         """Sums below it must not overflow."""
         drawn, bucket = self.wrapped.drawn, self.bucket
-        dtypes = [self.real, drawn.hook_dtype]
+        dtypes = [self.real]
         if drawn.mixed is not None:
             dtypes += [drawn.mixed.param_dtype, drawn.mixed.reduce_dtype]
         if bucket is not None and bucket.format_name == "halves":
             dtypes.append(torch.float16)
-        return min(torch.finfo(dtype).max for dtype in dtypes if dtype is not None) / 2
+        bounds = [torch.finfo(dtype).max for dtype in dtypes if dtype is not None]
+        if drawn.hook_dtype is not None:  # torch's hooks make gradients narrow, and then divide
+            bounds.append(torch.finfo(drawn.hook_dtype).max * self.scale)
+        return min(bounds) / 2
 
     def _scale(self):
         """1 / N in the arithmetic of the kernels."""
