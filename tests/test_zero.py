@@ -146,6 +146,45 @@ def test_a_state_dict_on_one_rank_alone_is_an_error():
     assert "ranks [1] did not come. Call it on every rank" in text
 
 
+def save_differently(rank, world):
+    model = FastDDP(net(), zero=1, find_unused_parameters=True)
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer, rank, [0])
+    with pytest.raises(RuntimeError, match="but another rank something else"):
+        optimizer.state_dict() if rank == 0 else model.optimizer_state_dict(optimizer)
+    return True
+
+
+def test_ranks_that_save_in_different_forms_get_an_error():
+    assert run_ranks(save_differently, 2) == [True, True]
+
+
+class Sized(optim.SGD):
+    """Keeps something of each tensor that it steps on, which is not of its elements."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["size"] = torch.tensor([param.numel(), 0])
+
+
+def save_sized(rank, world, shard_by):
+    model = FastDDP(net(), zero=1, shard_by=shard_by, find_unused_parameters=True)
+    optimizer = Sized(model.parameters(), 0.1)
+    train(model, optimizer, rank, [0])
+    if shard_by == "tensor":
+        return len(optimizer.state_dict()["state"]) > 0
+    with pytest.raises(ValueError, match="'size' in the optimizer's state differs between parts"):
+        optimizer.state_dict()
+    return True
+
+
+@pytest.mark.parametrize("shard_by", ["element", "tensor"])
+def test_state_of_a_part_that_is_none_of_its_elements_is_an_error(shard_by):
+    assert run_ranks(save_sized, 3, shard_by) == [True] * 3
+
+
 def closures(rank, world):
     results = []
     for zero in (0, 1):

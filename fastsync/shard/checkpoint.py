@@ -107,7 +107,7 @@ class OptimizerCheckpoint:
         if self._sharded is None:
             groups = self._groups(optimizer)
             return {"state": self._state(optimizer, None), "param_groups": groups}
-        self._sharded.place.meet("model.optimizer_state_dict()", remedy="Call it on every rank")
+        self._sharded.meet("model.optimizer_state_dict()", "Call it on every rank")
         with self._together("saved"):
             groups = self._groups(optimizer)
         taken = self._take_over(optimizer)

@@ -89,6 +89,18 @@ class ShardedOptimizers:
             self._share_gradients(sharded.spaces)
         return sharded
 
+    def meet(self, call: str, remedy: str) -> None:
+        """Returns once every rank has made this call, which exchanges what zero has spread.
+
+        Raises:
+            RuntimeError: some do not come, or have made another.
+        """
+        if not self.place.meet(f"{call}, whose state zero spreads over the ranks", call, remedy):
+            raise RuntimeError(
+                f"rank {self.engine.group.rank()} calls {call}, but another rank something else "
+                f"that exchanges what zero has spread over the ranks. {remedy}"
+            )
+
     def make_gradients_whole(self) -> None:
         """Has every rank hold all gradients. Collective where they are spread."""
         make_whole(param.tensor for param in self.engine.params)
@@ -285,9 +297,8 @@ class ShardedOptimizer:
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Collective: every rank gets the whole state."""
-        self._owner.place.meet(
-            "optimizer.state_dict(), whose state zero spreads over the ranks",
-            remedy="Call it on every rank, and save the result on one",
+        self._owner.meet(
+            "optimizer.state_dict()", "Call it on every rank, and save the result on one"
         )
         optimizer.state.update(self._whole_state(optimizer))
         self._kept = self._take_state(optimizer)
@@ -379,13 +390,35 @@ def _cut(space: Space, piece: Piece, param: torch.Tensor, value: Any) -> Any:
     return (space.cut(piece, value) if value.shape == param.shape else value).clone()
 
 
+def _alike(values: Sequence[Any]) -> bool:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return all(
+            isinstance(v, torch.Tensor)
+            and v.shape == first.shape
+            and torch.allclose(v, first, rtol=0.0, atol=0.0, equal_nan=True)
+            for v in values
+        )
+    return all(type(v) is type(first) and v == first for v in values)
+
+
 def _join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
-    """The state of a whole parameter from that of its pieces."""
+    """The state of a whole parameter from that of its pieces.
+
+    Raises:
+        ValueError: a value belongs to no elements, and pieces differ in it.
+    """
     joined: State = {}
     for name, first in parts[0][1].items():
         numel = parts[0][0].end - parts[0][0].begin
         by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
         if len(parts) == 1 or not by_element:
+            if not _alike([state[name] for _, state in parts]):
+                raise ValueError(
+                    f"{name!r} in the optimizer's state differs between parts of a parameter that "
+                    "lie on different ranks, so the whole has no such value; wrap the model with "
+                    "FastDDP(shard_by='tensor')"
+                )
             joined[name] = first
             continue
         full = space.full_like(parts[0][0].param, first)
