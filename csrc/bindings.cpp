@@ -7,10 +7,13 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "comm/python_hook.h"
+#include "comm/shm_collective.h"
 #include "engine/reducer.h"
 #include "ops/lossy_ops.h"
 #include "ops/norms.h"
@@ -282,6 +285,29 @@ void bind_lossy_ops(py::module_& m) {
   m.def("fill_random", &ops::fill_random, release, py::arg("values"), py::arg("seed"));
 }
 
+using Address = std::tuple<int64_t, int64_t, uint64_t, uint64_t>;
+
+void bind_memory(py::module_& m) {
+  using comm::ShmCollective;
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<ShmCollective, std::shared_ptr<ShmCollective>>(m, "SharedMemory")
+      .def(py::init<int64_t>(), release, py::arg("bytes"))
+      .def("address",
+           [](const ShmCollective& memory) {
+             const comm::SegmentAddress& at = memory.address();
+             return Address{at.pid, at.fd, at.bytes, at.key};
+           })
+      .def(
+          "connect",
+          [](ShmCollective& memory, const std::vector<Address>& addresses, int64_t rank,
+             double timeout) {
+            std::vector<comm::SegmentAddress> all;
+            for (const auto& [pid, fd, bytes, key] : addresses) all.push_back({pid, fd, bytes, key});
+            memory.connect(all, rank, timeout);
+          },
+          release, py::arg("addresses"), py::arg("rank"), py::arg("timeout"));
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
@@ -315,6 +341,12 @@ void bind_engine(py::module_& m) {
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
       .def("gather", &Reducer::gather, release, py::arg("flats"))
+      .def(
+          "use_memory",
+          [](Reducer& reducer, std::shared_ptr<comm::ShmCollective> memory) {
+            reducer.use_memory(std::move(memory));
+          },
+          release, py::arg("memory"))
       .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
       .def("states", &states_of)
       .def("load_states", &load_states, py::arg("states"))
@@ -343,5 +375,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_codecs(m);
   bind_lossy_ops(m);
   bind_specs(m);
+  bind_memory(m);
   bind_engine(m);
 }

@@ -36,7 +36,12 @@ PACKAGE_LAYERS = [
 # know of each other.
 MODULE_LAYERS = {
     "build": [["env", "guard", "recipe", "trust"], ["extension"]],
-    "engine": [["core", "agreement", "unused"], ["shares", "state"], ["engine"], ["checkpoint"]],
+    "engine": [
+        ["core", "agreement", "unused"],
+        ["memory", "shares", "state"],
+        ["engine"],
+        ["checkpoint"],
+    ],
     "front": [
         ["buffers", "mixed_precision", "nonfinite", "logging_data", "request"],
         ["torch_faces"],
@@ -67,9 +72,9 @@ CPP_LAYERS = [
     ["kernels"],
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
-    ["ops/norms", "ops/ops", "comm/worker", "engine/timeline"],
-    ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective"],
-    ["comm/chain", "comm/hook"],
+    ["ops/norms", "ops/ops", "comm/worker", "comm/shm_segment", "engine/timeline"],
+    ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective", "comm/shm_channel"],
+    ["comm/chain", "comm/hook", "comm/shm_collective"],
     ["comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
     ["transport/coded_spec", "transport/coding", "transport/slots"],

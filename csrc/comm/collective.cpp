@@ -376,6 +376,10 @@ class ProcessGroupCollective final : public Collective {
 
 }  // namespace
 
+at::Tensor SumOverRanks::make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
+  return ops::make_flat(numel, dtype, device);
+}
+
 std::unique_ptr<Collective> Collective::resolve(const std::string& group_name) {
   return std::make_unique<ProcessGroupCollective>(c10d::resolve_process_group(group_name));
 }

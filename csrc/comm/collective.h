@@ -32,19 +32,28 @@ class InFlight {
   virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
 };
 
-class Collective {
+// What sums flat buffers over ranks.
+class SumOverRanks {
+ public:
+  virtual ~SumOverRanks() = default;
+  virtual int size() const = 0;
+
+  // A buffer of zeros in the memory that sums start from.
+  virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
+  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
+  // average is finite, and every rank issues the same operation whether it had something to pack or not.
+  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+};
+
+class Collective : public SumOverRanks {
  public:
   // The process group registered with c10d under `group_name`. Throws when there is none.
   static std::unique_ptr<Collective> resolve(const std::string& group_name);
 
-  virtual ~Collective() = default;
   virtual int rank() const = 0;
-  virtual int size() const = 0;
 
-  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
-  // average is finite, and every rank issues the same operation whether it had something to pack or not.
-  // Sparse tensors, coalesced, where the backend can (Gloo): their sum is what wait() returns.
-  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+  // Sparse tensors too, coalesced, where the backend can (Gloo): their sum is what wait() returns.
+  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override = 0;
 
   // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
   virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,

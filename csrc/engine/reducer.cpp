@@ -33,7 +33,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
     : number_(next_number()),
       options_(options),
       precision_(std::move(precision)),
-      routes_{comm::Collective::resolve(group_name), nullptr, nullptr, nullptr},
+      routes_{comm::Collective::resolve(group_name), nullptr, nullptr, nullptr, nullptr},
       usage_(params_, routes_.group->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisor_ = routes_.group->size();

@@ -125,6 +125,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void use_chains(const std::vector<std::string>& group_names);
   // The process group over which regions travel: the same ranks. Needed before a plan with sharded buckets.
   void use_shards(const std::string& group_name);
+  // Sums buckets of later plans in memory that the group's ranks share; null: through the group.
+  void use_memory(std::shared_ptr<comm::SumOverRanks> memory);
   void detach_hooks();
 
   // Each rank sends its region, one of as many equal ones as there are ranks, of each buffer to all.

@@ -162,6 +162,7 @@ void Reducer::use_group(const std::string& group_name) {
   const Lock lock(mutex_);
   abandon();
   routes_.group = comm::Collective::resolve(group_name);
+  routes_.memory = nullptr;
   divisor_ = routes_.group->size();
   usage_.set_rank(routes_.group->rank());
   watch_.group_changed();
@@ -170,6 +171,11 @@ void Reducer::use_group(const std::string& group_name) {
 void Reducer::use_shards(const std::string& group_name) {
   const Lock lock(mutex_);
   routes_.shards = comm::Collective::resolve(group_name);
+}
+
+void Reducer::use_memory(std::shared_ptr<comm::SumOverRanks> memory) {
+  const Lock lock(mutex_);
+  routes_.memory = std::move(memory);
 }
 
 void Reducer::use_chains(const std::vector<std::string>& group_names) {

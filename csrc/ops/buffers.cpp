@@ -3,7 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+
+#include <utility>
 
 namespace fastsync::ops {
 namespace {
@@ -40,6 +43,15 @@ at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
 
 at::Tensor make_pinned_scalar(at::ScalarType dtype) {
   return at::empty({1}, options_of(dtype, at::kCPU).pinned_memory(true));
+}
+
+at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
+                     std::function<void()> release) {
+  const at::NoGradGuard no_grad;
+  return at::for_blob(memory, {numel})
+      .deleter([release = std::move(release)](void*) { release(); })
+      .options(options_of(dtype, at::kCPU))
+      .make_tensor();
 }
 
 at::Tensor copy_of(const at::Tensor& tensor) { return tensor.clone(); }

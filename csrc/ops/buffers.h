@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 
 namespace fastsync::ops {
 
@@ -20,6 +21,10 @@ at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
                         at::Device device);
 // One element on the host that a device copies to without anybody waiting.
 at::Tensor make_pinned_scalar(at::ScalarType dtype);
+
+// One-dimensional, over memory of somebody else's on the host; `release` gives that back.
+at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
+                     std::function<void()> release);
 
 // With memory of its own.
 at::Tensor copy_of(const at::Tensor& tensor);

@@ -38,6 +38,13 @@ std::unique_ptr<Coding> make_coding(const BucketSpec& spec, const comm::Collecti
   return make_coded(*spec.coded, group.rank(), group.size(), device);
 }
 
+// Shared memory, where the ranks have some: a sparse gradient's bucket has its flags in the group, behind its rows.
+std::shared_ptr<comm::SumOverRanks> sum_over(const BucketSpec& spec, const Routes& routes,
+                                             at::Device device) {
+  if (routes.memory && device.is_cpu() && !spec.sparse) return routes.memory;
+  return routes.group;
+}
+
 SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
   if (!routes.hook) {
     return [group = routes.group](const at::Tensor& rows) { return group->all_reduce(rows); };
@@ -56,14 +63,14 @@ std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots
     FS_CHECK(routes.shards, "sharded buckets need a process group for their regions");
     return make_scattered(*spec.scatter, slots, routes.shards, routes.pool);
   }
+  const at::Device device = slots.front().param->tensor.device();
   if (spec.low_rank || spec.coded) {
     FS_CHECK(routes.chains, "coded buckets need process groups for their chains");
-    const at::Device device = slots.front().param->tensor.device();
     return make_chained(make_coding(spec, *routes.group, device), slots, routes.chains);
   }
   const HookPlace place{index, count};
   auto flat = routes.hook ? make_hooked(spec.flat, slots, routes.hook, place, routes.group->size())
-                          : make_all_reduce(spec.flat, slots, routes.group);
+                          : make_all_reduce(spec.flat, slots, sum_over(spec, routes, device));
   if (!spec.sparse) return flat;
   const bool flags = !routes.hook && spec.flat.flags_offset >= 0;
   return make_sparse(slots, std::move(flat), send_rows(slots, routes, place),

@@ -71,7 +71,7 @@ void Flat::find_in_place() {
 void Flat::ensure_flat() {
   if (std::exchange(flat_is_ours_, true)) return;
   if (flat().defined() && !(spec_.views && buffer_.held_by_others(references()))) return;
-  buffer_.renew(spec_.numel, spec_.dtype, device());
+  buffer_.renew(make_memory());
   if (!device().is_cpu()) {
     home_ = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
   }
@@ -177,8 +177,12 @@ void Flat::abandon(bool in_flight) {
   for (Place& place : places_) place = Place{};
 }
 
+at::Tensor Flat::make_memory() const {
+  return ops::make_flat(spec_.numel, spec_.dtype, device());
+}
+
 Shadow Flat::shadow(uint64_t /*step*/) {
-  const at::Tensor flat = ops::make_flat(spec_.numel, spec_.dtype, device());
+  const at::Tensor flat = make_memory();
   auto in_flight = start(flat);
   return Shadow{std::move(in_flight), [vote = vote_in(flat)] { return vote; }};
 }
@@ -196,27 +200,30 @@ namespace {
 
 class AllReduce final : public Flat {
  public:
-  AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::Collective> group)
-      : Flat(spec, slots), group_(std::move(group)) {}
+  AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::SumOverRanks> ranks)
+      : Flat(spec, slots), ranks_(std::move(ranks)) {}
 
   // As a ring all-reduce sends, where the backend decides.
   int64_t sent_bytes() const override {
-    return 2 * bytes() * (group_->size() - 1) / group_->size();
+    return 2 * bytes() * (ranks_->size() - 1) / ranks_->size();
   }
 
  private:
   std::unique_ptr<comm::InFlight> start(const at::Tensor& flat) override {
-    return group_->all_reduce(flat);
+    return ranks_->all_reduce(flat);
+  }
+  at::Tensor make_memory() const override {
+    return ranks_->make_flat(spec().numel, spec().dtype, device());
   }
 
-  std::shared_ptr<comm::Collective> group_;
+  std::shared_ptr<comm::SumOverRanks> ranks_;
 };
 
 }  // namespace
 
 std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
-                                      std::shared_ptr<comm::Collective> group) {
-  return std::make_unique<AllReduce>(spec, slots, std::move(group));
+                                      std::shared_ptr<comm::SumOverRanks> ranks) {
+  return std::make_unique<AllReduce>(spec, slots, std::move(ranks));
 }
 
 }  // namespace fastsync::engine

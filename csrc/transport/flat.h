@@ -78,6 +78,8 @@ class Flat : public Transport {
   // References of its own to the storage of the step's buffer.
   virtual size_t references() const { return 1; }
   virtual void new_buffer() {}
+  // Zeros of the buffer's size, in memory that start() likes.
+  virtual at::Tensor make_memory() const;
 
   const FlatSpec& spec() const { return spec_; }
   Slots& slots() const { return slots_; }
@@ -116,6 +118,6 @@ class Flat : public Transport {
 
 // Sums the buffer by one all-reduce.
 std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
-                                      std::shared_ptr<comm::Collective> group);
+                                      std::shared_ptr<comm::SumOverRanks> ranks);
 
 }  // namespace fastsync::engine

@@ -1,18 +1,18 @@
 #include "gradient_buffer.h"
 
 #include <algorithm>
+#include <utility>
 
-#include "../ops/buffers.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
 
-void GradientBuffer::renew(int64_t numel, at::ScalarType dtype, at::Device device) {
+void GradientBuffer::renew(at::Tensor memory) {
   drop();
-  memory_ = flat_ = ops::make_flat(numel, dtype, device);
-  if (!device.is_cpu()) return;
-  const auto whole = ops::SlotLayout::run(0, numel);
-  flat_ = ops::view_of(memory_, whole, dtype, ops::part_of(memory_, whole));
+  memory_ = flat_ = std::move(memory);
+  if (!memory_.is_cpu()) return;
+  const auto whole = ops::SlotLayout::run(0, memory_.numel());
+  flat_ = ops::view_of(memory_, whole, memory_.scalar_type(), ops::part_of(memory_, whole));
 }
 
 void GradientBuffer::drop() {

@@ -16,8 +16,8 @@ class GradientBuffer {
   // The slots must outlive it.
   explicit GradientBuffer(const Slots& slots) : slots_(slots), parts_(slots.size()) {}
 
-  // Takes new memory. Gradients of the former keep that.
-  void renew(int64_t numel, at::ScalarType dtype, at::Device device);
+  // Takes `memory`, one-dimensional, that nobody else refers to. Gradients of the former keep that.
+  void renew(at::Tensor memory);
   void drop();
 
   // The whole buffer; undefined without memory.

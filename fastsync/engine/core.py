@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
+    from fastsync._C import SharedMemory as SharedMemory
     from fastsync._C import Timeline as Timeline
 else:
 
@@ -41,6 +42,7 @@ else:
 
 __all__ = [
     "Counters",
+    "MemoryAddress",
     "Sender",
     "StepReport",
     "all_finite",
@@ -48,6 +50,7 @@ __all__ = [
     "check_backend",
     "load",
     "low_rank_spec",
+    "make_memory",
     "make_precision",
     "make_reducer",
     "make_sharded_gradients",
@@ -55,6 +58,10 @@ __all__ = [
     "square_sums",
     "supports",
 ]
+
+
+# Where other processes find a rank's memory.
+MemoryAddress = tuple[int, int, int, int]
 
 
 class Counters(TypedDict):
@@ -159,6 +166,15 @@ def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
 def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Which tensors hold neither NaN nor infinity; the host waits for the answer."""
     return _C.all_finite(tensors)
+
+
+def make_memory(size: int) -> SharedMemory:
+    """Memory of this rank that others can map, of `size` bytes at most.
+
+    Raises:
+        RuntimeError: the system has none.
+    """
+    return _C.SharedMemory(size)
 
 
 def make_sharded_gradients(

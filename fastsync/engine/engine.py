@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
+from fastsync.engine.memory import share_memory
 from fastsync.engine.shares import ShardedUnit, Shares
 from fastsync.engine.state import Carried
 from fastsync.engine.unused import NamedParam, UnusedParams
@@ -99,6 +100,7 @@ class Engine:
         self.precision = None if compute is None else core.make_precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, names, group, policy, self.precision)
+        self._share_memory()
         self.shares = Shares(self.core, group, tensors[0].device)
         self.regrouped = False
         self._plan_changed = False
@@ -112,6 +114,12 @@ class Engine:
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
+
+    def _share_memory(self) -> None:
+        """Has the ranks of one machine average through memory. Collective."""
+        if all(p.tensor.device.type == "cpu" for p in self._params):
+            size = sum(p.tensor.numel() * p.tensor.element_size() for p in self._params)
+            self.core.use_memory(share_memory(self._group, size))
 
     def _find_nodes(self) -> Nodes | None:
         return find_nodes(self.policy.wire, self._group, Env.read().local_ranks)
@@ -221,6 +229,7 @@ class Engine:
         """Averages over another process group from now on."""
         self._group = group
         self.core.use_group(resolvable_name(group))
+        self._share_memory()
         self._nodes = self._find_nodes()
         self._links, self._linked, self._own_group = {}, [], None
         self._meeting = self._meeting_place()

@@ -1,0 +1,223 @@
+#include "shm_channel.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <ctime>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "../check.h"
+#include "../kernels/sum.h"
+
+namespace fastsync::comm {
+namespace {
+
+// How often a rank that waits looks whether the others live.
+constexpr std::chrono::milliseconds kLook{200};
+// As long as waking another process takes. Ranks often share cores, so not longer.
+constexpr int kSpins = 100;
+
+void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Between processes: not FUTEX_PRIVATE. Returns whether something woke it.
+bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds time) {
+  const auto count = time.count();
+  timespec limit{static_cast<time_t>(count / 1000), static_cast<long>(count % 1000) * 1000000};
+  const long result = syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen,
+                              &limit, nullptr, 0);
+  return result == 0 || errno != ETIMEDOUT;
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+int64_t chunk_elements(kernels::DType dtype) {
+  return Channel::kChunkBytes / static_cast<int64_t>(kernels::element_size(dtype));
+}
+
+// The next value of a counter of sum `number`, in front of which others may have been counted; see
+// [Note: what orders it].
+uint64_t next_value(uint64_t seen, uint64_t first) { return std::max(seen, first) + 1; }
+
+std::string list(const std::vector<size_t>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace
+
+Channel::Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
+                 std::chrono::milliseconds timeout)
+    : segments_(std::move(segments)), rank_(rank), timeout_(timeout) {
+  static_assert(sizeof(Header) + 64 <= Segment::kHeaderBytes);
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+  // Zeros of a fresh segment are what these begin with; nobody constructs them twice.
+  static_assert(std::is_trivially_destructible_v<Header>);
+}
+
+Channel::Header& Channel::header(size_t rank) const {
+  return *std::launder(reinterpret_cast<Header*>(segments_[rank]->header()));
+}
+
+Channel::Sum Channel::join(const Part& part) {
+  Sum sum{++last_, part, 0};
+  sum.chunks = std::max<int64_t>(
+      1, (part.numel + chunk_elements(part.dtype) - 1) / chunk_elements(part.dtype));
+  Sum& former = recent_.at(sum.number % kSlots);
+  if (former.number > 0) wait(former);
+  former = sum;
+  Entry& mine = entry(rank_, sum.number);
+  mine.offset.store(part.offset, std::memory_order_relaxed);
+  mine.numel.store(part.numel, std::memory_order_relaxed);
+  mine.dtype.store(static_cast<int32_t>(part.dtype), std::memory_order_relaxed);
+  mine.number.store(sum.number);
+  if (all_joined(sum)) notify();
+  return sum;
+}
+
+bool Channel::all_joined(const Sum& sum) const {
+  for (size_t r = 0; r < segments_.size(); ++r) {
+    if (entry(r, sum.number).number.load() < sum.number) return false;
+  }
+  return true;
+}
+
+bool Channel::is_finished(const Sum& sum) const {
+  const uint64_t all = (sum.number << kChunkBits) + static_cast<uint64_t>(sum.chunks);
+  return common().finished.at(sum.number % kSlots).load() >= all;
+}
+
+int64_t Channel::share(const Sum& sum) const {
+  const auto ranks = static_cast<int64_t>(segments_.size());
+  return (sum.chunks + ranks - 1) / ranks;
+}
+
+void Channel::help(const Sum& sum, int64_t chunks) {
+  if (!all_joined(sum)) return;
+  for (; chunks > 0; --chunks) {
+    const int64_t chunk = claim(sum);
+    if (chunk < 0) return;
+    add_chunk(sum, chunk);
+    finish_one(sum);
+  }
+}
+
+// -1: all have been claimed.
+int64_t Channel::claim(const Sum& sum) {
+  std::atomic<uint64_t>& counter = common().claimed.at(sum.number % kSlots);
+  const uint64_t first = sum.number << kChunkBits;
+  const uint64_t end = first + static_cast<uint64_t>(sum.chunks);
+  uint64_t seen = counter.load();
+  while (seen < end) {
+    const uint64_t next = next_value(seen, first);
+    if (counter.compare_exchange_weak(seen, next)) return static_cast<int64_t>(next - 1 - first);
+  }
+  return -1;
+}
+
+void Channel::finish_one(const Sum& sum) {
+  std::atomic<uint64_t>& counter = common().finished.at(sum.number % kSlots);
+  const uint64_t first = sum.number << kChunkBits;
+  uint64_t seen = counter.load();
+  while (!counter.compare_exchange_weak(seen, next_value(seen, first))) {
+  }
+  if (is_finished(sum)) notify();
+}
+
+// Claimed, so that the sum is under way and the entries stay.
+void Channel::add_chunk(const Sum& sum, int64_t chunk) {
+  std::vector<void*> buffers;
+  for (size_t r = 0; r < segments_.size(); ++r) {
+    const Entry& other = entry(r, sum.number);
+    const bool same = other.numel.load(std::memory_order_relaxed) == sum.mine.numel &&
+                      other.dtype.load(std::memory_order_relaxed) ==
+                          static_cast<int32_t>(sum.mine.dtype);
+    FS_CHECK(same, "rank ", rank_, " sums ", sum.mine.numel, " elements over ranks, but rank ", r,
+             " another number or dtype; do they train the same model?");
+    buffers.push_back(segments_[r]->data() + other.offset.load(std::memory_order_relaxed));
+  }
+  const int64_t begin = chunk * chunk_elements(sum.mine.dtype);
+  const int64_t end = std::min(sum.mine.numel, begin + chunk_elements(sum.mine.dtype));
+  kernels::sum_to_all_cpu(buffers.data(), buffers.size(), begin, end, sum.mine.dtype);
+}
+
+void Channel::notify() {
+  common().changes.fetch_add(1);
+  if (common().sleepers.load() > 0) futex_wake_all(common().changes);
+}
+
+void Channel::wait(const Sum& sum) {
+  const auto end = Clock::now() + timeout_;
+  const auto in_time = [&](bool done) {
+    FS_CHECK(done, list(absent(sum)), " did not come within ",
+             std::chrono::duration<double>(timeout_).count(), " s for a sum over ranks; rank ",
+             rank_, " waits");
+  };
+  in_time(sleep_until(sum, [&] { return all_joined(sum); }, end));
+  help(sum, sum.chunks);
+  in_time(sleep_until(sum, [&] { return is_finished(sum); }, end));
+}
+
+bool Channel::wait_for(const Sum& sum, std::chrono::milliseconds time) {
+  const auto end = Clock::now() + time;
+  if (!sleep_until(sum, [&] { return all_joined(sum); }, end)) return false;
+  help(sum, sum.chunks);
+  return sleep_until(sum, [&] { return is_finished(sum); }, end);
+}
+
+// Returns whether `done` has come true.
+template <class Done>
+bool Channel::sleep_until(const Sum& sum, const Done& done, Clock::time_point end) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (done()) return true;
+    pause_briefly();
+  }
+  Header& shared = common();
+  while (!done()) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+    if (left.count() <= 0) return false;
+    const uint32_t seen = shared.changes.load();
+    shared.sleepers.fetch_add(1);
+    const bool woken = done() || futex_wait(shared.changes, seen, std::min(kLook, left));
+    shared.sleepers.fetch_sub(1);
+    if (!woken && !done()) check_ranks(sum);
+  }
+  return true;
+}
+
+// A rank that has ended in good order had joined before, and left no chunk unfinished.
+void Channel::check_ranks(const Sum& sum) const {
+  std::vector<size_t> gone;
+  for (size_t r = 0; r < segments_.size(); ++r) {
+    if (!segments_[r]->owner_lives()) gone.push_back(r);
+  }
+  const std::vector<size_t> late = absent(sum);
+  const auto joined = [&](size_t r) { return std::find(late.begin(), late.end(), r) == late.end(); };
+  if (!late.empty()) gone.erase(std::remove_if(gone.begin(), gone.end(), joined), gone.end());
+  FS_CHECK(gone.empty() || is_finished(sum), list(gone),
+           " ended while rank ", rank_, " waited for a sum over ranks");
+}
+
+std::vector<size_t> Channel::absent(const Sum& sum) const {
+  std::vector<size_t> ranks;
+  for (size_t r = 0; r < segments_.size(); ++r) {
+    if (entry(r, sum.number).number.load() < sum.number) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+}  // namespace fastsync::comm

@@ -1,0 +1,117 @@
+// Sums over the ranks of one machine, in memory that they share. No torch header.
+//
+// [Note: who writes what]
+// Each rank has a segment with its own buffers, which the others map. A sum over ranks works in place on one buffer of each:
+//
+//   1. A rank writes its buffer, then join()s: it stores offset and length in its entry for this sum, and last the sum's
+//      number. From now on the rank leaves the buffer alone.
+//   2. Once all ranks have joined, the buffers are one matter of all. They are cut into chunks. Whoever claims a chunk, any
+//      rank at any time, reads it in all buffers, adds in the order of the ranks, and writes the result to all buffers.
+//   3. When all chunks are finished, each rank's buffer is its own again, and holds the sum. Nobody else touches it until the
+//      rank joins with it once more.
+//
+// So a buffer has one writer at any time: its rank outside of a sum, inside whoever claimed the chunk. What a script does to
+// gradients between steps is seen by nobody else. Who computes a chunk does not matter for its bits.
+//
+// [Note: what orders it]
+// Sums have numbers, 1, 2, ..., the same on all ranks, because all join in the same order. Sum n uses slot n mod kSlots:
+//
+//   entries[slot].number  in each rank's segment, written by this rank alone: it has joined
+//   claimed[slot]         in rank 0's segment: number << kChunkBits | chunks that have been claimed
+//   finished[slot]        likewise: chunks that have been finished
+//
+// The counters carry the number, so nobody has to reset them, and who comes late finds that the sum is over. They only grow,
+// by compare-and-swap. A rank joins sum n once n - kSlots is finished: then nobody reads that one's entries any more, and no
+// rank is ahead of another by more than kSlots.
+//
+// Nobody has to come back for a sum to end: who waits does what is left. A rank that failed after it joined holds up nobody.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../kernels/pack.h"
+#include "shm_segment.h"
+
+namespace fastsync::comm {
+
+class Channel {
+ public:
+  static constexpr uint64_t kSlots = 256;
+  static constexpr int64_t kChunkBytes = 256 << 10;
+
+  // What a rank joins a sum with.
+  struct Part {
+    size_t offset = 0;  // in this rank's segment
+    int64_t numel = 0;  // these are the same on all ranks
+    kernels::DType dtype = kernels::DType::kFloat32;
+  };
+  struct Sum {
+    uint64_t number = 0;
+    Part mine;
+    int64_t chunks = 0;
+  };
+
+  // Segments by rank, this process's among them. `timeout`: how long a rank may be waited for.
+  Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
+          std::chrono::milliseconds timeout);
+
+  // The next sum. One thread at a time.
+  Sum join(const Part& part);
+  bool all_joined(const Sum& sum) const;
+  bool is_finished(const Sum& sum) const;
+  // Works on `chunks` of it at most, where all have joined. Several threads may help.
+  void help(const Sum& sum, int64_t chunks);
+  // This rank's fair part of the work.
+  int64_t share(const Sum& sum) const;
+  // Returns once it is finished. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
+  void wait(const Sum& sum);
+  // Whether it is, after so long at most.
+  bool wait_for(const Sum& sum, std::chrono::milliseconds time);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr int kChunkBits = 24;
+
+  struct alignas(64) Entry {
+    std::atomic<uint64_t> number;
+    std::atomic<uint64_t> offset;
+    std::atomic<int64_t> numel;
+    std::atomic<int32_t> dtype;
+  };
+  // At the beginning of each segment; all but the entries is used in rank 0's alone.
+  struct Header {
+    std::array<Entry, kSlots> entries;
+    std::array<std::atomic<uint64_t>, kSlots> claimed;
+    std::array<std::atomic<uint64_t>, kSlots> finished;
+    alignas(64) std::atomic<uint32_t> changes;  // the futex
+    std::atomic<uint32_t> sleepers;
+  };
+
+  Header& header(size_t rank) const;
+  Header& common() const { return header(0); }
+  Entry& entry(size_t rank, uint64_t number) const {
+    return header(rank).entries.at(number % kSlots);
+  }
+  int64_t claim(const Sum& sum);
+  void finish_one(const Sum& sum);
+  void add_chunk(const Sum& sum, int64_t chunk);
+  void notify();
+  template <class Done>
+  bool sleep_until(const Sum& sum, const Done& done, Clock::time_point end);
+  void check_ranks(const Sum& sum) const;
+  std::vector<size_t> absent(const Sum& sum) const;
+
+  std::vector<std::shared_ptr<Segment>> segments_;
+  size_t rank_;
+  std::chrono::milliseconds timeout_;
+  uint64_t last_ = 0;
+  std::array<Sum, kSlots> recent_;  // by slot
+};
+
+}  // namespace fastsync::comm

@@ -1,0 +1,136 @@
+#include "shm_segment.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "../check.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace fastsync::comm {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kKeyBytes = 64;
+
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::runtime_error(concat(what, ": ", std::strerror(errno)));
+}
+
+// Pages of [offset, offset + bytes), so that writing to them cannot fail.
+bool reserve(int fd, size_t offset, size_t bytes) {
+  int result = 0;
+  do {
+    result = fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  return result == 0;
+}
+
+uint64_t random_key() {
+  std::random_device random;
+  return (uint64_t{random()} << 32) | random();
+}
+
+}  // namespace
+
+Segment::Segment(SegmentAddress address, int fd) : address_(address), fd_(fd) {}
+
+Segment::~Segment() {
+  if (data_ != nullptr) munmap(data_, address_.bytes);
+  if (process_ >= 0) close(process_);
+  if (fd_ >= 0) close(fd_);
+}
+
+std::shared_ptr<Segment> Segment::make(size_t bytes) {
+  const int fd = memfd_create("fastsync", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) fail("memfd_create");
+  const SegmentAddress address{getpid(), fd, whole_pages(bytes), random_key()};
+  const std::shared_ptr<Segment> segment(new Segment(address, fd));
+  if (fchmod(fd, 0600) != 0) fail("fchmod");
+  if (ftruncate(fd, static_cast<off_t>(address.bytes)) != 0) fail("ftruncate");
+  if (!reserve(fd, 0, kHeaderBytes)) fail("fallocate");
+  // Nobody can take pages away from under a process that maps them.
+  if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) fail("sealing");
+  segment->map();
+  std::memcpy(segment->data_, &address.key, sizeof address.key);
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
+  const std::string path = concat("/proc/", address.pid, "/fd/", address.fd);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) fail(path);
+  const std::shared_ptr<Segment> segment(new Segment(address, fd));
+  uint64_t key = 0;
+  const bool same = pread(fd, &key, sizeof key, 0) == sizeof key && key == address.key;
+  if (!same) throw std::runtime_error(concat(path, " is another file"));
+  segment->map();
+  close(fd);
+  segment->fd_ = -1;
+  return segment;
+}
+
+void Segment::map() {
+  void* const memory = mmap(nullptr, address_.bytes, PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (memory == MAP_FAILED) fail("mmap");
+  data_ = static_cast<std::byte*>(memory);
+  madvise(data_, address_.bytes, MADV_DONTDUMP);  // a core dump would read all of it
+  process_ = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(address_.pid), 0));
+  if (process_ < 0) fail("pidfd_open");
+}
+
+std::byte* Segment::header() const { return data_ + kKeyBytes; }
+
+bool Segment::owner_lives() const {
+  pollfd end{process_, POLLIN, 0};
+  return poll(&end, 1, 0) <= 0;
+}
+
+// The first gap that is large enough. Under the lock.
+size_t Segment::place_for(size_t bytes) {
+  size_t offset = kHeaderBytes;
+  for (const auto& [begin, length] : taken_) {
+    if (begin - offset >= bytes) break;
+    offset = begin + length;
+  }
+  FS_CHECK(offset + bytes <= address_.bytes, "the ", address_.bytes >> 20,
+           " MiB that a rank may share with others are taken; are gradients of many steps kept? "
+           "FASTSYNC_SHM=0 does without");
+  return offset;
+}
+
+size_t Segment::take(size_t bytes) {
+  const size_t wanted = whole_pages(bytes == 0 ? 1 : bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const size_t offset = place_for(wanted);
+  FS_CHECK(reserve(fd_, offset, wanted), "no memory for ", wanted >> 10,
+           " KiB that ranks share: ", std::strerror(errno), "; FASTSYNC_SHM=0 does without");
+  madvise(data_ + offset, wanted, MADV_POPULATE_WRITE);  // else page by page, when they are used
+  taken_.emplace(offset, wanted);
+  return offset;
+}
+
+void Segment::give(size_t offset) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto block = taken_.find(offset);
+  if (block == taken_.end()) return;
+  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+            static_cast<off_t>(block->second));
+  taken_.erase(block);
+}
+
+}  // namespace fastsync::comm

@@ -1,0 +1,62 @@
+// Memory that processes of one machine share.
+//
+// A segment is a memfd: a file without a name, so that nothing can stay behind in /dev/shm, whose size does not matter
+// either. Others find it as /proc/<pid>/fd/<fd>, which the kernel opens for the same user alone. The file is much larger than
+// what it holds: pages come into being when take() asks for them, which fails with an error where there is no memory, and go
+// when give() returns them. So the others map it once, whatever is taken later.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace fastsync::comm {
+
+// Where another process finds a segment.
+struct SegmentAddress {
+  int64_t pid = 0;
+  int64_t fd = 0;
+  uint64_t bytes = 0;
+  uint64_t key = 0;  // stands in the segment: in another namespace the file may be a different one
+};
+
+class Segment {
+ public:
+  // Always there, zero-filled, in front of everything that take() returns.
+  static constexpr size_t kHeaderBytes = 64 << 10;
+
+  // This process's. Throws std::runtime_error with the system's reason.
+  static std::shared_ptr<Segment> make(size_t bytes);
+  // Another process's. Throws std::runtime_error with the system's reason.
+  static std::shared_ptr<Segment> open(const SegmentAddress& address);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const SegmentAddress& address() const { return address_; }
+  std::byte* data() const { return data_; }
+  std::byte* header() const;
+  // Whether the process that made it has not ended, reaped or not.
+  bool owner_lives() const;
+
+  // The owner's: a block of zeros, by its offset. Throws std::runtime_error where there is no memory for it. Any thread may
+  // take and give.
+  size_t take(size_t bytes);
+  void give(size_t offset);
+
+ private:
+  Segment(SegmentAddress address, int fd);
+  void map();
+  size_t place_for(size_t bytes);
+
+  SegmentAddress address_;
+  int fd_ = -1;
+  int process_ = -1;  // pidfd of the owner
+  std::byte* data_ = nullptr;
+  std::mutex mutex_;
+  std::map<size_t, size_t> taken_;  // bytes by offset
+};
+
+}  // namespace fastsync::comm

@@ -1,0 +1,216 @@
+// Sums over "ranks" that are threads of one process, each with its own mapping of every segment. For ThreadSanitizer too.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../comm/shm_channel.h"
+#include "../kernels/sum.h"
+#include "harness.h"
+
+namespace fastsync::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr size_t kBytes = 64 << 20;
+
+// One rank: its own segment and its channel.
+struct Rank {
+  std::shared_ptr<Segment> segment;
+  std::unique_ptr<Channel> channel;
+
+  float* floats(size_t offset) const {
+    return reinterpret_cast<float*>(segment->data() + offset);
+  }
+};
+
+std::vector<Rank> make_ranks(size_t count, milliseconds timeout = seconds(60)) {
+  std::vector<Rank> ranks(count);
+  for (Rank& rank : ranks) rank.segment = Segment::make(kBytes);
+  for (size_t r = 0; r < count; ++r) {
+    std::vector<std::shared_ptr<Segment>> all;
+    for (size_t other = 0; other < count; ++other) all.push_back(ranks[other].segment);
+    ranks[r].channel = std::make_unique<Channel>(all, r, timeout);
+  }
+  return ranks;
+}
+
+void on_all(std::vector<Rank>& ranks, const std::function<void(size_t, Rank&)>& body) {
+  std::vector<std::string> errors(ranks.size());
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        body(r, ranks[r]);
+      } catch (const std::exception& error) {
+        errors[r] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (size_t r = 0; r < errors.size(); ++r) EXPECT(errors[r].empty(), "rank ", r, ": ", errors[r]);
+}
+
+float value_of(size_t rank, uint64_t sum, int64_t i) {
+  return static_cast<float>(rank + 1) * 1e-3F * static_cast<float>(i % 97) +
+         static_cast<float>(sum) * 0.37F + static_cast<float>(rank) * 1e4F;
+}
+
+// In the order of the ranks, from left to right.
+float sum_of(size_t ranks, uint64_t sum, int64_t i) {
+  float total = value_of(0, sum, i);
+  for (size_t r = 1; r < ranks; ++r) total += value_of(r, sum, i);
+  return total;
+}
+
+void expect_sum(const Rank& rank, size_t ranks, const Channel::Sum& sum) {
+  const float* found = rank.floats(sum.mine.offset);
+  for (int64_t i = 0; i < sum.mine.numel; ++i) {
+    const float wanted = sum_of(ranks, sum.number, i);
+    EXPECT(found[i] == wanted, "sum ", sum.number, ", element ", i, ": ", found[i], " for ", wanted);
+  }
+}
+
+void fill(const Rank& rank, size_t r, size_t offset, uint64_t number, int64_t numel) {
+  float* values = rank.floats(offset);
+  for (int64_t i = 0; i < numel; ++i) values[i] = value_of(r, number, i);
+}
+
+// Buffers are used again at once, and results are overwritten by their owner as scripts do.
+void sums_in_the_order_of_the_ranks(size_t count) {
+  auto ranks = make_ranks(count);
+  on_all(ranks, [&](size_t r, Rank& rank) {
+    std::mt19937 random(static_cast<unsigned>(r));
+    const size_t offset = rank.segment->take(1 << 20);
+    for (uint64_t number = 1; number <= 60; ++number) {
+      const int64_t numel = 1 + static_cast<int64_t>(number * 7919 % 200000);
+      fill(rank, r, offset, number, numel);
+      const Channel::Sum sum = rank.channel->join({offset, numel, kernels::DType::kFloat32});
+      if (random() % 2 == 0) rank.channel->help(sum, rank.channel->share(sum));
+      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+      rank.channel->wait(sum);
+      expect_sum(rank, count, sum);
+      std::memset(rank.floats(offset), 0x7f, 1 << 20);
+    }
+  });
+}
+
+// More are under way than there are slots.
+void many_are_under_way() {
+  constexpr size_t kRanks = 3;
+  constexpr int64_t kNumel = 500;
+  auto ranks = make_ranks(kRanks);
+  on_all(ranks, [&](size_t r, Rank& rank) {
+    std::vector<Channel::Sum> sums;
+    for (uint64_t number = 1; number <= 3 * Channel::kSlots; ++number) {
+      const size_t offset = rank.segment->take(kNumel * sizeof(float));
+      fill(rank, r, offset, number, kNumel);
+      sums.push_back(rank.channel->join({offset, kNumel, kernels::DType::kFloat32}));
+      rank.channel->help(sums.back(), r == 0 ? 0 : 1);
+    }
+    for (const Channel::Sum& sum : sums) {
+      rank.channel->wait(sum);
+      expect_sum(rank, kRanks, sum);
+      rank.segment->give(sum.mine.offset);
+    }
+  });
+}
+
+// A rank that joins and never comes back holds up nobody.
+void who_waits_does_what_is_left() {
+  auto ranks = make_ranks(2);
+  on_all(ranks, [&](size_t r, Rank& rank) {
+    const int64_t numel = 1 << 20;
+    const size_t offset = rank.segment->take(numel * sizeof(float));
+    fill(rank, r, offset, 1, numel);
+    const Channel::Sum sum = rank.channel->join({offset, numel, kernels::DType::kFloat32});
+    if (r == 1) return;
+    rank.channel->wait(sum);
+    expect_sum(rank, 2, sum);
+  });
+}
+
+void absent_ranks_are_named() {
+  auto ranks = make_ranks(3, milliseconds(300));
+  const auto join = [&](size_t r) {
+    const size_t offset = ranks[r].segment->take(64);
+    return ranks[r].channel->join({offset, 16, kernels::DType::kFloat32});
+  };
+  const Channel::Sum sum = join(0);
+  EXPECT(!ranks[0].channel->wait_for(sum, milliseconds(1)), "nobody came");
+  join(1);
+  const std::string text =
+      testing::message_of<std::runtime_error>([&] { ranks[0].channel->wait(sum); });
+  EXPECT(text.find("rank 2 did not come within 0.3 s") != std::string::npos, text);
+}
+
+void dead_ranks_are_named() {
+  int ends[2];
+  EXPECT(pipe(ends) == 0, "pipe");
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto kept = Segment::make(kBytes);
+    const bool sent = write(ends[1], &kept->address(), sizeof(SegmentAddress)) > 0;
+    pause();
+    _exit(sent ? 0 : 1);
+  }
+  SegmentAddress address;
+  EXPECT(read(ends[0], &address, sizeof address) == sizeof address, "read");
+  const auto mine = Segment::make(kBytes);
+  Channel channel({mine, Segment::open(address)}, 0, seconds(60));
+  const Channel::Sum sum = channel.join({mine->take(64), 16, kernels::DType::kFloat32});
+  kill(child, SIGKILL);
+  const std::string text = testing::message_of<std::runtime_error>([&] { channel.wait(sum); });
+  EXPECT(text.find("rank 1 ended while rank 0 waited") != std::string::npos, text);
+  waitpid(child, nullptr, 0);
+}
+
+void blocks_are_zeros_and_apart() {
+  const auto segment = Segment::make(1 << 20);
+  const size_t first = segment->take(5000);
+  const size_t second = segment->take(100);
+  EXPECT(second >= first + 5000, first, " and ", second);
+  std::memset(segment->data() + first, 0xff, 5000);
+  segment->give(first);
+  EXPECT(segment->take(8000) == first, "the gap is used again");
+  for (size_t i = 0; i < 8000; ++i) EXPECT(segment->data()[first + i] == std::byte{0}, i);
+  const std::string text =
+      testing::message_of<std::runtime_error>([&] { segment->take(1 << 20); });
+  EXPECT(text.find("FASTSYNC_SHM=0") != std::string::npos, text);
+}
+
+void strangers_are_refused() {
+  const auto segment = Segment::make(1 << 20);
+  SegmentAddress address = segment->address();
+  ++address.key;
+  const std::string text = testing::message_of<std::runtime_error>([&] { Segment::open(address); });
+  EXPECT(text.find("another file") != std::string::npos, text);
+}
+
+}  // namespace
+}  // namespace fastsync::comm
+
+int main(int argc, char** argv) {
+  using namespace fastsync::comm;  // NOLINT: cases only
+  return fastsync::testing::run_cases({{"two", [] { sums_in_the_order_of_the_ranks(2); }},
+                                       {"three", [] { sums_in_the_order_of_the_ranks(3); }},
+                                       {"four", [] { sums_in_the_order_of_the_ranks(4); }},
+                                       {"many", many_are_under_way},
+                                       {"left", who_waits_does_what_is_left},
+                                       {"absent", absent_ranks_are_named},
+                                       {"dead", dead_ranks_are_named},
+                                       {"blocks", blocks_are_zeros_and_apart},
+                                       {"strangers", strangers_are_refused}},
+                                      argc, argv);
+}

@@ -1,0 +1,117 @@
+"""Memory that the ranks of one machine share: whether there is any, alike on all ranks.
+
+Each rank offers memory of its own, or says why not. All ranks see all offers, map each other's
+memory, and tell each other whether they could. So they come to the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fastsync.build.env import Env
+from fastsync.engine import core
+from fastsync.torch_private import gloo_threads, group_store, group_timeout
+
+__all__ = ["share_memory"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("fastsync")
+# Addresses, not memory: pages come into being when buckets ask for them.
+_ADDRESSES = 256 << 30
+_BUFFERS = 4  # of each gradient, for what a script keeps, at least
+_TIMEOUT = 1800.0  # seconds; torch's default
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of its memory.
+
+    Attributes:
+        host: equal on ranks that see each other's processes and share a network.
+        address: where others find its memory; None if it has none to share.
+        refusal: why not; empty if it has.
+    """
+
+    host: str
+    address: core.MemoryAddress | None
+    refusal: str = ""
+
+
+def share_memory(group: dist.ProcessGroup, gradient_bytes: int) -> core.SharedMemory | None:
+    """Memory through which the ranks of `group` average gradients on the CPU. Collective.
+
+    Returns:
+        None on all ranks where they are on several machines, the group is no Gloo group, somebody
+        set ``FASTSYNC_SHM=0``, or the system forbids it.
+    """
+    if group.size() == 1 or group_store(group) is None:
+        return None
+    memory, offer = _make_offer(group, gradient_bytes)
+    offers = _tell_all(offer, group)
+    refusal = _why_not(offers)
+    if memory is not None and not refusal:
+        refusal = next(filter(None, _tell_all(_connect(memory, offers, group), group)), "")
+    if group.rank() == 0:
+        way = f"the process group: {refusal}" if refusal else "memory that the ranks share"
+        _log.info("fastsync: gradients travel through %s", way)
+    return None if refusal else memory
+
+
+def _make_offer(
+    group: dist.ProcessGroup, gradient_bytes: int
+) -> tuple[core.SharedMemory | None, _Offer]:
+    if not Env.read().shared_memory:
+        return None, _Offer("", None, "FASTSYNC_SHM=0")
+    if gloo_threads(group) < 0:
+        return None, _Offer("", None, "it is not a Gloo group")
+    try:
+        host = _host()
+        size = max(_ADDRESSES // group.size(), _BUFFERS * gradient_bytes)
+        memory = core.make_memory(size)
+    except (OSError, RuntimeError) as error:
+        return None, _Offer("", None, str(error))
+    return memory, _Offer(host, memory.address())
+
+
+def _host() -> str:
+    """Containers with a network of their own count as machines: whoever made them meant that."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+    return f"{boot} {spaces}"
+
+
+def _why_not(offers: Sequence[_Offer]) -> str:
+    for rank, offer in enumerate(offers):
+        if offer.refusal:
+            return f"on rank {rank}, {offer.refusal}"
+    if len({offer.host for offer in offers}) > 1:
+        return "the ranks are on several machines"
+    return ""
+
+
+def _connect(
+    memory: core.SharedMemory, offers: Sequence[_Offer], group: dist.ProcessGroup
+) -> str:
+    """Why it could not be done; empty if it was."""
+    timeout = group_timeout(group)
+    seconds = _TIMEOUT if timeout is None else timeout.total_seconds()
+    addresses = [offer.address for offer in offers if offer.address is not None]
+    try:
+        memory.connect(addresses, group.rank(), seconds)
+    except RuntimeError as error:
+        return f"rank {group.rank()} cannot map the others' memory: {error}"
+    return ""
+
+
+def _tell_all(mine: T, group: dist.ProcessGroup) -> list[T]:
+    everyones = [mine] * group.size()  # each replaced by its rank's
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones
