@@ -302,10 +302,21 @@ void bind_memory(py::module_& m) {
           [](ShmCollective& memory, const std::vector<Address>& addresses, int64_t rank,
              double timeout) {
             std::vector<comm::SegmentAddress> all;
-            for (const auto& [pid, fd, bytes, key] : addresses) all.push_back({pid, fd, bytes, key});
+            for (const auto& [pid, fd, bytes, key] : addresses)
+              all.push_back({pid, fd, bytes, key});
             memory.connect(all, rank, timeout);
           },
-          release, py::arg("addresses"), py::arg("rank"), py::arg("timeout"));
+          release, py::arg("addresses"), py::arg("rank"), py::arg("timeout"))
+      .def(
+          "make_flat",
+          [](ShmCollective& memory, int64_t numel, at::ScalarType dtype) {
+            return memory.make_flat(numel, dtype, at::kCPU);
+          },
+          release, py::arg("numel"), py::arg("dtype"))
+      .def(
+          "all_reduce",
+          [](ShmCollective& memory, const at::Tensor& flat) { memory.all_reduce(flat)->wait(); },
+          release, py::arg("flat"));
 }
 
 void bind_engine(py::module_& m) {

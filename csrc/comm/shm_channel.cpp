@@ -33,8 +33,8 @@ void pause_briefly() {
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds time) {
   const auto count = time.count();
   timespec limit{static_cast<time_t>(count / 1000), static_cast<long>(count % 1000) * 1000000};
-  const long result = syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen,
-                              &limit, nullptr, 0);
+  const long result =
+      syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0);
   return result == 0 || errno != ETIMEDOUT;
 }
 
@@ -143,9 +143,9 @@ void Channel::add_chunk(const Sum& sum, int64_t chunk) {
   std::vector<void*> buffers;
   for (size_t r = 0; r < segments_.size(); ++r) {
     const Entry& other = entry(r, sum.number);
-    const bool same = other.numel.load(std::memory_order_relaxed) == sum.mine.numel &&
-                      other.dtype.load(std::memory_order_relaxed) ==
-                          static_cast<int32_t>(sum.mine.dtype);
+    const bool same =
+        other.numel.load(std::memory_order_relaxed) == sum.mine.numel &&
+        other.dtype.load(std::memory_order_relaxed) == static_cast<int32_t>(sum.mine.dtype);
     FS_CHECK(same, "rank ", rank_, " sums ", sum.mine.numel, " elements over ranks, but rank ", r,
              " another number or dtype; do they train the same model?");
     buffers.push_back(segments_[r]->data() + other.offset.load(std::memory_order_relaxed));
@@ -160,16 +160,26 @@ void Channel::notify() {
   if (common().sleepers.load() > 0) futex_wake_all(common().changes);
 }
 
-void Channel::wait(const Sum& sum) {
+void Channel::meet(const Sum& sum) {
   const auto end = Clock::now() + timeout_;
-  const auto in_time = [&](bool done) {
-    FS_CHECK(done, list(absent(sum)), " did not come within ",
-             std::chrono::duration<double>(timeout_).count(), " s for a sum over ranks; rank ",
-             rank_, " waits");
-  };
-  in_time(sleep_until(sum, [&] { return all_joined(sum); }, end));
+  check_in_time(sum, sleep_until(sum, [&] { return all_joined(sum); }, end));
+}
+
+void Channel::wait(const Sum& sum) {
+  meet(sum);
   help(sum, sum.chunks);
-  in_time(sleep_until(sum, [&] { return is_finished(sum); }, end));
+  const auto end = Clock::now() + timeout_;
+  check_in_time(sum, sleep_until(sum, [&] { return is_finished(sum); }, end));
+}
+
+void Channel::check_in_time(const Sum& sum, bool done) const {
+  if (done) return;
+  const std::vector<size_t> late = absent(sum);
+  const double seconds = std::chrono::duration<double>(timeout_).count();
+  FS_CHECK(late.empty(), "rank ", rank_, " waited ", seconds, " s for a sum over ranks, but ",
+           list(late), " did not come");
+  FS_CHECK(false, "rank ", rank_, " waited ", seconds,
+           " s for a sum over ranks that another rank has begun and does not finish");
 }
 
 bool Channel::wait_for(const Sum& sum, std::chrono::milliseconds time) {
@@ -206,10 +216,12 @@ void Channel::check_ranks(const Sum& sum) const {
     if (!segments_[r]->owner_lives()) gone.push_back(r);
   }
   const std::vector<size_t> late = absent(sum);
-  const auto joined = [&](size_t r) { return std::find(late.begin(), late.end(), r) == late.end(); };
+  const auto joined = [&](size_t r) {
+    return std::find(late.begin(), late.end(), r) == late.end();
+  };
   if (!late.empty()) gone.erase(std::remove_if(gone.begin(), gone.end(), joined), gone.end());
-  FS_CHECK(gone.empty() || is_finished(sum), list(gone),
-           " ended while rank ", rank_, " waited for a sum over ranks");
+  FS_CHECK(gone.empty() || is_finished(sum), list(gone), " ended while rank ", rank_,
+           " waited for a sum over ranks");
 }
 
 std::vector<size_t> Channel::absent(const Sum& sum) const {

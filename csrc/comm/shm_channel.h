@@ -69,7 +69,9 @@ class Channel {
   void help(const Sum& sum, int64_t chunks);
   // This rank's fair part of the work.
   int64_t share(const Sum& sum) const;
-  // Returns once it is finished. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
+  // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
+  void meet(const Sum& sum);
+  // Returns once it is finished, and does what is left for that. Throws likewise.
   void wait(const Sum& sum);
   // Whether it is, after so long at most.
   bool wait_for(const Sum& sum, std::chrono::milliseconds time);
@@ -102,6 +104,7 @@ class Channel {
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
   void notify();
+  void check_in_time(const Sum& sum, bool done) const;
   template <class Done>
   bool sleep_until(const Sum& sum, const Done& done, Clock::time_point end);
   void check_ranks(const Sum& sum) const;

@@ -42,7 +42,8 @@ class ShmCollective::Started {
 
   void wait() {
     if (done_) return;
-    if (channel_->all_joined(sum_)) help(*channel_, sum_, sum_.chunks);
+    channel_->meet(sum_);
+    help(*channel_, sum_, sum_.chunks);
     channel_->wait(sum_);
     finish();
   }
@@ -99,9 +100,9 @@ void ShmCollective::connect(const std::vector<SegmentAddress>& addresses, int64_
   }
   ranks_ = segments.size();
   const auto limit = std::chrono::duration<double>(timeout);
-  channel_ = std::make_shared<Channel>(
-      std::move(segments), static_cast<size_t>(rank),
-      std::chrono::duration_cast<std::chrono::milliseconds>(limit));
+  channel_ =
+      std::make_shared<Channel>(std::move(segments), static_cast<size_t>(rank),
+                                std::chrono::duration_cast<std::chrono::milliseconds>(limit));
 }
 
 at::Tensor ShmCollective::make_flat(int64_t numel, at::ScalarType dtype, at::Device /*device*/) {
@@ -118,9 +119,10 @@ std::unique_ptr<InFlight> ShmCollective::all_reduce(const at::Tensor& flat) {
   make_progress();
   const Channel::Part part{static_cast<size_t>(data - begin), flat.numel(),
                            ops::kernel_dtype(flat.scalar_type())};
-  started_.push_back(std::make_shared<Started>(channel_, part, flat));
-  make_progress();
-  return std::make_unique<WaitsForSum>(started_.back());
+  const auto sum = std::make_shared<Started>(channel_, part, flat);
+  started_.push_back(sum);
+  make_progress();  // perhaps to its end
+  return std::make_unique<WaitsForSum>(sum);
 }
 
 void ShmCollective::make_progress() {

@@ -14,8 +14,12 @@
 
 #include "../check.h"
 
+// Headers may be older than the kernel.
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
 #endif
 
 namespace fastsync::comm {
@@ -84,8 +88,8 @@ std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
 }
 
 void Segment::map() {
-  void* const memory = mmap(nullptr, address_.bytes, PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  void* const memory =
+      mmap(nullptr, address_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (memory == MAP_FAILED) fail("mmap");
   data_ = static_cast<std::byte*>(memory);
   madvise(data_, address_.bytes, MADV_DONTDUMP);  // a core dump would read all of it

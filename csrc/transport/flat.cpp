@@ -177,9 +177,7 @@ void Flat::abandon(bool in_flight) {
   for (Place& place : places_) place = Place{};
 }
 
-at::Tensor Flat::make_memory() const {
-  return ops::make_flat(spec_.numel, spec_.dtype, device());
-}
+at::Tensor Flat::make_memory() const { return ops::make_flat(spec_.numel, spec_.dtype, device()); }
 
 Shadow Flat::shadow(uint64_t /*step*/) {
   const at::Tensor flat = make_memory();
