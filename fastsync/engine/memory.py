@@ -68,15 +68,15 @@ def share_memory(group: dist.ProcessGroup, gradient_bytes: int) -> core.SharedMe
 def _make_offer(
     group: dist.ProcessGroup, gradient_bytes: int
 ) -> tuple[core.SharedMemory | None, _Offer]:
-    if not Env.read().shared_memory:
-        return None, _Offer("", None, "FASTSYNC_SHM=0")
     if gloo_threads(group) < 0:
         return None, _Offer("", None, "it is not a Gloo group")
     try:
+        if not Env.read().shared_memory:
+            return None, _Offer("", None, "FASTSYNC_SHM=0")
         host = _host()
         size = max(_ADDRESSES // group.size(), _BUFFERS * gradient_bytes)
         memory = core.make_memory(size)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return None, _Offer("", None, str(error))
     return memory, _Offer(host, memory.address())
 
@@ -97,9 +97,7 @@ def _why_not(offers: Sequence[_Offer]) -> str:
     return ""
 
 
-def _connect(
-    memory: core.SharedMemory, offers: Sequence[_Offer], group: dist.ProcessGroup
-) -> str:
+def _connect(memory: core.SharedMemory, offers: Sequence[_Offer], group: dist.ProcessGroup) -> str:
     """Why it could not be done; empty if it was."""
     timeout = group_timeout(group)
     seconds = _TIMEOUT if timeout is None else timeout.total_seconds()
