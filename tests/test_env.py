@@ -24,9 +24,10 @@ def test_every_variable():
             "FASTSYNC_VERBOSE": "1",
             "FASTSYNC_AGREE_TIMEOUT": "2.5",
             "RANK": "3",
+            "FASTSYNC_SHM": "0",
         }
     )
-    assert env == Env(Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3)
+    assert env == Env(Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 
@@ -34,6 +35,7 @@ def test_every_variable():
     ("name", "value"),
     [
         ("FASTSYNC_CUDA", "yes"),
+        ("FASTSYNC_SHM", "yes"),
         ("FASTSYNC_CUDA_ARCHS", "hopper"),
         ("FASTSYNC_AGREE_TIMEOUT", "0"),
         ("FASTSYNC_AGREE_TIMEOUT", "-1"),
