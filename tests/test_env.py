@@ -24,10 +24,12 @@ def test_every_variable():
             "FASTSYNC_VERBOSE": "1",
             "FASTSYNC_AGREE_TIMEOUT": "2.5",
             "RANK": "3",
-            "FASTSYNC_SHM": "0",
+            "FASTSYNC_SHM": "1",
         }
     )
-    assert env == Env(Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False)
+    assert env == Env(
+        Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=True
+    )
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 

@@ -404,7 +404,7 @@ def elsewhere():
     ("spoil", "reason"),
     [
         (nothing, ""),
-        (switched_off, "on rank 2, FASTSYNC_SHM=0"),
+        (switched_off, "on rank 2, FASTSYNC_SHM is not 1"),
         (no_memory, "on rank 2, memfd_create: Operation not permitted"),
         (no_mapping, "rank 2 cannot map the others' memory: /proc/1/fd/3: Permission denied"),
         (elsewhere, "the ranks are on several machines"),

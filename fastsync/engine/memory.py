@@ -49,8 +49,8 @@ def share_memory(group: dist.ProcessGroup, gradient_bytes: int) -> core.SharedMe
     """Memory through which the ranks of `group` average gradients on the CPU. Collective.
 
     Returns:
-        None on all ranks where they are on several machines, the group is no Gloo group, somebody
-        set ``FASTSYNC_SHM=0``, or the system forbids it.
+        None on all ranks unless all set ``FASTSYNC_SHM=1``; or where they are on several machines,
+        the group is no Gloo group, or the system forbids it.
     """
     if group.size() == 1 or group_store(group) is None:
         return None
@@ -72,7 +72,7 @@ def _make_offer(
         return None, _Offer("", None, "it is not a Gloo group")
     try:
         if not Env.read().shared_memory:
-            return None, _Offer("", None, "FASTSYNC_SHM=0")
+            return None, _Offer("", None, "FASTSYNC_SHM is not 1")
         host = _host()
         size = max(_ADDRESSES // group.size(), _BUFFERS * gradient_bytes)
         memory = core.make_memory(size)
