@@ -355,3 +355,33 @@ def nothing_to_clip(rank, world):
 
 def test_clipping_nothing_is_no_error():
     assert run_ranks(nothing_to_clip, 2) == [0.0, 0.0]
+
+
+def frozen_since(rank, world):
+    """What was poisoned is frozen before the step, and the next plan lacks it."""
+    model = FastDDP(net(), on_nonfinite="raise")
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    weight = model.module[0].weight
+    hook = poison(weight, math.nan) if rank == 0 else None
+    for _ in range(2):
+        model(batch(rank, 0)).square().mean().backward()
+        if hook is not None:
+            hook.remove()
+        weight.requires_grad_(False)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    return caught.value.parameters
+
+
+def test_what_was_frozen_since_is_looked_at():
+    assert run_ranks(frozen_since, 2) == [["0.weight"]] * 2
+
+
+def in_doubles(rank, world):
+    model = FastDDP(net().double())
+    model(batch(rank, 0).double()).square().mean().backward()
+    return model.clip_grad_norm_(1.0).dtype
+
+
+def test_a_norm_of_doubles_is_one():
+    assert run_ranks(in_doubles, 2) == [torch.float64] * 2

@@ -99,8 +99,9 @@ class NonFiniteGuard:
     def _report(self, mine: set[int]) -> NonFiniteGradientError | None:
         """What is wrong with the gradients of these parameters. Collective where anything is."""
         given = dict(self._engine.core.nonfinite())
-        suspects = [i for bucket in self._engine.plan.buckets for i in bucket.params]
-        suspects = [i for i in suspects if i in mine and i in given]
+        order = [i for bucket in self._engine.plan.buckets for i in bucket.params]
+        order += sorted(given.keys() - set(order))  # frozen since
+        suspects = [i for i in order if i in mine and i in given]
         if not suspects:
             return None
         known = self._exchange([_Found(given[i], self._is_left(i)) for i in suspects])

@@ -25,7 +25,7 @@ def clip_norm(
     Collective where gradients are spread over ranks. What is not a 2-norm on a CPU is torch's.
 
     Returns:
-        The total norm before, fp32, zero-dimensional.
+        The total norm before, zero-dimensional: fp32, or fp64 where a gradient is.
 
     Raises:
         RuntimeError: it is not finite, and the caller wants an error then.
@@ -45,7 +45,8 @@ def clip_norm(
     share = max_norm / (norm + _EPSILON)
     if mine and not share >= 1.0:  # nor where it is NaN
         torch._foreach_mul_(mine, share)
-    return torch.tensor(norm, dtype=torch.float32)
+    wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in mine)
+    return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
