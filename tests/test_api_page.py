@@ -72,6 +72,8 @@ def another_value(name, group):
         "timeline": {"timeline": True},
         "zero": {"zero": 1},
         "shard_by": {"zero": 1, "shard_by": "tensor"},
+        "master_weights": {"zero": 1, "master_weights": True},
+        "on_nonfinite": {"on_nonfinite": "raise"},
     }
     values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]
     flag = inspect.signature(fastsync.FastDDP).parameters[name].default
