@@ -294,7 +294,7 @@ def dies(rank, world, victim, folder):
 def test_a_killed_rank_is_named(world, victim, tmp_path):
     before = sorted(os.listdir("/dev/shm"))
     with pytest.raises(RankError, match=f"rank {victim} was killed by SIGKILL"):
-        run_ranks(dies, world, victim, str(tmp_path), grace=30.0)
+        run_ranks(dies, world, victim, str(tmp_path), grace=5.0)
     for rank in set(range(world)) - {victim}:
         text = (tmp_path / str(rank)).read_text()
         assert f"rank {rank}, " in text
