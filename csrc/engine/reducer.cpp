@@ -63,11 +63,6 @@ GradientHooks& Reducer::hooks() {
   return *hooks_;
 }
 
-void Reducer::detach_hooks() {
-  const Lock lock(mutex_);
-  hooks().detach();
-}
-
 // The text of an error is part of the logging data.
 template <typename Fn>
 auto Reducer::noting_errors(const Fn& fn) {
@@ -175,11 +170,6 @@ void Reducer::set_static_graph() {
   options_.static_graph = true;
   usage_.set_static_graph();
   counting_fires_ = true;
-}
-
-void Reducer::at_end(std::function<void()> action) {
-  const Lock lock(mutex_);
-  at_end_.push_back(std::move(action));
 }
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.

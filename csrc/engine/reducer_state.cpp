@@ -4,6 +4,8 @@
 // A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
 // error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
+#include <utility>
+
 #include "../check.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
@@ -156,6 +158,16 @@ void Reducer::set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flag
   const bool own = !flags_group.empty();
   flags_ = std::make_unique<FlagExchange>(
       own ? comm::Collective::resolve(flags_group) : routes_.group, own);
+}
+
+void Reducer::detach_hooks() {
+  const Lock lock(mutex_);
+  hooks().detach();
+}
+
+void Reducer::at_end(std::function<void()> action) {
+  const Lock lock(mutex_);
+  at_end_.push_back(std::move(action));
 }
 
 void Reducer::use_group(const std::string& group_name) {
