@@ -70,15 +70,17 @@ TORCH = (None, None)
 HALVES = [TORCH, (0, 0), (1, 1), (2, 2), (2, None), (None, 1)]
 
 
-def outcomes(train):
+def outcomes(half, folder):
     """Those of HALVES that end in the bits of torch's DDP, and those that do not come close.
 
     Args:
-        train: returns the model's class, and the weights.
+        half: trains by `zero`, to or from a checkpoint; returns the model's class, and the weights.
     """
     kinds, found = {}, {}
-    for zero in HALVES:
-        kinds[zero], found[zero] = train(*zero)
+    for first, second in HALVES:
+        checkpoint = f"{folder}/{first}-{second}"
+        half(first, checkpoint, resumes=False)
+        kinds[first, second], found[first, second] = half(second, checkpoint, resumes=True)
     assert all((kinds[zero] is FastDDP) == (zero[1] is not None) for zero in HALVES), kinds
     wanted = found[TORCH]
     assert not close(wanted, weights(Model()))
@@ -128,12 +130,7 @@ def with_accelerate(rank, world, folder):
         kind = FastDDP if isinstance(model, FastDDP) else type(model)
         return kind, weights(plain)
 
-    def train(first, second):
-        checkpoint = f"{folder}/{first}-{second}"
-        half(first, checkpoint, resumes=False)
-        return half(second, checkpoint, resumes=True)
-
-    return outcomes(train)
+    return outcomes(half, folder)
 
 
 def test_accelerate(tmp_path):
@@ -167,12 +164,7 @@ def with_trainer(rank, world, folder):
         kind = FastDDP if isinstance(trainer.model_wrapped, FastDDP) else DistributedDataParallel
         return kind, weights(trainer.model)
 
-    def train(first, second):
-        checkpoint = f"{folder}/{first}-{second}"
-        half(first, checkpoint, resumes=False)
-        return half(second, checkpoint, resumes=True)
-
-    return outcomes(train)
+    return outcomes(half, folder)
 
 
 def test_transformers_trainer(tmp_path):
@@ -202,7 +194,8 @@ def with_lightning(rank, world, folder):
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    def half(zero, checkpoint, steps):
+    def half(zero, checkpoint, resumes):
+        path = f"{checkpoint}.ckpt"
         options = {"process_group_backend": "gloo", "bucket_cap_mb": 1}
         if zero is None:
             strategy = DDPStrategy(**options)
@@ -214,7 +207,7 @@ def with_lightning(rank, world, folder):
             devices=world,
             strategy=strategy,
             plugins=[TorchElasticEnvironment()],
-            max_steps=steps + 3,
+            max_steps=6 if resumes else 3,
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
@@ -224,16 +217,11 @@ def with_lightning(rank, world, folder):
             gradient_clip_val=1.0,
         )
         loader = DataLoader(Numbers(), batch_size=4)
-        trainer.fit(module, loader, ckpt_path=checkpoint if steps else None)
-        trainer.save_checkpoint(checkpoint)
+        trainer.fit(module, loader, ckpt_path=path if resumes else None)
+        trainer.save_checkpoint(path)
         return module.kind, weights(module.model)
 
-    def train(first, second):
-        checkpoint = f"{folder}/{first}-{second}.ckpt"
-        half(first, checkpoint, 0)
-        return half(second, checkpoint, 3)
-
-    return outcomes(train)
+    return outcomes(half, folder)
 
 
 def test_lightning(tmp_path):

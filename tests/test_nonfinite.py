@@ -104,6 +104,13 @@ def test_an_error_names_parameter_and_rank_on_every_rank(zero):
         assert (parameters, ranks) == (["2.weight"], [[1]])
 
 
+def refused(optimizer):
+    """Whose gradients a step is refused for, and which ranks gave them."""
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    return caught.value.parameters, caught.value.ranks
+
+
 def whole_graph(rank, world):
     """Infinity in the loss reaches all gradients; the one that comes first is named first."""
     model = FastDDP(net(), on_nonfinite="raise")
@@ -113,9 +120,7 @@ def whole_graph(rank, world):
         factor = math.inf if step and rank != 1 else 1.0
         (model(batch(rank, step)).square().mean() * factor).backward()
         if step:
-            with pytest.raises(NonFiniteGradientError) as caught:
-                optimizer.step()
-            return caught.value.parameters, caught.value.ranks
+            return refused(optimizer)
         optimizer.step()
 
 
@@ -196,9 +201,7 @@ def sparse_rows(rank, world):
             model.module.words.weight.register_hook(lambda grad: grad * math.inf)
         loss.backward()
         if step:
-            with pytest.raises(NonFiniteGradientError) as caught:
-                optimizer.step()
-            return caught.value.parameters, caught.value.ranks
+            return refused(optimizer)
         optimizer.step()
 
 
@@ -208,19 +211,17 @@ def test_rows_of_sparse_gradients_are_looked_at():
 
 def alone(rank, world):
     model = FastDDP(net(), on_nonfinite="raise")
-    with pytest.raises(NonFiniteGradientError) as caught:
-        optimizer = optim.SGD(model.parameters(), 0.1)
-        poison(model.module[0].weight, math.inf)
-        model(batch(0, 0)).sum().backward()
-        optimizer.step()
-    return caught.value.parameters, caught.value.ranks
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    poison(model.module[0].weight, math.inf)
+    model(batch(0, 0)).sum().backward()
+    return refused(optimizer)
 
 
 def test_one_rank_alone_looks_too():
     assert run_ranks(alone, 1) == [(["0.weight"], [[0]])]
 
 
-def refused(rank, world):
+def without_looking(rank, world):
     errors = []
     with pytest.raises(
         ValueError, match="on_nonfinite must be one of ignore, skip, raise"
@@ -238,7 +239,7 @@ def refused(rank, world):
 
 
 def test_what_cannot_be_looked_at_is_refused():
-    assert run_ranks(refused, 2) == [1, 1]
+    assert run_ranks(without_looking, 2) == [1, 1]
 
 
 def clipped(rank, world, zero):
@@ -368,9 +369,7 @@ def frozen_since(rank, world):
         if hook is not None:
             hook.remove()
         weight.requires_grad_(False)
-    with pytest.raises(NonFiniteGradientError) as caught:
-        optimizer.step()
-    return caught.value.parameters
+    return refused(optimizer)[0]
 
 
 def test_what_was_frozen_since_is_looked_at():

@@ -11,17 +11,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
-from fastsync.torch_private import gloo_threads, group_store, group_timeout
+from fastsync.torch_private import gather_objects, gloo_threads, group_store, group_timeout
 
 __all__ = ["share_memory"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("fastsync")
 # Addresses, not memory: pages come into being when buckets ask for them.
@@ -55,10 +52,10 @@ def share_memory(group: dist.ProcessGroup, gradient_bytes: int) -> core.SharedMe
     if group.size() == 1 or group_store(group) is None:
         return None
     memory, offer = _make_offer(group, gradient_bytes)
-    offers = _tell_all(offer, group)
+    offers = gather_objects(offer, group)
     refusal = _why_not(offers)
     if memory is not None and not refusal:
-        refusal = next(filter(None, _tell_all(_connect(memory, offers, group), group)), "")
+        refusal = next(filter(None, gather_objects(_connect(memory, offers, group), group)), "")
     if group.rank() == 0:
         way = f"the process group: {refusal}" if refusal else "memory that the ranks share"
         _log.info("fastsync: gradients travel through %s", way)
@@ -107,9 +104,3 @@ def _connect(memory: core.SharedMemory, offers: Sequence[_Offer], group: dist.Pr
     except RuntimeError as error:
         return f"rank {group.rank()} cannot map the others' memory: {error}"
     return ""
-
-
-def _tell_all(mine: T, group: dist.ProcessGroup) -> list[T]:
-    everyones = [mine] * group.size()  # each replaced by its rank's
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones

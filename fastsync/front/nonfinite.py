@@ -11,7 +11,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from fastsync.build.env import Env
@@ -19,8 +18,15 @@ from fastsync.engine import core
 from fastsync.engine.engine import Engine
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard.gradients import ShardedGradient
-from fastsync.shard.steps import Arguments, params_of, stand_in_for, watch_steps, with_loss
-from fastsync.torch_private import caller_level
+from fastsync.shard.steps import (
+    Arguments,
+    StepWatcher,
+    params_of,
+    stand_in_for,
+    watch_steps,
+    with_loss,
+)
+from fastsync.torch_private import caller_level, gather_objects
 
 __all__ = ["NonFiniteGradientError", "NonFiniteGuard"]
 
@@ -54,7 +60,7 @@ class _Found:
     left: bool
 
 
-class NonFiniteGuard:
+class NonFiniteGuard(StepWatcher):
     """Looks before each step of an optimizer of the engine's parameters.
 
     Args:
@@ -93,12 +99,11 @@ class NonFiniteGuard:
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         return (stand_in_for(optimizer, groups), *args[1:])
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Nothing has to be undone."""
-
     def _report(self, mine: set[int]) -> NonFiniteGradientError | None:
         """What is wrong with the gradients of these parameters. Collective where anything is."""
         given = dict(self._engine.core.nonfinite())
+        if not given:
+            return None
         order = [i for bucket in self._engine.plan.buckets for i in bucket.params]
         order += sorted(given.keys() - set(order))  # frozen since
         suspects = [i for i in order if i in mine and i in given]
@@ -130,9 +135,7 @@ class NonFiniteGuard:
             "the others to step on gradients that hold NaN or infinity",
             remedy="With on_nonfinite, every rank makes the same steps",
         )
-        known: list[list[_Found]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(known, mine, group=group)
-        return known
+        return gather_objects(mine, group)
 
 
 def _error(found: list[tuple[str, list[int]]]) -> NonFiniteGradientError:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fastsync.torch_private import gather_objects
+
 __all__ = ["RankMismatchError", "Statement", "agree", "find_difference", "together"]
 
 
@@ -70,9 +72,7 @@ def agree(
     all_equal = bool((torch.stack(digests).cpu() == mine.cpu()).all())
     if all_equal and not statement.error:
         return
-    statements = [statement] * len(digests)  # each replaced by its rank's
-    dist.all_gather_object(statements, statement, group=group)
-    raise RankMismatchError(_report(statements, failure))
+    raise RankMismatchError(_report(gather_objects(statement, group), failure))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fastsync.torch_private import group_timeout
+from fastsync.torch_private import gather_objects, group_timeout
 from fastsync.wire.formats import Wire
 
 __all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_cpu_group"]
@@ -101,9 +101,7 @@ def check_grid(nodes: Nodes, group: dist.ProcessGroup) -> None:
         ValueError: they do not; the same on every rank.
     """
     ranks = dist.get_process_group_ranks(group)
-    everyones = [nodes] * len(ranks)  # each replaced by its rank's
-    dist.all_gather_object(everyones, nodes, group=group)
-    by_rank = dict(zip(ranks, everyones, strict=True))
+    by_rank = dict(zip(ranks, gather_objects(nodes, group), strict=True))
     for rank, its in by_rank.items():
         same_node = all(by_rank[r].node_ranks == its.node_ranks for r in its.node_ranks)
         same_column = all(by_rank[r].cross_ranks == its.cross_ranks for r in its.cross_ranks)

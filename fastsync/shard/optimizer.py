@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,8 +29,15 @@ from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, ma
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.rules import unit_for
 from fastsync.shard.space import Space
-from fastsync.shard.steps import Arguments, params_of, stand_in_for, watch_steps, with_loss
-from fastsync.torch_private import backward_is_running
+from fastsync.shard.steps import (
+    Arguments,
+    StepWatcher,
+    params_of,
+    stand_in_for,
+    watch_steps,
+    with_loss,
+)
+from fastsync.torch_private import backward_is_running, gather_objects
 
 __all__ = ["MASTER", "ShardedOptimizer", "ShardedOptimizers"]
 
@@ -43,7 +49,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _BATCH = 1 << 24
 
 
-class ShardedOptimizers:
+class ShardedOptimizers(StepWatcher):
     """Every optimizer that steps on parameters of one model.
 
     Args:
@@ -338,8 +344,7 @@ class ShardedOptimizer:
                     for piece, tensor in space.owned.items()
                     if piece.param in batch and (state := self.saved(optimizer, tensor))
                 }
-                everyones: list[dict[Piece, State]] = [{}] * self._group.size()
-                dist.all_gather_object(everyones, mine, group=self._group)
+                everyones = gather_objects(mine, self._group)
                 parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
                 for piece, state in (pair for states in everyones for pair in states.items()):
                     parts[piece.param].append((piece, state))

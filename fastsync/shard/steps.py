@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +23,7 @@ __all__ = ["Arguments", "StepWatcher", "params_of", "stand_in_for", "watch_steps
 Arguments = tuple[Any, ...]
 
 
-class StepWatcher(Protocol):
+class StepWatcher:
     """Who is asked before each step of any optimizer, and told after it."""
 
     def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
@@ -32,6 +32,7 @@ class StepWatcher(Protocol):
         Returns:
             What to call `step` with instead; None: with these.
         """
+        raise NotImplementedError
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The step has been made, or what stood in for it."""

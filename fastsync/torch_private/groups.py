@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,15 @@ __all__ = [
     "TCPStore",
     "backend_name",
     "default_group",
+    "gather_objects",
     "gloo_threads",
     "group_store",
     "group_timeout",
     "is_registered",
     "resolvable_name",
 ]
+
+T = TypeVar("T")
 
 _registry: Any = _distributed_c10d  # torch's stubs name groups by a type of their own
 
@@ -108,3 +111,10 @@ def gloo_threads(group: dist.ProcessGroup) -> int:
         return int(cast(Any, group)._get_backend(torch.device("cpu")).options._threads)
     except (AttributeError, RuntimeError):
         return -1
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of `group` passes, by rank: anything that can be pickled. Collective."""
+    everyones = [mine] * group.size()  # each replaced by its rank's
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones
