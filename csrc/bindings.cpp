@@ -288,18 +288,19 @@ void bind_lossy_ops(py::module_& m) {
 using Address = std::tuple<int64_t, int64_t, uint64_t, uint64_t>;
 
 void bind_memory(py::module_& m) {
+  using comm::SharedMemory;
   using comm::ShmCollective;
   const auto release = py::call_guard<py::gil_scoped_release>();
-  py::class_<ShmCollective, std::shared_ptr<ShmCollective>>(m, "SharedMemory")
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory")
       .def(py::init<int64_t>(), release, py::arg("bytes"))
       .def("address",
-           [](const ShmCollective& memory) {
+           [](const SharedMemory& memory) {
              const comm::SegmentAddress& at = memory.address();
              return Address{at.pid, at.fd, at.bytes, at.key};
            })
       .def(
           "connect",
-          [](ShmCollective& memory, const std::vector<Address>& addresses, int64_t rank,
+          [](SharedMemory& memory, const std::vector<Address>& addresses, int64_t rank,
              double timeout) {
             std::vector<comm::SegmentAddress> all;
             for (const auto& [pid, fd, bytes, key] : addresses)
@@ -307,16 +308,44 @@ void bind_memory(py::module_& m) {
             memory.connect(all, rank, timeout);
           },
           release, py::arg("addresses"), py::arg("rank"), py::arg("timeout"))
-      .def(
-          "make_flat",
-          [](ShmCollective& memory, int64_t numel, at::ScalarType dtype) {
-            return memory.make_flat(numel, dtype, at::kCPU);
-          },
-          release, py::arg("numel"), py::arg("dtype"))
+      .def("make_flat", &SharedMemory::make_flat, release, py::arg("numel"), py::arg("dtype"));
+  py::class_<ShmCollective, std::shared_ptr<ShmCollective>>(m, "SharedCollective")
+      .def(py::init<std::shared_ptr<SharedMemory>, size_t>(), release, py::arg("memory"),
+           py::arg("channel"))
       .def(
           "all_reduce",
-          [](ShmCollective& memory, const at::Tensor& flat) { memory.all_reduce(flat)->wait(); },
-          release, py::arg("flat"));
+          [](ShmCollective& ranks, const at::Tensor& flat) { ranks.all_reduce(flat)->wait(); },
+          release, py::arg("flat"))
+      .def(
+          "all_to_all",
+          [](ShmCollective& ranks, const at::Tensor& received, const at::Tensor& sent) {
+            ranks.all_to_all(received, sent)->wait();
+          },
+          release, py::arg("received"), py::arg("sent"))
+      .def(
+          "all_gather",
+          [](ShmCollective& ranks, const at::Tensor& gathered, const at::Tensor& mine) {
+            ranks.all_gather(gathered, mine)->wait();
+          },
+          release, py::arg("gathered"), py::arg("mine"))
+      .def(
+          "reduce_scatter",
+          [](ShmCollective& ranks, const at::Tensor& mine, const at::Tensor& all) {
+            ranks.reduce_scatter(mine, all)->wait();
+          },
+          release, py::arg("mine"), py::arg("all"));
+}
+
+// The first and the last link of a hierarchical chain join the ranks of a node, who may share memory.
+void use_chains(engine::Reducer& reducer, const std::vector<std::string>& group_names,
+                const std::shared_ptr<comm::SharedMemory>& node_memory) {
+  std::vector<std::shared_ptr<comm::Collective>> links;
+  for (const std::string& name : group_names) links.push_back(comm::Collective::resolve(name));
+  if (node_memory) {
+    links.front() = std::make_shared<comm::ShmCollective>(node_memory, 0);
+    links.back() = std::make_shared<comm::ShmCollective>(node_memory, 1);
+  }
+  reducer.use_chains(std::move(links));
 }
 
 void bind_engine(py::module_& m) {
@@ -354,11 +383,13 @@ void bind_engine(py::module_& m) {
       .def("gather", &Reducer::gather, release, py::arg("flats"))
       .def(
           "use_memory",
-          [](Reducer& reducer, std::shared_ptr<comm::ShmCollective> memory) {
-            reducer.use_memory(std::move(memory));
+          [](Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory) {
+            if (!memory) return reducer.use_memory(nullptr, nullptr);
+            reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0),
+                               std::make_shared<comm::ShmCollective>(memory, 1));
           },
           release, py::arg("memory"))
-      .def("use_chains", &Reducer::use_chains, release, py::arg("group_names"))
+      .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"))
       .def("states", &states_of)
       .def("load_states", &load_states, py::arg("states"))
       .def("drop_parked", &Reducer::drop_parked, release, py::arg("name"), py::arg("params"))

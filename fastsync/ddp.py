@@ -79,6 +79,8 @@ class FastDDP(Front):
         on_nonfinite: what becomes of an optimizer's step on gradients that hold NaN or infinity:
             "skip" skips it on every rank, "raise" makes it an error on every rank; both name the
             parameter and the ranks. "ignore" does not look.
+        shared_memory: False has ranks of one machine average CPU gradients through the process
+            group, too, instead of memory that they share; `FASTSYNC_SHM=0` likewise.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -116,6 +118,7 @@ class FastDDP(Front):
         shard_by: str = "auto",
         master_weights: bool = False,
         on_nonfinite: str = "ignore",
+        shared_memory: bool = True,
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline = request.settle(
@@ -130,6 +133,7 @@ class FastDDP(Front):
                 mixed=MixedPolicy.of(mixed_precision),
                 zero=ZeroPolicy(zero, shard_by, master_weights),
                 on_nonfinite=on_nonfinite,
+                shared_memory=shared_memory,
             ),
             lambda: TimelinePolicy.of(timeline),
         )

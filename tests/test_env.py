@@ -24,11 +24,11 @@ def test_every_variable():
             "FASTSYNC_VERBOSE": "1",
             "FASTSYNC_AGREE_TIMEOUT": "2.5",
             "RANK": "3",
-            "FASTSYNC_SHM": "1",
+            "FASTSYNC_SHM": "0",
         }
     )
     assert env == Env(
-        Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=True
+        Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False
     )
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 

@@ -1,9 +1,6 @@
 """Averages of ranks that share a machine, through memory that they map."""
 
-import logging
 import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import FastDDP
-from fastsync.engine import core, memory
-from fastsync.engine.memory import share_memory
-from fastsync.testing import RankError, run_ranks
+from fastsync import FastDDP, Wire
+from fastsync.engine import core
+from fastsync.testing import run_ranks
 
 WIDTH = 160
 
@@ -66,7 +62,7 @@ def connected(group=None, size=1 << 24, timeout=30.0):
     dist.all_gather_object(addresses, mine.address(), group=group)
     mine.connect(addresses, group.rank(), timeout)
     dist.barrier(group)
-    return mine
+    return mine, core.make_collective(mine, 0)
 
 
 def part_of(rank, numel, dtype, seed=0):
@@ -84,9 +80,9 @@ def twin(world, numel, dtype, seed=0):
 
 
 def sums(rank, world, dtype, through_gloo):
-    shared = connected()
+    memory, shared = connected()
     for seed, numel in enumerate((1, 7, 1024, 65_537, 300_000)):
-        flat = shared.make_flat(numel, dtype)
+        flat = memory.make_flat(numel, dtype)
         assert not flat.any()
         flat.copy_(part_of(rank, numel, dtype, seed))
         shared.all_reduce(flat)
@@ -108,11 +104,57 @@ def test_sums_are_in_the_order_of_the_ranks(world, dtype):
 
 def refuses_private_memory(rank, world):
     with pytest.raises(RuntimeError, match="fastsync bug"):
-        connected().all_reduce(torch.zeros(4))
+        connected()[1].all_reduce(torch.zeros(4))
 
 
 def test_only_shared_buffers_are_summed():
     run_ranks(refuses_private_memory, 2)
+
+
+def exchanges(rank, world, dtype, in_place):
+    """What torch's collectives give, from memory that is read where it lies or copied before."""
+    memory, shared = connected()
+    make = memory.make_flat if in_place else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    for seed, each in enumerate((1, 5, 300, 70_001)):
+        sent = make(world * each, dtype)
+        for _ in range(3):  # in the same memory
+            sent.copy_(part_of(rank, world * each, dtype, seed))
+            everyones = [part_of(r, world * each, dtype, seed) for r in range(world)]
+            received = torch.empty_like(sent)
+            shared.all_to_all(received, sent)
+            assert torch.equal(received, torch.cat([x.chunk(world)[rank] for x in everyones]))
+            mine = torch.empty(each, dtype=dtype)
+            shared.reduce_scatter(mine, sent)
+            assert torch.equal(mine, twin(world, world * each, dtype, seed).chunk(world)[rank])
+            gathered = make(world * each, dtype)
+            own = gathered.chunk(world)[rank]
+            own.copy_(everyones[rank][:each])
+            shared.all_gather(gathered, own)
+            assert torch.equal(gathered, torch.cat([x[:each] for x in everyones]))
+            own.zero_()  # at once: the others have read it
+        seed += 1
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 3])
+def test_exchanges_are_those_of_torch(world, dtype, in_place):
+    run_ranks(exchanges, world, dtype, in_place)
+
+
+def leaves(rank, world):
+    """Each rank goes as soon as it has read what it needs, often before the others have."""
+    for seed in range(10):
+        memory, shared = connected()
+        everyones = [part_of(r, 1 << 18, torch.float32, seed) for r in range(world)]
+        gathered = torch.zeros(world << 18)
+        shared.all_gather(gathered, everyones[rank])
+        del memory, shared
+        assert torch.equal(gathered, torch.cat(everyones))
+
+
+def test_what_is_still_read_outlives_the_rank_that_leaves():
+    run_ranks(leaves, 3)
 
 
 # -- training --
@@ -268,158 +310,45 @@ def test_ranks_that_have_joined_take_part():
     assert run_ranks(uneven, 2) == [True] * 2
 
 
-# -- faults --
+def sharded(rank, world, stage):
+    """Weights with `zero` and without, and whether the parameters lie in shared memory."""
+    weights, placed = [], []
+    for zero in (stage, 0):
+        wrapped = over("memory", lambda zero=zero: FastDDP(net(), zero=zero, bucket_cap_mb=0.15))
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        for step in range(5):
+            optimizer.zero_grad()
+            if step == 2 and stage == 1:  # else it is summed at once, and bits follow the order
+                with wrapped.no_sync():
+                    wrapped(inputs(rank, 90)).square().sum().backward()
+            wrapped(inputs(rank, step)).square().sum().backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in wrapped.parameters()])
+        for p in wrapped.parameters():
+            p.grad = p.data
+        placed.append(all(in_memory(wrapped)))
+    return same(*weights), placed
 
 
-def dies(rank, world, victim, folder):
-    logging.disable()
-    wrapped = over("memory", lambda: FastDDP(net(), bucket_cap_mb=0.05))
-    for step in range(50):
-        wrapped.zero_grad()
-        loss = wrapped(inputs(rank, step)).square().sum()
-        if rank == victim and step == 4:
-            # In the middle of a backward, with buckets sent and others still to come.
-            def die(_):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            wrapped.module[2].weight.register_hook(die)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            Path(folder, str(rank)).write_text(str(error))
-            return
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_sharded_trainings_get_the_bits_of_the_unsharded(world, stage):
+    assert run_ranks(sharded, world, stage) == [(True, [True, False])] * world
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (3, 2)])
-def test_a_killed_rank_is_named(world, victim, tmp_path):
-    before = sorted(os.listdir("/dev/shm"))
-    with pytest.raises(RankError, match=f"rank {victim} was killed by SIGKILL"):
-        run_ranks(dies, world, victim, str(tmp_path), grace=5.0)
-    for rank in set(range(world)) - {victim}:
-        text = (tmp_path / str(rank)).read_text()
-        assert f"rank {rank}, " in text
-        # The first to find out may have ended before the others look.
-        assert " ended while rank " in text
-        assert str(victim) in text.split(" ended while")[0].rsplit("rank", 1)[1]
-    left = [name for name in os.listdir("/dev/shm") if name not in before]
-    assert not [name for name in left if "fastsync" in name]
+def in_nodes(rank, world, wire):
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    wire = Wire(
+        wire, form="hierarchical", node_group=nodes[rank // 2], cross_group=across[rank % 2]
+    )
+    ways = {}
+    for way in ("memory", "group"):
+        wrapped = over(way, lambda: FastDDP(net(), wire=wire, bucket_cap_mb=0.15))
+        ways[way] = train(wrapped, rank, steps=4)
+    return same(ways["memory"], ways["group"])
 
 
-def stopped(rank, world):
-    shared = connected(timeout=1.0)
-    flat = shared.make_flat(10, torch.float32)
-    if rank == 1:
-        time.sleep(3.0)
-        return ""
-    with pytest.raises(RuntimeError) as caught:
-        shared.all_reduce(flat)
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_come_is_named():
-    text = run_ranks(stopped, 2)[0]
-    assert "rank 0 waited 1 s for a sum over ranks, but rank 1 did not come" in text
-
-
-def unlike(rank, world):
-    shared = connected(timeout=2.0)
-    flat = shared.make_flat(10 + rank, torch.float32)
-    with pytest.raises(RuntimeError) as caught:
-        shared.all_reduce(flat)
-    return str(caught.value)
-
-
-def test_ranks_with_other_buffers_are_an_error():
-    assert any("do they train the same model?" in text for text in run_ranks(unlike, 2))
-
-
-def nothing_is_left(rank, world):
-    wrapped = over("memory", lambda: FastDDP(net()))
-    wrapped(inputs(rank, 0)).sum().backward()
-    assert all(in_memory(wrapped))
-    names = [name for name in os.listdir("/dev/shm") if "fastsync" in name]
-    kept = wrapped.module[0].weight.grad
-    values = kept.clone()
-    del wrapped
-    return names, torch.equal(kept, values)
-
-
-def test_nothing_appears_in_dev_shm_and_gradients_outlive_their_wrapper():
-    assert run_ranks(nothing_is_left, 2) == [([], True)] * 2
-
-
-# -- the choice --
-
-
-def choice(rank, world, spoil):
-    """Whether memory is shared, and what is logged."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("fastsync")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    os.environ["FASTSYNC_SHM"] = "1"
-    if rank == world - 1:
-        spoil()
-    shared = share_memory(dist.group.WORLD, 1 << 20)
-    return shared is not None, lines
-
-
-def nothing():
-    pass
-
-
-def switched_off():
-    os.environ["FASTSYNC_SHM"] = "0"
-
-
-def no_memory():
-    def make_memory(size):
-        raise RuntimeError("memfd_create: Operation not permitted")
-
-    core.make_memory = make_memory
-
-
-def no_mapping():
-    class Strange:
-        def __init__(self, size):
-            self._real = made(size)
-
-        def address(self):
-            return self._real.address()
-
-        def connect(self, *args):
-            raise RuntimeError("/proc/1/fd/3: Permission denied")
-
-    made = core.make_memory
-    core.make_memory = Strange
-
-
-def elsewhere():
-    memory._host = lambda: "another machine"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (nothing, ""),
-        (switched_off, "on rank 2, FASTSYNC_SHM is not 1"),
-        (no_memory, "on rank 2, memfd_create: Operation not permitted"),
-        (no_mapping, "rank 2 cannot map the others' memory: /proc/1/fd/3: Permission denied"),
-        (elsewhere, "the ranks are on several machines"),
-    ],
-)
-def test_all_ranks_choose_alike_and_the_first_says_what(spoil, reason):
-    found = run_ranks(choice, 3, spoil)
-    assert [shares for shares, _ in found] == [not reason] * 3
-    way = f"the process group: {reason}" if reason else "memory that the ranks share"
-    assert [lines for _, lines in found] == [[f"fastsync: gradients travel through {way}"], [], []]
-
-
-def alone(rank, world):
-    return share_memory(dist.group.WORLD, 1 << 20) is None
-
-
-def test_one_rank_shares_nothing():
-    assert run_ranks(alone, 1) == [True]
+@pytest.mark.parametrize("wire", ["int8", "fp32"])
+def test_nodes_sum_in_memory(wire):
+    assert run_ranks(in_nodes, 4, wire) == [True] * 4

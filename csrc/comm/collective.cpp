@@ -37,20 +37,6 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects saved_;
 };
 
-// What wait() calls in the end, where nothing tells before.
-class CalledByWait : public InFlight {
- public:
-  void on_done(std::function<void()> fn) override { fn_ = std::move(fn); }
-
- protected:
-  void call() {
-    if (fn_) std::exchange(fn_, nullptr)();
-  }
-
- private:
-  std::function<void()> fn_;
-};
-
 class WorkInFlight final : public CalledByWait {
  public:
   WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers)

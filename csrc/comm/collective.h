@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace fastsync::comm {
 
@@ -32,6 +33,20 @@ class InFlight {
   virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
 };
 
+// What on_done() is given, wait() calls in the end: nothing tells before.
+class CalledByWait : public InFlight {
+ public:
+  void on_done(std::function<void()> fn) override { fn_ = std::move(fn); }
+
+ protected:
+  void call() {
+    if (fn_) std::exchange(fn_, nullptr)();
+  }
+
+ private:
+  std::function<void()> fn_;
+};
+
 // What sums flat buffers over ranks.
 class SumOverRanks {
  public:
@@ -43,6 +58,8 @@ class SumOverRanks {
   // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
   // average is finite, and every rank issues the same operation whether it had something to pack or not.
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+  // What leaves this rank for that, of a buffer of so many bytes: as a ring sends, where the backend decides.
+  virtual int64_t sent_bytes(int64_t bytes) const { return 2 * bytes * (size() - 1) / size(); }
 };
 
 class Collective : public SumOverRanks {
@@ -51,6 +68,8 @@ class Collective : public SumOverRanks {
   static std::unique_ptr<Collective> resolve(const std::string& group_name);
 
   virtual int rank() const = 0;
+  // Whether nothing is sent: the ranks read each other's memory. Its sums are those of fp32, in the order of the ranks.
+  virtual bool is_memory() const { return false; }
 
   // Sparse tensors too, coalesced, where the backend can (Gloo): their sum is what wait() returns.
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override = 0;

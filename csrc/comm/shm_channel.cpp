@@ -61,29 +61,38 @@ std::string list(const std::vector<size_t>& ranks) {
 }  // namespace
 
 Channel::Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
-                 std::chrono::milliseconds timeout)
-    : segments_(std::move(segments)), rank_(rank), timeout_(timeout) {
-  static_assert(sizeof(Header) + 64 <= Segment::kHeaderBytes);
+                 std::chrono::milliseconds timeout, size_t index)
+    : segments_(std::move(segments)), rank_(rank), timeout_(timeout), index_(index) {
+  static_assert(sizeof(Header) <= Segment::kChannelBytes);
+  FS_ASSERT(index < Segment::kChannels, "segments have room for ", Segment::kChannels, " channels");
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
   // Zeros of a fresh segment are what these begin with; nobody constructs them twice.
   static_assert(std::is_trivially_destructible_v<Header>);
 }
 
 Channel::Header& Channel::header(size_t rank) const {
-  return *std::launder(reinterpret_cast<Header*>(segments_[rank]->header()));
+  return *std::launder(reinterpret_cast<Header*>(segments_[rank]->header(index_)));
 }
 
 Channel::Sum Channel::join(const Part& part) {
-  Sum sum{++last_, part, 0};
-  sum.chunks = std::max<int64_t>(
-      1, (part.numel + chunk_elements(part.dtype) - 1) / chunk_elements(part.dtype));
+  const int64_t each = chunk_elements(part.dtype);
+  return join_as(part, std::max<int64_t>(1, (part.numel + each - 1) / each), false);
+}
+
+Channel::Sum Channel::join_exchange(size_t offset, int64_t bytes) {
+  return join_as({offset, bytes, {}}, static_cast<int64_t>(segments_.size()), true);
+}
+
+Channel::Sum Channel::join_as(const Part& part, int64_t chunks, bool exchanges) {
+  const Sum sum{++last_, part, chunks, exchanges};
   Sum& former = recent_.at(sum.number % kSlots);
   if (former.number > 0) wait(former);
   former = sum;
   Entry& mine = entry(rank_, sum.number);
   mine.offset.store(part.offset, std::memory_order_relaxed);
   mine.numel.store(part.numel, std::memory_order_relaxed);
-  mine.dtype.store(static_cast<int32_t>(part.dtype), std::memory_order_relaxed);
+  mine.dtype.store(exchanges ? kExchange : static_cast<int32_t>(part.dtype),
+                   std::memory_order_relaxed);
   mine.number.store(sum.number);
   if (all_joined(sum)) notify();
   return sum;
@@ -107,7 +116,7 @@ int64_t Channel::share(const Sum& sum) const {
 }
 
 void Channel::help(const Sum& sum, int64_t chunks) {
-  if (!all_joined(sum)) return;
+  if (sum.exchanges || !all_joined(sum)) return;
   for (; chunks > 0; --chunks) {
     const int64_t chunk = claim(sum);
     if (chunk < 0) return;
@@ -143,10 +152,8 @@ void Channel::add_chunk(const Sum& sum, int64_t chunk) {
   std::vector<void*> buffers;
   for (size_t r = 0; r < segments_.size(); ++r) {
     const Entry& other = entry(r, sum.number);
-    const bool same =
-        other.numel.load(std::memory_order_relaxed) == sum.mine.numel &&
-        other.dtype.load(std::memory_order_relaxed) == static_cast<int32_t>(sum.mine.dtype);
-    FS_CHECK(same, "rank ", rank_, " sums ", sum.mine.numel, " elements over ranks, but rank ", r,
+    FS_CHECK(fits(other, sum), "rank ", rank_, " sums ", sum.mine.numel,
+             " elements over ranks, but rank ", r,
              " another number or dtype; do they train the same model?");
     buffers.push_back(segments_[r]->data() + other.offset.load(std::memory_order_relaxed));
   }
@@ -154,6 +161,22 @@ void Channel::add_chunk(const Sum& sum, int64_t chunk) {
   const int64_t end = std::min(sum.mine.numel, begin + chunk_elements(sum.mine.dtype));
   kernels::sum_to_all_cpu(buffers.data(), buffers.size(), begin, end, sum.mine.dtype);
 }
+
+bool Channel::fits(const Entry& other, const Sum& sum) const {
+  const int32_t dtype = sum.exchanges ? kExchange : static_cast<int32_t>(sum.mine.dtype);
+  return other.numel.load(std::memory_order_relaxed) == sum.mine.numel &&
+         other.dtype.load(std::memory_order_relaxed) == dtype;
+}
+
+const std::byte* Channel::part_of(const Sum& exchange, size_t rank) const {
+  const Entry& other = entry(rank, exchange.number);
+  FS_CHECK(fits(other, exchange), "rank ", rank_, " exchanges ", exchange.mine.numel,
+           " bytes with the others, but rank ", rank,
+           " another number; do they train the same model?");
+  return segments_[rank]->data() + other.offset.load(std::memory_order_relaxed);
+}
+
+void Channel::done_reading(const Sum& exchange) { finish_one(exchange); }
 
 void Channel::notify() {
   common().changes.fetch_add(1);
@@ -182,9 +205,10 @@ void Channel::check_in_time(const Sum& sum, bool done) const {
            " s for a sum over ranks that another rank has begun and does not finish");
 }
 
-bool Channel::wait_for(const Sum& sum, std::chrono::milliseconds time) {
+bool Channel::wait_for(const Sum& sum, std::chrono::milliseconds time, Until until) {
   const auto end = Clock::now() + time;
   if (!sleep_until(sum, [&] { return all_joined(sum); }, end)) return false;
+  if (until == Until::kJoined) return true;
   help(sum, sum.chunks);
   return sleep_until(sum, [&] { return is_finished(sum); }, end);
 }

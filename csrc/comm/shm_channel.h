@@ -1,4 +1,4 @@
-// Sums over the ranks of one machine, in memory that they share. No torch header.
+// Sums over the ranks of one machine, and exchanges between them, in memory that they share. No torch header.
 //
 // [Note: who writes what]
 // Each rank has a segment with its own buffers, which the others map. A sum over ranks works in place on one buffer of each:
@@ -13,18 +13,23 @@
 // So a buffer has one writer at any time: its rank outside of a sum, inside whoever claimed the chunk. What a script does to
 // gradients between steps is seen by nobody else. Who computes a chunk does not matter for its bits.
 //
+// In an exchange nobody writes. Each rank joins with what the others may read, reads what it needs of theirs into memory of its
+// own, and says that it has. When all have, each buffer is its own rank's again.
+//
 // [Note: what orders it]
-// Sums have numbers, 1, 2, ..., the same on all ranks, because all join in the same order. Sum n uses slot n mod kSlots:
+// Sums and exchanges have numbers, 1, 2, ..., the same on all ranks, because all join in the same order. Sum n uses slot n mod
+// kSlots:
 //
 //   entries[slot].number  in each rank's segment, written by this rank alone: it has joined
 //   claimed[slot]         in rank 0's segment: number << kChunkBits | chunks that have been claimed
-//   finished[slot]        likewise: chunks that have been finished
+//   finished[slot]        likewise: chunks that have been finished; of an exchange, ranks that have read
 //
 // The counters carry the number, so nobody has to reset them, and who comes late finds that the sum is over. They only grow,
 // by compare-and-swap. A rank joins sum n once n - kSlots is finished: then nobody reads that one's entries any more, and no
 // rank is ahead of another by more than kSlots.
 //
-// Nobody has to come back for a sum to end: who waits does what is left. A rank that failed after it joined holds up nobody.
+// Nobody has to come back for a sum to end: who waits does what is left. A rank that failed after it joined holds up nobody. An
+// exchange ends when every rank has said that it has read, or will not.
 #pragma once
 
 #include <array>
@@ -55,14 +60,21 @@ class Channel {
     uint64_t number = 0;
     Part mine;
     int64_t chunks = 0;
+    bool exchanges = false;
   };
 
-  // Segments by rank, this process's among them. `timeout`: how long a rank may be waited for.
+  // Segments by rank, this process's among them. `timeout`: how long a rank may be waited for; `index`: channels of the same
+  // segments know nothing of each other.
   Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
-          std::chrono::milliseconds timeout);
+          std::chrono::milliseconds timeout, size_t index = 0);
 
   // The next sum. One thread at a time.
   Sum join(const Part& part);
+  // The next exchange, likewise: of so many bytes on every rank, which stand at `offset` in this rank's segment.
+  Sum join_exchange(size_t offset, int64_t bytes);
+  // What a rank has joined the exchange with. Once all have joined, and before this rank's done_reading().
+  const std::byte* part_of(const Sum& exchange, size_t rank) const;
+  void done_reading(const Sum& exchange);
   bool all_joined(const Sum& sum) const;
   bool is_finished(const Sum& sum) const;
   // Works on `chunks` of it at most, where all have joined. Several threads may help.
@@ -71,10 +83,12 @@ class Channel {
   int64_t share(const Sum& sum) const;
   // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
   void meet(const Sum& sum);
-  // Returns once it is finished, and does what is left for that. Throws likewise.
+  // Returns once it is finished, and does what is left of a sum for that. Throws likewise.
   void wait(const Sum& sum);
-  // Whether it is, after so long at most.
-  bool wait_for(const Sum& sum, std::chrono::milliseconds time);
+  // Whether that has come true, after so long at most.
+  enum class Until { kJoined, kFinished };
+  bool wait_for(const Sum& sum, std::chrono::milliseconds time, Until until = Until::kFinished);
+  size_t ranks() const { return segments_.size(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -100,6 +114,10 @@ class Channel {
   Entry& entry(size_t rank, uint64_t number) const {
     return header(rank).entries.at(number % kSlots);
   }
+  static constexpr int32_t kExchange = -1;  // in place of a dtype
+
+  Sum join_as(const Part& part, int64_t chunks, bool exchanges);
+  bool fits(const Entry& other, const Sum& sum) const;
   int64_t claim(const Sum& sum);
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
@@ -113,6 +131,7 @@ class Channel {
   std::vector<std::shared_ptr<Segment>> segments_;
   size_t rank_;
   std::chrono::milliseconds timeout_;
+  size_t index_;
   uint64_t last_ = 0;
   std::array<Sum, kSlots> recent_;  // by slot
 };

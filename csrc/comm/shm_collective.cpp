@@ -1,11 +1,14 @@
 #include "shm_collective.h"
 
-#include <functional>
+#include <algorithm>
+#include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "../check.h"
-#include "../ops/buffers.h"
+#include "../kernels/sum.h"
 #include "../ops/items.h"
+#include "../ops/parallel.h"
 
 namespace fastsync::comm {
 namespace {
@@ -16,6 +19,20 @@ void help(Channel& channel, const Channel::Sum& sum, int64_t chunks) {
   ops::parallel_ranges(chunks, kElements,
                        [&](int64_t begin, int64_t end) { channel.help(sum, end - begin); });
 }
+
+// On the intra-op threads.
+void copy_bytes(void* to, const std::byte* from, int64_t bytes) {
+  constexpr int64_t kElements = Channel::kChunkBytes / 4;
+  const int64_t chunks = (bytes + Channel::kChunkBytes - 1) / Channel::kChunkBytes;
+  ops::parallel_ranges(chunks, kElements, [&](int64_t first, int64_t last) {
+    const int64_t begin = first * Channel::kChunkBytes;
+    const int64_t end = std::min(bytes, last * Channel::kChunkBytes);
+    std::memcpy(static_cast<std::byte*>(to) + begin, from + begin,
+                static_cast<size_t>(end - begin));
+  });
+}
+
+int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 }  // namespace
 
@@ -47,6 +64,9 @@ class ShmCollective::Started {
     channel_->wait(sum_);
     finish();
   }
+
+  const Channel::Sum& sum() const { return sum_; }
+  const at::Tensor& flat() const { return flat_; }  // undefined once it is finished
 
   bool is_done_within(std::chrono::milliseconds time) {
     return done_ || (channel_->wait_for(sum_, time) && finish());
@@ -89,36 +109,90 @@ class ShmCollective::WaitsForSum final : public InFlight {
   std::shared_ptr<Started> started_;
 };
 
-ShmCollective::ShmCollective(int64_t bytes) : mine_(Segment::make(static_cast<size_t>(bytes))) {}
+// An exchange that this rank has joined, and what it does with the others' parts. Reads when it is waited for.
+class ShmCollective::Reading final : public CalledByWait {
+ public:
+  // `whole`: the exchange has to be over for everybody, because it reads memory that somebody may write to then.
+  Reading(std::shared_ptr<Channel> channel, const Channel::Sum& exchange, bool whole,
+          std::function<void(const Parts&)> read)
+      : channel_(std::move(channel)), exchange_(exchange), whole_(whole), read_(std::move(read)) {}
 
-void ShmCollective::connect(const std::vector<SegmentAddress>& addresses, int64_t rank,
-                            double timeout) {
-  std::vector<std::shared_ptr<Segment>> segments;
-  for (size_t r = 0; r < addresses.size(); ++r) {
-    const bool own = static_cast<int64_t>(r) == rank;
-    segments.push_back(own ? mine_ : Segment::open(addresses[r]));
+  // Nobody shall wait for a rank that will not read.
+  ~Reading() override {
+    if (read_) channel_->done_reading(exchange_);
   }
-  ranks_ = segments.size();
-  const auto limit = std::chrono::duration<double>(timeout);
-  channel_ =
-      std::make_shared<Channel>(std::move(segments), static_cast<size_t>(rank),
-                                std::chrono::duration_cast<std::chrono::milliseconds>(limit));
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  at::Tensor wait() override {
+    if (read_) {
+      channel_->meet(exchange_);
+      read();
+    }
+    if (whole_) channel_->wait(exchange_);
+    call();
+    return {};
+  }
+
+  bool is_done_within(std::chrono::milliseconds time) override {
+    const bool over = channel_->wait_for(
+        exchange_, time, read_ ? Channel::Until::kJoined : Channel::Until::kFinished);
+    if (!over) return false;
+    if (read_) read();
+    return !whole_ || channel_->is_finished(exchange_);
+  }
+
+ private:
+  void read() {
+    Parts parts;
+    for (size_t r = 0; r < channel_->ranks(); ++r) parts.push_back(channel_->part_of(exchange_, r));
+    std::exchange(read_, nullptr)(parts);
+    channel_->done_reading(exchange_);
+  }
+
+  std::shared_ptr<Channel> channel_;
+  Channel::Sum exchange_;
+  bool whole_;
+  std::function<void(const Parts&)> read_;  // null once it has been called
+};
+
+ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel)
+    : memory_(std::move(memory)), channel_(memory_->make_channel(channel)) {}
+
+// [Note: what outlives its collective]
+// Pages that nobody takes any longer become zeros. Another rank that comes to a sum or an exchange later than this rank's
+// engine goes, as in the last step of a training or after an error here, would read those. So memory that this rank has joined
+// with is kept until all is finished, and for as long as the process lives where that does not happen soon.
+ShmCollective::~ShmCollective() {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<at::Tensor>;  // never destroyed
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const Posted& posted : posted_) {
+    if (!ends_soon(posted.exchange)) kept->push_back(posted.bytes);
+  }
+  for (const auto& sum : started_) {
+    if (!ends_soon(sum->sum())) kept->push_back(sum->flat());
+  }
+}
+
+bool ShmCollective::ends_soon(const Channel::Sum& sum) const {
+  constexpr std::chrono::milliseconds kSoon{200};
+  try {
+    return channel_->is_finished(sum) || channel_->wait_for(sum, kSoon);
+  } catch (const std::exception&) {
+    return false;  // some have ended, the others may still come
+  }
 }
 
 at::Tensor ShmCollective::make_flat(int64_t numel, at::ScalarType dtype, at::Device /*device*/) {
-  const auto bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
-  const size_t offset = mine_->take(bytes);
-  return ops::make_over(mine_->data() + offset, numel, dtype,
-                        [segment = mine_, offset] { segment->give(offset); });
+  return memory_->make_flat(numel, dtype);
 }
 
 std::unique_ptr<InFlight> ShmCollective::all_reduce(const at::Tensor& flat) {
-  const auto* const data = static_cast<const std::byte*>(flat.const_data_ptr());
-  const std::byte* const begin = mine_->data();
-  FS_ASSERT(data >= begin && data < begin + mine_->address().bytes, "a buffer that is not shared");
+  const auto place = memory_->place_of(flat);
+  FS_ASSERT(place, "a buffer that is not shared");
   make_progress();
-  const Channel::Part part{static_cast<size_t>(data - begin), flat.numel(),
-                           ops::kernel_dtype(flat.scalar_type())};
+  const Channel::Part part{*place, flat.numel(), ops::kernel_dtype(flat.scalar_type())};
   const auto sum = std::make_shared<Started>(channel_, part, flat);
   started_.push_back(sum);
   make_progress();  // perhaps to its end
@@ -128,6 +202,79 @@ std::unique_ptr<InFlight> ShmCollective::all_reduce(const at::Tensor& flat) {
 void ShmCollective::make_progress() {
   for (const auto& sum : started_) sum->advance();
   while (!started_.empty() && started_.front()->advance()) started_.pop_front();
+}
+
+std::unique_ptr<InFlight> ShmCollective::all_to_all(const at::Tensor& received,
+                                                    const at::Tensor& sent) {
+  return exchange(sent, [received, mine = rank(), ranks = size()](const Parts& parts) {
+    const int64_t each = bytes_of(received) / ranks;
+    auto* to = static_cast<std::byte*>(received.mutable_data_ptr());
+    for (const std::byte* part : parts) {
+      copy_bytes(to, part + mine * each, each);
+      to += each;
+    }
+  });
+}
+
+std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
+                                                    const at::Tensor& mine) {
+  return exchange(mine, [gathered](const Parts& parts) {
+    const int64_t each = bytes_of(gathered) / static_cast<int64_t>(parts.size());
+    auto* to = static_cast<std::byte*>(gathered.mutable_data_ptr());
+    for (const std::byte* part : parts) {
+      if (part != to) copy_bytes(to, part, each);
+      to += each;
+    }
+  });
+}
+
+std::unique_ptr<InFlight> ShmCollective::reduce_scatter(const at::Tensor& mine,
+                                                        const at::Tensor& all) {
+  return exchange(all, [mine, place = rank()](const Parts& parts) {
+    std::vector<const void*> terms;
+    for (const std::byte* part : parts) terms.push_back(part + place * bytes_of(mine));
+    kernels::sum_cpu(mine.mutable_data_ptr(), terms.data(), terms.size(), mine.numel(),
+                     ops::kernel_dtype(mine.scalar_type()));
+  });
+}
+
+std::unique_ptr<InFlight> ShmCollective::exchange(const at::Tensor& sent,
+                                                  std::function<void(const Parts&)> read) {
+  take_back();
+  const bool staged = !memory_->place_of(sent);
+  Posted posted{{}, staged ? stage(sent) : sent, staged};
+  posted.exchange = channel_->join_exchange(*memory_->place_of(posted.bytes), bytes_of(sent));
+  auto reading = std::make_unique<Reading>(channel_, posted.exchange, !staged, std::move(read));
+  posted_.push_back(std::move(posted));
+  return reading;
+}
+
+// A copy in this rank's memory. The smallest block that is large enough.
+at::Tensor ShmCollective::stage(const at::Tensor& sent) {
+  auto best = spare_.end();
+  for (auto block = spare_.begin(); block != spare_.end(); ++block) {
+    const bool fits = bytes_of(*block) >= bytes_of(sent);
+    if (fits && (best == spare_.end() || block->nbytes() < best->nbytes())) best = block;
+  }
+  at::Tensor block;
+  if (best == spare_.end()) {
+    spare_.clear();  // what is too small now would stay for ever
+    block = memory_->make_flat(bytes_of(sent), at::kByte);
+  } else {
+    block = *best;
+    spare_.erase(best);
+  }
+  copy_bytes(block.mutable_data_ptr(), static_cast<const std::byte*>(sent.const_data_ptr()),
+             bytes_of(sent));
+  return block;
+}
+
+// What all have read.
+void ShmCollective::take_back() {
+  while (!posted_.empty() && channel_->is_finished(posted_.front().exchange)) {
+    if (posted_.front().staged) spare_.push_back(std::move(posted_.front().bytes));
+    posted_.pop_front();
+  }
 }
 
 }  // namespace fastsync::comm

@@ -1,48 +1,72 @@
-// Sums over ranks that share a machine, in memory that all of them map: see shm_channel.h for how.
+// Transitions of a flat buffer between ranks that share a machine, in memory that all of them map: see shm_channel.h for how.
 //
 // No thread of its own: at every launch a rank does its part of the sums that all have joined, and where it waits it does what
-// is left. Threads would take cores from the backward.
+// is left, or reads what the others have joined with. Threads would take cores from the backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "collective.h"
-#include "shm_channel.h"
+#include "shm_memory.h"
 
 namespace fastsync::comm {
 
 // One thread at a time, of every rank.
-class ShmCollective final : public SumOverRanks {
+class ShmCollective final : public Collective {
  public:
-  // This rank's memory, of so many bytes at most. Throws std::runtime_error where the system has none to share.
-  explicit ShmCollective(int64_t bytes);
+  // Over the channel with this index, which nobody else uses.
+  ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel);
+  // What other ranks may still read, or add up, stays: see [Note: what outlives its collective].
+  ~ShmCollective() override;
+  ShmCollective(const ShmCollective&) = delete;
+  ShmCollective& operator=(const ShmCollective&) = delete;
 
-  const SegmentAddress& address() const { return mine_->address(); }
-  // Maps the others' memory; addresses by rank, this one's among them. Throws std::runtime_error where it cannot be done.
-  // `timeout`, in seconds: how long a sum may wait for a rank.
-  void connect(const std::vector<SegmentAddress>& addresses, int64_t rank, double timeout);
-
-  int size() const override { return static_cast<int>(ranks_); }
+  int rank() const override { return memory_->rank(); }
+  int size() const override { return memory_->size(); }
+  bool is_memory() const override { return true; }
   // In this rank's memory.
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) override;
+
   // Of a tensor that make_flat() made, on every rank.
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override;
+  int64_t sent_bytes(int64_t /*bytes*/) const override { return 0; }
+  // Contiguous tensors. What is sent from memory that make_flat() made is not copied: wait() then returns when all ranks have
+  // read it, else as soon as this one has.
+  std::unique_ptr<InFlight> all_to_all(const at::Tensor& received, const at::Tensor& sent) override;
+  std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered, const at::Tensor& mine) override;
+  std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override;
 
  private:
   class Started;
   class WaitsForSum;
+  class Reading;
+  // A part of a tensor that another rank has joined an exchange with.
+  using Parts = std::vector<const std::byte*>;
+  // What others may still read, and the exchange that it is for.
+  struct Posted {
+    Channel::Sum exchange;
+    at::Tensor bytes;
+    bool staged = false;
+  };
 
   void make_progress();
+  std::unique_ptr<InFlight> exchange(const at::Tensor& sent,
+                                     std::function<void(const Parts&)> read);
+  at::Tensor stage(const at::Tensor& sent);
+  void take_back();
+  bool ends_soon(const Channel::Sum& sum) const;
 
-  std::shared_ptr<Segment> mine_;
-  size_t ranks_ = 0;
+  std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<Channel> channel_;
   std::deque<std::shared_ptr<Started>> started_;
+  std::deque<Posted> posted_;
+  std::vector<at::Tensor> spare_;  // for what has to be copied
 };
 
 }  // namespace fastsync::comm

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -10,7 +11,9 @@
 #include <cerrno>
 #include <cstring>
 #include <random>
+#include <set>
 #include <string>
+#include <utility>
 
 #include "../check.h"
 
@@ -26,7 +29,6 @@ namespace fastsync::comm {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kKeyBytes = 64;
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -50,9 +52,51 @@ uint64_t random_key() {
 
 }  // namespace
 
-Segment::Segment(SegmentAddress address, int fd) : address_(address), fd_(fd) {}
+// The segments of this process, and what becomes of them in a child: see [Note: forks]. Never destroyed: a process may fork
+// while it ends.
+class Segment::Forks {
+ public:
+  static Forks& of_process() {
+    static Forks* const forks = new Forks;
+    return *forks;
+  }
+
+  void add(Segment* segment) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    segments_.insert(segment);
+  }
+  void remove(Segment* segment) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    segments_.erase(segment);
+  }
+
+ private:
+  Forks() { pthread_atfork(before, in_parent, in_child); }
+
+  // Locked while the process forks, so that the child finds no block half taken.
+  static void before() {
+    of_process().mutex_.lock();
+    for (Segment* segment : of_process().segments_) segment->mutex_.lock();
+  }
+  static void in_parent() {
+    for (Segment* segment : of_process().segments_) segment->mutex_.unlock();
+    of_process().mutex_.unlock();
+  }
+  static void in_child() {
+    for (Segment* segment : of_process().segments_) segment->become_private();
+    in_parent();
+  }
+
+  std::mutex mutex_;
+  std::set<Segment*> segments_;
+};
+
+Segment::Segment(SegmentAddress address, int fd) : address_(address), fd_(fd) {
+  if (is_mine()) Forks::of_process().add(this);
+}
 
 Segment::~Segment() {
+  Forks::of_process().remove(this);
   if (data_ != nullptr) munmap(data_, address_.bytes);
   if (process_ >= 0) close(process_);
   if (fd_ >= 0) close(fd_);
@@ -97,11 +141,27 @@ void Segment::map() {
   if (process_ < 0) fail("pidfd_open");
 }
 
-std::byte* Segment::header() const { return data_ + kKeyBytes; }
+// The key stands in front of the first one.
+std::byte* Segment::header(size_t channel) const { return data_ + (channel + 1) * kChannelBytes; }
 
 bool Segment::owner_lives() const {
   pollfd end{process_, POLLIN, 0};
   return poll(&end, 1, 0) <= 0;
+}
+
+bool Segment::is_mine() const { return address_.pid == getpid(); }
+
+// In a forked child. A child of that one has its parent's pages.
+void Segment::become_private() {
+  if (std::exchange(private_, true)) return;
+  for (const auto& [offset, bytes] : taken_) {
+    std::byte* const block = data_ + offset;
+    const void* const copy =
+        mmap(block, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+             static_cast<off_t>(offset));
+    // Where there is no memory for copies, a write ends the child rather than change the rank's gradients.
+    if (copy == MAP_FAILED) mprotect(block, bytes, PROT_READ);
+  }
 }
 
 // The first gap that is large enough. Under the lock.
@@ -119,6 +179,7 @@ size_t Segment::place_for(size_t bytes) {
 
 size_t Segment::take(size_t bytes) {
   const size_t wanted = whole_pages(bytes == 0 ? 1 : bytes);
+  FS_CHECK(is_mine(), "a forked process cannot take memory that the ranks share");
   const std::lock_guard<std::mutex> lock(mutex_);
   const size_t offset = place_for(wanted);
   FS_CHECK(reserve(fd_, offset, wanted), "no memory for ", wanted >> 10,
@@ -131,7 +192,7 @@ size_t Segment::take(size_t bytes) {
 void Segment::give(size_t offset) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto block = taken_.find(offset);
-  if (block == taken_.end()) return;
+  if (block == taken_.end() || !is_mine()) return;
   fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
             static_cast<off_t>(block->second));
   taken_.erase(block);

@@ -4,6 +4,12 @@
 // either. Others find it as /proc/<pid>/fd/<fd>, which the kernel opens for the same user alone. The file is much larger than
 // what it holds: pages come into being when take() asks for them, which fails with an error where there is no memory, and go
 // when give() returns them. So the others map it once, whatever is taken later.
+//
+// [Note: forks]
+// A data loader's workers are forks of a rank, and inherit its mapping. What they do to gradients, which is to free them as a
+// rule, must not reach the rank: before a fork returns in the child, the blocks that the rank has taken become private to the
+// child, which copies a page when it writes there, and give() no longer returns pages to the system. What a child reads later is
+// what the rank has written by then.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +30,10 @@ struct SegmentAddress {
 
 class Segment {
  public:
-  // Always there, zero-filled, in front of everything that take() returns.
-  static constexpr size_t kHeaderBytes = 64 << 10;
+  // Always there, zero-filled, in front of everything that take() returns: room for so many channels' words.
+  static constexpr size_t kChannels = 2;
+  static constexpr size_t kChannelBytes = 32 << 10;
+  static constexpr size_t kHeaderBytes = (kChannels + 1) * kChannelBytes;
 
   // This process's. Throws std::runtime_error with the system's reason.
   static std::shared_ptr<Segment> make(size_t bytes);
@@ -37,7 +45,7 @@ class Segment {
 
   const SegmentAddress& address() const { return address_; }
   std::byte* data() const { return data_; }
-  std::byte* header() const;
+  std::byte* header(size_t channel) const;
   // Whether the process that made it has not ended, reaped or not.
   bool owner_lives() const;
 
@@ -47,9 +55,12 @@ class Segment {
   void give(size_t offset);
 
  private:
+  class Forks;
   Segment(SegmentAddress address, int fd);
   void map();
   size_t place_for(size_t bytes);
+  bool is_mine() const;
+  void become_private();
 
   SegmentAddress address_;
   int fd_ = -1;
@@ -57,6 +68,7 @@ class Segment {
   std::byte* data_ = nullptr;
   std::mutex mutex_;
   std::map<size_t, size_t> taken_;  // bytes by offset
+  bool private_ = false;            // as in a forked child
 };
 
 }  // namespace fastsync::comm

@@ -122,11 +122,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Averages over another group from the next plan on, which must come at once.
   void use_group(const std::string& group_name);
   // Process groups for the links of coded buckets' chains, in order; see comm/worker.h. Needed before a plan with coded buckets.
-  void use_chains(const std::vector<std::string>& group_names);
+  void use_chains(std::vector<std::shared_ptr<comm::Collective>> links);
   // The process group over which regions travel: the same ranks. Needed before a plan with sharded buckets.
   void use_shards(const std::string& group_name);
-  // Sums buckets of later plans in memory that the group's ranks share; null: through the group.
-  void use_memory(std::shared_ptr<comm::SumOverRanks> memory);
+  // What the group's ranks share memory for, from the next plan on: sums of buckets, and regions of sharded ones. Null: both
+  // travel through the group.
+  void use_memory(std::shared_ptr<comm::Collective> sums,
+                  std::shared_ptr<comm::Collective> regions);
   void detach_hooks();
 
   // Each rank sends its region, one of as many equal ones as there are ranks, of each buffer to all.

@@ -4,6 +4,7 @@
 // A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
 // error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
+#include <deque>
 #include <utility>
 
 #include "../check.h"
@@ -185,16 +186,23 @@ void Reducer::use_shards(const std::string& group_name) {
   routes_.shards = comm::Collective::resolve(group_name);
 }
 
-void Reducer::use_memory(std::shared_ptr<comm::SumOverRanks> memory) {
+void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
+                         std::shared_ptr<comm::Collective> regions) {
   const Lock lock(mutex_);
-  routes_.memory = std::move(memory);
+  routes_.memory = std::move(sums);
+  routes_.shards = std::move(regions);
+  routes_.pool = std::make_shared<ops::BufferPool>();
+  if (!routes_.shards) return;
+  // What is packed there is read where it lies.
+  routes_.pool = std::make_shared<ops::BufferPool>(
+      [memory = routes_.shards](int64_t numel, at::ScalarType dtype, at::Device device) {
+        return memory->make_flat(numel, dtype, device);
+      });
 }
 
-void Reducer::use_chains(const std::vector<std::string>& group_names) {
+void Reducer::use_chains(std::vector<std::shared_ptr<comm::Collective>> links) {
   const Lock lock(mutex_);
-  std::vector<std::shared_ptr<comm::Collective>> groups;
-  for (const std::string& name : group_names) groups.push_back(comm::Collective::resolve(name));
-  routes_.chains = std::make_shared<comm::Chains>(std::move(groups));
+  routes_.chains = std::make_shared<comm::Chains>(std::move(links));
 }
 
 void Reducer::shadow_step() {
@@ -226,8 +234,13 @@ void Reducer::gather(const std::vector<at::Tensor>& flats) {
   const int64_t ranks = routes_.group->size();
   if (ranks == 1) return;
   FS_CHECK(routes_.shards, "there is no process group for regions");
-  std::vector<std::unique_ptr<comm::InFlight>> under_way;
+  constexpr size_t kUnderWay = 64;
+  std::deque<std::unique_ptr<comm::InFlight>> under_way;
   for (const at::Tensor& flat : flats) {
+    if (under_way.size() == kUnderWay) {
+      under_way.front()->wait();
+      under_way.pop_front();
+    }
     const int64_t region = flat.numel() / ranks;
     const auto mine = ops::SlotLayout::run(routes_.group->rank() * region, region);
     const auto part = ops::view_of(flat, mine, flat.scalar_type());
@@ -235,7 +248,7 @@ void Reducer::gather(const std::vector<at::Tensor>& flats) {
     const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
     ++stats_.collectives;
     stats_.bytes += ranks * bytes;
-    stats_.sent_bytes += (ranks - 1) * bytes;
+    stats_.sent_bytes += (ranks - 1) * (routes_.shards->is_memory() ? 0 : bytes);
   }
   for (const auto& each : under_way) each->wait();
 }

@@ -1,7 +1,7 @@
 // Sums of several buffers, element by element, in the order of the buffers: the arithmetic of an all-reduce in memory.
 //
 // Each element becomes buffers[0] + buffers[1] + ..., added from left to right in fp32 (fp64 for fp64) and rounded to the
-// dtype once, in every buffer. So the bits depend on nothing but the values.
+// dtype once. So the bits depend on nothing but the values.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,9 @@
 #include "pack.h"
 
 namespace fastsync::kernels {
+
+// Elements [0, numel) of `count` buffers, which must not overlap, into memory that may be one of them.
+void sum_cpu(void* to, const void* const* from, size_t count, int64_t numel, DType dtype);
 
 // Elements [begin, end) of `count` buffers, which must not overlap.
 void sum_to_all_cpu(void* const* buffers, size_t count, int64_t begin, int64_t end, DType dtype);

@@ -15,12 +15,16 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
   if (best == free_.end()) {
     // What is too small now has served smaller buckets, and would stay for ever.
     free_.clear();
-    lent_.push_back(make_scratch({numel}, dtype, device));
+    lent_.push_back(make(numel, dtype, device));
   } else {
     lent_.push_back(*best);
     free_.erase(best);
   }
   return view_of(lent_.back(), SlotLayout::run(0, numel), dtype);
+}
+
+at::Tensor BufferPool::make(int64_t numel, at::ScalarType dtype, at::Device device) const {
+  return make_ ? make_(numel, dtype, device) : make_scratch({numel}, dtype, device);
 }
 
 void BufferPool::give(const at::Tensor& buffer) {

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 namespace fastsync::ops {
@@ -12,6 +14,11 @@ namespace fastsync::ops {
 // filling it; devices' allocators have pools themselves.
 class BufferPool {
  public:
+  using Make = std::function<at::Tensor(int64_t numel, at::ScalarType dtype, at::Device device)>;
+
+  // `make`: where a CPU's memory comes from, instead of the allocator.
+  explicit BufferPool(Make make = nullptr) : make_(std::move(make)) {}
+
   // Whatever the memory holds.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
   // One that take() returned; undefined: nothing.
@@ -20,8 +27,10 @@ class BufferPool {
   void forget(const at::Tensor& buffer);
 
  private:
+  at::Tensor make(int64_t numel, at::ScalarType dtype, at::Device device) const;
   at::Tensor take_back(const at::Tensor& buffer);
 
+  Make make_;
   std::vector<at::Tensor> lent_;
   std::vector<at::Tensor> free_;
 };

@@ -126,6 +126,81 @@ void many_are_under_way() {
   });
 }
 
+// Sums and exchanges take turns in one channel. Some ranks do not read, and buffers are overwritten once all are done.
+void exchanges_are_read_before_they_change() {
+  constexpr size_t kRanks = 3;
+  constexpr int64_t kNumel = 30000;
+  auto ranks = make_ranks(kRanks);
+  on_all(ranks, [&](size_t r, Rank& rank) {
+    std::mt19937 random(static_cast<unsigned>(r));
+    const size_t offset = rank.segment->take(kNumel * sizeof(float));
+    for (uint64_t number = 1; number <= 2 * Channel::kSlots; ++number) {
+      fill(rank, r, offset, number, kNumel);
+      if (number % 3 == 0) {
+        const Channel::Sum sum = rank.channel->join({offset, kNumel, kernels::DType::kFloat32});
+        rank.channel->wait(sum);
+        expect_sum(rank, kRanks, sum);
+        continue;
+      }
+      const Channel::Sum exchange = rank.channel->join_exchange(offset, kNumel * sizeof(float));
+      if (random() % 8 != 0) {
+        rank.channel->meet(exchange);
+        const size_t other = (r + number) % kRanks;
+        const auto* theirs = reinterpret_cast<const float*>(rank.channel->part_of(exchange, other));
+        for (int64_t i = 0; i < kNumel; i += 7) {
+          EXPECT(theirs[i] == value_of(other, number, i), "exchange ", number, ", element ", i);
+        }
+      }
+      rank.channel->done_reading(exchange);
+      rank.channel->wait(exchange);
+    }
+  });
+}
+
+void channels_of_one_segment_are_apart() {
+  auto ranks = make_ranks(2);
+  std::vector<std::shared_ptr<Segment>> segments{ranks[0].segment, ranks[1].segment};
+  on_all(ranks, [&](size_t r, Rank& rank) {
+    Channel second(segments, r, seconds(60), 1);
+    const size_t offset = rank.segment->take(400);
+    const size_t other = rank.segment->take(400);
+    fill(rank, r, offset, 1, 100);
+    fill(rank, r, other, 1, 100);
+    // In another order on either rank.
+    const auto join = [&](Channel& channel, size_t at) {
+      return channel.join({at, 100, kernels::DType::kFloat32});
+    };
+    const Channel::Sum here = r == 0 ? join(*rank.channel, offset) : Channel::Sum{};
+    const Channel::Sum there = join(second, other);
+    const Channel::Sum late = r == 0 ? here : join(*rank.channel, offset);
+    second.wait(there);
+    rank.channel->wait(late);
+    expect_sum(rank, 2, there);
+    expect_sum(rank, 2, late);
+  });
+}
+
+// See [Note: forks].
+void children_change_nothing() {
+  const auto segment = Segment::make(kBytes);
+  const size_t offset = segment->take(10000);
+  std::memset(segment->data() + offset, 1, 10000);
+  const pid_t child = fork();
+  if (child == 0) {
+    std::memset(segment->data() + offset, 2, 5000);
+    const pid_t grandchild = fork();
+    if (grandchild == 0) _exit(segment->data()[offset] == std::byte{2} ? 0 : 1);
+    int status = 1;
+    waitpid(grandchild, &status, 0);
+    segment->give(offset);
+    _exit(status == 0 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  EXPECT(status == 0, "the child sees what it wrote: ", status);
+  for (size_t i = 0; i < 10000; ++i) EXPECT(segment->data()[offset + i] == std::byte{1}, i);
+}
+
 // A rank that joins and never comes back holds up nobody.
 void who_waits_does_what_is_left() {
   auto ranks = make_ranks(2);
@@ -207,6 +282,9 @@ int main(int argc, char** argv) {
                                        {"three", [] { sums_in_the_order_of_the_ranks(3); }},
                                        {"four", [] { sums_in_the_order_of_the_ranks(4); }},
                                        {"many", many_are_under_way},
+                                       {"exchanges", exchanges_are_read_before_they_change},
+                                       {"channels", channels_of_one_segment_are_apart},
+                                       {"forks", children_change_nothing},
                                        {"left", who_waits_does_what_is_left},
                                        {"absent", absent_ranks_are_named},
                                        {"dead", dead_ranks_are_named},

@@ -38,7 +38,7 @@ struct Routes {
   std::shared_ptr<comm::Hook> hook;      // the user's, who reduces the buckets
   std::shared_ptr<comm::Collective>
       shards;  // the group's ranks, for regions; on a CPU none but these use it
-  std::shared_ptr<comm::SumOverRanks> memory;  // which the ranks share; null: they do not
+  std::shared_ptr<comm::Collective> memory;  // which the ranks share; null: they do not
   std::shared_ptr<ops::BufferPool> pool = std::make_shared<ops::BufferPool>();
 
   // Whether anything is sent at all.

@@ -201,10 +201,7 @@ class AllReduce final : public Flat {
   AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::SumOverRanks> ranks)
       : Flat(spec, slots), ranks_(std::move(ranks)) {}
 
-  // As a ring all-reduce sends, where the backend decides.
-  int64_t sent_bytes() const override {
-    return 2 * bytes() * (ranks_->size() - 1) / ranks_->size();
-  }
+  int64_t sent_bytes() const override { return ranks_->sent_bytes(bytes()); }
 
  private:
   std::unique_ptr<comm::InFlight> start(const at::Tensor& flat) override {

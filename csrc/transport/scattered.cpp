@@ -75,7 +75,7 @@ class Scattered final : public Transport {
 
   // Gloo would reduce all of it on every rank: each sends the others their regions, and sums its own.
   std::unique_ptr<comm::InFlight> launch() override {
-    sums_ = !device().is_cpu();
+    sums_ = !device().is_cpu() || group_->is_memory();
     received_ = pool_->take(sums_ ? chunk_ : sent_.numel(), dtype(), device());
     return sums_ ? group_->reduce_scatter(received_, sent_) : group_->all_to_all(received_, sent_);
   }
@@ -155,7 +155,9 @@ class Scattered final : public Transport {
     return ops::view_of(flags_, place, flags_.scalar_type());
   }
   int64_t bytes() const override { return group_->size() * chunk_bytes(); }
-  int64_t sent_bytes() const override { return (group_->size() - 1) * chunk_bytes(); }
+  int64_t sent_bytes() const override {
+    return group_->is_memory() ? 0 : (group_->size() - 1) * chunk_bytes();
+  }
 
  private:
   // What is only known of a gradient while it travels.

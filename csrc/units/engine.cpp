@@ -1,6 +1,7 @@
 // Parsing torch's headers is what compiling costs: files that need the same ones share one parse.
 #include "../comm/chain.cpp"
 #include "../comm/shm_collective.cpp"
+#include "../comm/shm_memory.cpp"
 #include "../engine/autograd_hooks.cpp"
 #include "../engine/bucket.cpp"
 #include "../engine/flags.cpp"

@@ -3,10 +3,11 @@
 [Note: Counting live bytes]
 On a CPU, the C allocator itself is asked for the bytes in use (glibc's mallinfo2) after two
 training steps, less the same before the model was wrapped. That sees every thread's buffers,
-whoever holds them. The profiler does not: it misses what other threads release, and charged
-torch's fp16 hook with 3 times the gradients instead of 2. Python's garbage collector cannot see
-the buffers of a C++ reducer, and the resident set is coarser (pages, and what malloc keeps).
-On a GPU, `torch.cuda.memory_allocated` answers the same question.
+whoever holds them. Pages that this rank made for memory that ranks share are added. The profiler
+does not see as much: it misses what other threads release, and charged torch's fp16 hook with 3
+times the gradients instead of 2. Python's garbage collector cannot see the buffers of a C++
+reducer, and the resident set is coarser (pages, and what malloc keeps). On a GPU,
+`torch.cuda.memory_allocated` answers the same question.
 
 The figure is a ratio to the bytes of the gradients: 1 for a bare model, 2 for default DDP, whose
 buckets are a second copy. Objects around the tensors are part of it (about 1.5 kB per parameter
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +62,7 @@ def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
 
     def read() -> int:
         info = mallinfo()
-        return int(info.uordblks + info.hblkhd)
+        return int(info.uordblks + info.hblkhd) + shared_bytes()
 
     # Another allocator may stand in for glibc's, whose answer would then mean nothing.
     before = settled(read)
@@ -68,6 +70,16 @@ def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
     seen = settled(read) - before
     del probe
     return read if seen >= PROBE_BYTES else None
+
+
+def shared_bytes() -> int:
+    """Bytes of files without a name that this process made and holds, as `memfd_create` does."""
+    files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(
+        512 * os.stat(path).st_blocks
+        for path in files
+        if os.path.islink(path) and os.readlink(path).startswith("/memfd:fastsync")
+    )
 
 
 def settled(read: Callable[[], int]) -> int:

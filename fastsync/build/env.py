@@ -31,6 +31,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "shard_by": str,
     "master_weights": bool,
     "on_nonfinite": str,
+    "shared_memory": bool,
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
@@ -58,8 +59,8 @@ class Env:
         replace_ddp: ``FASTSYNC_REPLACE_DDP``. Puts FastDDP in the place of torch's
             DistributedDataParallel, with these arguments: ``1``, or such as
             ``wire=bf16,bucket_cap_mb=10`` (default: no).
-        shared_memory: ``FASTSYNC_SHM``. ``1`` has ranks that share a machine average gradients
-            through memory that they share, instead of the process group (default: 0).
+        shared_memory: ``FASTSYNC_SHM``. ``0`` on any rank has the ranks of one machine average
+            CPU gradients through the process group, instead of memory that they share.
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
             compiles to those that wait for it.
     """
@@ -72,7 +73,7 @@ class Env:
     agree_timeout: float = 60.0
     rank: int = 0
     local_ranks: int = 0
-    shared_memory: bool = False
+    shared_memory: bool = True
     replace_ddp: Mapping[str, Any] | None = None
 
     @classmethod
@@ -93,7 +94,7 @@ class Env:
             agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
             rank=_integer(environ, "RANK", cls.rank),
             local_ranks=_integer(environ, "LOCAL_WORLD_SIZE", cls.local_ranks),
-            shared_memory=_choice(environ, "FASTSYNC_SHM", ("0", "1")) == "1",
+            shared_memory=_choice(environ, "FASTSYNC_SHM", ("1", "0")) == "1",
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
         )
 

@@ -44,6 +44,7 @@ CPP_SOURCES = (
     "comm/worker.cpp",
     "comm/shm_segment.cpp",
     "comm/shm_channel.cpp",
+    "comm/shm_memory.cpp",
     "comm/shm_collective.cpp",
     "comm/chain.cpp",
     "comm/python_hook.cpp",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
+    from fastsync._C import SharedCollective as SharedCollective
     from fastsync._C import SharedMemory as SharedMemory
     from fastsync._C import Timeline as Timeline
 else:
@@ -50,6 +51,7 @@ __all__ = [
     "check_backend",
     "load",
     "low_rank_spec",
+    "make_collective",
     "make_memory",
     "make_precision",
     "make_reducer",
@@ -175,6 +177,15 @@ def make_memory(size: int) -> SharedMemory:
         RuntimeError: the system has none.
     """
     return _C.SharedMemory(size)
+
+
+def make_collective(memory: SharedMemory, channel: int) -> SharedCollective:
+    """Collectives of the ranks that share `memory`, each of which returns when it is done.
+
+    Args:
+        channel: 0 or 1, and another one than anybody else's.
+    """
+    return _C.SharedCollective(memory, channel)
 
 
 def make_sharded_gradients(

@@ -91,6 +91,7 @@ class Engine:
         self._nodes = self._find_nodes()
         self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
         self._linked: list[str] = []  # those that the reducer has
+        self._node_memory: dict[Nodes, core.SharedMemory | None] = {}
         self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
         self._meeting = self._meeting_place()
         self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
@@ -100,8 +101,9 @@ class Engine:
         self.precision = None if compute is None else core.make_precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, names, group, policy, self.precision)
-        self._share_memory()
-        self.shares = Shares(self.core, group, tensors[0].device)
+        self._memory = self._share_memory(group)
+        self.core.use_memory(self._memory)
+        self.shares = Shares(self.core, group, tensors[0].device, self._memory)
         self.regrouped = False
         self._plan_changed = False
         self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
@@ -115,11 +117,11 @@ class Engine:
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
 
-    def _share_memory(self) -> None:
-        """Has the ranks of one machine average through memory. Collective."""
-        if all(p.tensor.device.type == "cpu" for p in self._params):
-            size = sum(p.tensor.numel() * p.tensor.element_size() for p in self._params)
-            self.core.use_memory(share_memory(self._group, size))
+    def _share_memory(self, group: dist.ProcessGroup) -> core.SharedMemory | None:
+        """Memory of the ranks of `group`, where they are on one machine. Collective."""
+        if not self.policy.in_memory or any(p.tensor.device.type != "cpu" for p in self._params):
+            return None
+        return share_memory(group, sum(p.tensor.nbytes for p in self._params))
 
     def _find_nodes(self) -> Nodes | None:
         return find_nodes(self.policy.wire, self._group, Env.read().local_ranks)
@@ -229,7 +231,8 @@ class Engine:
         """Averages over another process group from now on."""
         self._group = group
         self.core.use_group(resolvable_name(group))
-        self._share_memory()
+        self._memory = self._share_memory(group)
+        self.core.use_memory(self._memory)
         self._nodes = self._find_nodes()
         self._links, self._linked, self._own_group = {}, [], None
         self._meeting = self._meeting_place()
@@ -385,9 +388,12 @@ class Engine:
             device = self._params[0].tensor.device
             links = make_links(self._group, self.wire, self._nodes, device)
             self._links[self._nodes] = [group.group_name for group in links]
+            if self._nodes is not None:
+                self._node_memory[self._nodes] = self._share_memory(links[0])
         if self._linked != self._links[self._nodes]:
             self._linked = self._links[self._nodes]
-            self.core.use_chains(self._linked)
+            memory = self._node_memory.get(self._nodes) if self._nodes is not None else None
+            self.core.use_chains(self._linked, memory)
 
     def _regroup(self) -> None:
         """Collective. Others are trained than are planned: takes a recent plan or a new one."""

@@ -23,7 +23,7 @@ __all__ = ["share_memory"]
 _log = logging.getLogger("fastsync")
 # Addresses, not memory: pages come into being when buckets ask for them.
 _ADDRESSES = 256 << 30
-_BUFFERS = 4  # of each gradient, for what a script keeps, at least
+_BUFFERS = 6  # of each parameter, for what a script keeps, at least
 _TIMEOUT = 1800.0  # seconds; torch's default
 
 
@@ -42,16 +42,16 @@ class _Offer:
     refusal: str = ""
 
 
-def share_memory(group: dist.ProcessGroup, gradient_bytes: int) -> core.SharedMemory | None:
+def share_memory(group: dist.ProcessGroup, param_bytes: int) -> core.SharedMemory | None:
     """Memory through which the ranks of `group` average gradients on the CPU. Collective.
 
     Returns:
-        None on all ranks unless all set ``FASTSYNC_SHM=1``; or where they are on several machines,
-        the group is no Gloo group, or the system forbids it.
+        None on all ranks where they are on several machines, the group is no Gloo group, any of
+        them sets ``FASTSYNC_SHM=0``, or the system forbids it.
     """
     if group.size() == 1 or group_store(group) is None:
         return None
-    memory, offer = _make_offer(group, gradient_bytes)
+    memory, offer = _make_offer(group, param_bytes)
     offers = gather_objects(offer, group)
     refusal = _why_not(offers)
     if memory is not None and not refusal:
@@ -63,15 +63,15 @@ def share_memory(group: dist.ProcessGroup, gradient_bytes: int) -> core.SharedMe
 
 
 def _make_offer(
-    group: dist.ProcessGroup, gradient_bytes: int
+    group: dist.ProcessGroup, param_bytes: int
 ) -> tuple[core.SharedMemory | None, _Offer]:
     if gloo_threads(group) < 0:
         return None, _Offer("", None, "it is not a Gloo group")
     try:
         if not Env.read().shared_memory:
-            return None, _Offer("", None, "FASTSYNC_SHM is not 1")
+            return None, _Offer("", None, "FASTSYNC_SHM is 0")
         host = _host()
-        size = max(_ADDRESSES // group.size(), _BUFFERS * gradient_bytes)
+        size = max(_ADDRESSES // group.size(), _BUFFERS * param_bytes)
         memory = core.make_memory(size)
     except (OSError, RuntimeError, ValueError) as error:
         return None, _Offer("", None, str(error))

@@ -37,11 +37,18 @@ class Shares:
     """The units of one engine, and the process group that their regions travel over.
 
     On a CPU that group is used for nothing else: two models whose regions went over one would take
-    each other's.
+    each other's. Where the ranks share memory, they read each other's regions instead.
     """
 
-    def __init__(self, reducer: core.Reducer, group: dist.ProcessGroup, device: torch.device):
+    def __init__(
+        self,
+        reducer: core.Reducer,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        memory: core.SharedMemory | None,
+    ) -> None:
         self._core, self._group, self._device = reducer, group, device
+        self._memory = memory
         self._links: dist.ProcessGroup | None = None
         self._units: Sequence[ShardedUnit] = ()
         self._places: dict[int, ShardSlot] = {}
@@ -67,10 +74,16 @@ class Shares:
 
     def connect(self) -> None:
         """Regions may travel. Collective the first time."""
-        if self._links is None:
+        if self._links is None and self._memory is None:
             on_cpu = self._device.type == "cpu"
             self._links = new_cpu_group(self._group, "shards") if on_cpu else self._group
             self._core.use_shards(resolvable_name(self._links))
+
+    def make_flat(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of zeros for `gather`, which the others read in place where they can."""
+        if self._memory is None or dtype.is_complex:
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+        return self._memory.make_flat(numel, dtype)
 
     def gather(self, flats: Sequence[torch.Tensor]) -> None:
         """Every rank sends its region of each buffer, one of equal ones, to all. Collective."""

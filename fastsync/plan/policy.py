@@ -180,6 +180,7 @@ class SyncPolicy:
         zero: what the ranks share.
         on_nonfinite: what a step does with gradients that hold NaN or infinity, one of
             `ON_NONFINITE`.
+        shared_memory: the ranks of one machine may average through memory that they share.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -193,6 +194,7 @@ class SyncPolicy:
     network: Network = field(default_factory=Network)
     zero: ZeroPolicy = ZeroPolicy()
     on_nonfinite: str = "ignore"
+    shared_memory: bool = True
 
     @property
     def checks_finite(self) -> bool:
@@ -203,6 +205,11 @@ class SyncPolicy:
     def flagged(self) -> bool:
         """Whether flags travel with the gradients: which are used, and which are finite."""
         return self.checks_finite or not self.fail_on_unused
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the ranks of one machine may read each other's buckets."""
+        return self.shared_memory and not self.hooked
 
     @property
     def shardable(self) -> bool:

@@ -44,7 +44,8 @@ class SyncStats(Mapping[str, Any]):
         plans: bucket plans installed.
         collectives: buckets handed to the backend.
         bytes: handed to the backend.
-        sent_bytes: that left this rank, where all-reduces are rings.
+        sent_bytes: that left this rank, where all-reduces are rings; none of those that the ranks
+            of one machine read in memory.
         between_nodes_bytes: those of them that left its node, in the hierarchical form.
         residual_bytes: memory that error feedback holds.
         exposed_seconds: host time at the end of backwards spent waiting for collectives, in all.

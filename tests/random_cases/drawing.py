@@ -104,6 +104,7 @@ def draw(rng, world, theme=None):
         "gradient_as_bucket_view": rng.random() < 0.7,
         "find_unused_parameters": rng.choice((None, True)),
         "on_nonfinite": "ignore" if theme == "hook" else rng.choice(("ignore", "ignore", "skip")),
+        "shared_memory": rng.random() < 0.5,
     }
     if theme == "plain":
         exact = Wire() if rng.random() < 0.5 else rng.choice(EXACT_WIRES)

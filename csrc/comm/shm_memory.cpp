@@ -1,0 +1,42 @@
+#include "shm_memory.h"
+
+#include <utility>
+
+#include "../ops/buffers.h"
+
+namespace fastsync::comm {
+
+SharedMemory::SharedMemory(int64_t bytes) : mine_(Segment::make(static_cast<size_t>(bytes))) {}
+
+void SharedMemory::connect(const std::vector<SegmentAddress>& addresses, int64_t rank,
+                           double timeout) {
+  std::vector<std::shared_ptr<Segment>> segments;
+  for (size_t r = 0; r < addresses.size(); ++r) {
+    const bool own = static_cast<int64_t>(r) == rank;
+    segments.push_back(own ? mine_ : Segment::open(addresses[r]));
+  }
+  segments_ = std::move(segments);
+  rank_ = static_cast<size_t>(rank);
+  const auto limit = std::chrono::duration<double>(timeout);
+  timeout_ = std::chrono::duration_cast<std::chrono::milliseconds>(limit);
+}
+
+std::shared_ptr<Channel> SharedMemory::make_channel(size_t index) const {
+  return std::make_shared<Channel>(segments_, rank_, timeout_, index);
+}
+
+at::Tensor SharedMemory::make_flat(int64_t numel, at::ScalarType dtype) const {
+  const auto bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
+  const size_t offset = mine_->take(bytes);
+  return ops::make_over(mine_->data() + offset, numel, dtype,
+                        [segment = mine_, offset] { segment->give(offset); });
+}
+
+std::optional<size_t> SharedMemory::place_of(const at::Tensor& tensor) const {
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  const std::byte* const begin = mine_->data();
+  if (data < begin || data >= begin + mine_->address().bytes) return {};
+  return static_cast<size_t>(data - begin);
+}
+
+}  // namespace fastsync::comm
