@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.measure.codecs import CODEC_CASES
-from bench.measure.transfers import CASES, check, make_scattered, methods
+from bench.measure.transfers import CASES
 from bench.models import WORKLOADS
 from bench.report.charts import Labels, Line, line_chart, nice_marks
 from bench.report.formulas import bucketed, finish, least_exposed
@@ -47,20 +47,18 @@ def test_ratios_are_taken_round_by_round():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_kernel_that_does_too_little_is_found_out(case):
-    data = make_scattered(WORKLOADS["small"](scale=0.01), case, torch.device("cpu"))
-    for name, way in methods(case, data).items():
-        check(name, case, data, way)
+    task = case.task(WORKLOADS["small"](scale=0.01), torch.device("cpu"))
+    for name, way in task.ways.items():
+        task.check(name, way)
     with pytest.raises(CheckFailed):
-        check("nothing", case, data, lambda: None)
-    targets = data.views if case.kind == "pack" else data.gradients
-    honest = methods(case, data)["fastsync"]
+        task.check("nothing", lambda: None)
 
     def wrong():
-        honest()
-        targets[-1].view(-1)[-1] += 1
+        task.ways["fastsync"]()
+        task.targets[-1].view(-1)[-1] += 1
 
     with pytest.raises(CheckFailed, match="by fastsync"):
-        check("fastsync", case, data, wrong)
+        task.check("fastsync", wrong)
 
 
 @pytest.mark.parametrize("case", CODEC_CASES, ids=lambda case: case.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,27 @@ class Task:
     """A case with data to do it on.
 
     Attributes:
+        name: of the case.
         moved: bytes, each element read once and written once in the format that it has there.
         ways: every way to do it, by name.
-        check: runs the way of a name once; raises CheckFailed where its result is wrong.
+        targets: what the ways write.
+        judged: from the name of a way and what it returned: what it found, what it should have
+            found, and the largest error that it may have made.
     """
 
+    name: str
     moved: int
     ways: dict[str, Way]
-    check: Callable[[str, Way], None]
+    targets: Sequence[Tensor]
+    judged: Callable[[str, Any], tuple[Tensor, Tensor, Tensor | float]]
+
+    def check(self, name: str, way: Way) -> None:
+        """Runs a way once; raises CheckFailed where an element of its result is wrong."""
+        for target in self.targets:  # a way that writes nothing is found out
+            target.fill_(math.nan if target.is_floating_point() else 0)
+        found, wanted, limit = self.judged(name, way())
+        if not bool(((found.double() - wanted.double()).abs() <= limit).all()):
+            raise CheckFailed(f"{self.name} by {name}: not what the reference says")
 
 
 @dataclass(frozen=True)
@@ -62,10 +76,21 @@ class Case:
 
     def task(self, workload: Workload, device: torch.device) -> Task:
         """The case with random gradients of the workload's shapes."""
-        data = make_scattered(workload, self, device)
-        elements = sum(g.numel() for g in data.gradients)
-        moved = elements * (self.gradient.itemsize + self.flat.itemsize)
-        return Task(moved, methods(self, data), lambda name, way: check(name, self, data, way))
+        data, packs = make_scattered(workload, self, device), self.kind == PACK
+        sources, targets = (data.gradients, data.views) if packs else (data.views, data.gradients)
+        dtype = self.flat if packs else self.gradient
+        wanted = joined([(source.double() * self.scale).to(dtype) for source in sources])
+        # fastsync's kernels round once, which the reference does too. torch rounds before it
+        # multiplies, so that its methods may differ by one more rounding of the buffer's dtype.
+        limits = torch.finfo(self.flat)
+        slack = limits.eps * (wanted.double().abs() + limits.smallest_normal)
+
+        def judged(name: str, result: object) -> tuple[Tensor, Tensor, Tensor | float]:
+            dense = packs and isinstance(result, Tensor)  # in a buffer of the way's own
+            return result if dense else joined(targets), wanted, 0.0 if name == OURS else slack  # type: ignore[return-value]
+
+        moved = wanted.numel() * (self.gradient.itemsize + self.flat.itemsize)
+        return Task(self.name, moved, methods(self, data), targets, judged)
 
 
 CASES = (
@@ -94,6 +119,11 @@ def shapes_of(workload: Workload) -> list[torch.Size]:
     """Of its gradients."""
     with torch.device("meta"):
         return [p.shape for p in workload.build().parameters()]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Their elements in one vector."""
+    return torch.cat([t.reshape(-1) for t in tensors])
 
 
 def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scattered:
@@ -143,28 +173,3 @@ def methods(case: Case, data: Scattered) -> dict[str, Way]:
         # As Apex does: a buffer anew in every step.
         ways["flatten"] = lambda: torch._utils._flatten_dense_tensors(gradients).mul_(scale)
     return ways
-
-
-def check(name: str, case: Case, data: Scattered, way: Way) -> None:
-    """Runs a way once and compares its result, element by element, with the reference in fp64.
-
-    fastsync's kernels promise to round once, which the reference does too. torch rounds before it
-    multiplies, so that its methods may differ by one more rounding of the buffer's dtype.
-
-    Raises:
-        CheckFailed: an element differs.
-    """
-    packs = case.kind == PACK
-    sources, targets = (data.gradients, data.views) if packs else (data.views, data.gradients)
-    dtype = case.flat if packs else case.gradient
-    expected = [(source.double() * case.scale).to(dtype) for source in sources]
-    for target in targets:
-        target.fill_(math.nan)  # a way that writes nothing is found out
-    result = way()
-    if packs and isinstance(result, Tensor):  # a dense buffer of the way's own
-        targets, expected = [result], [torch.cat([e.reshape(-1) for e in expected])]
-    limits = torch.finfo(case.flat)
-    rtol, atol = (0.0, 0.0) if name == OURS else (limits.eps, limits.smallest_normal * limits.eps)
-    for target, wanted in zip(targets, expected, strict=True):
-        if not torch.allclose(target.float(), wanted.float(), rtol=rtol, atol=atol):
-            raise CheckFailed(f"{case.name} by {name}: not what the reference says")
