@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.measure import jobs, netns
+from bench.measure import netns
 from bench.measure.netns import LinkName, parse_links
 from examples.common.ranks import INTERRUPTED, NO_RIGHTS, USAGE, UsageError
 
@@ -27,8 +27,16 @@ def links(*arguments, **options):
     )
 
 
-def left_behind(pid):
-    return [name for name in netns._ours() if name.startswith(f"fsbench-{pid}-")]
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def all_end(pids, seconds=60):
+    """Whether the processes end; one of them holds each namespace."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def check_records(path, expected):
@@ -62,58 +70,41 @@ def test_ranks_meet_over_a_shaped_link(tmp_path, ranks):
 
 
 @needs_links
-def test_links_are_removed_when_the_benchmark_is_stopped():
+def test_links_and_ranks_end_when_the_benchmark_is_stopped():
     command = [sys.executable, "-m", "bench", "links", *TINY, "--links", "1gbit", "--seconds", "60"]
     process = subprocess.Popen([*command, "--rounds", "10000"], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300
-    while not left_behind(process.pid):
+    while len(found := children(process.pid)) < 4:  # two ranks, and what holds their namespaces
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(300) == INTERRUPTED
     process.stderr.close()
-    assert not left_behind(process.pid)
+    assert all_end(found)
 
 
 @needs_links
-def test_what_would_stop_a_removal_waits_for_its_end(monkeypatch):
-    run = netns._ip
-
-    def interrupted(*arguments):
-        if arguments[:2] == ("netns", "delete"):
-            signal.raise_signal(signal.SIGTERM)
-        return run(*arguments)
-
-    monkeypatch.setattr(netns, "_ip", interrupted)
-    with jobs.terminable(), pytest.raises(KeyboardInterrupt), netns.Network(2):
-        assert left_behind(os.getpid())
-    assert not left_behind(os.getpid())
-
-
-@needs_links
-def test_what_a_killed_run_left_is_removed_and_the_living_are_not():
-    dead = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead.wait()
-    stale = f"fsbench-{dead.pid}-1-0"
-    alive = f"fsbench-{os.getpid()}-{netns._start_time(os.getpid())}-9"
-    for name in (stale, alive):
-        subprocess.run(["ip", "netns", "add", name], check=True)
-    inside = subprocess.Popen(["ip", "netns", "exec", stale, "sleep", "600"])
-    while not subprocess.check_output(["ip", "netns", "pids", stale]).split():
-        time.sleep(0.01)
-    try:
-        assert stale in netns.remove_stale()
-        assert stale not in netns._ours() and alive in netns._ours()
-        assert inside.wait(10) == -signal.SIGKILL
-    finally:
-        inside.kill()
-        subprocess.run(["ip", "netns", "delete", alive], check=True)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_is_left_of_a_killed_run(ranks):
+    code = (
+        "import time; from bench.measure.netns import network\n"
+        f"with network({ranks}) as seats: print(*(s.holder for s in seats), flush=True);"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    holders = process.stdout.readline().decode().split()
+    assert len(holders) == ranks and set(holders) <= set(children(process.pid))
+    spaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in (*holders, "self")}
+    assert len(spaces) == ranks + 1
+    process.kill()
+    process.communicate()
+    assert all_end(holders)
 
 
 def test_missing_tools_are_named_and_have_a_code_of_their_own(tmp_path):
     done = links("--links", "1gbit", env={**os.environ, "PATH": str(tmp_path)})
     assert done.returncode == NO_RIGHTS
-    assert "ip and tc not found" in done.stderr
+    assert "ip, tc, nsenter, unshare not found" in done.stderr
 
 
 def test_bad_input_is_refused():

@@ -26,6 +26,7 @@ from examples.common.ranks import (
     over_sockets,
 )
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 JOB_VARIABLE = "BENCH_JOB"  # tells a rank the number of its job
 
 Main = Callable[[Group], int]
@@ -83,17 +84,21 @@ def _start(job: Job, threads: int, main: Main) -> int:
         torch.set_num_threads(threads)
         return main(Group(0, 1, torch.device("cpu")))
     if job.on_links:
-        with netns.Network(job.world) as network:
-            return launch(main, job.world, threads, network.placement)
+        with netns.network(job.world) as seats:
+            return launch(main, job.world, threads, lambda rank: seats[rank].placement())
     return launch(main, job.world, threads, over_sockets if job.over_sockets else anywhere)
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, so that links are removed."""
+    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, so that its ranks are stopped."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    with netns.handled((signal.SIGTERM, signal.SIGHUP), interrupt):
+    before = {number: signal.signal(number, interrupt) for number in ENDING}
+    try:
         yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
