@@ -2,12 +2,11 @@
 
 Weights, buffers and the optimizer's state are the same on every rank, so rank 0's are everyone's;
 random states are not, so they are gathered. Reading needs no shared file system: rank 0 reads the
-file and broadcasts its bytes.
+file and broadcasts what it holds.
 """
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +53,13 @@ def resume(path: Path, trained: Trained, settings: dict[str, Any]) -> int:
     Raises:
         ValueError: the checkpoint is of another number of ranks or other settings; on every rank.
     """
-    raw = _broadcast_file(path, trained.device)
-    if not raw:
+    found: list[Any] = [None]
+    if dist.get_rank() == 0 and path.exists():
+        found = [torch.load(path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(found, 0, device=trained.device)
+    content = found[0]
+    if content is None:
         return 0
-    content = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     for name, value in {"ranks": dist.get_world_size(), **settings}.items():
         if content["settings"].get(name) != value:
             raise ValueError(
@@ -70,29 +72,14 @@ def resume(path: Path, trained: Trained, settings: dict[str, Any]) -> int:
     return int(content["steps"])
 
 
-def _broadcast_file(path: Path, device: torch.device) -> bytes:
-    """The bytes of rank 0's file on every rank; empty where there is none."""
-    raw = path.read_bytes() if dist.get_rank() == 0 and path.exists() else b""
-    size = torch.tensor(len(raw), device=device)
-    dist.broadcast(size, 0)
-    if not size:
-        return b""
-    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if raw:
-        buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    dist.broadcast(buffer, 0)
-    return buffer.cpu().numpy().tobytes()
-
-
-def _random_states(device: torch.device) -> Tensor:
-    """uint8 [ranks, bytes]: the state of every rank's generators, the device's after the CPU's."""
+def _random_states(device: torch.device) -> list[Tensor]:
+    """By rank: the state of its generators, the device's after the CPU's."""
     mine = torch.get_rng_state()
     if device.type == "cuda":
         mine = torch.cat([mine, torch.cuda.get_rng_state(device)])
-    mine = mine.to(device)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    return torch.stack(everyones).cpu()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
 
 
 def _set_random_state(state: Tensor, device: torch.device) -> None:

@@ -28,8 +28,8 @@ from examples.common.check import train as train_steps
 from examples.common.costs import dispatched_ops, gradient_memory
 from examples.common.machine import describe, environment
 from examples.common.ranks import CheckFailed, Group, argument, run_example
-from examples.common.rounds import Settings, Timing, measure
-from examples.common.text import Progress, milliseconds, ratio, render
+from examples.common.rounds import Settings, Timing, measure, table
+from examples.common.text import Progress
 from examples.common.training import Workload
 from examples.common.variants import BASELINE, OURS, VARIANTS, Variant, select
 
@@ -160,31 +160,20 @@ def check_parity(workload: Workload, group: Group) -> dict[str, dict[str, str]]:
     return hashes
 
 
-def cost_table(timings: Sequence[Timing], costs: dict[str, tuple[float | None, int]]) -> str:
-    """Times, and memory of gradients and buckets, where it can be told, and operators."""
-    headers = ("variant", "step ms", "±", "ratio", "±", "exposed ms", "±", "memory", "ops")
-    rows = []
-    for timing in timings:
-        memory, ops = costs[timing.variant]
-        shown = "n/a" if memory is None else f"{memory:.2f}x"
-        cells = (*milliseconds(timing.step), *ratio(timing.ratio), *milliseconds(timing.exposed))
-        rows.append((timing.variant, *cells, shown, str(ops), timing.check))
-    return render((*headers, "weights"), rows)
-
-
 def measure_gpt(
     workload: Workload, variants: tuple[Variant, ...], settings: Settings, group: Group
 ) -> tuple[list[Timing], dict[str, tuple[float | None, int]]]:
     """Part 3: the table."""
     say(group, "\n3. What synchronisation costs on this GPT, AdamW's step included\n")
-    timings, costs = measure(workload, variants, group, settings), {}
+    timings, costs, shown = measure(workload, variants, group, settings), {}, []
     for variant in variants:
         Progress(group).show(f"  memory and operators of {variant.name}")
         memory = gradient_memory(workload, variant, group)
         costs[variant.name] = memory, dispatched_ops(workload, variant, group)
+        shown.append("n/a" if memory is None else f"{memory:.2f}x")
     Progress(group).clear()
-    say(group, cost_table(timings, costs))
-    say(group, "\n  ratio: to default DDP; exposed: step less no_sync's in the same round;")
+    say(group, table(timings, {"memory": shown, "ops": [str(ops) for _, ops in costs.values()]}))
+    say(group, "\n  exposed: step less no_sync's in the same round;")
     say(group, "  memory: of gradients and buckets, per byte of gradients; ops: dispatched on the")
     say(group, "  CPU per step; ±: half the range between the quartiles of the rounds")
     return timings, costs

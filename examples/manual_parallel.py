@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from examples.common.costs import events_of
 from examples.common.ranks import Group, argument, run_example, whole
-from examples.common.rounds import Settings, measure
-from examples.common.text import milliseconds, render
+from examples.common.rounds import Settings, measure, table
 from examples.common.training import Workload, make_lane
 from examples.common.variants import BASELINE, FLOOR, OURS, VARIANTS, Variant, ddp, fast_ddp
 
@@ -188,16 +187,13 @@ def collectives(strategy: Variant, group: Group) -> int:
 def run(args: argparse.Namespace, group: Group) -> int:
     settings = Settings(args.rounds, args.steps, WARMUP_STEPS, CHECK_STEPS)
     timings = measure(workload(group), STRATEGIES, group, settings)
-    headers, rows = ("strategy", "all-reduces", "step ms", "±", "overhead ms", "±", "weights"), []
-    for strategy, timing in zip(STRATEGIES, timings, strict=True):
-        times = (*milliseconds(timing.step), *milliseconds(timing.exposed))
-        rows.append((strategy.name, str(collectives(strategy, group)), *times, timing.check))
+    counts = [str(collectives(strategy, group)) for strategy in STRATEGIES]
     if group.is_main:
         sizes = [p.nbytes for p in build(0).parameters()]
         print(f"\n  {len(sizes)} parameters, {sum(sizes) / 1e6:.1f} MB of gradients, {group.world}")
         print(f"  ranks over {group.transport}, buckets of {BUCKET_MB:g} MiB\n")
-        print(render(headers, rows))
-        print(f"\n  overhead: step less that of `{FLOOR}` in the same round; ±: half the range")
+        print(table(timings, {"all-reduces": counts}))
+        print(f"\n  exposed: step less that of `{FLOOR}` in the same round; ±: half the range")
         print("  between the quartiles of the rounds; all-reduces: per step, by torch's profiler")
     return 0
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.measure import benchmark as b
-from examples.common.ranks import CheckFailed, Group, argument, whole
+from examples.common.ranks import CheckFailed, Group
 from examples.common.text import Progress
 from fastsync.build import extension
 
@@ -26,6 +26,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Of one rounding to nearest, relative to the number.
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 SEED = 5
+ELEMENTS = 1 << 18  # of each gradient
 
 Grown = dict[str, list[tuple[int, float, float]]]  # by way: world size, error, share of the bound
 
@@ -101,11 +102,11 @@ def growth(worlds: Sequence[int], numel: int) -> Grown:
     return found
 
 
-@b.benchmark(argument("--elements", "of each gradient", 1 << 18, type=whole), jobs=b.one_process)
+@b.benchmark(jobs=b.one_process)
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """A row per way, a column per number of ranks."""
-    Progress(group).show(f"averaging {args.elements} elements of {WORLDS} ranks")
-    grown = growth(WORLDS, args.elements)
+    Progress(group).show(f"averaging {ELEMENTS} elements of {WORLDS} ranks")
+    grown = growth(WORLDS, ELEMENTS)
     title = (
         "error of averages against fp64, relative to the average, and the largest share of "
         "one rounding of each input and one of the result"
@@ -113,5 +114,5 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     headers = ["error, 10^-6 (share of the bound)", *(f"{world} ranks" for world in WORLDS)]
     rows = [[way, *(f"{1e6 * e:.1f} ({s:.2f})" for _, e, s in p)] for way, p in grown.items()]
     lines = {way: [(world, error) for world, error, _ in p] for way, p in grown.items()}
-    yield b.table(title, headers, rows, args, lines=lines)
+    yield b.table(title, headers, rows, lines=lines)
     check_bounds(grown)

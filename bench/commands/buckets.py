@@ -54,4 +54,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             plan = list(model.sync_stats()["buckets"]) if of[0] == OURS else None  # type: ignore[operator]
             more = {"plan": plan, "cap_mib": cap}
             found.append(point((*scene, name, *of), measured[sized.name].seconds, **more))
-        yield b.points(f"{args.link.name}, {name}", found, args, KIND)
+        yield b.points(f"{args.link.name}, {name}", found, KIND)

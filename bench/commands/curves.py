@@ -241,5 +241,5 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         for task, curves in found.items()
     }
     title = f"loss of held-out data at the end of training on {group.world} ranks"
-    yield b.table(title, headers, rows, args, lines=lines)
+    yield b.table(title, headers, rows, lines=lines)
     check(found)

@@ -72,4 +72,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         times = (f"{1e3 * Spread.of(seconds).median:.1f} ms" for seconds in (theirs, ours))
         rows.append((name, *times, b.with_margin(over(ours, theirs)), plans))
     title = f"a turn of each half, and FastDDP's over DDP's in the same round; {b.MARGIN}"
-    yield b.table(title, ("model", DDP, OURS, "FastDDP / DDP", "plans"), rows, args)
+    yield b.table(title, ("model", DDP, OURS, "FastDDP / DDP", "plans"), rows)

@@ -67,4 +67,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             row += [f"{1e3 * Spread.of(theirs).median:.2f} ms", b.with_margin(over(ours, theirs))]
     headers = ["hook", *(head for model in MODELS for head in (f"{model}: DDP", "FastDDP / DDP"))]
     title = f"step of DDP, and FastDDP's over it in the same round; {b.MARGIN}"
-    yield b.table(title, headers, rows, args)
+    yield b.table(title, headers, rows)

@@ -4,8 +4,8 @@
 
 Ranks live in network namespaces of their own, joined by veth pairs (and by a bridge where there are
 more than two) whose rate is shaped in both directions of every rank. This needs root, `ip` and
-`tc`; the exit code is 3 where something of that is missing. The namespaces end with the processes in
-them, even if the benchmark is killed.
+`tc`; the exit code is 3 where something of that is missing. The namespaces end with the processes
+in them, even if the benchmark is killed.
 Links: a rate such as 100mbit, `veth` for such a pair without shaping, `loopback` for the loopback
 device of this machine, which needs no rights.
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from bench.measure import benchmark as b
@@ -35,9 +34,9 @@ from bench.models import WORKLOADS
 from bench.report import tables
 from bench.report.formulas import variant_bytes
 from examples.common.ranks import Group, argument
-from examples.common.rounds import checked, summarise, time_lanes
+from examples.common.rounds import checked, model_record, summarise, time_lanes
 from examples.common.training import Workload, make_lanes
-from examples.common.variants import FLOOR, Variant, select
+from examples.common.variants import BASELINE, FLOOR, Variant, select
 
 KIND = "links"
 
@@ -60,18 +59,16 @@ def measure(
     link.shape(name.rate)
     rate = all_reduce_rate(group, name.bits_per_second)
     measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
-    parameters = list(lanes[FLOOR].module.parameters())
     record: dict[str, Any] = {
         "link": name.name,
         "ranks": group.world,
         "model": model.name,
-        "tensors": len(parameters),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "rate_bytes_per_second": rate,
-        "variants": {t.variant: asdict(t) for t in summarise(measured, {}, args.baseline)},
+        **model_record(model, summarise(measured, {})),
     }
+    shapes = [p.shape for p in lanes[FLOOR].module.parameters()]
     for variant in variants:
-        sent = variant_bytes(variant, [p.shape for p in parameters], group.world, group.device)
+        sent = variant_bytes(variant, shapes, group.world, group.device)
         limit = {"formula_bytes": sent, "limit_seconds": None if sent is None else sent / rate}
         record["variants"][variant.name] |= limit
     return record
@@ -80,13 +77,13 @@ def measure(
 @b.benchmark(
     *(b.links("1gbit,10gbit,veth,loopback"), b.ranks(), b.SCALE, b.wrappers("all")),
     argument("--model", ", ".join(WORKLOADS), "wide", choices=tuple(WORKLOADS), metavar="NAME"),
-    *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2), b.BASELINE),
+    *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2)),
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Those of the links that this rank's place allows, one by one."""
     link, verdicts = Link.here(group.world), dict[float, dict[str, str]]()
-    variants = select(args.wrappers, required=(FLOOR, args.baseline)).variants
+    variants = select(args.wrappers, required=(FLOOR, BASELINE)).variants
     # By size of the model, so that each is checked once.
     for name in sorted(link.these(args.links), key=lambda n: -n.scale):
         scale = name.scale if args.scale is None else args.scale
@@ -98,5 +95,5 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         record = measure(name, model, variants, args, group) | {"scale": scale}
         for variant, verdict in verdicts[scale].items():
             record["variants"][variant]["check"] = verdict
-        table = tables.link(record["variants"], args.markdown)
+        table = tables.link(record["variants"])
         yield b.Shown(f"{tables.link_title(record)}\n{table}", {"links": [record]})

@@ -38,4 +38,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         found = [measure(name, variant) for name in args.models]
         cells = ("n/a" if value is None else f"{value:.2f}x" for value in found)
         rows.append((variant.name, *cells))
-    yield b.table(title, ("variant", *args.models), rows, args)
+    yield b.table(title, ("variant", *args.models), rows)

@@ -22,4 +22,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         found = (dispatched_ops(b.workload(m, args), variant, group) for m in args.models)
         rows.append((variant.name, *map(str, found)))
     title = "operators dispatched per step (zero_grad, forward, backward)"
-    yield b.table(title, ("variant", *args.models), rows, args)
+    yield b.table(title, ("variant", *args.models), rows)

@@ -61,4 +61,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             ratio = asdict(Spread.of(over(steps[name], steps[FLOOR])))
             more = {"host": asdict(Spread.of(host)), "ratio": ratio, "kernels": count}
             found.append(point((model, name), steps[name], **more))
-        yield b.points(model, found, args, KIND)
+        yield b.points(model, found, KIND)

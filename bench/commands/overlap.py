@@ -34,7 +34,7 @@ from examples.common.ranks import Group, argument
 from examples.common.rounds import summarise, time_lanes
 from examples.common.text import quantile
 from examples.common.training import Lane, make_lanes
-from examples.common.variants import FLOOR, Variant, available, select
+from examples.common.variants import BASELINE, FLOOR, Variant, available, select
 
 KIND = "overlap"
 SHOWN = available("ddp", "ddp_batched_view", "fastsync", "fastsync_bf16")
@@ -111,13 +111,13 @@ def measure(
     link.shape(None)  # building the lanes broadcasts their weights
     elements = sum(p.numel() for p in paced(args.scale).build().parameters())
     seconds = factor * bus_factor(group.world) * 4 * elements / rate
-    variants = (*select(args.wrappers, required=(FLOOR, args.baseline)).variants, BARE)
+    variants = (*select(args.wrappers, required=(FLOOR, BASELINE)).variants, BARE)
     lanes = make_lanes(paced(args.scale, seconds), variants, group)
     ready = Ready.seen(lanes[FLOOR])
     link.shape(name.rate)
     measured = time_lanes(lanes, group, b.settings_of(args), link.sent_bytes)
     found = []
-    for timing in summarise(measured, {}, args.baseline):
+    for timing in summarise(measured, {}):
         variant = next(v for v in variants if v.name == timing.variant)
         assert timing.exposed is not None
         times = {"time": asdict(timing.exposed), "step": asdict(timing.step)}
@@ -131,7 +131,7 @@ def measure(
     *(b.links("1gbit"), b.ranks()),
     argument("--backward", "of the wire's time", "0.5,1,2", type=b.numbers(float)),
     argument("--scale", "share of the 25 M parameters", 1.0, type=b.positive),
-    *(b.wrappers(SHOWN), b.BASELINE, b.rounds(5)),
+    *(b.wrappers(SHOWN), b.rounds(5)),
     *(b.steps(1), b.warmup(1), b.seconds(30.0)),
     kind=KIND,
 )
@@ -146,4 +146,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             backward = f"backward {1e3 * found[0]['backward']:.0f} ms"
             scene = f"{name.name}, {group.world} ranks, {8e-9 * rate:.3f} Gbit/s; {backward}"
             title = f"{scene}, {factor:g} x the wire's time for fp32"
-            yield b.points(title, found, args, KIND)
+            yield b.points(title, found, KIND)

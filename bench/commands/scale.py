@@ -134,7 +134,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     progress = Progress(group)
     if dist.is_initialized():
         found = list(on_ranks(args, group, progress))
-        yield b.points(f"backward, ms, {group.world} ranks", found, args, KIND)
+        yield b.points(f"backward, ms, {group.world} ranks", found, KIND)
         return
     on_fake(2, 10, 1, group.device)  # loads the extension
     for world in args.worlds:
@@ -142,4 +142,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         for count in args.parameters:
             progress.show(f"fake group of {world}: {count} parameters")
             found += on_fake(world, count, args.rounds, group.device)
-        yield b.points(f"fake group of {world} ranks", found, args, KIND)
+        yield b.points(f"fake group of {world} ranks", found, KIND)

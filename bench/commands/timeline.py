@@ -65,4 +65,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         f"{args.rounds} rounds ± half its 95 % interval"
     )
     headers = ("model", "step, off", "recording", "off again", "marks per step")
-    yield b.table(title, headers, [row(name, group, args) for name in args.models], args)
+    yield b.table(title, headers, [row(name, group, args) for name in args.models])

@@ -49,4 +49,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             if group.is_main and args.traces:
                 args.traces.mkdir(parents=True, exist_ok=True)
                 seen.export_chrome_trace(str(args.traces / f"{name}-{variant.name}.json.gz"))
-        yield b.points(name, found, args, KIND)
+        yield b.points(name, found, KIND)

@@ -119,4 +119,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         f"collectives per step without and with them; median of {args.rounds} rounds ± half its "
         "95 % interval"
     )
-    yield b.table(title, HEADERS, rows, args)
+    yield b.table(title, HEADERS, rows)

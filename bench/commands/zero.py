@@ -137,4 +137,4 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         cells[way] += ["n/a" if peak is None else f"{peak:.2f}x", sent_of]
     title = f"a step with AdamW over that of the fastest of torch's ways in its round; {b.MARGIN}"
     headers = ("way", *args.models, f"peak memory, {HEAVY}", "bytes sent / DDP's")
-    yield b.table(title, headers, [(f"`{way}`", *row) for way, row in cells.items()], args)
+    yield b.table(title, headers, [(f"`{way}`", *row) for way, row in cells.items()])

@@ -100,9 +100,6 @@ RANKS = argument("--ranks", "processes to start; torchrun's wins", 2, type=whole
 _SHARE = "share of a model's parameters, 1: its true size; unset: what suits machine and link"
 SCALE = argument("--scale", _SHARE, type=positive)
 LINK = argument("--link", "loopback, veth or a rate, see links", "loopback", type=LinkName)
-BASELINE = argument(
-    "--baseline", "the wrapper that ratios refer to", "ddp", choices=tuple(VARIANTS), metavar="NAME"
-)
 SOCKETS = argument(
     "--sockets",
     "ranks on GPUs talk over loopback sockets, as on hosts of their own, and may share a GPU",
@@ -110,7 +107,6 @@ SOCKETS = argument(
 )
 COMMON = (
     argument("--threads", "torch CPU threads per rank", 1, type=whole),
-    argument("--markdown", "print tables as Markdown", action="store_true"),
     argument("--json", "write the result to this file", type=Path),
 )
 
@@ -140,12 +136,10 @@ class Shown:
     part: Part
 
 
-def table(
-    title: str, headers: Row, rows: Sequence[Row], args: argparse.Namespace, **more: Any
-) -> Shown:
+def table(title: str, headers: Row, rows: Sequence[Row], **more: Any) -> Shown:
     """A result that is one table."""
     part = {"title": title, "headers": list(headers), "rows": [list(row) for row in rows]}
-    return Shown(f"{title}\n{render(headers, rows, args.markdown)}", {**part, **more})
+    return Shown(f"{title}\n{render(headers, rows)}", {**part, **more})
 
 
 MARGIN = "median of the rounds ± half its 95 % interval"  # what `with_margin` shows
@@ -157,9 +151,9 @@ def with_margin(ratios: Sequence[float]) -> str:
     return f"{spread.median:.3f} ± {spread.margin(len(ratios)):.3f}"
 
 
-def points(title: str, found: list[Point], args: argparse.Namespace, kind: str) -> Shown:
+def points(title: str, found: list[Point], kind: str) -> Shown:
     """A result made of points: those of a scene, as the table of their kind."""
-    return Shown(f"{title}\n{LAYOUTS[kind].table(found, args.markdown)}", {"points": found})
+    return Shown(f"{title}\n{LAYOUTS[kind].table(found, False)}", {"points": found})
 
 
 def default_jobs(args: argparse.Namespace) -> list[Job]:

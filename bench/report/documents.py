@@ -29,6 +29,7 @@ from bench.report.tables import LAYOUTS, Point, link, link_title
 from examples.common.machine import describe
 from examples.common.ranks import Parser, argument, guarded
 from examples.common.text import render
+from examples.common.variants import BASELINE
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -50,21 +51,21 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 def _step_report(result: Result) -> str:
     """Ratios to the baseline, a column per model."""
-    baseline, models = result["settings"]["baseline"], result["models"]
+    models = result["models"]
     every = [model["variants"] for model in models.values()]
     headings = (
         f"{name}: {model['tensors']} tensors, {model['gradient_bytes'] / 1e6:.0f} MB"
         for name, model in models.items()
     )
     rows = [
-        (f"`{name}`", *(_cell(variants.get(name), name == baseline) for variants in every))
+        (f"`{name}`", *(_cell(variants.get(name), name == BASELINE) for variants in every))
         for name in dict.fromkeys(name for variants in every for name in variants)
     ]
     counts = [len(timing["rounds"]) for variants in every for timing in variants.values()]
     rounds = " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
     caption = (
-        f"Ratio to `{baseline}` in the same round, median of {rounds} "
-        f"rounds ± half the range between the quartiles; `{baseline}` itself in milliseconds."
+        f"Ratio to `{BASELINE}` in the same round, median of {rounds} "
+        f"rounds ± half the range between the quartiles; `{BASELINE}` itself in milliseconds."
     )
     return f"{render(('step time', *headings), rows, True)}\n\n{caption}"
 
@@ -98,7 +99,7 @@ def _links_report(result: Result) -> str:
     tables = (f"{link_title(r)}:\n\n{link(r['variants'], True)}" for r in result["links"])
     caption = (
         "Medians ± half the range between the quartiles of the rounds; ratios to "
-        f"`{result['settings']['baseline']}` in the same round."
+        f"`{BASELINE}` in the same round."
     )
     return "\n\n".join([*tables, caption])
 
@@ -108,7 +109,7 @@ def _wires_report(result: Result) -> str:
 
     A row per format, next to torch's fp32 and fp16; a column per link.
     """
-    baseline, records = result["settings"]["baseline"], result["links"]
+    records = result["links"]
     rows = []
     for name, first in records[0]["variants"].items():
         if name in TORCH_WIRES or name.startswith("fastsync"):
@@ -116,10 +117,10 @@ def _wires_report(result: Result) -> str:
             rows.append((f"`{name}`", f"{first['sent_bytes'] / 1e6:.1f}", *ratios))
     headings = (f"{r['link']}, {r['ranks']} ranks" for r in records)
     caption = (
-        f"Medians of the ratio to `{baseline}` in the same round; bytes as the interface counts "
+        f"Medians of the ratio to `{BASELINE}` in the same round; bytes as the interface counts "
         f"them, of {records[0]['gradient_bytes'] / 1e6:.1f} MB of gradients."
     )
-    table = render((f"step / `{baseline}`", "MB sent", *headings), rows, True)
+    table = render((f"step / `{BASELINE}`", "MB sent", *headings), rows, True)
     return f"{table}\n\n{caption}"
 
 

@@ -47,17 +47,6 @@ def pivot(
     return render((corner, *columns), rows, markdown)
 
 
-def steps(timings: Timings, baseline: str, markdown: bool = False) -> str:
-    """One row per variant; ± is half the range between the quartiles of the rounds."""
-    headers = ("variant", "step ms", "±", f"ratio to {baseline}", "±", "exposed ms", "±", "weights")
-    rows = []
-    for name, of in timings.items():
-        exposed = None if of["exposed"] is None else Spread(**of["exposed"])
-        times = (*milliseconds(Spread(**of["step"])), *ratio(Spread(**of["ratio"])))
-        rows.append((name, *times, *milliseconds(exposed), of["check"]))
-    return render(headers, rows, markdown)
-
-
 def link(timings: Timings, markdown: bool = False) -> str:
     """One row per variant on a link; see `bench links` for what the columns mean."""
     headers = (

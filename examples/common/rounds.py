@@ -11,7 +11,7 @@ never inside one. Exposed synchronisation is the step less that of `no_sync` in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from examples.common.check import check_variants
 from examples.common.ranks import Group
-from examples.common.text import Progress, Spread, quantile
+from examples.common.text import Progress, Spread, milliseconds, quantile, ratio, render
 from examples.common.training import Lane, Workload, make_lanes
 from examples.common.variants import BASELINE, FLOOR, Variant
 
@@ -78,7 +78,6 @@ class Settings:
         steps: timed steps in a burst.
         warmup: steps of each variant before the first round.
         check_steps: training steps of the correctness check; 0 leaves it out.
-        baseline: the variant that ratios refer to.
         optimizer: "sgd" or "adamw" makes its step part of the timed one; None leaves it out.
         seconds: what the rounds of one model may take; fewer are run where they would take longer,
             but no fewer than FEWEST_ROUNDS. None sets no limit.
@@ -88,7 +87,6 @@ class Settings:
     steps: int = 4
     warmup: int = 3
     check_steps: int = 4
-    baseline: str = BASELINE
     optimizer: str | None = None
     seconds: float | None = None
 
@@ -99,11 +97,11 @@ class Timing:
 
     Attributes:
         step: of the slowest rank.
-        ratio: to the baseline in the same round.
+        ratio: to BASELINE in the same round.
         exposed: step less that of no_sync in the same round, where no_sync ran.
         check: the verdict of the correctness check.
         rounds: the median step of every round.
-        exposed_ratio: exposed, to that of the baseline in the same round.
+        exposed_ratio: exposed, to that of BASELINE in the same round.
         sent_bytes: what a rank sent per step by the meter's count; median of the rounds.
     """
 
@@ -128,14 +126,14 @@ class Measured:
 def measure(
     workload: Workload, variants: tuple[Variant, ...], group: Group, settings: Settings
 ) -> list[Timing]:
-    """Checks, then times `variants`, the baseline among them; the same result on every rank.
+    """Checks, then times `variants`, BASELINE among them; the same result on every rank.
 
     Raises:
         CheckFailed: a variant trains other weights than default DDP.
     """
     verdicts = checked(workload, variants, group, settings.check_steps)
     lanes = make_lanes(workload, variants, group, settings.optimizer)
-    return summarise(time_lanes(lanes, group, settings), verdicts, settings.baseline)
+    return summarise(time_lanes(lanes, group, settings), verdicts)
 
 
 def checked(
@@ -196,16 +194,13 @@ def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> lis
     return [sent, *times]
 
 
-def summarise(
-    measured: dict[str, Measured], verdicts: dict[str, str], baseline: str
-) -> list[Timing]:
-    """Compares variants round by round.
+def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> list[Timing]:
+    """Compares variants with BASELINE round by round.
 
     Args:
         verdicts: by variant, the correctness check's; may lack some.
-        baseline: the key of `measured` that ratios refer to.
     """
-    base = measured[baseline].seconds
+    base = measured[BASELINE].seconds
     floor = measured[FLOOR].seconds if FLOOR in measured else None
     timings = []
     for name, result in measured.items():
@@ -228,6 +223,20 @@ def summarise(
             )
         )
     return timings
+
+
+def table(timings: Sequence[Timing], more: Mapping[str, Sequence[str]]) -> str:
+    """One row per variant; ± is half the range between the quartiles of the rounds.
+
+    Args:
+        more: further columns, by their headers.
+    """
+    headers = ("variant", "step ms", "±", f"ratio to {BASELINE}", "±", "exposed ms", "±", *more)
+    rows = []
+    for timing, *cells in zip(timings, *more.values(), strict=True):
+        times = (*milliseconds(timing.step), *ratio(timing.ratio), *milliseconds(timing.exposed))
+        rows.append((timing.variant, *times, *cells, timing.check))
+    return render((*headers, "weights"), rows)
 
 
 def model_record(workload: Workload, timings: list[Timing]) -> dict[str, Any]:
