@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from bench.commands.unused import costs
+from bench.commands.unused import cost
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_cost_is_what_synchronisation_exposes_more():
-    floor_all, floor_some = [10.0, 20.0], [8.0, 16.0]
-    same = costs([floor_all, floor_some, [14.0, 24.0], [12.0, 20.0]])
-    assert [cost.median for cost in same] == [0.0, 0.0], "the compute that is saved is no gain"
-    dearer = costs([floor_all, floor_some, [14.0, 28.0], [13.4, 25.4]])
-    assert dearer[1].median == pytest.approx(0.5 * (1.4 / 14 + 1.4 / 28))
+    floor = {"no_sync, all used": [10.0, 20.0], "no_sync, some unused": [8.0, 16.0]}
+
+    def of(every, some):
+        return cost(floor | {"x, all used": every, "x, some unused": some}, "x").median
+
+    assert of([14.0, 24.0], [12.0, 20.0]) == 0.0, "the compute that is saved is no gain"
+    assert of([14.0, 28.0], [13.4, 25.4]) == pytest.approx(0.5 * (1.4 / 14 + 1.4 / 28))
 
 
 def test_unused_parameters_add_no_collective(tmp_path):

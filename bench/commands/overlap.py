@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from bench.measure import benchmark as b
-from bench.measure.bare import BareCollectives, all_reduce_rate
+from bench.measure.bare import BARE, all_reduce_rate
 from bench.measure.netns import Link, LinkName
 from bench.models.paced import paced
 from bench.report.formulas import bucketed, bus_factor, least_exposed
@@ -38,7 +38,6 @@ from examples.common.variants import BASELINE, FLOOR, Variant, available, select
 
 KIND = "overlap"
 SHOWN = available("ddp", "ddp_batched_view", "fastsync", "fastsync_bf16")
-BARE = Variant("bare", lambda module, device: BareCollectives(module))
 PROBES = 3
 
 

@@ -12,29 +12,30 @@ uses all. Collectives are counted by torch's profiler, in a step after the timed
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from bench.measure import benchmark as b
 from bench.models.workload import mean_square, normal_batch, seeded
 from examples.common.costs import events_of
 from examples.common.ranks import Group, argument, whole
-from examples.common.rounds import time_lanes
+from examples.common.rounds import less, over, time_lanes
 from examples.common.text import Spread
 from examples.common.training import Lane, Workload, make_lanes
-from examples.common.variants import Variant, Wrap, ddp, fast_ddp
+from examples.common.variants import FLOOR, OURS, Variant, ddp, fast_ddp
+from examples.common.variants import VARIANTS as KNOWN
 
 EVERY = 4  # block is left out
-HEADERS = ("wrapper", "step, all used", "step, some unused", "cost of unused", "collectives")
+KINDS = ("all used", "some unused")
+HEADERS = ("wrapper", *(f"step, {kind}" for kind in KINDS), "cost of unused", "collectives")
 # Buckets of one size: left to itself, fastsync cuts them as the network allows.
 OPTIONS = {"find_unused_parameters": True, "bucket_cap_mb": 25}
-WRAPPERS: dict[str, Wrap] = {
-    "no_sync": lambda module, device: module,
-    "ddp, find_unused_parameters=True": ddp(**OPTIONS),
-    "fastsync": fast_ddp(**OPTIONS),
-}
+VARIANTS = (
+    KNOWN[FLOOR],
+    Variant("ddp, find_unused_parameters=True", ddp(**OPTIONS)),
+    Variant(OURS, fast_ddp(**OPTIONS)),
+)
 # What the backends call their collectives in a profile, and what torch does.
 BACKENDS = ("gloo:", "nccl:")
 COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
@@ -43,13 +44,13 @@ COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
 class Blocks(nn.Module):
     """Residual blocks; those whose turn it is are left out where `skip` is set."""
 
-    def __init__(self, depth: int, width: int) -> None:
+    def __init__(self, depth: int, width: int, skip: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
             for _ in range(depth)
         )
-        self.skip = False
+        self.skip = skip
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
@@ -58,19 +59,10 @@ class Blocks(nn.Module):
         return x
 
 
-def variants() -> tuple[Variant, ...]:
-    """Each wrapper twice: with all parameters used, then with some unused."""
-
-    def wrap(how: Wrap, skip: bool) -> Wrap:
-        def wrapped(module: nn.Module, device: torch.device) -> nn.Module:
-            module.skip = skip  # type: ignore[assignment]
-            return how(module, device)
-
-        return wrapped
-
-    kinds = (("all used", False), ("some unused", True))
-    pairs = ((name, how, kind) for name, how in WRAPPERS.items() for kind in kinds)
-    return tuple(Variant(f"{name}, {text}", wrap(how, skip)) for name, how, (text, skip) in pairs)
+def stack(args: argparse.Namespace, skip: bool) -> Workload:
+    """Blocks whose widths and batch make a step mostly compute."""
+    build = seeded(lambda: Blocks(args.depth, args.width, skip))
+    return Workload("blocks", build, normal_batch(32, args.width), mean_square)
 
 
 def collectives(lane: Lane) -> int:
@@ -80,19 +72,14 @@ def collectives(lane: Lane) -> int:
     return by_backend or sum(name in COLLECTIVES for name in names)
 
 
-def costs(rounds: list[list[float]]) -> list[Spread]:
-    """The relative cost of unused parameters, by wrapper.
+def cost(seconds: Mapping[str, Sequence[float]], name: str) -> Spread:
+    """The relative cost of unused parameters under a wrapper.
 
     Args:
-        rounds: seconds per step, by lane in the order of `variants()` and by round.
+        seconds: per step in each round, by the name of a wrapper and a kind of KINDS.
     """
-    floor_all, floor_some = rounds[0], rounds[1]
-    result = []
-    for place in range(0, len(rounds), 2):
-        every, some = rounds[place], rounds[place + 1]
-        rows = zip(every, some, floor_all, floor_some, strict=True)
-        result.append(Spread.of([((s - fs) - (e - fe)) / e for e, s, fe, fs in rows]))
-    return result
+    every, some = (less(seconds[f"{name}, {k}"], seconds[f"{FLOOR}, {k}"]) for k in KINDS)
+    return Spread.of(over(less(some, every), seconds[f"{name}, {KINDS[0]}"]))
 
 
 @b.benchmark(
@@ -101,19 +88,20 @@ def costs(rounds: list[list[float]]) -> list[Spread]:
     *(b.rounds(100), b.steps(4), b.warmup(4), b.RANKS),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    build = seeded(lambda: Blocks(args.depth, args.width))
-    # Widths and batch such that a step is mostly compute.
-    stack = Workload("blocks", build, normal_batch(32, args.width), mean_square)
-    lanes = make_lanes(stack, variants(), group)
+    lanes = {
+        f"{name}, {kind}": lane
+        for skip, kind in zip((False, True), KINDS, strict=True)
+        for name, lane in make_lanes(stack(args, skip), VARIANTS, group).items()
+    }
     measured = time_lanes(lanes, group, b.settings_of(args))
-    seconds = [lane.seconds for lane in measured.values()]
-    counts = [collectives(lane) for lane in lanes.values()]
+    seconds = {key: found.seconds for key, found in measured.items()}
     rows = []
-    for index, (name, cost) in enumerate(zip(WRAPPERS, costs(seconds), strict=True)):
-        pair = slice(2 * index, 2 * index + 2)
-        steps = [f"{1e3 * Spread.of(s).median:.1f} ms" for s in seconds[pair]]
-        spread = f"{100 * cost.median:+.1f} % ± {100 * cost.margin(args.rounds):.1f}"
-        rows.append((name, *steps, spread, " and ".join(map(str, counts[pair]))))
+    for name in (variant.name for variant in VARIANTS):
+        pair, spread = [f"{name}, {kind}" for kind in KINDS], cost(seconds, name)
+        steps = (f"{1e3 * Spread.of(seconds[key]).median:.1f} ms" for key in pair)
+        counts = " and ".join(str(collectives(lanes[key])) for key in pair)
+        shown = f"{100 * spread.median:+.1f} % ± {100 * spread.margin(args.rounds):.1f}"
+        rows.append((name, *steps, shown, counts))
     title = (
         f"cost of {100 / EVERY:.0f} % unused parameters, relative to the step that uses all, and "
         f"collectives per step without and with them; median of {args.rounds} rounds ± half its "

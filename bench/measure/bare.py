@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bench.report.formulas import bus_factor
 from examples.common.ranks import Group
 from examples.common.text import quantile
+from examples.manual_parallel import by_hand
 
 PROBES = 3
 PROBE_SECONDS = 0.4
@@ -51,33 +52,28 @@ class BareList(nn.Module):
         return loss
 
 
-class BareCollectives(nn.Module):
+class BareCollectives:
     """Sums each gradient where it is, as soon as it is there: no packing, no average, no check.
 
     Nobody trains like this. It is what the backend itself takes where nothing else is in its way.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self._started: list[dist.Work | None] = []
+        self._started: list[Any] = []
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self._send)
 
-    def forward(self, *inputs: Tensor) -> Any:
-        """That of the module."""
-        return self.module(*inputs)
-
     def _send(self, parameter: Tensor) -> None:
-        if not self._started:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._started.append(dist.all_reduce(parameter.grad, async_op=True))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Waits for all of them."""
         for work in self._started:
-            if work is not None:
-                work.wait()
+            work.wait()
         self._started.clear()
+
+
+BARE = by_hand("bare", lambda module: BareCollectives(module).finish)
 
 
 def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -80,20 +81,13 @@ def launches(kernels: Iterable[Kernel]) -> int:
     return sum(not kernel.name.startswith(("Memcpy", "Memset")) for kernel in kernels)
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, in order and disjoint."""
-    union: list[Interval] = []
-    for start, end in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
 def length(intervals: Iterable[Interval]) -> float:
     """The length of the union of intervals."""
-    return sum(end - start for start, end in merged(intervals))
+    total, covered = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
 
 
 def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) -> float:
