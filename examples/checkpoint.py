@@ -72,14 +72,14 @@ def resume(path: Path, trained: Trained, settings: dict[str, Any]) -> int:
     return int(content["steps"])
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    """By rank: the state of its generators, the device's after the CPU's."""
+def _random_states(device: torch.device) -> Tensor:
+    """uint8 [ranks, bytes]: the state of every rank's generators, the device's after the CPU's."""
     mine = torch.get_rng_state()
     if device.type == "cuda":
         mine = torch.cat([mine, torch.cuda.get_rng_state(device)])
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
+    dist.all_gather_object(everyones, mine.numpy())
+    return torch.stack([torch.from_numpy(state) for state in everyones])
 
 
 def _set_random_state(state: Tensor, device: torch.device) -> None:

@@ -26,11 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from examples.common.ranks import Group, run_example
 from examples.common.text import render
-from examples.manual_parallel import BUCKET_MB, STRATEGIES
+from examples.manual_parallel import BUCKET_MB, STRATEGIES, build, workload
 
 SHOWN = ("per parameter", "bucketed", "overlapped", "ddp", "fastsync")
 WARMUP_STEPS = 3
-BATCH = 64
 CALLBACK_SECONDS = 5.0
 WIDTH = 64
 ROUNDING = 1e-6  # accepted, of the largest average
@@ -149,16 +148,10 @@ def wrapped(strategy: str, module: nn.Module, recorder: Recorder) -> nn.Module:
     return model
 
 
-def build(group: Group) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = ((256, 512), (512, 512), (512, 512), (512, 256))
-    layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in sizes]
-    return nn.Sequential(*layers, nn.Linear(256, 10)).to(group.device)
-
-
-def batch(group: Group) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + group.rank)
-    return torch.randn(BATCH, 256, generator=generator).to(group.device)
+def made(group: Group) -> tuple[nn.Module, Tensor]:
+    """The model of manual_parallel with rank 0's weights, and this rank's batch."""
+    inputs = workload(group).batch(group.rank, 0)
+    return build(0).to(group.device), inputs.to(group.device)
 
 
 def gradients(module: nn.Module) -> Tensor:
@@ -173,7 +166,7 @@ def observe(strategy: str, group: Group, expected: Tensor) -> Run:
     Args:
         expected: the fp64 averages of all parameters, flattened.
     """
-    module, inputs = build(group), batch(group)
+    module, inputs = made(group)
     recorder = Recorder(module)
     model = wrapped(strategy, module, recorder)
     for _ in range(1 + WARMUP_STEPS):
@@ -194,8 +187,8 @@ def observe(strategy: str, group: Group, expected: Tensor) -> Run:
 
 def observe_all(group: Group) -> list[Run]:
     """Collective. The same on every rank but for the times."""
-    alone = build(group)
-    alone(batch(group)).square().mean().backward()
+    alone, inputs = made(group)
+    alone(inputs).square().mean().backward()
     expected = gradients(alone)
     dist.all_reduce(expected)
     expected /= group.world
