@@ -1,12 +1,16 @@
 """What synchronisation costs beside the model: device time, host time and kernels of a step.
 
     python -m bench overhead --ranks 1 --models gpt2,resnet50,small --json out/overhead.json
+    python -m bench overhead --ranks 2 --sockets --models gpt2 --traces out
 
 With one rank there is nothing to send, so a step should cost what it costs without a wrapper.
 Variants run in bursts, in turn, and ratios are taken within a round. A burst's steps follow each
 other without waiting for the device: where the GPU is the slower side its time is measured,
-else the host's. `host` is the time that `backward()` keeps the host. Kernels are those of one step
-under torch's profiler, on a GPU; the rest also runs on a CPU.
+else the host's. `host` is the time that `backward()` keeps the host.
+
+On a GPU, steps of rank 0 are then profiled. NCCL's kernels are communication, all others
+computation; a time at which only the former run is exposed. An NCCL kernel also runs while it waits
+for the other rank. --traces writes the profiles too (open them in Perfetto or chrome://tracing).
 """
 
 from __future__ import annotations
@@ -14,25 +18,41 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from bench.measure import benchmark as b
-from bench.measure.gpu import WARMUP, device_work, launches, run_burst
+from bench.measure.gpu import WARMUP, device_work, launches, run_burst, summary
 from bench.report.tables import point
-from examples.common.ranks import Group
+from examples.common.ranks import Group, argument
 from examples.common.rounds import checked, in_turn, over, slowest
 from examples.common.text import Progress, Spread
-from examples.common.training import make_lanes
+from examples.common.training import Lane, make_lanes
 from examples.common.variants import FLOOR, select
 
 KIND = "overhead"
+PROFILED = 3  # steps, together
+
+
+def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
+    """Kernels of a step, and seconds of communication and of its exposed part; None on a CPU."""
+    if group.device.type != "cuda":
+        return dict.fromkeys(("kernels", "communication", "exposed"))
+    kernels, seen = device_work(lambda: [lane.step() for _ in range(PROFILED)], group.device)
+    if group.is_main and trace:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        seen.export_chrome_trace(str(trace))
+    busy, bare = (seconds / PROFILED for seconds in summary(kernels))
+    return {"kernels": launches(kernels) // PROFILED, "communication": busy, "exposed": bare}
 
 
 @b.benchmark(
     *(b.models("gpt2,resnet50,small"), b.SCALE, b.wrappers("all")),
     *(b.ranks("1", least=1), b.SOCKETS),
     *(b.rounds(15), b.steps(8), b.check_steps(4)),
+    argument("--traces", "folder for the traces; unset: none", type=Path),
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
@@ -56,9 +76,9 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         worst = slowest(in_turn(lanes, once, args.rounds, show), group)
         steps = {name: [step for step, _ in bursts] for name, bursts in worst.items()}
         for name, lane in lanes.items():
-            on_gpu, host = group.device.type == "cuda", [host for _, host in worst[name]]
-            count = launches(device_work(lane.step, group.device)[0]) if on_gpu else None
+            trace = args.traces and args.traces / f"{model}-{name}.json.gz"
             ratio = asdict(Spread.of(over(steps[name], steps[FLOOR])))
-            more = {"host": asdict(Spread.of(host)), "ratio": ratio, "kernels": count}
+            host = asdict(Spread.of([host for _, host in worst[name]]))
+            more = {"host": host, "ratio": ratio, **profiled(lane, group, trace)}
             found.append(point((model, name), steps[name], **more))
         yield b.points(model, found, KIND)

@@ -91,7 +91,7 @@ def stages(context: Context) -> tuple[Stage, ...]:
     exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
     torchs = f"{available(*exact)},{OURS}"
     memory = f"memory --ranks 1 --models gpt2 --wrappers {torchs}"
-    trace = "trace --ranks 2 --sockets --models gpt2"
+    trace = "overhead --ranks 2 --sockets --models gpt2 --rounds 3 --check-steps 0"
     worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
     return (
         _build(),

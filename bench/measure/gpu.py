@@ -98,10 +98,9 @@ def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) 
     return length([*communication, *computation]) - length(computation)
 
 
-def summary(kernels: Sequence[Kernel]) -> tuple[float, float, float]:
-    """Seconds of communication, those of them exposed, and from the first kernel to the last."""
+def summary(kernels: Sequence[Kernel]) -> tuple[float, float]:
+    """Seconds of communication, and those of them exposed."""
     sides: dict[bool, list[Interval]] = {True: [], False: []}
     for kernel in kernels:
         sides[COMMUNICATION in kernel.name.lower()].append((kernel.start, kernel.end))
-    span = max(k.end for k in kernels) - min(k.start for k in kernels) if kernels else 0.0
-    return length(sides[True]), exposed(sides[True], sides[False]), span
+    return length(sides[True]), exposed(sides[True], sides[False])

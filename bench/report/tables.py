@@ -128,24 +128,19 @@ def scale(points: list[Point], markdown: bool = False) -> str:
 
 
 def overhead(points: list[Point], markdown: bool = False) -> str:
-    """One row per variant of one model."""
-    headers = ("variant", "step ms", f"of {FLOOR}", "backward, host ms", "kernels")
+    """One row per variant of one model; the last four columns only of GPUs."""
+    headers = (
+        *("variant", "step ms", f"of {FLOOR}", "backward, host ms"),
+        *("kernels", "communication ms", "exposed ms", "hidden"),
+    )
     rows = []
     for p in points:
+        cells, busy, bare = ["-"] * 4, p["communication"], p["exposed"]
+        if p["kernels"] is not None:
+            hidden = f"{1 - bare / busy:.0%}" if busy else "-"
+            cells = [str(p["kernels"]), f"{1e3 * busy:.2f}", f"{1e3 * bare:.2f}", hidden]
         of_floor, host = " ± ".join(ratio(Spread(**p["ratio"]))), 1e3 * p["host"]["median"]
-        kernels = "-" if p["kernels"] is None else str(p["kernels"])
-        rows.append((p["of"][1], _plus_minus(p), of_floor, f"{host:.2f}", kernels))
-    return render(headers, rows, markdown)
-
-
-def trace(points: list[Point], markdown: bool = False) -> str:
-    """One row per variant of one model."""
-    headers = ("variant", "step ms", "communication ms", "exposed ms", "hidden")
-    rows = []
-    for p in points:
-        busy, bare = p["communication"], p["exposed"]
-        times = (f"{1e3 * t:.2f}" for t in (p["time"]["median"], busy, bare))
-        rows.append((p["of"][1], *times, f"{1 - bare / busy:.0%}" if busy else "-"))
+        rows.append((p["of"][1], _plus_minus(p), of_floor, f"{host:.2f}", *cells))
     return render(headers, rows, markdown)
 
 
@@ -171,6 +166,5 @@ LAYOUTS = {
     "overlap": Layout(4, overlap, _EXPOSED),
     "buckets": Layout(3, buckets),
     "overhead": Layout(1, overhead),
-    "trace": Layout(1, trace, "Of one rank, per step, from a profile of several."),
     "scale": Layout(2, scale),
 }
