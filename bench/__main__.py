@@ -17,6 +17,7 @@ from examples.common.ranks import USAGE
 HERE = Path(__file__).resolve().parent
 COMMANDS = {
     "gpu_all": "bench.gpu.all",
+    "report": "bench.report.documents",
     **{p.stem: f"bench.commands.{p.stem}" for p in sorted(HERE.glob("commands/[a-z]*.py"))},
 }
 

@@ -4,19 +4,23 @@ import pytest
 import torch
 
 from examples import manual_parallel, visualise
-from examples.common.ranks import Group
+from examples.common.ranks import CheckFailed, Group
 from fastsync.testing import run_ranks
 from tests.scripts import run_module
 
 
-def forgets_to_divide():
-    torch.Tensor.div_ = lambda self, count: self
+def sends_half():
+    send = manual_parallel.average_buckets
+    manual_parallel.average_buckets = lambda buckets: send(buckets[: len(buckets) // 2])
 
 
-def taken(rank, world, change=None):
-    if change is not None:
-        change()
-    return visualise.observe_all(Group(rank, world, torch.device("cpu")))
+def taken(rank, world, change=lambda: None):
+    change()
+    group = Group(rank, world, torch.device("cpu"))
+    try:
+        return [visualise.observe(name, group) for name in visualise.SHOWN]
+    except CheckFailed as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +28,8 @@ def runs():
     return run_ranks(taken, 2)[0]
 
 
-def test_every_strategy_averages(runs):
-    assert [run.strategy for run in runs] == list(visualise.SHOWN)
-    assert visualise.averaged(runs)
-
-
-def test_sums_that_are_no_averages_are_noticed():
-    assert not visualise.averaged(run_ranks(taken, 2, forgets_to_divide)[0])
+def test_gradients_that_do_not_travel_are_noticed():
+    assert "bucketed sent" in run_ranks(taken, 2, sends_half)[0]
 
 
 def test_every_gradient_travels_once(runs):
@@ -39,7 +38,7 @@ def test_every_gradient_travels_once(runs):
     for run in runs:
         if run.strategy in ("ddp", "fastsync"):
             assert sorted(n for message in run.messages for n in message.names) == names
-        assert sum(message.size for message in run.messages) == size
+        assert run.size == size
         assert all(0 < message.start < message.end <= run.total for message in run.messages)
         assert run.total > run.backward
 
@@ -59,13 +58,13 @@ def test_what_distinguishes_the_strategies(runs):
 
 def test_drawing():
     message = visualise.Message(("a",), 4, 0.5, 1.0)
-    backward, sent = visualise.Run("x", (message,), 0.5, 1.0, 0.0).lanes(1.0)
+    backward, sent = visualise.Run("x", (message,), 0.5, 1.0).lanes(1.0)
     assert backward == "=" * 33
     assert sent == " " * 32 + "0" * 32
 
 
 def test_the_command():
     output = run_module("examples.visualise")
-    rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
     assert "0.0.weight" in output
-    assert rows["fastsync"][1:3] == ["6", "6.32"]
+    for name in visualise.SHOWN:
+        assert f"  {name:<14}|==" in output
