@@ -11,7 +11,7 @@ Classifies noisy pictures of four shapes. What a script like this needs:
 
   * a DistributedSampler, told the epoch, so that ranks see different samples in a new order;
   * one seed for the weights and another one per rank for dropout and augmentation;
-  * a learning rate that grows with the global batch, behind a warm-up;
+  * a learning rate that grows with the global batch, after a warm-up;
   * SyncBatchNorm where the ranks have GPUs;
   * gradient accumulation under no_sync(): gradients travel once per step;
   * mixed precision: autocast, and a GradScaler for fp16;

@@ -112,7 +112,7 @@ class Recorder:
     def taken(self) -> tuple[Message, ...]:
         """The messages in the order in which they were sent; RuntimeError where one is missing."""
         deadline = time.monotonic() + CALLBACK_SECONDS
-        # The backend's thread notes an arrival right after it has let the waiting rank go on.
+        # The backend's thread notes an arrival right after it has woken the waiting rank.
         while any(message.end is None for message in self.messages):
             if time.monotonic() > deadline:
                 raise RuntimeError("a message was sent but not received")

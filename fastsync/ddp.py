@@ -370,7 +370,7 @@ class FastDDP(Front):
         return checkpoint.capture(self._engine)
 
     def load_sync_state_dict(self, state: checkpoint.State | Sequence[checkpoint.State]) -> None:
-        """Goes on where `sync_state_dict()` was called.
+        """Resumes where `sync_state_dict()` was called.
 
         Collective: every rank calls it, before a forward. After a restart with as many ranks, each
         passes its own state, and the training continues with the same bits. After a change of
@@ -395,9 +395,9 @@ class FastDDP(Front):
         return cast(FrontReducer, self.reducer).optimizers(self.module).capture(optimizer)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
-        """Goes on with what `optimizer_state_dict()` returned, once it has been loaded.
+        """Resumes from what `optimizer_state_dict()` returned, once it has been loaded.
 
-        Or with what `optimizer.state_dict()` returned, on every rank. Collective.
+        Or from what `optimizer.state_dict()` returned, on every rank. Collective.
 
         Raises:
             ValueError, TypeError: it is that of another model, or nothing has been loaded.

@@ -33,7 +33,7 @@ def in_place_of_ddp(**options: Any) -> Iterator[type[FastDDP]]:
     """While it is entered, whoever builds `torch.nn.parallel.DistributedDataParallel` gets FastDDP.
 
     Meant for libraries that offer no other way to choose the class. Models that were wrapped
-    inside stay what they are; code that had imported the class by its name does not notice.
+    inside stay FastDDPs; code that has imported the class by its name still builds DDP.
 
     Args:
         options: arguments of FastDDP; they win over those that the library passes.

@@ -1,4 +1,4 @@
-"""FastDDP with given options, in the place of DistributedDataParallel."""
+"""FastDDP with given options, in place of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def replace_ddp(**options: Any) -> None:
 def _describe(module: nn.Module, where: str, options: dict[str, Any]) -> str:
     shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return (
-        f"fastsync: {type(module).__name__}, wrapped at {where}, is in FastDDP({shown}) in the "
-        "place of DistributedDataParallel"
+        f"fastsync: {type(module).__name__}, wrapped at {where}, uses FastDDP({shown}) in place of "
+        "DistributedDataParallel"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs a program with FastDDP in the place of torch's DistributedDataParallel.
+"""Runs a program with FastDDP in place of torch's DistributedDataParallel.
 
 The program, and the libraries that wrap models deep inside, need no change::
 

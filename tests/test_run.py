@@ -64,7 +64,7 @@ def check(out, wire, arguments=("--lr", "0.1")):
 
 
 def lines(err):
-    return [line for line in err.splitlines() if "in the place of" in line]
+    return [line for line in err.splitlines() if "in place of" in line]
 
 
 def test_torchrun_starts_it(tmp_path):

@@ -56,7 +56,7 @@ class Env:
             where all of them have to change their plan together (default: 60).
         local_ranks: ``LOCAL_WORLD_SIZE``, as torchrun sets it: ranks on this machine (default: 0,
             unknown). The hierarchical wire form takes nodes from it.
-        replace_ddp: ``FASTSYNC_REPLACE_DDP``. Puts FastDDP in the place of torch's
+        replace_ddp: ``FASTSYNC_REPLACE_DDP``. Puts FastDDP in place of torch's
             DistributedDataParallel, with these arguments: ``1``, or such as
             ``wire=bf16,bucket_cap_mb=10`` (default: no).
         shared_memory: ``FASTSYNC_SHM``. ``0`` on any rank has the ranks of one machine average

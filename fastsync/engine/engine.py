@@ -302,7 +302,7 @@ class Engine:
         return Network(rate, self._network.latency)
 
     def resume(self, progress: Progress, carried: Carried) -> None:
-        """Goes on where a training was left. Collective: rank 0's order decides."""
+        """Resumes where a training was left. Collective: rank 0's order decides."""
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
         self._forget_plans()

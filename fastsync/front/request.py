@@ -190,7 +190,7 @@ class Request:
         if has_python_reducer():
             raise RuntimeError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer', which puts code of torch's "
-                "in the place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
+                "in place of FastDDP's engine; set it to 'ddp_optimizer' (the default), or use "
                 "DistributedDataParallel"
             )
         params = [p.tensor for p in self._params()]

@@ -83,7 +83,7 @@ def flat_layout(numels: Sequence[int], world_size: int, flags: bool) -> FlatLayo
     Args:
         numels: elements of each slot; 0 is allowed.
         world_size: ranks that must be able to take equal shards.
-        flags: reserve one flag per slot and one vote behind the slots.
+        flags: reserve one flag per slot and one vote after the slots.
     """
     offsets = []
     end = 0

@@ -79,7 +79,7 @@ class BucketPolicy:
         return replace(self, caps=(*self.caps[:-1], cap), last=last)
 
     def limit(self, closed: int, left: int) -> int:
-        """Bytes that close a bucket behind `closed` others, with `left` in it or still to come."""
+        """Bytes that close a bucket after `closed` others, with `left` in it or still to come."""
         cap = self.caps[min(closed, len(self.caps) - 1)]
         return cap if self.last is None else min(cap, max(self.last, left // 2))
 

@@ -1,4 +1,4 @@
-"""Puts FastDDP in the place of torch's DDP in each Python that a program starts, as it was itself.
+"""Puts FastDDP in place of torch's DDP in each Python that a program starts, as it was itself.
 
 Python imports this module before the script. It imports neither torch nor fastsync by itself: it
 waits for the program to import torch, and runs the `sitecustomize` that it hides.

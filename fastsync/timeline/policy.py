@@ -17,7 +17,7 @@ class TimelinePolicy:
             ends earlier. With "{rank}" in it every rank writes its own marks. None: written on
             demand only, by `FastDDP.write_timeline`.
         skip: synchronised backwards before the window; the first steps are not like the others.
-        steps: synchronised backwards in the window, after which recording ends. None: goes on.
+        steps: synchronised backwards in the window, after which recording ends. None: never ends.
         capacity: marks that each rank keeps, the latest ones; 5 a step and 4 a bucket.
     """
 

@@ -36,8 +36,8 @@ class SyncStats(Mapping[str, Any]):
     """Counters and times of one rank. Also a mapping from the names of its fields to their values.
 
     Counters start when the model is wrapped. Times are medians over the steps that are recorded,
-    the latest 50 at most, in seconds; without `timeline=` they are None, as nobody looks at the
-    clock when a collective completes. `str()` gives a report of a few lines.
+    the latest 50 at most, in seconds; without `timeline=` they are None, because nothing
+    records when a collective completes. `str()` gives a report of a few lines.
 
     Attributes:
         steps: synchronised backwards.
@@ -234,7 +234,7 @@ class Synchronised(Protocol):
 
 
 class Writer(Protocol):
-    """What TensorBoard's SummaryWriter has, and others that speak its language."""
+    """What TensorBoard's SummaryWriter has, and similar writers."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Takes one point of one curve."""

@@ -56,7 +56,7 @@ def _graph_splitter() -> Any:
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     class GraphSplitter(DDPOptimizer):
-        """Splits behind the node that completes a bucket, seen from the end of the forward."""
+        """Splits after the node that completes a bucket, seen from the end of the forward."""
 
         def __init__(self, bucket_bytes_cap: int, backend_compile_fn: Any, **options: Any) -> None:
             self._buckets_of = _graph_buckets()

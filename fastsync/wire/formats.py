@@ -137,7 +137,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Of a bucket's elements those of largest magnitude travel, the others in later steps.
+    """Sends the largest elements of a bucket by magnitude now, and the others in later steps.
 
     A bucket of n elements sends k = max(1, round(density * n)): 8 k bytes to every other rank,
     int32 positions and then fp32 values. Of equal magnitudes the first ones are kept; NaN and

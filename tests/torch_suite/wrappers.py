@@ -1,4 +1,4 @@
-"""The classes that the suite can put in the place of DistributedDataParallel."""
+"""The classes that the suite can put in place of DistributedDataParallel."""
 
 from __future__ import annotations
 
