@@ -3,15 +3,15 @@
     python -m bench zero --models gpt2,small --json out/zero.json
 
 Every way trains the same weights, which is checked first. Ratios are to the fastest of torch's
-ways, in the same round. Bytes are those that FastDDP's engine counts in a step, over what an
-all-reduce of the gradients takes. FSDP2 has at most UNITS units besides the model.
+ways, in the same round. Bytes are those that FastDDP's engine counts in a step through the process
+group, over what an all-reduce of the gradients takes. FSDP2 has at most UNITS units besides the model.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ from examples.common.ranks import CheckFailed, Group
 from examples.common.rounds import over, time_lanes
 from examples.common.text import Spread
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
-from examples.common.variants import OURS, VARIANTS, available
+from examples.common.variants import OURS, VARIANTS, Variant, available, fast_ddp
 from fastsync import FastDDP
 
 DDP = (available("ddp_batched_view") or "ddp_view").split(",")[0]
 UNITS, HEAVY = 12, "wide"
+SETTLED = 4  # steps until the plan stays
 
 Make = Callable[[Workload, Group], Lane]
 
@@ -72,7 +73,8 @@ TORCHS = {
     f"{DDP}, ZeroRedundancyOptimizer in buckets": by_redundancy(parameters_as_bucket_view=True),
     "FSDP2, not resharded": by_fsdp,
 }
-WAYS = {**TORCHS, **{name: by_variant(name) for name in (f"{OURS}_zero1", f"{OURS}_zero2")}}
+STAGES = {f"{OURS}_zero{stage}": stage for stage in (1, 2)}
+WAYS = {**TORCHS, **{name: by_variant(name) for name in STAGES}}
 
 
 def weights(lane: Lane) -> Tensor:
@@ -98,12 +100,15 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
             raise CheckFailed(f"{name}: weights are {distance:.1e} off {DDP}'s")
 
 
-def sent(lane: Lane) -> int:
-    """Bytes that this rank sends in a step; 0 where nobody counts them."""
-    model = lane.model
-    before = model.sync_stats().sent_bytes if isinstance(model, FastDDP) else 0
-    lane.step()
-    return model.sync_stats().sent_bytes - before if isinstance(model, FastDDP) else 0
+def sent(stage: int, workload: Workload, group: Group) -> int:
+    """Bytes that this rank sends in a step where the ranks share no memory."""
+    variant = Variant(OURS, fast_ddp(zero=stage, shared_memory=False))
+    lane = make_lane(workload, variant, group, "adamw")
+    counts = []
+    for _ in range(SETTLED):
+        lane.step()
+        counts.append(cast(FastDDP, lane.model).sync_stats().sent_bytes)
+    return counts[-1] - counts[-2]
 
 
 def ratios(steps: dict[str, list[float]]) -> dict[str, str]:
@@ -128,8 +133,8 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         for way, cell in ratios({way: m.seconds for way, m in measured.items()}).items():
             cells[way].append(cell)
         formula = bus_factor(group.world) * sum(p.nbytes for p in workload.build().parameters())
-        for way, lane in lanes.items():
-            counted[way] = max(counted[way], group.most(sent(lane)) / formula)
+        for way, stage in STAGES.items():
+            counted[way] = max(counted[way], group.most(sent(stage, workload, group)) / formula)
     heavy = b.workload(HEAVY, args)
     for way, make in WAYS.items():
         peak = peak_memory(lambda: make(heavy, group), group)  # noqa: B023

@@ -9,7 +9,9 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
   if (!device.is_cpu()) return make_scratch({numel}, dtype, device);
   auto best = free_.end();
   for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
-    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel;
+    // One that is much larger will be wanted for what it was made for.
+    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel &&
+                      buffer->numel() < 2 * numel;
     if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;
   }
   if (best == free_.end()) {

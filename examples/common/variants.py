@@ -112,6 +112,7 @@ _VARIANTS = (
     Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
     Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"]),
     *map(_fastsync, wire_formats()),
+    Variant(f"{OURS}_group", fast_ddp(shared_memory=False), by_name=True),
     *(Variant(f"{OURS}_zero{s}", fast_ddp(zero=s), by_name=True) for s in (1, 2)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
