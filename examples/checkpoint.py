@@ -2,11 +2,12 @@
 
 Weights, buffers and the optimizer's state are the same on every rank, so rank 0's are everyone's;
 random states are not, so they are gathered. Reading needs no shared file system: rank 0 reads the
-file and broadcasts what it holds.
+file and broadcasts its bytes.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +54,11 @@ def resume(path: Path, trained: Trained, settings: dict[str, Any]) -> int:
     Raises:
         ValueError: the checkpoint is of another number of ranks or other settings; on every rank.
     """
-    found: list[Any] = [None]
-    if dist.get_rank() == 0 and path.exists():
-        found = [torch.load(path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(found, 0, device=trained.device)
-    content = found[0]
-    if content is None:
+    file = [path.read_bytes() if dist.get_rank() == 0 and path.exists() else b""]
+    dist.broadcast_object_list(file, 0, device=trained.device)
+    if not file[0]:
         return 0
+    content = torch.load(io.BytesIO(file[0]), map_location="cpu", weights_only=True)
     for name, value in {"ranks": dist.get_world_size(), **settings}.items():
         if content["settings"].get(name) != value:
             raise ValueError(

@@ -169,10 +169,8 @@ def observe(strategy: str, group: Group) -> Run:
         group.synchronize()
         total = recorder.now()
         messages = recorder.taken()
-    seen, size = (
-        Run(strategy, messages, recorder.backward, total),
-        sum(p.nbytes for p in module.parameters()),
-    )
+    seen = Run(strategy, messages, recorder.backward, total)
+    size = sum(p.nbytes for p in module.parameters())
     if not group.all_agree(seen.size == size):
         raise CheckFailed(f"{strategy} sent {seen.size} bytes of {size} bytes of gradients")
     return seen

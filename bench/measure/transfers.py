@@ -46,7 +46,8 @@ class Task:
     def check(self, name: str, way: Way) -> None:
         """Runs a way once; raises CheckFailed where an element of its result is wrong."""
         for target in self.targets:  # a way that writes nothing is found out
-            target.fill_(math.nan if target.is_floating_point() else 0)
+            blank = 255 if target.dtype is torch.uint8 else 0
+            target.fill_(math.nan if target.is_floating_point() else blank)
         found, wanted, limit = self.judged(name, way())
         if not bool(((found.double() - wanted.double()).abs() <= limit).all()):
             raise CheckFailed(f"{self.name} by {name}: not what the reference says")
