@@ -4,7 +4,6 @@
 #include <cmath>
 #include <utility>
 
-#include "../ops/buffers.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
@@ -33,7 +32,7 @@ void FlagExchange::prepare(size_t count, at::Device device) {
     layouts_.push_back(ops::SlotLayout::run(0, flags));
   }
   if (!sum_.defined() || sum_.numel() != flags || sum_.device() != device) {
-    sum_ = ops::make_flat(flags, at::kFloat, device);
+    sum_ = group_->make_flat(flags, at::kFloat, device);
   }
 }
 

@@ -4,8 +4,8 @@
 // step stays, as it does in DDP, unless parameters are thawed.
 //
 // It starts when the last gradient is known, while buckets are on their way, and is waited for after them. On a CPU it needs a
-// process group of its own: hooks may start collectives when earlier ones are done, at times that differ between ranks. On
-// devices they are all enqueued by one thread, in one order.
+// process group of its own, or memory that the ranks share: hooks may start collectives when earlier ones are done, at times that
+// differ between ranks. On devices they are all enqueued by one thread, in one order.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -156,9 +156,9 @@ void Reducer::set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flag
   routes_.hook = std::move(hook);
   flags_.reset();
   if (!votes() || options_.static_graph) return;
-  const bool own = !flags_group.empty();
-  flags_ = std::make_unique<FlagExchange>(
-      own ? comm::Collective::resolve(flags_group) : routes_.group, own);
+  std::shared_ptr<comm::Collective> own = routes_.memory;  // no bucket under a hook uses it
+  if (!own && !flags_group.empty()) own = comm::Collective::resolve(flags_group);
+  flags_ = std::make_unique<FlagExchange>(own ? own : routes_.group, own != nullptr);
 }
 
 void Reducer::detach_hooks() {

@@ -336,7 +336,7 @@ class Engine:
         """Collective. The name of a process group for used flags; empty where none is needed."""
         told = self.policy.static_graph or self.policy.fail_on_unused
         alone = self._group.size() == 1
-        if told or alone or self._params[0].tensor.device.type != "cpu":
+        if told or alone or self._memory is not None or self._params[0].tensor.device.type != "cpu":
             return ""
         if not is_registered(self._group):  # torch makes no groups like it
             return ""
