@@ -74,6 +74,8 @@ setup(
     package_dir=packages,
     package_data={
         "fastsync": ["py.typed", "_C.pyi"],
+        "fastsync.planner": ["page/*"],
+        "fastsync.planner": ["page/*"],
         "fastsync.timeline": ["page/*"],
         **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
     },

@@ -28,10 +28,14 @@ PACKAGE_LAYERS = [
     ["saving"],
     ["replacing"],
     ["integrations"],
+    ["planner"],
+    ["plan.__main__"],
     ["__init__"],
     ["run", "startup"],
     ["testing"],
 ]
+# Modules with a line of their own: a command stands above the package whose name it has.
+ALONE = ["plan.__main__"]
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
@@ -47,6 +51,17 @@ MODULE_LAYERS = {
         ["torch_faces"],
     ],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
+    "planner": [
+        ["quantities", "held", "devices", "links", "record"],
+        ["strategy", "synthetic", "tracing", "profile", "compute"],
+        ["arithmetic", "memory", "simulate"],
+        ["scenario"],
+        ["advice"],
+        ["plan"],
+        ["views", "asked", "measure"],
+        ["command"],
+        ["__init__"],
+    ],
     "shard": [
         ["layout", "rectangles", "rules", "steps"],
         ["chunks", "space"],
@@ -126,6 +141,8 @@ def level_of(name, layers):
 def place_of(path):
     """Package and module of a file; a module that lies in no package is one by itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if ".".join(parts) in ALONE:
+        return ".".join(parts), None
     return parts if len(parts) == 2 else (parts[0], None)
 
 

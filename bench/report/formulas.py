@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from examples.common.text import render
 from examples.common.variants import Variant
+from fastsync.planner.held import HELD
 
 if TYPE_CHECKING:
     from fastsync.wire.formats import PowerSGD
@@ -79,28 +79,6 @@ def _low_rank_numel(codec: PowerSGD, shape: Sequence[int]) -> int:
     return (rows + cols) * rank if rank else numel
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes per parameter: of itself, its gradient, and the optimizer's state with master weights.
-
-    Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models".
-    """
-
-    parameter: int
-    gradient: int
-    state: int
-
-    def per_rank(self, stage: int, world: int) -> float:
-        """Bytes per parameter on each of `world` ranks, which share what `stage` says."""
-        of_state, of_gradient, of_parameter = (1 / world if stage >= s else 1.0 for s in (1, 2, 3))
-        return self.parameter * of_parameter + self.gradient * of_gradient + self.state * of_state
-
-
-HELD = {
-    "fp32": Held(4, 4, 8),
-    "bf16, states in fp32": Held(2, 2, 8),
-    "bf16, states and master weights in fp32": Held(2, 2, 12),
-}
 WORLDS, LARGE = (2, 4, 8), 70  # ranks, billion parameters
 
 

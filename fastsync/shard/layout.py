@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fastsync.plan.layout import ALIGNMENT, align_up
 
-__all__ = ["Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors"]
+__all__ = ["Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors", "element_regions"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,18 @@ class ShardLayout:
         return [piece for piece in self.pieces if piece.rank == rank]
 
 
-def cut_by_elements(numels: Sequence[int], world: int) -> ShardLayout:
-    """Equal shares: no rank owns more than the N-th part, rounded up to `ALIGNMENT`."""
+def element_regions(numels: Sequence[int], world: int) -> tuple[list[int], int]:
+    """Where parameters lie that are cut by elements, and how long a rank's region is."""
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
         end = align_up(end + numel, ALIGNMENT)
-    region = align_up(math.ceil(end / world), ALIGNMENT)
+    return offsets, align_up(math.ceil(end / world), ALIGNMENT)
+
+
+def cut_by_elements(numels: Sequence[int], world: int) -> ShardLayout:
+    """Equal shares: no rank owns more than the N-th part, rounded up to `ALIGNMENT`."""
+    offsets, region = element_regions(numels, world)
     pieces = []
     for param, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
         for rank in range(offset // max(region, 1), world):

@@ -1,0 +1,211 @@
+"""From options to what they mean: the model, the device, the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from fastsync.plan.policy import BucketPolicy
+from fastsync.planner.compute import from_run
+from fastsync.planner.devices import Device, device_named
+from fastsync.planner.links import Cluster, Link, sent_bytes
+from fastsync.planner.plan import Plan, plan_of_run
+from fastsync.planner.profile import Profile
+from fastsync.planner.record import Record
+from fastsync.planner.scenario import Scenario, cached_optimizer
+from fastsync.planner.synthetic import adam_by_formula, transformer_of
+from fastsync.planner.tracing import trace_model, trace_optimizer
+from fastsync.timeline.data import Run, by_step, load
+
+__all__ = ["cluster_of", "device_of", "recorded_plan", "scenario_of", "wants_time"]
+
+# What a rank's links carry by the makers, and the shares of it that NCCL counts on in its own
+# tables: 370 of 450 GB/s on an H100, 240 of 300 on an A100; networks come closer.
+_INTRA = {
+    "v100": 150e9,
+    "a100": 300e9,
+    "a100-40": 300e9,
+    "h100": 450e9,
+    "h200": 450e9,
+    "b200": 900e9,
+}
+_INTER = {"v100": 12.5e9, "a100": 25e9, "a100-40": 25e9}
+_NVLINK_REACH, _NET_REACH = 0.82, 0.92
+_LOCAL, _SLOW = 1e9, 1.25e9  # Gloo inside a machine; 10 Gbit/s
+_TCP_LATENCY = 50e-6
+
+
+def wants_time(args: argparse.Namespace) -> bool:
+    """Whether there is enough for more than the formulas.
+
+    Raises:
+        ValueError: it is not said what is trained, or too much is said about it.
+    """
+    given = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
+    if len(given) != 1:
+        raise ValueError("say what is trained: exactly one of --model, --params and --from")
+    if args.model and not args.batch:
+        raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
+    if args.params and args.batch and len(args.batch) != 2:
+        raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
+    return not args.params or args.batch is not None
+
+
+def device_of(args: argparse.Namespace) -> Device:
+    """The device, with what the user knows better."""
+    device = device_named(args.device or "h100")
+    if args.memory:
+        device = replace(device, memory=args.memory)
+    if args.efficiency:
+        device = replace(device, efficiency=args.efficiency)
+    if args.profile:
+        rates = Profile.load(args.profile).device
+        device = replace(device, narrow=rates.flops, wide=rates.flops, bandwidth=rates.bandwidth)
+        device = replace(device, efficiency=1.0, streaming=1.0)
+        device = replace(device, overhead=rates.overhead, contention=rates.contention)
+    return device
+
+
+def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
+    """Ranks and links; what is not given follows from the device.
+
+    Raises:
+        ValueError: the GPUs do not fill nodes, or no profile can be read.
+    """
+    backend = args.backend or ("gloo" if device.on_cpu else "nccl")
+    world, per_node = args.gpus[0], min(args.per_node, max(args.gpus))
+    if args.profile:
+        link = Profile.load(args.profile).link()
+        return Cluster(world, min(per_node, world), link, link, "gloo")
+    on_tcp = backend == "gloo"
+    latency = args.latency if args.latency is not None else (_TCP_LATENCY if on_tcp else None)
+    intra = Link(
+        args.intra or _INTRA.get(device.name, _LOCAL),
+        latency,
+        "nvlink",
+        1.0 if on_tcp else _NVLINK_REACH,
+    )
+    fast = _INTER.get(device.name, 50e9)
+    inter = Link(
+        args.inter or (_SLOW if on_tcp else fast), latency, "net", 1.0 if on_tcp else _NET_REACH
+    )
+    return Cluster(world, min(per_node, world), intra, inter, backend)
+
+
+def _imported(name: str, option: str) -> Callable[..., object]:
+    """The function that an option names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{option} {name!r} must be file.py:function or package.module:function")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).resolve()
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
+                raise ValueError(f"{option}: there is no file {place}")
+            module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(path.parent))
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(place)
+    except ImportError as error:
+        raise ValueError(f"{option}: {place} cannot be imported: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"{option}: {place} has no function {attribute!r}")
+    return cast(Callable[..., object], function)
+
+
+def _build(name: str) -> Callable[[], nn.Module]:
+    function = _imported(name, "--model")
+
+    def build() -> nn.Module:
+        module = function()
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"--model {name}: returned a {type(module).__name__}, no nn.Module")
+        return module
+
+    return build
+
+
+def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> Scenario:
+    """What --model or --params asks for."""
+    dtype: torch.dtype | None = args.dtype
+    sizes: tuple[int, ...] = args.batch[1:]
+
+    if args.params:
+
+        def trace(samples: int, checkpointing: bool) -> Record:
+            chosen = dtype or torch.bfloat16
+            return transformer_of(args.params, chosen, (samples, *sizes), checkpointing)
+
+        optimizer = adam_by_formula
+    else:
+        build = _build(args.model)
+        loss = _imported(args.loss, "--loss") if args.loss else None
+
+        def trace(samples: int, checkpointing: bool) -> Record:
+            return trace_model(
+                build,
+                (samples, *sizes),
+                loss=cast(Callable[[object, torch.Tensor], torch.Tensor] | None, loss),
+                dtype=dtype,
+                checkpointing=checkpointing,
+            )
+
+        def optimizer(shapes):  # type: ignore[no-untyped-def]
+            return trace_optimizer(args.optimizer, shapes, foreach=not device.on_cpu)
+
+    return Scenario(
+        trace=trace,
+        samples=args.batch[0],
+        optimizer=cached_optimizer(optimizer),
+        device=device,
+        cluster=cluster,
+        kinds=args.strategies,
+        wires=args.wires,
+        checkpointing=(False,) if args.no_checkpointing else (False, True),
+        accumulate=args.accumulate,
+        masters=args.master_weights,
+        jitter=args.jitter,
+        buckets=None if args.bucket_cap_mb is None else BucketPolicy.from_mb(args.bucket_cap_mb),
+    )
+
+
+def recorded_plan(args: argparse.Namespace) -> Plan:
+    """What --from asks for. Links that are not given are as fast as the recorded ones were."""
+    run = load(args.run)
+    recorded = from_run(run)
+    on_cpu = run.device.startswith("cpu")
+    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
+    cluster = cluster_of(args, device)
+    if args.intra is None and args.inter is None and args.profile is None:
+        link = _seen(run)
+        cluster = replace(cluster, intra=link, inter=link, backend="gloo" if on_cpu else "nccl")
+    title = f"{run.model}, recorded on {run.world_size} ranks"
+    return plan_of_run(recorded, title, device, cluster, args.gpus)
+
+
+def _seen(run: Run) -> Link:
+    """The rate of the recorded collectives, all buckets of all steps together."""
+    steps = [step for ranks in by_step(run).values() for step in ranks]
+    busy = sum(step.communicating for step in steps)
+    nbytes = sum(bucket.bytes for step in steps for bucket in step.buckets)
+    if not busy or run.world_size < 2:
+        raise ValueError("--from: the recording has no collectives; give --intra and --inter")
+    return Link(sent_bytes("all_reduce", float(nbytes), run.world_size) / busy, 0.0, "net")

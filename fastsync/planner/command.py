@@ -1,0 +1,146 @@
+"""Plans a training before it is launched: memory, step time, and the strategy to take.
+
+    python -m fastsync.plan --model train.py:build_model --batch 8x1024 --gpus 64 --device h100
+    python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8      # the arithmetic alone
+    python -m fastsync.plan --from run.json --gpus 8,64,512,4096     # from a recorded timeline
+    torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
+
+--model names a function without arguments that returns the nn.Module; it is built and traced
+without memory. --batch is one rank's: samples x tokens, or samples x the sizes of a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from fastsync.planner import quantities as q
+from fastsync.planner.arithmetic import held_rows
+from fastsync.planner.asked import cluster_of, device_of, recorded_plan, scenario_of, wants_time
+from fastsync.planner.held import held_by
+from fastsync.planner.plan import Plan, make_plan_of
+from fastsync.planner.views import held_text, html_page, plan_json, plan_text
+
+__all__ = ["main"]
+
+_USAGE = 2
+_KINDS = ("0", "1", "2", "3", "hsdp")
+T = TypeVar("T")
+
+
+def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A type for argparse, which then names the option in what is wrong."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def _choices(text: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if known is not None and name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastsync.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is trained").add_argument
+    what("--model", help="file.py:function or package.module:function that returns the model")
+    what("--params", type=_typed(q.count), help="a transformer of so many parameters: 70e9, 7B")
+    what("--from", dest="run", type=Path, help="a timeline that FastDDP has recorded")
+    what("--batch", type=_typed(q.shape), help="of one rank: 8x1024 tokens, 32x3x224x224")
+    what("--loss", help="file.py:function of output and batch (default: by the output's form)")
+    what("--dtype", type=_typed(q.dtype), help="of parameters: fp32, bf16, fp16")
+    what("--optimizer", default="adamw", help="of torch.optim (default: adamw)")
+    what("--master-weights", action="store_true", help="fp32 masters of 16-bit parameters")
+    what("--accumulate", type=_typed(q.whole), default=1, help="backwards per step")
+    where = parser.add_argument_group("where").add_argument
+    where("--gpus", type=_typed(q.worlds), default=(8,), help="ranks: 64, or 8,64,512")
+    where("--per-node", type=_typed(q.whole), default=8, help="ranks of a node (default: 8)")
+    where("--device", default=None, help="v100, a100, a100-40, h100, h200, b200, cpu")
+    where("--memory", type=_typed(q.nbytes), help="of a rank, instead of the device's: 80GB")
+    where("--efficiency", type=_typed(q.ratio), help="share of its peak that matmuls reach")
+    where("--intra", type=_typed(q.rate), help="a rank's link inside a node: 450GB/s")
+    where("--inter", type=_typed(q.rate), help="a rank's link between nodes: 50GB/s, 10Gbit/s")
+    where("--latency", type=_typed(q.seconds), help="of a hop, instead of NCCL's tables: 20us")
+    where("--backend", choices=("nccl", "gloo"), help="default: nccl, on a cpu gloo")
+    where("--profile", type=Path, help="what --measure has written; replaces the links' figures")
+    where("--jitter", type=float, default=0.0, help="spread of ranks' speeds, 0.02 for 2 %%")
+    what = parser.add_argument_group("what is tried").add_argument
+    what("--strategies", type=_typed(partial(_choices, known=_KINDS)), default=_KINDS)
+    what("--wires", type=_typed(_choices), default=("fp32",), help="fp32,bf16,int8 with zero=0")
+    what("--bucket-cap-mb", type=float, help="as FastDDP's")
+    what("--no-checkpointing", action="store_true", help="do not try to recompute blocks")
+    out = parser.add_argument_group("what is written").add_argument
+    out("--json", type=Path, help="the plan for programs")
+    out("--html", type=Path, help="a page with pictures")
+    out("--quiet", action="store_true", help="print nothing")
+    out("--measure", type=Path, help="under torchrun: measure these ranks, write a profile")
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    if args.run is not None:
+        return recorded_plan(args)
+    device = device_of(args)
+    return make_plan_of(scenario_of(args, device, cluster_of(args, device)), args.gpus)
+
+
+def _arithmetic(args: argparse.Namespace) -> str:
+    itemsize = (args.dtype or q.DTYPES["bf16"]).itemsize
+    held = held_by(itemsize, 8.0, args.master_weights)
+    world = args.gpus[0]
+    rows = held_rows(args.params, held, world, args.per_node, args.strategies)
+    states = "Adam's states in fp32" + (", fp32 master weights" if held.master else "")
+    title = f"{args.params / 1e9:g} B parameters of {itemsize} bytes, {states}, {world} ranks"
+    return held_text(title, rows)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.measure is not None:
+        from fastsync.planner.measure import measure_to
+
+        measure_to(args.measure)
+        return
+    if not wants_time(args):
+        print(_arithmetic(args))
+        return
+    plan = _plan(args)
+    if not args.quiet:
+        print(plan_text(plan))
+    if args.json:
+        _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n")
+    if args.html:
+        _write(args.html, html_page(plan))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        _run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE
+    return 0

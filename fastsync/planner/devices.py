@@ -1,0 +1,81 @@
+"""What a device computes and holds: from the makers' data sheets, dense, without sparsity.
+
+Efficiencies are what well-tuned training reaches, and stated wherever a plan rests on them; a
+recorded timeline or a measured profile replaces them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = ["DEVICES", "Device", "device_named"]
+
+_TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of accelerator.
+
+    Attributes:
+        narrow: floating-point operations per second in 16 bits; `wide`: in 32 (TF32 where it has).
+        bandwidth: of its memory, bytes per second.
+        memory: bytes.
+        framework: bytes of it that context, libraries and the backend's channels hold.
+        efficiency: share of the peak that matrix products reach.
+        streaming: share of the bandwidth that other operators reach.
+        overhead: seconds of an operator besides; a GPU's are hidden behind its queue.
+        contention: seconds of computing lost per second of communication behind it, where both
+            need the same processor.
+    """
+
+    name: str
+    narrow: float
+    wide: float
+    bandwidth: float
+    memory: float
+    framework: float = 1.5e9
+    efficiency: float = 0.5
+    streaming: float = 0.8
+    overhead: float = 0.0
+    contention: float = 0.0
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether fastsync treats it as a CPU."""
+        return self.name == "cpu"
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Operations per second on numbers of this dtype."""
+        return self.narrow if dtype.itemsize == 2 else self.wide
+
+    def seconds(self, work: float, moved: float, dtype: torch.dtype) -> float:
+        """What an operator takes: its arithmetic or its memory traffic, whichever is longer."""
+        arithmetic = work / (self.peak(dtype) * self.efficiency)
+        traffic = moved / (self.bandwidth * self.streaming)
+        return self.overhead + max(arithmetic, traffic)
+
+
+DEVICES = {
+    "v100": Device("v100", 125 * _TERA, 15.7 * _TERA, 0.9 * _TERA, 32e9),
+    "a100": Device("a100", 312 * _TERA, 156 * _TERA, 2.039 * _TERA, 80e9),
+    "a100-40": Device("a100-40", 312 * _TERA, 156 * _TERA, 1.555 * _TERA, 40e9),
+    "h100": Device("h100", 989 * _TERA, 494 * _TERA, 3.35 * _TERA, 80e9),
+    "h200": Device("h200", 989 * _TERA, 494 * _TERA, 4.8 * _TERA, 141e9),
+    "b200": Device("b200", 2250 * _TERA, 1100 * _TERA, 8.0 * _TERA, 180e9),
+    "cpu": Device("cpu", 3e10, 3e10, 1e10, 16e9, framework=0.0),
+}
+
+
+def device_named(name: str) -> Device:
+    """One of `DEVICES`, in any case.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    device = DEVICES.get(name.lower())
+    if device is None:
+        raise ValueError(f"unknown device {name!r}; choose one of {', '.join(DEVICES)}")
+    return replace(device)

@@ -1,0 +1,177 @@
+"""Measures the ranks it runs on, in well under a minute, and writes a profile.
+
+    torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
+
+All ranks measure at once, as they train. Rates and latency of the link are those of all-reduces
+of several sizes; those of the device come from a matrix product, a pass over memory and an operator
+on next to nothing. Last, one step of a small model with FastDDP tells how much computing slows down
+while gradients travel: on a CPU both need the same cores.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync.ddp import FastDDP
+from fastsync.planner.devices import Device
+from fastsync.planner.links import Cluster, Link
+from fastsync.planner.profile import DeviceRates, Profile, Sample, fit
+from fastsync.planner.scenario import Scenario, cached_optimizer
+from fastsync.planner.strategy import named
+from fastsync.planner.tracing import trace_model, trace_optimizer
+
+__all__ = ["calibration_model", "measure", "measure_to"]
+
+_SIZES = tuple(1 << power for power in range(12, 25, 2))  # 4 KiB to 16 MiB
+_SECONDS = 0.6  # for each figure
+_FEWEST = 5
+_SIDE = 768
+_BATCH, _WIDTH, _DEPTH = 64, 768, 6
+
+
+def measure_to(path: Path) -> None:
+    """Measures these ranks; rank 0 writes the profile. Collective.
+
+    Raises:
+        ValueError: it does not run under torchrun, with at least two ranks.
+    """
+    if not dist.is_torchelastic_launched():
+        raise ValueError(
+            "--measure runs on the ranks that will train; start it with torchrun "
+            f"--nproc-per-node N -m fastsync.plan --measure {path}"
+        )
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
+        profile = measure(device)
+        if dist.get_rank() == 0:
+            profile.dump(path)
+            print(
+                f"wrote {path}: {profile.rate / 1e9:.3g} GB/s, {profile.latency * 1e6:.3g} us a "
+                f"hop, {profile.device.flops / 1e9:.3g} GFLOP/s, "
+                f"{profile.device.bandwidth / 1e9:.3g} GB/s of memory"
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(device: torch.device) -> Profile:
+    """Measures the ranks of the default group. Collective.
+
+    Raises:
+        ValueError: there is one rank alone.
+    """
+    world = dist.get_world_size()
+    if world < 2:
+        raise ValueError("--measure needs at least two ranks, between which something travels")
+    samples = [_all_reduce(size, device) for size in _SIZES]
+    latency, rate = fit(samples, world)
+    rates = _device_rates(device)
+    link = Cluster(world, world, *_links(latency, rate), "gloo")
+    contention = _contention(device, rates, link) if device.type == "cpu" else 0.0
+    rates = DeviceRates(rates.flops, rates.bandwidth, rates.overhead, contention)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    backend = dist.get_backend()
+    return Profile(machine, torch.__version__, world, backend, latency, rate, rates, tuple(samples))
+
+
+def _links(latency: float, rate: float) -> tuple[Link, Link]:
+    link = Link(rate, latency, "net")
+    return link, link
+
+
+def _together(run: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of `run` on the slowest rank; every rank makes the same number of rounds."""
+
+    def once() -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begun
+
+    once()
+    first = _slowest(max(once(), 1e-6), device)
+    rounds = max(_FEWEST, min(200, int(_SECONDS / first)))
+    return _slowest(median(once() for _ in range(rounds)), device)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value.item())
+
+
+def _all_reduce(nbytes: int, device: torch.device) -> Sample:
+    buffer = torch.ones(nbytes // 4, device=device)
+    return Sample(nbytes, _together(lambda: dist.all_reduce(buffer), device))
+
+
+def _device_rates(device: torch.device) -> DeviceRates:
+    left, right = (torch.randn(_SIDE, _SIDE, device=device) for _ in range(2))
+    product = _together(lambda: left @ right, device)
+    source = torch.randn(1 << 22, device=device)
+    target = torch.empty_like(source)
+    passed = _together(lambda: torch.neg(source, out=target), device)
+    tiny = torch.ones(4, device=device)
+    many = 200
+
+    def operators() -> None:
+        for _ in range(many):
+            torch.add(tiny, tiny)
+
+    overhead = _together(operators, device) / many if device.type == "cpu" else 0.0
+    return DeviceRates(2 * _SIDE**3 / product, 2 * source.nbytes / passed, overhead, 0.0)
+
+
+def calibration_model() -> nn.Module:
+    """A stack of layers, with enough gradients for several buckets."""
+    layers: list[nn.Module] = []
+    for _ in range(_DEPTH):
+        layers += [nn.Linear(_WIDTH, _WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _contention(device: torch.device, rates: DeviceRates, cluster: Cluster) -> float:
+    """Seconds of computing lost per second of hidden communication, in a real step."""
+    batch = torch.randn(_BATCH, _WIDTH, device=device)
+    alone = calibration_model().to(device)
+    model = FastDDP(calibration_model().to(device))
+
+    def step(module: nn.Module) -> None:
+        module.zero_grad()
+        module(batch).pow(2).mean().backward()
+
+    computing = _together(lambda: step(alone), device)
+    whole = _together(lambda: step(model), device)
+    predicted, hidden = _predicted(rates, cluster, computing)
+    return min(1.0, max(0.0, (whole - predicted) / hidden)) if hidden > 0 else 0.0
+
+
+def _predicted(rates: DeviceRates, cluster: Cluster, computing: float) -> tuple[float, float]:
+    """The step of the calibration model that computes so long, and what it hides."""
+    kind = Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0)
+    scenario = Scenario(
+        trace=lambda samples, _: trace_model(calibration_model, (samples, _WIDTH)),
+        samples=_BATCH,
+        optimizer=cached_optimizer(lambda shapes: trace_optimizer("sgd", shapes, False)),
+        device=kind,
+        cluster=cluster,
+    )
+    traced = scenario.compute
+    scale = computing / (traced.forward + traced.backward)
+    measured = replace(traced.scaled(scale), update=0.0)
+    time = replace(scenario, measured=measured).time(named("0", cluster.world, cluster.world))
+    return time.mean, max(0.0, time.communicating - time.exposed)

@@ -1,0 +1,299 @@
+"""Memory of a rank in a training step, item by item.
+
+[Note: replayed allocations]
+What a rank holds from step to step is arithmetic on the engine's real plan and shards. Added to it
+is what exists for a part of a step: activations, gradients that wait for their bucket, buffers
+under way. The trace has the order of allocations and gradients, so the replay walks through it with
+a small model of each transport's memory beside it, and the peak is where their sum is largest.
+Buckets of shared gradients are taken not to arrive before they are waited for, which is the most.
+
+| transport | persistent | for a part of the step |
+|---|---|---|
+| all-reduce | flat buffers, whose views are the gradients | a gradient until it is packed |
+| scattered (stages 1, 2) | shards | likewise; what is sent and received of three buckets at most |
+| coded | gradients, codes sent and received, residuals | |
+| units (stage 3) | shards | two gathered units, and gradients of two |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from fastsync.plan.buckets import BucketPlan, PlannedBucket
+from fastsync.plan.layout import PayloadLayout
+from fastsync.planner.record import Allocations, Record
+from fastsync.planner.strategy import Strategy, Unit
+
+__all__ = ["ITEMS", "Memory", "OptimizerTrace", "memory_of"]
+
+ITEMS = (
+    *("parameters", "gradients", "optimizer state", "master weights"),
+    *("communication buffers", "activations", "optimizer workspace", "framework"),
+)
+# A CPU packs a gradient of so many bytes on arrival (csrc/transport/flat.h).
+_EARLY_BYTES = 512 << 10
+_MOST_UNDER_WAY = 2  # buckets of shared gradients (csrc/engine/reducer.h)
+_WIDE = torch.float32.itemsize
+
+# Traces a step of the optimizer on parameters of these shapes and dtypes.
+OptimizerTrace = Callable[[list[tuple[tuple[int, ...], torch.dtype]]], Allocations]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank at its peak, by item; `phase` is when that is."""
+
+    items: dict[str, float]
+    phase: str
+
+    @property
+    def total(self) -> float:
+        """Bytes of all items."""
+        return sum(self.items.values())
+
+    def largest(self) -> str:
+        """The item that holds most."""
+        return max(self.items, key=self.items.__getitem__)
+
+
+@dataclass
+class _Pool:
+    """Buffers as csrc/ops/pool.h lends them: a CPU keeps what is given back, a GPU's allocator has
+    a pool of its own."""
+
+    keeps: bool
+    free: list[int] = field(default_factory=list)
+    lent: list[int] = field(default_factory=list)
+
+    @property
+    def held(self) -> int:
+        return sum(self.lent) + sum(self.free)
+
+    def take(self, size: int) -> int:
+        fitting = [kept for kept in self.free if kept >= size]
+        if fitting:
+            size = min(fitting)
+            self.free.remove(size)
+        else:
+            self.free.clear()
+        self.lent.append(size)
+        return size
+
+    def give(self, size: int) -> None:
+        self.lent.remove(size)
+        if self.keeps:
+            self.free.append(size)
+
+
+class _Transports:
+    """What buckets hold for a part of a step: gradients that wait, and buffers under way."""
+
+    def __init__(self, plan: BucketPlan, scattered: bool, on_cpu: bool, ranks: int) -> None:
+        self.plan, self.scattered, self.on_cpu, self.ranks = plan, scattered, on_cpu, ranks
+        self.bucket_of = {p: n for n, bucket in enumerate(plan.buckets) for p in bucket.params}
+        self.pool = _Pool(keeps=on_cpu)
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward begins; the pool stays as the last one left it."""
+        self.missing = [len(bucket.params) for bucket in self.plan.buckets]
+        self.waiting = [0.0] * len(self.missing)
+        self.sent: dict[int, int] = {}
+        self.under_way: list[tuple[int, int]] = []  # what is sent, and room for what comes
+        self.next = 0
+
+    @property
+    def held(self) -> float:
+        """Bytes of gradients that wait, and of buffers."""
+        return sum(self.waiting) + self.pool.held
+
+    def gradient(self, param: int, size: float) -> None:
+        """One is complete."""
+        number = self.bucket_of[param]
+        self.missing[number] -= 1
+        if self.on_cpu and size >= _EARLY_BYTES:
+            self._ensure_sent(number)
+        else:
+            self.waiting[number] += size
+        while self.next < len(self.missing) and self.missing[self.next] == 0:
+            self._launch(self.next)
+            self.next += 1
+
+    def end(self) -> None:
+        """All averages are there."""
+        while self.under_way:
+            self._finish()
+
+    def _finish(self) -> None:
+        for size in self.under_way.pop(0):
+            self.pool.give(size)
+
+    def _size(self, bucket: PlannedBucket) -> int:
+        flags = (2 * len(bucket.params) + 1) * self.ranks
+        return (bucket.layout.numel + flags) * bucket.dtype.itemsize
+
+    def _ensure_sent(self, number: int) -> None:
+        if self.scattered and number not in self.sent:
+            self.sent[number] = self.pool.take(self._size(self.plan.buckets[number]))
+
+    def _launch(self, number: int) -> None:
+        if self.scattered:
+            if len(self.under_way) >= _MOST_UNDER_WAY:
+                self._finish()
+            self._ensure_sent(number)
+            size = self._size(self.plan.buckets[number])
+            room = self.pool.take(size if self.on_cpu else size // self.ranks)
+            self.under_way.append((self.sent.pop(number), room))
+        self.waiting[number] = 0.0
+
+
+def memory_of(
+    record: Record,
+    strategy: Strategy,
+    planned: tuple[BucketPlan, list[Unit]],
+    optimizer: OptimizerTrace,
+    on_cpu: bool = True,
+    framework: float = 0.0,
+) -> Memory:
+    """The peak of a rank in a step, once plan and optimizer have settled.
+
+    Args:
+        planned: what `engine_plan` returned for this strategy.
+        optimizer: traces a step of it.
+        framework: bytes that the device's context and the backend hold.
+    """
+    kept = _persistent(record, strategy, planned)
+    state = _optimizer_of(record, strategy, planned[1], optimizer)
+    kept["optimizer state"] = float(state.kept)
+    kept["framework"] = framework
+    within, pool = _peak_within(record, strategy, planned[0], on_cpu)
+    stepping = {
+        **kept,
+        "optimizer workspace": float(state.peak) + _wide_gradients(record, strategy),
+    }
+    stepping["communication buffers"] += pool
+    stepping["activations"] = float(record.inputs)
+    for name, value in within.items():
+        kept[name] += value
+    backward, step = Memory(_ordered(kept), "backward"), Memory(_ordered(stepping), "optimizer")
+    return max(backward, step, key=lambda memory: memory.total)
+
+
+def _ordered(items: dict[str, float]) -> dict[str, float]:
+    return {name: items.get(name, 0.0) for name in ITEMS}
+
+
+def _persistent(
+    record: Record, strategy: Strategy, planned: tuple[BucketPlan, list[Unit]]
+) -> dict[str, float]:
+    """Bytes from step to step, without the optimizer's."""
+    plan, units = planned
+    items = dict.fromkeys(ITEMS, 0.0)
+    shared = strategy.shards if strategy.stage == 3 else 1
+    items["parameters"] = record.nbytes / shared + record.frozen + record.buffers
+    if strategy.masters:
+        shards = strategy.shards if strategy.stage else 1
+        items["master weights"] = _WIDE * _narrow(record) / shards
+    if strategy.stage == 3:
+        items["gradients"] = record.nbytes / strategy.shards
+        items["communication buffers"] = 4.0 * _largest_unit(record)
+        return items
+    if units:
+        sizes = [record.params[unit.params[0]].dtype.itemsize for unit in units]
+        pairs = list(zip(units, sizes, strict=True))
+        items["gradients"] = float(sum(u.region * size for u, size in pairs))
+        items["parameters"] = record.frozen + record.buffers + items["gradients"] * strategy.shards
+        if strategy.stage == 1 and strategy.accumulate > 1:
+            items["gradients"] += record.nbytes
+        return items
+    for bucket in plan.buckets:
+        _add_repeated(items, record, bucket)
+    return items
+
+
+def _add_repeated(items: dict[str, float], record: Record, bucket: PlannedBucket) -> None:
+    """A bucket whose gradients every rank keeps."""
+    own = float(sum(record.params[index].nbytes for index in bucket.params))
+    if bucket.coded is None:
+        items["gradients"] += bucket.nbytes if bucket.views else own
+        items["communication buffers"] += 0 if bucket.views else bucket.nbytes
+        return
+    items["gradients"] += own
+    items["communication buffers"] += 2.0 * bucket.nbytes
+    layout = bucket.coded.layout
+    if isinstance(layout, PayloadLayout) and bucket.coded.form == "two_shot":
+        items["communication buffers"] += 4.0 * layout.pieces * layout.chunk_numel
+    if bucket.coded.error_feedback:
+        items["communication buffers"] += 4.0 * sum(bucket.layout.numels)
+
+
+def _narrow(record: Record) -> int:
+    """Elements of parameters of 16 bits."""
+    return sum(p.numel for p in record.params if p.dtype.itemsize == 2)
+
+
+def _wide_gradients(record: Record, strategy: Strategy) -> float:
+    """Masters step on gradients in fp32, which exist during the step."""
+    shards = strategy.shards if strategy.stage else 1
+    return _WIDE * _narrow(record) / shards if strategy.masters else 0.0
+
+
+def _largest_unit(record: Record) -> float:
+    """Bytes of the parameters that stage 3 gathers at once."""
+    sizes: dict[int, float] = {}
+    for param in record.params:
+        sizes[param.unit] = sizes.get(param.unit, 0.0) + param.nbytes
+    return max(sizes.values())
+
+
+def _optimizer_of(
+    record: Record, strategy: Strategy, units: list[Unit], optimizer: OptimizerTrace
+) -> Allocations:
+    """Of the rank that owns the first region, which holds most."""
+
+    def kind(dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if strategy.masters and dtype.itemsize == 2 else dtype
+
+    if units:
+        return optimizer(
+            [
+                ((numel,), kind(record.params[index].dtype))
+                for unit in units
+                for index, numel in zip(unit.params, unit.first, strict=True)
+                if numel
+            ]
+        )
+    shards = strategy.shards if strategy.stage else 1
+    if shards == 1:
+        return optimizer([(param.shape, kind(param.dtype)) for param in record.params])
+    return optimizer([((-(-p.numel // shards),), kind(p.dtype)) for p in record.params])
+
+
+def _peak_within(
+    record: Record, strategy: Strategy, plan: BucketPlan, on_cpu: bool
+) -> tuple[dict[str, float], int]:
+    """The most that forward and backward add, by item, and what the pool keeps after them."""
+    scattered = any(bucket.shards for bucket in plan.buckets)
+    transports = _Transports(plan, scattered, on_cpu, strategy.shards)
+    replays = strategy.stage < 3
+    best = dict.fromkeys(ITEMS, 0.0)
+    for _ in range(2):  # the second step finds the pool that the first one has left
+        live, sizes, most = float(record.inputs), {}, -1.0  # type: float, dict[int, float], float
+        transports.begin()
+        for mark in record.marks:
+            if mark.kind == "alloc":
+                sizes[mark.place] = mark.size
+                live += mark.size
+            elif mark.kind == "free":
+                live -= sizes.pop(mark.place, 0.0)
+            elif mark.kind == "grad" and replays:
+                transports.gradient(mark.place, mark.size)
+            held = transports.held
+            if live + held > most:
+                most = live + held
+                best["activations"], best["communication buffers"] = live, held
+        transports.end()
+    return best, transports.pool.held

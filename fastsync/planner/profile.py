@@ -1,0 +1,104 @@
+"""What --measure has found out about a machine, as a file that later plans read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fastsync.planner.links import Link
+
+__all__ = ["DeviceRates", "Profile", "Sample", "fit"]
+
+FORMAT = "fastsync profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a rank computes while the others do: operations and bytes per second.
+
+    Attributes:
+        overhead: seconds of an operator besides.
+        contention: seconds of computing lost per second of communication behind it.
+    """
+
+    flops: float
+    bandwidth: float
+    overhead: float
+    contention: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An all-reduce of so many bytes, in seconds."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of one machine, or cluster.
+
+    Attributes:
+        world: ranks that measured.
+        latency: seconds of a hop; `rate`: bytes per second that a rank sends.
+    """
+
+    machine: str
+    torch: str
+    world: int
+    backend: str
+    latency: float
+    rate: float
+    device: DeviceRates
+    samples: tuple[Sample, ...]
+
+    def link(self) -> Link:
+        """The class of links that was measured."""
+        return Link(self.rate, self.latency, "net")
+
+    def dump(self, path: Path) -> None:
+        """Writes it as JSON; the folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Reads one.
+
+        Raises:
+            ValueError: the file is no profile, or of another version.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document.pop("format") != FORMAT or document.pop("version") != VERSION:
+                raise ValueError
+            device = DeviceRates(**document.pop("device"))
+            samples = tuple(Sample(**sample) for sample in document.pop("samples"))
+            return cls(device=device, samples=samples, **document)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--profile: {path} is no profile that this fastsync has measured; write one with "
+                "torchrun --nproc-per-node N -m fastsync.plan --measure FILE"
+            ) from error
+
+
+def fit(samples: list[Sample], world: int) -> tuple[float, float]:
+    """Latency of a hop and rate of a rank, from all-reduces of several sizes.
+
+    A line through seconds over bytes, by least squares of relative errors, so that small messages
+    count as much as large ones: t = 2 (N - 1) latency + 2 (N - 1) / N M / rate.
+    """
+    hops, factor = 2 * (world - 1), 2 * (world - 1) / world
+    rows = [(hops / s.seconds, factor * s.nbytes / s.seconds) for s in samples]
+    aa = sum(a * a for a, _ in rows)
+    ab = sum(a * b for a, b in rows)
+    bb = sum(b * b for _, b in rows)
+    a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    latency = (a1 * bb - b1 * ab) / determinant
+    per_byte = (b1 * aa - a1 * ab) / determinant
+    return max(latency, 0.0), 1 / max(per_byte, 1e-15)

@@ -1,0 +1,177 @@
+"""A training as it was asked for, and every strategy for it: memory and time of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from fastsync.plan.policy import BucketPolicy
+from fastsync.plan.topology import Network
+from fastsync.planner.compute import Compute, from_record
+from fastsync.planner.devices import Device
+from fastsync.planner.links import Cluster
+from fastsync.planner.memory import Memory, OptimizerTrace, memory_of
+from fastsync.planner.record import Record
+from fastsync.planner.simulate import StepTime, job_of, simulate
+from fastsync.planner.strategy import Strategy, engine_plan, named
+
+__all__ = ["Candidate", "Scenario", "cached_optimizer"]
+
+# Traces the model with so many samples, with or without checkpointing.
+Trace = Callable[[int, bool], Record]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with what it needs.
+
+    Attributes:
+        largest_batch: samples per rank that fit, by the memory of this batch and of twice as many;
+            0: none does.
+        samples: that all ranks process in a step.
+    """
+
+    strategy: Strategy
+    memory: Memory
+    time: StepTime
+    fits: bool
+    largest_batch: int
+    samples: int
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of all ranks."""
+        return self.samples / self.time.mean if self.time.mean else 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, on what, and what may be tried.
+
+    Attributes:
+        trace: of the model; called again for other batches.
+        samples: of a rank's batch.
+        optimizer: traces its step.
+        kinds: strategies to try: "0", "1", "2", "3", "hsdp".
+        wires: wire formats to try with stage 0.
+        checkpointing: whether to try it, and to go without it.
+        measured: computing times that replace traced ones.
+        jitter: of a rank's speed, see simulate.py.
+    """
+
+    trace: Trace
+    samples: int
+    optimizer: OptimizerTrace
+    device: Device
+    cluster: Cluster
+    kinds: Sequence[str] = ("0", "1", "2", "3", "hsdp")
+    wires: Sequence[str] = ("fp32",)
+    checkpointing: Sequence[bool] = (False, True)
+    accumulate: int = 1
+    masters: bool = False
+    jitter: float = 0.0
+    buckets: BucketPolicy | None = None
+    measured: Compute | None = None
+    _records: dict[tuple[int, bool], Record] = field(default_factory=dict, compare=False)
+
+    def record(self, samples: int, checkpointing: bool) -> Record:
+        """The trace with so many samples; made once."""
+        key = samples, checkpointing
+        if key not in self._records:
+            self._records[key] = self.trace(*key)
+        return self._records[key]
+
+    @property
+    def first(self) -> Record:
+        """The trace of the batch that was asked for."""
+        return self.record(self.samples, False)
+
+    def strategies(self, world: int) -> Iterator[Strategy]:
+        """All that make sense on `world` ranks."""
+        for checkpointing in self.checkpointing:
+            if checkpointing and not self.first.blocks:
+                continue
+            for kind in self.kinds:
+                base = named(kind, world, self.cluster.per_node)
+                if kind == "hsdp" and not base.hybrid:
+                    continue
+                for wire in self.wires if kind == "0" else ("fp32",):
+                    yield replace(
+                        base,
+                        wire=wire,
+                        accumulate=self.accumulate,
+                        masters=self.masters,
+                        checkpointing=checkpointing,
+                    )
+
+    def candidates(self, world: int, with_batches: bool = True) -> list[Candidate]:
+        """Memory and time of every strategy on `world` ranks."""
+        return [self.candidate(s, with_batches) for s in self.strategies(world)]
+
+    def candidate(self, strategy: Strategy, with_batch: bool = True) -> Candidate:
+        """Memory and time of one.
+
+        Args:
+            with_batch: find the largest batch as well, which traces the model once more.
+        """
+        memory = self.memory(strategy, self.samples)
+        fits = memory.total <= self.device.memory
+        largest = self._largest_batch(strategy, memory) if with_batch else 0
+        samples = self.samples * strategy.world * strategy.accumulate
+        return Candidate(strategy, memory, self.time(strategy), fits, largest, samples)
+
+    def memory(self, strategy: Strategy, samples: int) -> Memory:
+        """The peak of a rank with a batch of `samples`."""
+        record = self.record(samples, strategy.checkpointing)
+        planned = engine_plan(record, strategy, self._network(strategy), buckets=self.buckets)
+        device = self.device
+        return memory_of(record, strategy, planned, self.optimizer, device.on_cpu, device.framework)
+
+    def time(self, strategy: Strategy) -> StepTime:
+        """The step of all ranks."""
+        record = self.record(self.samples, strategy.checkpointing)
+        cluster = self.cluster.of(strategy.world)
+        kind = "cpu" if self.device.on_cpu else "cuda"
+        planned = engine_plan(record, strategy, self._network(strategy), kind, self.buckets)
+        compute = self._compute(strategy)
+        job = job_of(record, strategy, planned[0], compute, cluster, self.device)
+        return simulate(job, self.jitter, self.device.contention)
+
+    def _compute(self, strategy: Strategy) -> Compute:
+        if self.measured is not None:
+            return self.measured
+        record = self.record(self.samples, strategy.checkpointing)
+        moved = self.optimizer(_shapes(record)).moved
+        return from_record(record, self.device, moved)
+
+    @property
+    def compute(self) -> Compute:
+        """Of a rank, without checkpointing."""
+        return self._compute(named("0", 1, 1))
+
+    def _network(self, strategy: Strategy) -> Network:
+        """What the engine's first step would measure, for bytes of gradients."""
+        cluster = self.cluster.of(strategy.world)
+        if cluster.world == 1:
+            return Network()
+        factor = 2 * (cluster.world - 1) / cluster.world
+        return Network(cluster.rate / factor, cluster.inter.latency or 0.0)
+
+    def _largest_batch(self, strategy: Strategy, memory: Memory) -> int:
+        twice = self.memory(strategy, 2 * self.samples)
+        per_sample = (twice.total - memory.total) / self.samples
+        rest = self.device.memory - (memory.total - per_sample * self.samples)
+        return max(0, int(rest / per_sample)) if per_sample > 0 else 0
+
+
+def _shapes(record: Record) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(param.shape, param.dtype) for param in record.params]
+
+
+def cached_optimizer(trace: OptimizerTrace) -> OptimizerTrace:
+    """The same, which traces equal sizes once."""
+    known = cache(lambda sizes: trace(list(sizes)))
+    return lambda sizes: known(tuple(sizes))

@@ -1,0 +1,265 @@
+"""A training step as events: gradients become ready, buckets leave, collectives end.
+
+[Note: one step]
+Collectives of a group run one after the other, in the order of launch. A bucket's starts when the
+slowest rank has its gradients and its predecessor is through. All ranks run the same program, each
+with a speed of its own in this step: a factor s on everything it computes, drawn from a lognormal
+distribution. So the slowest rank is the same for all buckets, and the step of N ranks is that of
+one rank with the largest of N draws. Its distribution is known: P(max < x) = P(s < x)^N, so 16,384
+ranks cost no more than two. Means are over equally likely quantiles of that distribution.
+
+    stage 0      forward, backward | all-reduces                     , update
+    stages 1, 2  forward, backward | reduce-scatters                 , update / N, all-gathers
+    stage 3      forward | all-gathers, backward | all-gathers and reduce-scatters, update / N
+
+"|" runs beside. Stage 2 reduces after each backward that accumulates; the others after the last.
+In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute.
+With groups that share (HSDP), collectives are those of a group, and an all-reduce of each rank's
+shard across groups follows each reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from fastsync.plan.buckets import BucketPlan, PlannedBucket
+from fastsync.planner.compute import Compute, Message
+from fastsync.planner.devices import Device
+from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
+from fastsync.planner.record import Record
+from fastsync.planner.strategy import Strategy
+
+__all__ = ["Job", "StepTime", "job_of", "job_of_messages", "simulate"]
+
+_DRAWS = 25  # quantiles
+_CODE_PASSES = 4.0  # over a coded bucket's gradients in memory: encode, sum, encode, decode
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What stage 3 gathers at once: seconds of its forward, backward, and of its collectives."""
+
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step, ready to be simulated.
+
+    Attributes:
+        costs: seconds of each bucket's collectives, in order; `ready`: when its gradients are.
+        after: seconds of collectives behind the optimizer's step.
+        units: in the order of use in the forward; stage 3 alone.
+        sent: bytes that a rank sends in a step.
+    """
+
+    strategy: Strategy
+    compute: Compute
+    ready: tuple[float, ...]
+    costs: tuple[float, ...]
+    after: float
+    units: tuple[_Unit, ...]
+    sent: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step in seconds.
+
+    Attributes:
+        mean, late: of the step; one in twenty takes longer than `late`.
+        exposed: by which communication and waiting for slower ranks outlast computation.
+        communicating: of all collectives.
+        sent: bytes that a rank sends.
+        efficiency: share of the step in which a rank computes.
+    """
+
+    mean: float
+    late: float
+    exposed: float
+    computing: float
+    communicating: float
+    sent: float
+    efficiency: float
+
+
+def job_of(
+    record: Record,
+    strategy: Strategy,
+    plan: BucketPlan,
+    compute: Compute,
+    cluster: Cluster,
+    device: Device,
+) -> Job:
+    """The step of a traced model.
+
+    Args:
+        plan: the engine's, for this strategy.
+    """
+    if strategy.stage == 3:
+        return _in_units(record, strategy, compute, cluster)
+    ready, costs, sent = [], [], 0.0
+    for bucket in plan.buckets:
+        ready.append(max(compute.ready[index] for index in bucket.params))
+        seconds, bytes_sent = _bucket_cost(record, bucket, strategy, cluster, device)
+        costs.append(seconds)
+        sent += bytes_sent
+    if strategy.stage == 2:
+        sent *= strategy.accumulate
+    whole = record.nbytes
+    after = 0.0
+    if strategy.stage:
+        count = max(1, len(plan.buckets))
+        after = count * collective_seconds("all_gather", whole / count, cluster)
+        sent += sent_bytes("all_gather", whole, strategy.world)
+    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), sent)
+
+
+def job_of_messages(
+    messages: Sequence[Message], strategy: Strategy, compute: Compute, cluster: Cluster
+) -> Job:
+    """The step of a recorded run, whose buckets stay as they were; stages 0 to 2."""
+    kind = "reduce_scatter" if strategy.stage else "all_reduce"
+    costs = tuple(collective_seconds(kind, message.nbytes, cluster) for message in messages)
+    sent = sum(sent_bytes(kind, message.nbytes, strategy.world) for message in messages)
+    after = 0.0
+    if strategy.stage:
+        after = sum(collective_seconds("all_gather", m.nbytes, cluster) for m in messages)
+        sent *= 2
+    ready = tuple(message.ready for message in messages)
+    return Job(strategy, compute, ready, costs, after, (), sent)
+
+
+def _bucket_cost(
+    record: Record, bucket: PlannedBucket, strategy: Strategy, cluster: Cluster, device: Device
+) -> tuple[float, float]:
+    """Seconds and bytes of a bucket's collectives."""
+    nbytes, world = float(bucket.nbytes), strategy.world
+    if bucket.coded is None:
+        kind = "reduce_scatter" if strategy.stage and bucket.shards else "all_reduce"
+        return collective_seconds(kind, nbytes, cluster), sent_bytes(kind, nbytes, world)
+    own = sum(record.params[index].nbytes for index in bucket.params)
+    coding = _CODE_PASSES * own / (device.bandwidth * device.streaming)
+    if bucket.coded.form == "gather":
+        gathered = nbytes * world
+        kinds = [("all_gather", gathered)]
+    elif bucket.coded.form == "low_rank":
+        kinds = [("all_reduce", nbytes)]
+    else:
+        kinds = [("all_to_all", nbytes), ("all_gather", nbytes)]
+    seconds = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)
+    return seconds + coding, sum(sent_bytes(kind, size, world) for kind, size in kinds)
+
+
+def _in_units(record: Record, strategy: Strategy, compute: Compute, cluster: Cluster) -> Job:
+    """Stage 3: what each unit gathers and reduces, in the order of the forward."""
+    sizes: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for index, param in enumerate(record.params):
+        sizes[param.unit] = sizes.get(param.unit, 0.0) + param.nbytes
+        ends[param.unit] = max(ends.get(param.unit, 0.0), compute.ready[index])
+    backward_order = sorted(sizes, key=ends.__getitem__)
+    group = cluster.of(strategy.shards)
+    units, before, sent = [], 0.0, 0.0
+    rounds = strategy.accumulate
+    for unit in backward_order:
+        size, seconds = sizes[unit], ends[unit] - before
+        before = ends[unit]
+        reduce = collective_seconds("reduce_scatter", size, group)
+        if strategy.hybrid:
+            shard = size / strategy.shards
+            reduce += collective_seconds("all_reduce", shard, cluster.across())
+            sent += sent_bytes("all_reduce", shard, cluster.nodes)
+        gather = collective_seconds("all_gather", size, group)
+        forward = compute.forward * seconds / max(compute.backward, 1e-12)
+        units.append(_Unit(forward, seconds, gather, reduce))
+        sent += 3 * rounds * sent_bytes("all_gather", size, strategy.shards)
+    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent)
+
+
+def _slowest(world: int, jitter: float) -> list[float]:
+    """Equally likely values of the largest of `world` lognormal speeds with median 1."""
+    if jitter == 0:
+        return [1.0]
+    normal = NormalDist()
+    quantiles = ((draw + 0.5) / _DRAWS for draw in range(_DRAWS))
+    each = (min(q ** (1 / world), 1 - 1e-15) for q in quantiles)
+    return [math.exp(jitter * normal.inv_cdf(q)) for q in each]
+
+
+def simulate(job: Job, jitter: float = 0.0, contention: float = 0.0) -> StepTime:
+    """The step of all ranks.
+
+    Args:
+        jitter: standard deviation of the logarithm of a rank's speed, from step to step.
+        contention: seconds of computing lost per second of communication behind it.
+    """
+    step = _of_units if job.units else _of_buckets
+    lengths = [step(job, slow) for slow in _slowest(job.strategy.world, jitter)]
+    mean = sum(lengths) / len(lengths)
+    own = job.strategy.accumulate * (job.compute.forward + job.compute.backward)
+    shards = job.strategy.shards if job.strategy.stage else 1
+    computing = own + job.compute.update / shards + job.compute.between
+    rounds = job.strategy.accumulate if job.strategy.stage == 2 else 1
+    communicating = rounds * sum(job.costs) + job.after
+    if job.units:
+        communicating = job.strategy.accumulate * sum(2 * u.gather + u.reduce for u in job.units)
+    hidden = max(0.0, communicating - max(0.0, mean - computing))
+    mean += contention * hidden
+    return StepTime(
+        mean=mean,
+        late=lengths[math.ceil(0.95 * len(lengths)) - 1] + contention * hidden,
+        exposed=mean - computing,
+        computing=computing,
+        communicating=communicating,
+        sent=job.sent,
+        efficiency=computing / mean if mean else 1.0,
+    )
+
+
+def _through(ready: Sequence[float], costs: Sequence[float], slow: float) -> float:
+    """When the last of the buckets is through, from the start of the backward."""
+    now = 0.0
+    for at, cost in zip(ready, costs, strict=True):
+        now = max(now, slow * at) + cost
+    return now
+
+
+def _of_buckets(job: Job, slow: float) -> float:
+    forward, backward = slow * job.compute.forward, slow * job.compute.backward
+    synchronised = forward + max(backward, _through(job.ready, job.costs, slow))
+    others = job.strategy.accumulate - 1
+    local = synchronised if job.strategy.stage == 2 else forward + backward
+    shards = job.strategy.shards if job.strategy.stage else 1
+    return (
+        others * local
+        + synchronised
+        + slow * (job.compute.update / shards + job.compute.between)
+        + job.after
+    )
+
+
+def _of_units(job: Job, slow: float) -> float:
+    one = _walk(job.units, slow, backward=False)
+    one += _walk(tuple(reversed(job.units)), slow, backward=True)
+    update = slow * (job.compute.update / job.strategy.shards + job.compute.between)
+    return job.strategy.accumulate * one + update
+
+
+def _walk(units: Sequence[_Unit], slow: float, backward: bool) -> float:
+    """A forward or backward of units in this order: one lane computes, one communicates."""
+    computed = link = begun = reduce = 0.0
+    for unit in units:
+        link = gathered = max(link, begun) + unit.gather  # asked for when the one before began
+        if reduce:
+            link = max(link, computed) + reduce  # what the one before left
+        begun = max(computed, gathered)
+        computed = begun + slow * (unit.backward if backward else unit.forward)
+        reduce = unit.reduce if backward else 0.0
+    return max(link, computed) + reduce if reduce else computed

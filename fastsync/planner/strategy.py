@@ -1,0 +1,135 @@
+"""A way to spread a training over ranks, and the engine's own plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fastsync.plan.buckets import BucketPlan, ParamSpec, ShardSlot, make_plan
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.topology import Network
+from fastsync.planner.record import Record
+from fastsync.shard.layout import element_regions
+from fastsync.wire.formats import Wire, make_codec
+
+__all__ = ["Strategy", "Unit", "engine_plan", "named", "shard_units"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is repeated on every rank, what is shared, and how gradients travel.
+
+    Attributes:
+        stage: of ZeRO: 0 repeats everything, 1 shares the optimizer's state and the gradients
+            between backward and step, 2 the gradients that accumulate, 3 the parameters.
+        world: ranks.
+        shards: ranks that share; fewer than `world` where groups of them repeat each other (HSDP).
+        wire: a wire format of gradients.
+        accumulate: backwards per step.
+        masters: parameters of 16 bits have fp32 masters.
+        checkpointing: activations of blocks are computed again in the backward.
+    """
+
+    stage: int
+    world: int
+    shards: int
+    wire: str = "fp32"
+    accumulate: int = 1
+    masters: bool = False
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.world % self.shards:
+            raise ValueError(
+                f"{self.world} ranks cannot be divided into groups of {self.shards}; choose --gpus "
+                "as a multiple of --per-node"
+            )
+        make_codec(self.wire)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether groups that share repeat each other."""
+        return self.stage > 0 and self.shards < self.world
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        base = "HSDP" if self.hybrid else f"zero={self.stage}"
+        wire = "" if self.wire == "fp32" else f", wire={self.wire!r}"
+        return base + wire + (", checkpointing" if self.checkpointing else "")
+
+
+def named(kind: str, world: int, per_node: int) -> Strategy:
+    """The strategy "0", "1", "2", "3" or "hsdp" on `world` ranks."""
+    if kind == "hsdp":
+        return Strategy(3, world, min(per_node, world))
+    return Strategy(int(kind), world, world)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are shared together.
+
+    Attributes:
+        params: by number; `offsets`: their first elements.
+        region: elements of each rank's region.
+        first: elements of each parameter that the first rank owns, which owns most.
+    """
+
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    region: int
+    first: tuple[int, ...]
+
+
+def _specs(record: Record, wire: str, device: str) -> list[ParamSpec]:
+    codec = make_codec(wire)
+    specs = (param.spec(index, device) for index, param in enumerate(record.params))
+    return [replace(spec, codec=codec) for spec in specs]
+
+
+def shard_units(record: Record, plan: BucketPlan, shards: int) -> list[Unit]:
+    """The units that stages 1 and 2 make of a plan's buckets."""
+    units = []
+    for bucket in plan.buckets:
+        params = tuple(sorted(bucket.params))
+        numels = [record.params[index].numel for index in params]
+        offsets, region = element_regions(numels, shards)
+        pairs = zip(offsets, numels, strict=True)
+        first = tuple(max(0, min(numel, region - offset)) for offset, numel in pairs)
+        units.append(Unit(params, tuple(offsets), region, first))
+    return units
+
+
+def _slots(units: Sequence[Unit]) -> dict[int, ShardSlot]:
+    return {
+        param: ShardSlot(number, member, unit.offsets[member], unit.region)
+        for number, unit in enumerate(units)
+        for member, param in enumerate(unit.params)
+    }
+
+
+def engine_plan(
+    record: Record,
+    strategy: Strategy,
+    network: Network | None = None,
+    device: str = "cpu",
+    buckets: BucketPolicy | None = None,
+) -> tuple[BucketPlan, list[Unit]]:
+    """The plan that the engine makes after its first step, and its units where ranks share.
+
+    Args:
+        network: as the first step measures it; None: nothing follows from it.
+        device: kind of the parameters' device.
+    """
+    seen = network or Network()
+    specs = _specs(record, strategy.wire, device)
+    policy = SyncPolicy(wire=Wire(strategy.wire), network=seen)
+    caps = (buckets or BucketPolicy.from_mb(None)).on(seen)
+    plan = make_plan(specs, record.order, caps, policy, strategy.world)
+    if strategy.stage not in (1, 2) or strategy.wire != "fp32":
+        return plan, []
+    units = shard_units(record, plan, strategy.shards)
+    slots = _slots(units)
+    shared = [replace(spec, shard=slots[spec.index]) for spec in specs]
+    return make_plan(shared, record.order, caps, policy, strategy.shards), units

@@ -1,0 +1,308 @@
+"""One step of a model on tensors without memory: nothing is allocated, whatever its size.
+
+[Note: what is traced]
+The model is built and run under torch's FakeTensorMode, on the CPU whatever device it is for: the
+CPU's operators keep what those of a GPU keep, attention included, which saves no matrix of scores.
+A dispatch mode below autograd sees every operation of forward and backward. It counts the
+floating-point operations by torch's own formulas and the bytes of inputs and outputs, and notes
+when a storage is allocated and when its last tensor dies. A hook on each parameter notes its
+gradient, which leaves the trace there: whether it lives on is the strategy's affair, and replays
+decide it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from fastsync.planner.record import Allocations, Mark, Record, TracedParam
+from fastsync.torch_private.tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
+
+__all__ = ["TraceError", "find_blocks", "trace_model", "trace_optimizer"]
+
+Loss = Callable[[object, torch.Tensor], torch.Tensor]
+
+
+class TraceError(ValueError):
+    """The model, its loss or its optimizer cannot be run on tensors without memory."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation, and the life of every storage that it does not know yet."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.marks: list[Mark] = []
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Of its storage, where it was allocated in the trace."""
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Their memory is counted elsewhere."""
+        for tensor in tensors:
+            self._numbers[tensor.untyped_storage()._cdata] = -1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in made if self.number_of(t) is None]
+        for tensor in fresh:
+            self._note_storage(tensor)
+        if fresh or func._schema.is_mutable:
+            formula = flop_registry.get(func._overloadpacket)
+            work = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
+            written = made if fresh else tensors[:1]
+            moved = sum(t.nbytes for t in tensors) + sum(t.nbytes for t in written)
+            self.marks.append(Mark("op", size=float(moved), work=float(work)))
+        return result
+
+    def _note_storage(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return
+        number = self._numbers[key] = self._next
+        self._next += 1
+        self.marks.append(Mark("alloc", number, float(storage.nbytes())))
+        self._alive[number] = weakref.ref(storage, partial(self._freed, key, number))
+
+    def _freed(self, key: int, number: int, _: object) -> None:
+        self.marks.append(Mark("free", number))
+        self._numbers.pop(key, None)
+        self._alive.pop(number, None)
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The layers that a model repeats: the outermost ones that a list holds several of.
+
+    A list is an `nn.ModuleList` or `nn.Sequential`; a layer has parameters and parts of its own.
+    """
+    found: list[nn.Module] = []
+
+    def search(inside: nn.Module) -> None:
+        children = list(inside.children())
+        lists = isinstance(inside, nn.ModuleList | nn.Sequential)
+        kinds = [type(child) for child in children]
+        for child in children:
+            whole = any(True for _ in child.parameters()) and any(True for _ in child.children())
+            is_list = isinstance(child, nn.ModuleList | nn.Sequential)
+            if lists and whole and not is_list and kinds.count(type(child)) > 1:
+                found.append(child)
+            else:
+                search(child)
+
+    search(module)
+    return found
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # copies of fake tensors have pointers looked at
+            yield
+    except TraceError:
+        raise
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else ""
+        raise TraceError(f"{what} cannot be traced: {type(error).__name__}: {first}") from error
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """The module with parameters and buffers that are fake and on the CPU; ties are kept."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+            keeps = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if keeps else empty
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = fake(tensor)  # type: ignore[assignment]
+    return module
+
+
+def _default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
+    """Next-token cross-entropy for batches of tokens, else the mean square."""
+    for name in ("loss", "logits"):
+        if isinstance(value := getattr(output, name, None), torch.Tensor):
+            output = value
+            break
+    leaves = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    if not leaves:
+        raise TraceError("the model returns no tensor; name a loss with --loss file.py:function")
+    first = leaves[0]
+    if first.dim() == 0:
+        return first
+    if first.dim() == 3 and not batch.is_floating_point() and first.shape[:2] == batch.shape:
+        return nn.functional.cross_entropy(first.flatten(0, 1), batch.flatten())
+    return first.pow(2).mean()
+
+
+def _make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+    """Token numbers where the model begins with an embedding, else numbers of its own dtype."""
+    kinds = (m for m in module.modules() if any(True for _ in m.parameters(recurse=False)))
+    if isinstance(next(kinds, None), nn.Embedding):
+        return torch.zeros(tuple(shape), dtype=torch.int64)
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    return torch.zeros(tuple(shape), dtype=dtype)
+
+
+def trace_model(
+    build: Callable[[], nn.Module],
+    batch: Sequence[int],
+    *,
+    loss: Loss | None = None,
+    dtype: torch.dtype | None = None,
+    checkpointing: bool = False,
+) -> Record:
+    """Traces a forward and a backward of what `build` returns.
+
+    Args:
+        batch: sizes of the input, samples first. Tokens for a model that begins with an embedding.
+        loss: of output and batch. By default a scalar output, an attribute `loss`, next-token
+            cross-entropy for token models, else the mean square.
+        dtype: that floating-point parameters are converted to.
+        checkpointing: recompute each block (`find_blocks`) in the backward.
+
+    Raises:
+        TraceError: something in it cannot be run without memory, or nothing is trained.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with _explained("the model"):
+            module = _without_memory(build().to(dtype) if dtype else build()).train()
+            given = _make_batch(module, batch)
+        blocks = find_blocks(module)
+        if checkpointing:
+            _checkpoint(blocks)
+        trained = {id(p): (n, p) for n, p in module.named_parameters() if p.requires_grad}
+        if not trained:
+            raise TraceError("the model has no parameter that is trained")
+        recorder = _Recorder()
+        hooks = _note_gradients(recorder, [p for _, p in trained.values()])
+        held = [*module.parameters(), *module.buffers(), given]
+        recorder.ignore(held)
+        with _explained("a step of the model"), recorder:
+            _step(module, given, loss or _default_loss, recorder)
+        del hooks
+        return _record(type(module).__name__, module, blocks, given, recorder.marks)
+
+
+def _step(module: nn.Module, batch: torch.Tensor, loss: Loss, recorder: _Recorder) -> None:
+    value = loss(module(batch), batch)
+    recorder.marks.append(Mark("backward"))
+    value.backward()
+
+
+def _checkpoint(blocks: Sequence[nn.Module]) -> None:
+    if not blocks:
+        raise TraceError(
+            "the model has no repeated blocks in an nn.ModuleList or nn.Sequential, so there is "
+            "nothing to checkpoint"
+        )
+    for block in blocks:
+        again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = again
+
+
+def _note_gradients(recorder: _Recorder, params: Sequence[torch.Tensor]) -> list[object]:
+    def note(index: int, param: torch.Tensor) -> None:
+        gradient = param.grad
+        if gradient is not None:
+            recorder.marks.append(Mark("grad", index, float(gradient.nbytes)))
+        param.grad = None
+
+    return [
+        p.register_post_accumulate_grad_hook(partial(note, index)) for index, p in enumerate(params)
+    ]
+
+
+def _record(
+    name: str,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    batch: torch.Tensor,
+    marks: Sequence[Mark],
+) -> Record:
+    units = {id(p): n for n, block in enumerate(blocks, 1) for p in block.parameters()}
+    trained = []
+    for label, param in module.named_parameters():
+        if param.requires_grad:
+            strides = param.stride()
+            outermost = max(range(param.dim()), key=strides.__getitem__, default=None)
+            rows = 1 if outermost is None else param.shape[outermost]
+            unit = units.get(id(param), 0)
+            trained.append(TracedParam(label, tuple(param.shape), param.dtype, rows, unit))
+    tokens = 0 if batch.is_floating_point() else batch.numel()
+    return Record(
+        model=name,
+        params=tuple(trained),
+        frozen=sum(p.nbytes for p in module.parameters() if not p.requires_grad),
+        buffers=sum(b.nbytes for b in module.buffers()),
+        inputs=batch.nbytes,
+        samples=batch.shape[0],
+        tokens=tokens,
+        marks=tuple(marks),
+        blocks=len(blocks),
+    )
+
+
+def trace_optimizer(
+    name: str, sizes: Sequence[tuple[tuple[int, ...], torch.dtype]], foreach: bool
+) -> Allocations:
+    """Traces a step of torch's optimizer `name` on parameters of these shapes.
+
+    Args:
+        name: of a class of torch.optim, in any case: adamw, sgd.
+        foreach: it steps on all parameters at once, as torch does by default on GPUs.
+
+    Raises:
+        TraceError: torch has no such optimizer, or it cannot be traced.
+    """
+    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kind = kinds.get(name.lower())
+    if kind is None or kind is torch.optim.Optimizer:
+        known = ", ".join(n for n, k in kinds.items() if k is not torch.optim.Optimizer)
+        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
+    recorder = _Recorder()
+    with FakeTensorMode(), _explained(f"a step of {kind.__name__}"):
+        params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in sizes]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        extra = {"momentum": 0.9} if name.lower() == "sgd" else {}
+        optimizer = kind(params, lr=1e-3, **_foreach(kind, foreach), **extra)
+        optimizer.step()  # makes the state
+        kept = [t for t in tree_leaves(list(optimizer.state.values())) if _is_tensor(t)]
+        recorder.ignore([*params, *(p.grad for p in params if p.grad is not None), *kept])
+        with recorder:
+            optimizer.step()
+        return Allocations.of(recorder.marks, sum(t.nbytes for t in kept))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _foreach(kind: type, foreach: bool) -> dict[str, bool]:
+    return {"foreach": foreach} if "foreach" in inspect.signature(kind).parameters else {}
