@@ -29,13 +29,10 @@ PACKAGE_LAYERS = [
     ["replacing"],
     ["integrations"],
     ["planner"],
-    ["plan.__main__"],
     ["__init__"],
     ["run", "startup"],
     ["testing"],
 ]
-# Modules with a line of their own: a command stands above the package whose name it has.
-ALONE = ["plan.__main__"]
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
@@ -56,9 +53,9 @@ MODULE_LAYERS = {
         ["strategy", "synthetic", "tracing", "profile", "compute"],
         ["arithmetic", "memory", "simulate"],
         ["scenario"],
-        ["advice"],
+        ["advice", "measure"],
         ["plan"],
-        ["views", "asked", "measure"],
+        ["views", "asked"],
         ["command"],
         ["__init__"],
     ],
@@ -141,9 +138,8 @@ def level_of(name, layers):
 def place_of(path):
     """Package and module of a file; a module that lies in no package is one by itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if ".".join(parts) in ALONE:
-        return ".".join(parts), None
-    return parts if len(parts) == 2 else (parts[0], None)
+    command = parts == ("plan", "__main__")  # which stands above the package of its name
+    return ("run", None) if command else parts if len(parts) == 2 else (parts[0], None)
 
 
 def is_module(place):

@@ -92,7 +92,7 @@ def _links(latency: float, rate: float) -> tuple[Link, Link]:
 
 
 def _together(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `run` on the slowest rank; every rank makes the same number of rounds."""
+    """Median seconds of `run` on the slowest rank, in as many rounds as rank 0 has time for."""
 
     def once() -> float:
         dist.barrier()
@@ -103,9 +103,18 @@ def _together(run: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - begun
 
     once()
-    first = _slowest(max(once(), 1e-6), device)
-    rounds = max(_FEWEST, min(200, int(_SECONDS / first)))
-    return _slowest(median(once() for _ in range(rounds)), device)
+    until = time.perf_counter() + _SECONDS
+    times = [once()]
+    while _agreed(len(times) < _FEWEST or time.perf_counter() < until, device):
+        times.append(once())
+    return _slowest(median(times), device)
+
+
+def _agreed(goes_on: bool, device: torch.device) -> bool:
+    """Rank 0's answer."""
+    answer = torch.tensor([float(goes_on)], device=device)
+    dist.broadcast(answer, 0)
+    return bool(answer.item())
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

@@ -27,7 +27,7 @@ from fastsync.plan.layout import PayloadLayout
 from fastsync.planner.record import Allocations, Record
 from fastsync.planner.strategy import Strategy, Unit
 
-__all__ = ["ITEMS", "Memory", "OptimizerTrace", "memory_of"]
+__all__ = ["ITEMS", "Memory", "OptimizerTrace", "memory_of", "phases_of"]
 
 ITEMS = (
     *("parameters", "gradients", "optimizer state", "master weights"),
@@ -158,7 +158,20 @@ def memory_of(
     on_cpu: bool = True,
     framework: float = 0.0,
 ) -> Memory:
-    """The peak of a rank in a step, once plan and optimizer have settled.
+    """The peak of a rank in a step; arguments as those of `phases_of`."""
+    phases = phases_of(record, strategy, planned, optimizer, on_cpu, framework)
+    return max(phases, key=lambda memory: memory.total)
+
+
+def phases_of(
+    record: Record,
+    strategy: Strategy,
+    planned: tuple[BucketPlan, list[Unit]],
+    optimizer: OptimizerTrace,
+    on_cpu: bool = True,
+    framework: float = 0.0,
+) -> tuple[Memory, Memory]:
+    """The most of forward and backward, and of the optimizer's step, once both have settled.
 
     Args:
         planned: what `engine_plan` returned for this strategy.
@@ -178,8 +191,7 @@ def memory_of(
     stepping["activations"] = float(record.inputs)
     for name, value in within.items():
         kept[name] += value
-    backward, step = Memory(_ordered(kept), "backward"), Memory(_ordered(stepping), "optimizer")
-    return max(backward, step, key=lambda memory: memory.total)
+    return Memory(_ordered(kept), "backward"), Memory(_ordered(stepping), "optimizer")
 
 
 def _ordered(items: dict[str, float]) -> dict[str, float]:

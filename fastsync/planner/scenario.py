@@ -13,7 +13,7 @@ from fastsync.plan.topology import Network
 from fastsync.planner.compute import Compute, from_record
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
-from fastsync.planner.memory import Memory, OptimizerTrace, memory_of
+from fastsync.planner.memory import Memory, OptimizerTrace, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.simulate import StepTime, job_of, simulate
 from fastsync.planner.strategy import Strategy, engine_plan, named
@@ -117,18 +117,19 @@ class Scenario:
         Args:
             with_batch: find the largest batch as well, which traces the model once more.
         """
-        memory = self.memory(strategy, self.samples)
+        phases = self._phases(strategy, self.samples)
+        memory = max(phases, key=lambda phase: phase.total)
         fits = memory.total <= self.device.memory
-        largest = self._largest_batch(strategy, memory) if with_batch else 0
+        largest = self._largest_batch(strategy, phases) if with_batch else 0
         samples = self.samples * strategy.world * strategy.accumulate
         return Candidate(strategy, memory, self.time(strategy), fits, largest, samples)
 
-    def memory(self, strategy: Strategy, samples: int) -> Memory:
-        """The peak of a rank with a batch of `samples`."""
+    def _phases(self, strategy: Strategy, samples: int) -> tuple[Memory, Memory]:
+        """The peaks of a rank with a batch of `samples`."""
         record = self.record(samples, strategy.checkpointing)
         planned = engine_plan(record, strategy, self._network(strategy), buckets=self.buckets)
         device = self.device
-        return memory_of(record, strategy, planned, self.optimizer, device.on_cpu, device.framework)
+        return phases_of(record, strategy, planned, self.optimizer, device.on_cpu, device.framework)
 
     def time(self, strategy: Strategy) -> StepTime:
         """The step of all ranks."""
@@ -160,11 +161,15 @@ class Scenario:
         factor = 2 * (cluster.world - 1) / cluster.world
         return Network(cluster.rate / factor, cluster.inter.latency or 0.0)
 
-    def _largest_batch(self, strategy: Strategy, memory: Memory) -> int:
-        twice = self.memory(strategy, 2 * self.samples)
-        per_sample = (twice.total - memory.total) / self.samples
-        rest = self.device.memory - (memory.total - per_sample * self.samples)
-        return max(0, int(rest / per_sample)) if per_sample > 0 else 0
+    def _largest_batch(self, strategy: Strategy, phases: tuple[Memory, Memory]) -> int:
+        """Each phase grows with the batch along a line of its own."""
+        found = []
+        twice = self._phases(strategy, 2 * self.samples)
+        for phase, larger in zip(phases, twice, strict=True):
+            per_sample = (larger.total - phase.total) / self.samples
+            rest = self.device.memory - (phase.total - per_sample * self.samples)
+            found.append(int(rest / per_sample) if per_sample > 0 else 0)
+        return max(0, min(found))
 
 
 def _shapes(record: Record) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -122,15 +122,18 @@ def _explained(what: str) -> Iterator[None]:
         raise TraceError(f"{what} cannot be traced: {type(error).__name__}: {first}") from error
 
 
-def _without_memory(module: nn.Module) -> nn.Module:
-    """The module with parameters and buffers that are fake and on the CPU; ties are kept."""
+def _without_memory(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module with parameters and buffers that are fake and on the CPU; ties are kept.
+
+    Args:
+        dtype: of those that hold floating-point numbers, where it is not None.
+    """
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
+            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
             keeps = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if keeps else empty
         return made[id(tensor)]
@@ -191,7 +194,7 @@ def trace_model(
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         with _explained("the model"):
-            module = _without_memory(build().to(dtype) if dtype else build()).train()
+            module = _without_memory(build(), dtype).train()
             given = _make_batch(module, batch)
         blocks = find_blocks(module)
         if checkpointing:

@@ -1,0 +1,176 @@
+"""python -m fastsync.plan as users type it: text, JSON, the page, and errors that name options."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastsync.planner.command import main
+from fastsync.planner.devices import DEVICES
+from fastsync.planner.profile import Profile
+from fastsync.planner.quantities import count, gigabytes, nbytes, rate, seconds, shape
+
+ROOT = Path(__file__).parent.parent
+TRAIN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def build_model():
+    return nn.Sequential(nn.Embedding(1000, 256), *(Block() for _ in range(6)), nn.Linear(256, 1000))
+
+def loss(output, batch):
+    return output.logsumexp(-1).mean()
+
+def no_model():
+    return 3
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    path = tmp_path / "train_of_test.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def plan(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_the_arithmetic_alone(capsys):
+    assert plan("--params", "70e9", "--dtype", "bf16", "--gpus", 8) == 0
+    totals = re.findall(r"zero=\d.*?([\d.]+) GB +[\d.]+ GB$", capsys.readouterr().out, re.M)
+    assert totals == ["840", "350", "227.5", "105"]
+
+
+def test_a_model_is_planned_and_written(train, tmp_path, capsys):
+    page, data = tmp_path / "plan.html", tmp_path / "plan.json"
+    model = ("--model", f"{train}:build_model", "--loss", f"{train}:loss", "--batch", "8x64")
+    where = ("--gpus", 16, "--device", "a100", "--wires", "fp32,int8", "--jitter", "0.02")
+    assert plan(*model, *where, "--html", page, "--json", data) == 0
+    text = capsys.readouterr().out
+    assert "Take zero=" in text
+    assert "Second is" in text
+    found = json.loads(data.read_text())
+    names = [candidate["name"] for candidate in found["candidates"]]
+    assert {"zero=0", "zero=0, wire='int8'", "zero=3", "HSDP"} <= set(names)
+    assert all(c["fits"] == (c["peak"] <= DEVICES["a100"].memory) for c in found["candidates"])
+    ranked = min(c["time"]["mean"] for c in found["candidates"])
+    best = next(c for c in found["candidates"] if c["name"] == found["advice"]["best"])
+    assert best["time"]["mean"] <= 1.005 * ranked
+    assert {point["gpus"] for point in found["scaling"]} >= {1, 8, 16384}
+    html = page.read_text()
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", html)
+    assert "@" not in html.split("<style>")[0]
+
+
+def test_where_nothing_fits_a_remedy_is_named(train, capsys):
+    model = ("--model", f"{train}:build_model", "--batch", "8x64", "--gpus", 2)
+    assert plan(*model, "--memory", "1.51GB") == 0
+    text = capsys.readouterr().out
+    assert "Nothing fits" in text
+    assert "first" in text
+
+
+def test_links_and_compute_come_from_a_recording(tmp_path, capsys):
+    from tests.test_planner_time import recorded_run
+
+    recorded_run().dump(tmp_path / "run.json")
+    assert plan("--from", tmp_path / "run.json", "--gpus", "2,8,64", "--per-node", 2) == 0
+    text = capsys.readouterr().out
+    assert "recorded: 3 steps of Net on 2 ranks" in text
+    assert re.search(r"^ +64 ", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--params", "many"), "--params"),
+        (("--params", "7B", "--gpus", "12", "--batch", "1x8"), "--gpus"),
+        (("--params", "7B", "--batch", "8"), "--batch"),
+        (("--params", "7B", "--intra", "fast"), "--intra"),
+        (("--params", "7B", "--strategies", "4"), "--strategies"),
+        (("--params", "7B", "--from", "run.json"), "--from"),
+        (("--model", "nowhere.py:f", "--batch", "2x2"), "--model"),
+        (("--model", "nowhere", "--batch", "2x2"), "--model"),
+        (("--model", "torch:nothing", "--batch", "2x2"), "--model"),
+        (("--params", "7B", "--batch", "1x8", "--device", "abacus"), "device"),
+        (("--params", "7B", "--batch", "1x8", "--wires", "int9"), "int9"),
+        (("--measure", "p.json"), "--measure"),
+        ((), "--model"),
+    ],
+)
+def test_bad_input_names_its_option(arguments, names, capsys):
+    try:
+        code = plan(*arguments)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "error" in message
+    assert names in message
+
+
+def test_models_that_are_none_are_named(train, capsys):
+    assert plan("--model", f"{train}:no_model", "--batch", "2x2") == 2
+    assert "returned a int, no nn.Module" in capsys.readouterr().err
+
+
+def test_numbers_have_units():
+    assert (count("70e9"), count("7B"), count("124m")) == (70 * 10**9, 7 * 10**9, 124 * 10**6)
+    assert (rate("450GB/s"), rate("10Gbit/s"), nbytes("24GiB")) == (450e9, 1.25e9, 24 * 2**30)
+    assert seconds("5us") == pytest.approx(5e-6)
+    assert shape("8x1024") == (8, 1024)
+    assert gigabytes(227.5e9) == "227.5 GB"
+    for parse, text in ((rate, "5"), (nbytes, "GB"), (shape, "8x"), (count, "-3")):
+        with pytest.raises(ValueError, match=re.escape(repr(text)) if parse is not shape else "''"):
+            parse(text)
+
+
+def test_many_ranks_take_seconds(capsys):
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (60, 60))"
+    options = "'--params 70e9 --batch 1x4096 --gpus 16384 --jitter 0.02'.split()"
+    code = f"{limits}; from fastsync.planner.command import main; main({options})"
+    after = "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {after}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.rsplit("peak", 1)[1]) < 2 * 2**20  # KiB
+
+
+def test_importing_fastsync_does_not_load_the_planner():
+    code = "import sys, fastsync; print([m for m in sys.modules if 'planner' in m])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def measured(rank, world, path):
+    from fastsync.planner.measure import measure
+
+    profile = measure(__import__("torch").device("cpu"))
+    if rank == 0:
+        profile.dump(path)
+    return profile.rate
+
+
+def test_what_is_measured_is_planned_with(tmp_path, capsys):
+    from fastsync.testing import run_ranks
+
+    path = tmp_path / "profile.json"
+    rates = run_ranks(measured, 2, path, timeout=180.0)
+    assert rates[0] == rates[1] == Profile.load(path).rate
+    options = ("--params", "1e6", "--batch", "1x64", "--device", "cpu", "--gpus", 2)
+    assert plan(*options, "--profile", path) == 0
+    assert "gloo" in capsys.readouterr().out
