@@ -27,7 +27,8 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 def build_model():
-    return nn.Sequential(nn.Embedding(1000, 256), *(Block() for _ in range(6)), nn.Linear(256, 1000))
+    blocks = (Block() for _ in range(6))
+    return nn.Sequential(nn.Embedding(1000, 256), *blocks, nn.Linear(256, 1000))
 
 def loss(output, batch):
     return output.logsumexp(-1).mean()

@@ -192,5 +192,5 @@ def test_profiles_are_read_again(tmp_path):
     profile.dump(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
     (tmp_path / "q.json").write_text("{}")
-    with pytest.raises(ValueError, match="--profile: .*is no profile"):
+    with pytest.raises(ValueError, match=r"--profile: .*is no profile"):
         Profile.load(tmp_path / "q.json")
