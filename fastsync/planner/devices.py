@@ -26,7 +26,7 @@ class Device:
         framework: bytes of it that context, libraries and the backend's channels hold.
         efficiency: share of the peak that matrix products reach.
         streaming: share of the bandwidth that other operators reach.
-        overhead: seconds of an operator besides; a GPU's are hidden behind its queue.
+        overhead: seconds that an operator takes at least, as its launch does.
         contention: seconds of computing lost per second of communication behind it, where both
             need the same processor.
     """
@@ -52,10 +52,10 @@ class Device:
         return self.narrow if dtype.itemsize == 2 else self.wide
 
     def seconds(self, work: float, moved: float, dtype: torch.dtype) -> float:
-        """What an operator takes: its arithmetic or its memory traffic, whichever is longer."""
+        """What an operator takes: its arithmetic, its traffic or its launch, the longest."""
         arithmetic = work / (self.peak(dtype) * self.efficiency)
         traffic = moved / (self.bandwidth * self.streaming)
-        return self.overhead + max(arithmetic, traffic)
+        return max(arithmetic, traffic, self.overhead)
 
 
 DEVICES = {

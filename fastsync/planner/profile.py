@@ -19,7 +19,7 @@ class DeviceRates:
     """What a rank computes while the others do: operations and bytes per second.
 
     Attributes:
-        overhead: seconds of an operator besides.
+        overhead: seconds that an operator takes at least.
         contention: seconds of computing lost per second of communication behind it.
     """
 
