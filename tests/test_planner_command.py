@@ -175,3 +175,6 @@ def test_what_is_measured_is_planned_with(tmp_path, capsys):
     options = ("--params", "1e6", "--batch", "1x64", "--device", "cpu", "--gpus", 2)
     assert plan(*options, "--profile", path) == 0
     assert "gloo" in capsys.readouterr().out
+    options = ("--params", "1e6", "--batch", "1x64", "--device", "h100", "--gpus", 2)
+    assert plan(*options, "--profile", path) == 2
+    assert "--profile" in capsys.readouterr().err

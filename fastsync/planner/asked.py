@@ -61,14 +61,26 @@ def wants_time(args: argparse.Namespace) -> bool:
 
 
 def device_of(args: argparse.Namespace) -> Device:
-    """The device, with what the user knows better."""
-    device = device_named(args.device or "h100")
+    """The device, with what the user knows better.
+
+    Raises:
+        ValueError: there is no such device, or the profile is of a machine of another kind.
+    """
+    profile = Profile.load(args.profile) if args.profile else None
+    on_cpu = profile is not None and profile.backend == "gloo"
+    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
+    if profile is not None and device.on_cpu != on_cpu:
+        raise ValueError(
+            f"--profile {args.profile} was measured on another kind of machine ({profile.machine}, "
+            f"over {profile.backend}) than --device {device.name}; leave --device out, or measure "
+            "there with --measure"
+        )
     if args.memory:
         device = replace(device, memory=args.memory)
     if args.efficiency:
         device = replace(device, efficiency=args.efficiency)
-    if args.profile:
-        rates = Profile.load(args.profile).device
+    if profile is not None:
+        rates = profile.device
         device = replace(device, narrow=rates.flops, wide=rates.flops, bandwidth=rates.bandwidth)
         device = replace(device, efficiency=1.0, streaming=1.0)
         device = replace(device, overhead=rates.overhead, contention=rates.contention)

@@ -1,0 +1,33 @@
+"""docs/planner.md: its tables are those that docs/make_planner.py makes, and its commands parse."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from docs import make_planner
+from fastsync.planner.command import _parser
+
+PAGE = (Path(__file__).parent.parent / "docs/planner.md").read_text()
+
+
+@pytest.mark.parametrize("name", make_planner.TABLES)
+def test_tables_are_those_that_are_made(name):
+    found = re.search(rf"<!-- planner:{name} -->\n(.*?)\n<!-- /planner:{name} -->", PAGE, re.S)
+    assert found, f"docs/planner.md has no table {name}"
+    assert found[1] == make_planner.TABLES[name]()
+
+
+def test_commands_of_the_page_are_understood():
+    block = re.search(r"```sh\n(.*?)```", PAGE, re.S)[1]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(commands) == 5
+    for words in commands:
+        _parser().parse_args(words[words.index("fastsync.plan") + 1 :])
+
+
+def test_every_option_is_explained_somewhere():
+    options = set(re.findall(r"--[a-z-]+", _parser().format_help()))
+    told = set(re.findall(r"--[a-z-]+", PAGE))
+    assert told - options <= {"--help", "--nproc-per-node"}
