@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.models import WORKLOADS
 from fastsync.planner.advice import advise
 from fastsync.planner.arithmetic import held_rows
 from fastsync.planner.compute import from_record
@@ -37,7 +38,7 @@ from fastsync.planner.synthetic import adam_by_formula, transformer_of
 from fastsync.planner.tracing import trace_model
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE / "planner.md"
+ROOT, PAGE = HERE.parent, HERE / "planner.md"
 VTRAIN = json.loads((HERE / "measured" / "vtrain.json").read_text())
 A100 = Link(300e9, None, "nvlink", 0.8)
 H100, NDR = Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92)
@@ -301,9 +302,90 @@ def steps() -> str:
     return f"{markdown(headers, body)}\n\n{found['machine']}."
 
 
+# Of bench links, all on the model called wide; the first link fits two constants.
+LINKS = ("links", "links-slow", "links-four")
+FITTED_ON = "veth"
+WIRES = {"fp32": "fastsync", "bf16": "fastsync_bf16", "int8": "fastsync_int8"}
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A link of bench links, with steps in seconds: without synchronisation, and by wire."""
+
+    name: str
+    ranks: int
+    rate: float
+    record: Record
+    alone: float
+    steps: dict[str, float]
+
+
+def shaped_links() -> list[Shaped]:
+    found = []
+    for name in LINKS:
+        result = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+        for scene in result["links"]:
+            workload = WORKLOADS[scene["model"]](scene["scale"])
+            shape = tuple(workload.batch(0, 0).shape)
+            record = trace_model(workload.build, shape)
+            medians = {v: found["step"]["median"] for v, found in scene["variants"].items()}
+            steps = {wire: medians[variant] for wire, variant in WIRES.items()}
+            rate = scene["rate_bytes_per_second"]
+            alone = medians["no_sync"]
+            found.append(Shaped(scene["link"], scene["ranks"], rate, record, alone, steps))
+    return found
+
+
+def shaped_step(link: Shaped, wire: str, device: Device) -> float:
+    """Predicted seconds: computation as measured without synchronisation."""
+    at = Link(link.rate, 50e-6, "net")
+    asked = Scenario(
+        trace=lambda samples, checkpointing: link.record,
+        samples=link.record.samples,
+        optimizer=adam_by_formula,
+        device=device,
+        cluster=Cluster(link.ranks, link.ranks, at, at, "gloo"),
+    )
+    traced = from_record(link.record, device, 0.0)
+    measured = traced.scaled(link.alone / (traced.forward + traced.backward))
+    strategy = replace(named("0", link.ranks, link.ranks), wire=wire)
+    return replace(asked, measured=measured).time(strategy).mean
+
+
+def shaped() -> str:
+    """Steps on shaped links, which bench links has measured."""
+    links = shaped_links()
+    grid = itertools.product((0.0, 0.25, 0.5, 0.75, 1.0), (5e9, 1e10, 1.5e10, 2e10, 3e10))
+    cpu = replace(device_named("cpu"), efficiency=1.0, streaming=1.0)
+    devices = [replace(cpu, contention=lost, bandwidth=rate) for lost, rate in grid]
+
+    def errors(link: Shaped, device: Device) -> list[float]:
+        return [shaped_step(link, w, device) / step - 1 for w, step in link.steps.items()]
+
+    first = next(link for link in links if link.name == FITTED_ON)
+    best = min(devices, key=lambda device: max(map(abs, errors(first, device))))
+    body, judged = [], []
+    for link in links:
+        found = errors(link, best)
+        pairs = zip(link.steps.values(), found, strict=True)
+        cells = [
+            f"{1e3 * step * (1 + e):.0f} / {1e3 * step:.0f} ms ({signed(e)})" for step, e in pairs
+        ]
+        name = f"{link.name} (fitted here)" if link is first else link.name
+        body.append((name, str(link.ranks), *cells))
+        judged += [] if link is first else found
+    middle, worst, bias = summary(judged)
+    fitted = (
+        f"Predicted / measured. Of the links that nothing was fitted to: median error {middle}, "
+        f"worst {worst}, bias {bias}. Fitted: {best.contention:g} s of computing lost per second "
+        f"of hidden communication, {best.bandwidth / 1e9:g} GB/s for each pass of coding."
+    )
+    return f"{markdown(('link', 'ranks', *WIRES), body)}\n\n{fitted}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (held, which, scaling, all_reduce, iterations, published, peaks, steps)
+    for table in (held, which, scaling, all_reduce, iterations, published, shaped, peaks, steps)
 }
 
 

@@ -1,8 +1,9 @@
 """Compares plans with real steps on this machine: python -m docs.measure_planner
 
 Two ranks over Gloo measure a profile on the planner's calibration model, then peaks and steps of
-models that it has not seen. Steps with and without synchronisation are interleaved. The result is
-docs/measured/here.json, which docs/make_planner.py shows.
+models that it has not seen. Steps with and without synchronisation and all-reduces of two sizes take
+turns, so that a busy machine slows all of them alike. The result is docs/measured/here.json, which
+docs/make_planner.py shows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +32,7 @@ from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
 from fastsync.planner.measure import measure
 from fastsync.planner.memory import memory_of
-from fastsync.planner.profile import Profile
+from fastsync.planner.profile import Profile, Sample, fit
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario
 from fastsync.planner.strategy import engine_plan, named
@@ -41,6 +44,7 @@ RANKS, CAP_MB, TIMEOUT = 2, 25.0, 3000.0
 PEAKS = ("wide", "transformer", "gpt2", "conv")
 STEPS = ("wide", "transformer", "gpt2", "conv", "small")
 STAGES = (0, 1, 2)
+PROBES = (1 << 16, 1 << 22)  # bytes of all-reduces between steps
 
 
 def adamw(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> Any:
@@ -72,24 +76,28 @@ def measured_peaks(group: Group, name: str) -> list[float | None]:
     return [peak(stage) for stage in STAGES]
 
 
-def measured_steps(group: Group, name: str, rounds: int) -> tuple[float, float]:
-    """Median seconds of forward and backward: on this rank alone, and synchronised."""
+def measured_steps(group: Group, name: str, rounds: int) -> list[float]:
+    """Median seconds of forward and backward, on this rank alone and synchronised, and of the
+    all-reduces of PROBES."""
     workload = WORKLOADS[name]()
     lanes = [
         make_lane(workload, variant, group, None) for variant in select(f"{FLOOR},{OURS}").variants
     ]
-    times: list[list[float]] = [[], []]
+    probes = [torch.ones(nbytes // 4) for nbytes in PROBES]
+    turns: list[Callable[[], object]] = [lane.step for lane in lanes]
+    turns += [partial(dist.all_reduce, probe) for probe in probes]
+    times: list[list[float]] = [[] for _ in turns]
     for turn in range(rounds + 3):
-        for lane, found in zip(lanes, times, strict=True):
+        for run, found in zip(turns, times, strict=True):
             dist.barrier()
             begun = time.perf_counter()
-            lane.step()
+            run()
             if turn >= 3:
                 found.append(time.perf_counter() - begun)
-    return group.most(median(times[0])), group.most(median(times[1]))
+    return [group.most(median(found)) for found in times]
 
 
-def work(rank: int, world: int, rounds: int) -> dict[str, Any]:
+def work(rank: int, world: int, rounds: int, with_peaks: bool) -> dict[str, Any]:
     """What a rank measures."""
     torch.set_num_threads(1)
     group = Group(rank, world, torch.device("cpu"))
@@ -98,13 +106,15 @@ def work(rank: int, world: int, rounds: int) -> dict[str, Any]:
         "environment": environment(group),
         "profile": profile,
         "steps": {name: measured_steps(group, name, rounds) for name in STEPS},
-        "peaks": {name: measured_peaks(group, name) for name in PEAKS},
+        "peaks": {name: measured_peaks(group, name) for name in PEAKS if with_peaks},
     }
 
 
-def predicted_steps(profile: Profile, name: str, alone: float) -> tuple[float, float]:
+def predicted_steps(profile: Profile, name: str, times: list[float]) -> tuple[float, float]:
     """Traced computation, and the measured one in its place."""
     rates, record = profile.device, traced(name)
+    latency, rate = fit([Sample(n, t) for n, t in zip(PROBES, times[2:], strict=True)], RANKS)
+    link = replace(profile, latency=latency, rate=rate).link()
     device = replace(
         Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0),
         overhead=rates.overhead,
@@ -115,10 +125,10 @@ def predicted_steps(profile: Profile, name: str, alone: float) -> tuple[float, f
         samples=record.samples,
         optimizer=adamw,
         device=device,
-        cluster=Cluster(RANKS, RANKS, profile.link(), profile.link(), "gloo"),
+        cluster=Cluster(RANKS, RANKS, link, link, "gloo"),
     )
     compute = replace(asked.compute, update=0.0)
-    scale = alone / (compute.forward + compute.backward)
+    scale = times[0] / (compute.forward + compute.backward)
     seconds = [
         replace(asked, measured=measured).time(named("0", RANKS, RANKS)).mean
         for measured in (compute, compute.scaled(scale))
@@ -129,16 +139,20 @@ def predicted_steps(profile: Profile, name: str, alone: float) -> tuple[float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=25, help="of steps, for each model")
-    found = run_ranks(work, RANKS, parser.parse_args().rounds, timeout=TIMEOUT)[0]
+    parser.add_argument("--keep-peaks", action="store_true", help="measure steps alone")
+    args = parser.parse_args()
+    found = run_ranks(work, RANKS, args.rounds, not args.keep_peaks, timeout=TIMEOUT)[0]
     steps = {
         name: {
-            "alone": alone,
-            "synchronised": whole,
-            "predicted": predicted_steps(found["profile"], name, alone),
+            "alone": times[0],
+            "synchronised": times[1],
+            "predicted": predicted_steps(found["profile"], name, times),
         }
-        for name, (alone, whole) in found["steps"].items()
+        for name, times in found["steps"].items()
     }
-    peaks = {}
+    peaks: dict[str, Any] = {}
+    if args.keep_peaks:
+        peaks = json.loads(HERE.read_text(encoding="utf-8"))["peaks"]
     for name, measured in found["peaks"].items():
         record = traced(name)
         pairs = zip(STAGES, measured, strict=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
+from fastsync.plan.layout import PayloadLayout
 from fastsync.planner.compute import Compute, Message
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
@@ -153,8 +154,12 @@ def _bucket_cost(
         kinds = [("all_reduce", nbytes)]
     else:
         kinds = [("all_to_all", nbytes), ("all_gather", nbytes)]
-    seconds = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)
-    return seconds + coding, sum(sent_bytes(kind, size, world) for kind, size in kinds)
+    travelling = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)
+    # Pieces of a bucket are coded while others travel; the first and last one's turns show.
+    layout = bucket.coded.layout
+    pieces = layout.pieces if isinstance(layout, PayloadLayout) else 1
+    seconds = max(travelling, coding) + min(travelling, coding) / pieces
+    return seconds, sum(sent_bytes(kind, size, world) for kind, size in kinds)
 
 
 def _in_units(record: Record, strategy: Strategy, compute: Compute, cluster: Cluster) -> Job:
