@@ -1,9 +1,9 @@
 """Compares plans with real steps on this machine: python -m docs.measure_planner
 
 Two ranks over Gloo measure a profile on the planner's calibration model, then peaks and steps of
-models that it has not seen. Steps with and without synchronisation and all-reduces of two sizes take
-turns, so that a busy machine slows all of them alike. The result is docs/measured/here.json, which
-docs/make_planner.py shows.
+models that it has not seen. Steps with and without synchronisation take turns with all-reduces of
+two sizes, so that a busy machine slows all of them alike. The result is docs/measured/here.json,
+which docs/make_planner.py shows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RANKS, CAP_MB, TIMEOUT = 2, 25.0, 3000.0
 PEAKS = ("wide", "transformer", "gpt2", "conv")
 STEPS = ("wide", "transformer", "gpt2", "conv", "small")
 STAGES = (0, 1, 2)
-PROBES = (1 << 16, 1 << 22)  # bytes of all-reduces between steps
+PROBES = (1 << 16, 1 << 24)  # bytes of all-reduces between steps
 
 
 def adamw(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> Any:
