@@ -106,8 +106,9 @@ def test_links_and_compute_come_from_a_recording(tmp_path, capsys):
         (("--model", "nowhere.py:f", "--batch", "2x2"), "--model"),
         (("--model", "nowhere", "--batch", "2x2"), "--model"),
         (("--model", "torch:nothing", "--batch", "2x2"), "--model"),
-        (("--params", "7B", "--batch", "1x8", "--device", "abacus"), "device"),
-        (("--params", "7B", "--batch", "1x8", "--wires", "int9"), "int9"),
+        (("--params", "7B", "--batch", "1x8", "--device", "abacus"), "--device"),
+        (("--params", "7B", "--batch", "1x8", "--wires", "int9"), "--wires"),
+        (("--params", "7B", "--batch", "1x8", "--jitter", "-1"), "--jitter"),
         (("--measure", "p.json"), "--measure"),
         ((), "--model"),
     ],
@@ -121,6 +122,19 @@ def test_bad_input_names_its_option(arguments, names, capsys):
     message = capsys.readouterr().err.splitlines()[-1]
     assert "error" in message
     assert names in message
+
+
+def test_more_gpus_fill_nodes_whatever_comes_first(tmp_path, capsys):
+    data = [tmp_path / "a.json", tmp_path / "b.json"]
+    for gpus, path in zip(("2,64", "64,2"), data, strict=True):
+        assert plan("--params", "1B", "--batch", "1x64", "--gpus", gpus, "--json", path) == 0
+    found = [
+        {(p["strategy"], p["gpus"]): p["mean"] for p in json.loads(path.read_text())["scaling"]}
+        for path in data
+    ]
+    alike = [name for name in found[0] if name[0] != "HSDP"]
+    assert len(alike) == 8
+    assert [found[0][name] for name in alike] == [found[1][name] for name in alike]
 
 
 def test_models_that_are_none_are_named(train, capsys):

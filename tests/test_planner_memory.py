@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bench.models import WORKLOADS
 from examples.common.costs import live_bytes_reader, peak_memory
@@ -94,6 +95,37 @@ def test_gradients_come_in_autograds_order():
     module(torch.ones(2, 3)).sum().backward()
     record = trace_model(lambda: copy.deepcopy(module), (2, 3))
     assert record.order == seen
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Repeated(nn.Module):
+    """Reentrant checkpointing gives gradients of shared weights in several goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize(("build", "order"), [(Unused, [1, 0, 3, 2]), (Repeated, [1, 0])])
+def test_gradients_that_never_come_or_come_twice(build, order):
+    record = trace_model(build, (2, 4))
+    assert sorted(record.order) == sorted(order)
+    assert set(record.order[:2]) == {0, 1}
+    assert planned(record, named("0", 2, 2)).total > 0
 
 
 def test_checkpointing_recomputes_blocks():

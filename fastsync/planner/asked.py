@@ -23,7 +23,7 @@ from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
-from fastsync.planner.tracing import trace_model, trace_optimizer
+from fastsync.planner.tracing import TraceError, trace_model, trace_optimizer
 from fastsync.timeline.data import Run, by_step, load
 
 __all__ = ["cluster_of", "device_of", "recorded_plan", "scenario_of", "wants_time"]
@@ -94,10 +94,10 @@ def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
         ValueError: the GPUs do not fill nodes, or no profile can be read.
     """
     backend = args.backend or ("gloo" if device.on_cpu else "nccl")
-    world, per_node = args.gpus[0], min(args.per_node, max(args.gpus))
+    world, per_node = args.gpus[0], args.per_node
     if args.profile:
         link = Profile.load(args.profile).link()
-        return Cluster(world, min(per_node, world), link, link, "gloo")
+        return Cluster(world, per_node, link, link, "gloo")
     on_tcp = backend == "gloo"
     latency = args.latency if args.latency is not None else (_TCP_LATENCY if on_tcp else None)
     intra = Link(
@@ -110,7 +110,7 @@ def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
     inter = Link(
         args.inter or (_SLOW if on_tcp else fast), latency, "net", 1.0 if on_tcp else _NET_REACH
     )
-    return Cluster(world, min(per_node, world), intra, inter, backend)
+    return Cluster(world, per_node, intra, inter, backend)
 
 
 def _imported(name: str, option: str) -> Callable[..., object]:
@@ -155,6 +155,11 @@ def _build(name: str) -> Callable[[], nn.Module]:
     return build
 
 
+def _progress(args: argparse.Namespace, doing: str) -> None:
+    if sys.stderr.isatty() and not args.quiet:
+        print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
 def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> Scenario:
     """What --model or --params asks for."""
     dtype: torch.dtype | None = args.dtype
@@ -172,16 +177,23 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
         loss = _imported(args.loss, "--loss") if args.loss else None
 
         def trace(samples: int, checkpointing: bool) -> Record:
-            return trace_model(
-                build,
-                (samples, *sizes),
-                loss=cast(Callable[[object, torch.Tensor], torch.Tensor] | None, loss),
-                dtype=dtype,
-                checkpointing=checkpointing,
-            )
+            _progress(args, f"tracing {args.model}, {samples} samples")
+            try:
+                return trace_model(
+                    build,
+                    (samples, *sizes),
+                    loss=cast(Callable[[object, torch.Tensor], torch.Tensor] | None, loss),
+                    dtype=dtype,
+                    checkpointing=checkpointing,
+                )
+            except TraceError as error:
+                raise ValueError(f"--model {args.model}: {error}") from error
 
         def optimizer(shapes):  # type: ignore[no-untyped-def]
-            return trace_optimizer(args.optimizer, shapes, foreach=not device.on_cpu)
+            try:
+                return trace_optimizer(args.optimizer, shapes, foreach=not device.on_cpu)
+            except TraceError as error:
+                raise ValueError(f"--optimizer {args.optimizer}: {error}") from error
 
     return Scenario(
         trace=trace,

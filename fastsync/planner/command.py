@@ -25,6 +25,7 @@ from fastsync.planner.asked import cluster_of, device_of, recorded_plan, scenari
 from fastsync.planner.held import held_by
 from fastsync.planner.plan import Plan, make_plan_of
 from fastsync.planner.views import held_text, html_page, plan_json, plan_text
+from fastsync.wire.formats import make_codec
 
 __all__ = ["main"]
 
@@ -50,6 +51,13 @@ def _choices(text: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
     for name in names:
         if known is not None and name not in known:
             raise ValueError(f"{name!r} is none of {', '.join(known)}")
+    return names
+
+
+def _wires(text: str) -> tuple[str, ...]:
+    names = _choices(text)
+    for name in names:
+        make_codec(name)
     return names
 
 
@@ -80,10 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     where("--latency", type=_typed(q.seconds), help="of a hop, instead of NCCL's tables: 20us")
     where("--backend", choices=("nccl", "gloo"), help="default: nccl, on a cpu gloo")
     where("--profile", type=Path, help="what --measure has written; replaces the links' figures")
-    where("--jitter", type=float, default=0.0, help="spread of ranks' speeds, 0.02 for 2 %%")
+    where(
+        "--jitter",
+        type=_typed(q.spread),
+        default=0.0,
+        help="spread of ranks' speeds, 0.02 for 2 %%",
+    )
     what = parser.add_argument_group("what is tried").add_argument
     what("--strategies", type=_typed(partial(_choices, known=_KINDS)), default=_KINDS)
-    what("--wires", type=_typed(_choices), default=("fp32",), help="fp32,bf16,int8 with zero=0")
+    what("--wires", type=_typed(_wires), default=("fp32",), help="fp32,bf16,int8 with zero=0")
     what("--bucket-cap-mb", type=float, help="as FastDDP's")
     what("--no-checkpointing", action="store_true", help="do not try to recompute blocks")
     out = parser.add_argument_group("what is written").add_argument

@@ -83,7 +83,7 @@ def from_record(record: Record, device: Device, moved_by_update: float) -> Compu
     """
     dtype = record.params[0].dtype
     now = forward = 0.0
-    ready = [0.0] * len(record.params)
+    ready: dict[int, float] = {}
     for mark in record.marks:
         if mark.kind == "op":
             now += device.seconds(mark.work, mark.size, dtype)
@@ -97,7 +97,9 @@ def from_record(record: Record, device: Device, moved_by_update: float) -> Compu
         f"{device.name}'s {device.peak(dtype) / 1e12:.0f} TFLOP/s, and memory traffic at "
         f"{device.streaming:.0%} of {device.bandwidth / 1e12:.2f} TB/s"
     )
-    return Compute(forward, now, tuple(ready), update, source=source)
+    # A parameter without gradient is known to have none when the backward ends.
+    times = tuple(ready.get(index, now) for index in range(len(record.params)))
+    return Compute(forward, now, times, update, source=source)
 
 
 def from_run(run: Run) -> Recorded:

@@ -77,5 +77,5 @@ def device_named(name: str) -> Device:
     """
     device = DEVICES.get(name.lower())
     if device is None:
-        raise ValueError(f"unknown device {name!r}; choose one of {', '.join(DEVICES)}")
+        raise ValueError(f"unknown --device {name!r}; choose one of {', '.join(DEVICES)}")
     return replace(device)

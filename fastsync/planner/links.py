@@ -93,7 +93,7 @@ class Cluster:
 
     def of(self, world: int) -> Cluster:
         """The same with other ranks; fewer than a node holds share one."""
-        return replace(self, world=world, per_node=min(self.per_node, world))
+        return replace(self, world=world)
 
     def node(self) -> Cluster:
         """The ranks of one node."""

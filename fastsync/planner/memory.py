@@ -291,17 +291,18 @@ def _peak_within(
     scattered = any(bucket.shards for bucket in plan.buckets)
     transports = _Transports(plan, scattered, on_cpu, strategy.shards)
     replays = strategy.stage < 3
+    last = {mark.place: at for at, mark in enumerate(record.marks) if mark.kind == "grad"}
     best = dict.fromkeys(ITEMS, 0.0)
     for _ in range(2):  # the second step finds the pool that the first one has left
         live, sizes, most = float(record.inputs), {}, -1.0  # type: float, dict[int, float], float
         transports.begin()
-        for mark in record.marks:
+        for at, mark in enumerate(record.marks):
             if mark.kind == "alloc":
                 sizes[mark.place] = mark.size
                 live += mark.size
             elif mark.kind == "free":
                 live -= sizes.pop(mark.place, 0.0)
-            elif mark.kind == "grad" and replays:
+            elif mark.kind == "grad" and replays and last[mark.place] == at:
                 transports.gradient(mark.place, mark.size)
             held = transports.held
             if live + held > most:

@@ -17,6 +17,7 @@ __all__ = [
     "seconds",
     "shape",
     "shown_seconds",
+    "spread",
     "whole",
     "worlds",
 ]
@@ -91,6 +92,11 @@ def ratio(text: str) -> float:
     if not 0 < value <= 1:
         raise ValueError(f"{text!r} is no share above 0 and at most 1; write it like 0.4 or 40%")
     return value
+
+
+def spread(text: str) -> float:
+    """A standard deviation of speeds: 0, or as a share."""
+    return 0.0 if text in ("0", "0.0") else ratio(text)
 
 
 def shape(text: str) -> tuple[int, ...]:

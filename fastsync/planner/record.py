@@ -97,8 +97,10 @@ class Record:
 
     @property
     def order(self) -> list[int]:
-        """Parameters in the order in which their gradients are ready."""
-        return [mark.place for mark in self.marks if mark.kind == "grad"]
+        """Parameters in the order in which their gradients are complete; then those without."""
+        last = {mark.place: at for at, mark in enumerate(self.marks) if mark.kind == "grad"}
+        unused = (i for i in reversed(range(len(self.params))) if i not in last)
+        return [*sorted(last, key=last.__getitem__), *unused]
 
     @property
     def flops(self) -> float:

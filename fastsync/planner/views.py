@@ -63,7 +63,7 @@ def _cluster_text(cluster: Cluster) -> str:
 
     inside = f"{rate(cluster.intra.reached)} inside a node"
     if cluster.nodes == 1:
-        return f"{cluster.world} x {cluster.backend}, {inside}"
+        return f"{cluster.world} ranks over {cluster.backend}, {inside}"
     return (
         f"{cluster.world} ranks on {cluster.nodes} nodes over {cluster.backend}, {inside}, "
         f"{rate(cluster.inter.reached)} per rank between nodes"
