@@ -27,7 +27,7 @@ def test_commands_of_the_page_are_understood():
         _parser().parse_args(words[words.index("fastsync.plan") + 1 :])
 
 
-def test_every_option_is_explained_somewhere():
-    options = set(re.findall(r"--[a-z-]+", _parser().format_help()))
-    told = set(re.findall(r"--[a-z-]+", PAGE))
+def test_options_of_the_page_exist():
+    options = set(re.findall(r"--[a-z][a-z-]+", _parser().format_help()))
+    told = set(re.findall(r"--[a-z][a-z-]+", PAGE))
     assert told - options <= {"--help", "--nproc-per-node"}
