@@ -1,6 +1,7 @@
 // Python bindings of what a plan says about buckets.
 #include <pybind11/functional.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -183,10 +184,17 @@ void bind_shards(py::module_& m) {
           py::arg("index"), py::arg("pending"));
   py::class_<ScatterSpec>(m, "ScatterSpec")
       .def(py::init([](std::shared_ptr<ShardedGradients> gradients, std::vector<size_t> members,
-                       int64_t region) {
-             return ScatterSpec{std::move(gradients), std::move(members), region};
+                       int64_t first, std::array<int64_t, 4> layout) {
+             const auto [chunks, mine, numel, flags] = layout;
+             return ScatterSpec{
+                 std::move(gradients), std::move(members), first, {chunks, mine, numel, flags}, {}};
            }),
-           py::arg("gradients"), py::arg("members"), py::arg("region"));
+           py::arg("gradients"), py::arg("members"), py::arg("first"), py::arg("layout"))
+      .def(
+          "add_part",
+          [](ScatterSpec& spec, size_t slot, int64_t chunk, int64_t begin, int64_t numel,
+             int64_t place) { spec.parts.push_back({slot, chunk, begin, numel, place}); },
+          py::arg("slot"), py::arg("chunk"), py::arg("begin"), py::arg("numel"), py::arg("place"));
 }
 
 }  // namespace

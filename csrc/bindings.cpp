@@ -380,7 +380,8 @@ void bind_engine(py::module_& m) {
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
-      .def("gather", &Reducer::gather, release, py::arg("flats"))
+      .def("start_gather", &Reducer::start_gather, release, py::arg("flat"))
+      .def("finish_gathers", &Reducer::finish_gathers, release)
       .def(
           "use_memory",
           [](Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory) {

@@ -97,7 +97,9 @@ CPP_LAYERS = [
         "transport/low_rank",
         "transport/transport",
     ],
-    ["transport/coded", "transport/hierarchical", "transport/flat"],
+    ["transport/coded", "transport/hierarchical", "transport/flat", "transport/regions"],
+    ["transport/region_codes", "transport/plain_regions"],
+    ["transport/coded_regions", "transport/node_regions"],
     ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
     ["transport/choose"],
     [

@@ -23,6 +23,9 @@ class OnWorker final : public InFlight {
     return {};
   }
   void on_done(std::function<void()> fn) override { ticket_->on_done(std::move(fn)); }
+  bool is_done_within(std::chrono::milliseconds time) override {
+    return ticket_->is_done_within(time);
+  }
 
  private:
   std::shared_ptr<Ticket> ticket_;

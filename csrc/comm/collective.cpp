@@ -290,7 +290,9 @@ class ProcessGroupCollective final : public Collective {
 
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                        const at::Tensor& sent) override {
-    if (on_gloo(received)) return exchange(received, sent.tensor_split(size()));
+    if (on_gloo(received)) {
+      return exchange(received.tensor_split(size()), sent.tensor_split(size()));
+    }
     at::Tensor out = received;
     at::Tensor in = sent;
     Splits equal;
@@ -298,10 +300,23 @@ class ProcessGroupCollective final : public Collective {
                  [&] { return all_to_all_on(*group_, out, in, equal, 0); });
   }
 
+  std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
+                                          const at::Tensor& sent) override {
+    const int64_t each = received.numel() / (size() - 1);
+    if (on_gloo(received)) return exchange(with_gap(received, each), with_gap(sent, each));
+    at::Tensor out = received;
+    at::Tensor in = sent;
+    Splits splits(static_cast<size_t>(size()), each);
+    splits[static_cast<size_t>(rank())] = 0;
+    return start("all-to-all", {out, in},
+                 [&] { return all_to_all_on(*group_, out, in, splits, 0); });
+  }
+
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                        const at::Tensor& mine) override {
     if (on_gloo(gathered)) {
-      return exchange(gathered, std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
+      return exchange(gathered.tensor_split(size()),
+                      std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
     }
     return gather_by_backend(*group_, gathered, mine);
   }
@@ -334,10 +349,20 @@ class ProcessGroupCollective final : public Collective {
         });
   }
 
+  // Parts of `each` elements by rank, of which this rank's has none.
+  std::vector<at::Tensor> with_gap(const at::Tensor& flat, int64_t each) const {
+    std::vector<at::Tensor> parts;
+    for (int64_t r = 0, begin = 0; r < size(); ++r) {
+      const int64_t numel = r == rank() ? 0 : each;
+      parts.push_back(flat.narrow(0, begin, numel));
+      begin += numel;
+    }
+    return parts;
+  }
+
   // See [Note: announce first]. Gloo's all-gather moreover receives into a temporary of its own and copies that.
-  std::unique_ptr<InFlight> exchange(const at::Tensor& received, std::vector<at::Tensor> sent) {
+  std::unique_ptr<InFlight> exchange(std::vector<at::Tensor> parts, std::vector<at::Tensor> sent) {
     const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> parts = received.tensor_split(size());
     const auto self = static_cast<size_t>(rank());
     if (parts[self].const_data_ptr() != sent[self].const_data_ptr()) parts[self].copy_(sent[self]);
     const auto exchange = std::make_shared<Exchange>(group_, std::move(parts), std::move(sent));

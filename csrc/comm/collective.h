@@ -77,6 +77,9 @@ class Collective : public SumOverRanks {
   // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
   virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                                const at::Tensor& sent) = 0;
+  // The same without a rank's own part: the i-th of size() - 1 equal ones is for, and from, the i-th of the other ranks.
+  virtual std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
+                                                  const at::Tensor& sent) = 0;
   // Part r of `gathered` becomes rank r's `mine`, which may be that part's memory.
   virtual std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                                const at::Tensor& mine) = 0;

@@ -216,6 +216,21 @@ std::unique_ptr<InFlight> ShmCollective::all_to_all(const at::Tensor& received,
   });
 }
 
+std::unique_ptr<InFlight> ShmCollective::all_to_others(const at::Tensor& received,
+                                                       const at::Tensor& sent) {
+  return exchange(sent, [received, mine = rank()](const Parts& parts) {
+    const auto ranks = static_cast<int>(parts.size());
+    const int64_t each = bytes_of(received) / (ranks - 1);
+    auto* to = static_cast<std::byte*>(received.mutable_data_ptr());
+    for (int r = 0; r < ranks; ++r) {
+      if (r == mine) continue;
+      const int64_t place = mine < r ? mine : mine - 1;  // among those that rank r sends to
+      copy_bytes(to, parts[static_cast<size_t>(r)] + place * each, each);
+      to += each;
+    }
+  });
+}
+
 std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
                                                     const at::Tensor& mine) {
   return exchange(mine, [gathered](const Parts& parts) {

@@ -39,6 +39,8 @@ class ShmCollective final : public Collective {
   // Contiguous tensors. What is sent from memory that make_flat() made is not copied: wait() then returns when all ranks have
   // read it, else as soon as this one has.
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received, const at::Tensor& sent) override;
+  std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
+                                          const at::Tensor& sent) override;
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered, const at::Tensor& mine) override;
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override;
 

@@ -33,6 +33,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -131,8 +132,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
                   std::shared_ptr<comm::Collective> regions);
   void detach_hooks();
 
-  // Each rank sends its region, one of as many equal ones as there are ranks, of each buffer to all.
-  void gather(const std::vector<at::Tensor>& flats);
+  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Others' regions are there after
+  // finish_gathers().
+  void start_gather(const at::Tensor& flat);
+  void finish_gathers();
 
   // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
   std::vector<int64_t> ready_order() const;
@@ -233,6 +236,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<Precision>
       precision_;  // null: parameters compute in the dtype that they are stored in
   Routes routes_;
+  std::deque<std::unique_ptr<comm::InFlight>> gathers_;  // of regions, under way
   std::vector<std::function<void()>> at_end_;
   std::function<void()> plan_due_;
   double divisor_ = 1.0;

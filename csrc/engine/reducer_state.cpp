@@ -4,7 +4,6 @@
 // A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
 // error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
-#include <deque>
 #include <utility>
 
 #include "../check.h"
@@ -228,29 +227,31 @@ void Reducer::shadow_step() {
   make_due_plan();
 }
 
-void Reducer::gather(const std::vector<at::Tensor>& flats) {
+void Reducer::start_gather(const at::Tensor& flat) {
   const Lock lock(mutex_);
   const at::NoGradGuard no_grad;
   const int64_t ranks = routes_.group->size();
   if (ranks == 1) return;
   FS_CHECK(routes_.shards, "there is no process group for regions");
   constexpr size_t kUnderWay = 64;
-  std::deque<std::unique_ptr<comm::InFlight>> under_way;
-  for (const at::Tensor& flat : flats) {
-    if (under_way.size() == kUnderWay) {
-      under_way.front()->wait();
-      under_way.pop_front();
-    }
-    const int64_t region = flat.numel() / ranks;
-    const auto mine = ops::SlotLayout::run(routes_.group->rank() * region, region);
-    const auto part = ops::view_of(flat, mine, flat.scalar_type());
-    under_way.push_back(routes_.shards->all_gather(flat, part));
-    const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
-    ++stats_.collectives;
-    stats_.bytes += ranks * bytes;
-    stats_.sent_bytes += (ranks - 1) * (routes_.shards->is_memory() ? 0 : bytes);
+  if (gathers_.size() == kUnderWay) {
+    gathers_.front()->wait();
+    gathers_.pop_front();
   }
-  for (const auto& each : under_way) each->wait();
+  const int64_t region = flat.numel() / ranks;
+  const auto mine = ops::SlotLayout::run(routes_.group->rank() * region, region);
+  const auto part = ops::view_of(flat, mine, flat.scalar_type());
+  gathers_.push_back(routes_.shards->all_gather(flat, part));
+  const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
+  ++stats_.collectives;
+  stats_.bytes += ranks * bytes;
+  stats_.sent_bytes += (ranks - 1) * (routes_.shards->is_memory() ? 0 : bytes);
+}
+
+void Reducer::finish_gathers() {
+  const Lock lock(mutex_);
+  const auto gathers = std::exchange(gathers_, {});
+  for (const auto& gather : gathers) gather->wait();
 }
 
 }  // namespace fastsync::engine

@@ -9,10 +9,6 @@
 
 namespace fastsync::engine {
 
-// Names of what parameters carry here. See Coding::residual and Coding::factor.
-constexpr const char* kResidual = "residual";
-constexpr const char* kFactor = "factor";
-
 // The slots must outlive it.
 std::unique_ptr<Transport> make_chained(std::unique_ptr<Coding> coding, Slots& slots,
                                         std::shared_ptr<comm::Chains> chains);

@@ -38,6 +38,19 @@ std::unique_ptr<Coding> make_coding(const BucketSpec& spec, const comm::Collecti
   return make_coded(*spec.coded, group.rank(), group.size(), device);
 }
 
+std::unique_ptr<Regions> regions_of(const BucketSpec& spec, const Routes& routes) {
+  FS_CHECK(routes.shards, "sharded buckets need a process group for their regions");
+  const RegionLayout& layout = spec.scatter->layout;
+  const at::Tensor& like = spec.scatter->gradients->shard;
+  if (!spec.coded) return make_plain_regions(layout, like.options(), routes.shards, routes.pool);
+  const CodedSpec& coded = *spec.coded;
+  if (coded.node_ranks == 1) {
+    return make_coded_regions(layout, coded, like.device(), routes.shards, routes.pool);
+  }
+  FS_CHECK(routes.chains, "hierarchical buckets need process groups for their chains");
+  return make_node_regions(layout, coded, like.device(), routes.chains, routes.pool);
+}
+
 // Shared memory, where the ranks have some: a sparse gradient's bucket has its flags in the group, behind its rows.
 std::shared_ptr<comm::SumOverRanks> sum_over(const BucketSpec& spec, const Routes& routes,
                                              at::Device device) {
@@ -59,10 +72,7 @@ SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
 std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
                                             const Routes& routes, size_t index, size_t count) {
   if (!routes.communicate()) return std::make_unique<Alone>();
-  if (spec.scatter) {
-    FS_CHECK(routes.shards, "sharded buckets need a process group for their regions");
-    return make_scattered(*spec.scatter, slots, routes.shards, routes.pool);
-  }
+  if (spec.scatter) return make_scattered(*spec.scatter, slots, regions_of(spec, routes));
   const at::Device device = slots.front().param->tensor.device();
   if (spec.low_rank || spec.coded) {
     FS_CHECK(routes.chains, "coded buckets need process groups for their chains");

@@ -8,11 +8,17 @@
 
 namespace fastsync::engine {
 
+std::shared_ptr<Coder> make_coder(const CodedSpec& spec, const ops::CodePlan& plan) {
+  if (spec.codec) return make_flat_coder(spec.codec, plan, spec.coded_bytes);
+  if (spec.kept > 0) return make_topk_coder(plan, spec.kept);
+  return make_block_coder(plan);
+}
+
 CodeBuffers::CodeBuffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on)
     : spec(coded), rank(my_rank), ranks(all_ranks), device(on) {
   plan = spec.values_plan(chunks());
   flags_plan = spec.flags_plan(chunks());
-  coder = make_coder();
+  coder = make_coder(spec, plan);
   if (spec.flags_per_chunk > 0) flags_coder = make_block_coder(flags_plan);
   if (spec.error_feedback) residual = ops::make_flat(plan.numel, at::kFloat, device);
   allocate();
@@ -23,12 +29,6 @@ std::shared_ptr<CodeBuffers> CodeBuffers::renewed() const {
   fresh->allocate();
   if (residual.defined()) fresh->residual = ops::copy_of(residual);
   return fresh;
-}
-
-std::shared_ptr<Coder> CodeBuffers::make_coder() const {
-  if (spec.codec) return make_flat_coder(spec.codec, plan, spec.coded_bytes);
-  if (spec.kept > 0) return make_topk_coder(plan, spec.kept);
-  return make_block_coder(plan);
 }
 
 void CodeBuffers::allocate() {

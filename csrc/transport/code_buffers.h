@@ -12,6 +12,9 @@
 
 namespace fastsync::engine {
 
+// Of what the spec asks for, on payloads of `plan`.
+std::shared_ptr<Coder> make_coder(const CodedSpec& spec, const ops::CodePlan& plan);
+
 // Parts of the buffers that travel together.
 struct CodePiece {
   at::Tensor sent;
@@ -57,7 +60,6 @@ struct CodeBuffers {
   uint64_t seed = 0;              // of this step
 
  private:
-  std::shared_ptr<Coder> make_coder() const;
   CodePiece piece(int64_t index) const;
 };
 

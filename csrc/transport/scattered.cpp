@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "../check.h"
@@ -13,95 +12,87 @@
 namespace fastsync::engine {
 namespace {
 
-// Consecutive elements of a slot in one rank's region.
+// What one rank owns of a slot.
 struct Part {
   ops::SlotLayout in_gradient;  // of the elements in memory order
   ops::SlotLayout in_sent;
+  ops::SlotLayout in_residual;
+  bool mine = false;
 };
 
 class Scattered final : public Transport {
  public:
-  Scattered(const ScatterSpec& spec, Slots& slots, std::shared_ptr<comm::Collective> group,
-            std::shared_ptr<ops::BufferPool> pool)
+  Scattered(const ScatterSpec& spec, Slots& slots, std::unique_ptr<Regions> regions)
       : spec_(spec),
         gradients_(*spec.gradients),
         slots_(slots),
-        group_(std::move(group)),
-        pool_(std::move(pool)),
+        regions_(std::move(regions)),
+        parts_(slots.size()),
+        mine_(slots.size()),
         places_(slots.size()) {
-    chunk_ = spec_.region + flag_count();
-    for (int64_t r = 0; r < group_->size(); ++r) {
-      for (int64_t i = 0; i < flag_count(); ++i) {
-        flag_layouts_.push_back(ops::SlotLayout::run(r * chunk_ + spec_.region + i, 1));
-      }
-    }
-    for (size_t i = 0; i < slots_.size(); ++i) cut(i);
+    FS_ASSERT(spec_.layout.flags == 2 * static_cast<int64_t>(slots.size()) + 1, "other flags");
+    for (const RegionPart& part : spec_.parts) add_part(part);
   }
 
   void begin() override {
     for (size_t i = 0; i < slots_.size(); ++i) {
-      if (!face(i).is_same(slots_[i].grad())) continue;
-      places_[i].faced = true;
-      slots_[i].param->tensor.mutable_grad() = std::exchange(pending(i), at::Tensor());
+      if (face(i).is_same(slots_[i].grad())) {
+        places_[i].faced = true;
+        slots_[i].param->tensor.mutable_grad() = std::exchange(pending(i), at::Tensor());
+      } else if (regions_->leaves_own()) {
+        let_go(i);
+      }
     }
   }
 
   void take(size_t index, const Packing& how) override {
     Slot& slot = slots_[index];
     const auto bytes = slot.layout.numel * static_cast<int64_t>(c10::elementSize(dtype()));
-    if (bytes < kEarlyBytes || !device().is_cpu()) return;
+    const bool pays = bytes >= kEarlyBytes && device().is_cpu() && regions_->works_on_parts();
+    if (!pays || !slot.param->used) return;
     check_gradient(slot, slot.grad());
-    ensure_sent();
-    ops::pack(items_of(index), sent_, how.scale);
+    take_parts({index}, how);
     slot.early = true;
     give_up(index);
   }
   bool takes_once() const override { return true; }
 
   void pack(const Packing& how) override {
-    ensure_sent();
-    std::vector<ops::Item> all;
+    if (how.missed && regions_->residual_bytes() > 0) keep_residuals();
+    std::vector<size_t> late;
     for (size_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i].early) continue;
-      const auto items = items_of(i);
-      all.insert(all.end(), items.begin(), items.end());
+      if (!slots_[i].early) late.push_back(i);
     }
-    append_flags(all, how);
-    ops::pack(all, sent_, how.scale);
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      if (!slots_[i].early) give_up(i);
-    }
+    take_parts(late, how);
+    regions_->close(flags_to_send(how), how);
+    for (const size_t i : late) give_up(i);
   }
 
-  // Gloo would reduce all of it on every rank: each sends the others their regions, and sums its own.
-  std::unique_ptr<comm::InFlight> launch() override {
-    sums_ = !device().is_cpu() || group_->is_memory();
-    received_ = pool_->take(sums_ ? chunk_ : sent_.numel(), dtype(), device());
-    return sums_ ? group_->reduce_scatter(received_, sent_) : group_->all_to_all(received_, sent_);
-  }
+  std::unique_ptr<comm::InFlight> launch() override { return regions_->launch(); }
 
   void receive(const at::Tensor& /*result*/) override {
-    pool_->give(std::exchange(sent_, at::Tensor()));
     if (!flags_.defined()) {
       const auto wide = dtype() == at::kDouble ? at::kDouble : at::kFloat;
-      flags_ = ops::make_flat(flag_count(), wide, device());
+      flags_ = ops::make_flat(spec_.layout.flags, wide, device());
     }
-    add_up({{flags_, spec_.region}}, false);
+    regions_->sum_flags(flags_);
     if (device().is_cpu()) check_alike();
   }
 
   bool adds(size_t index) const override { return places_[index].faced; }
 
   void deliver(const std::vector<bool>& used) override {
-    Targets fresh;
-    Targets accumulated;
+    std::vector<ops::Item> fresh;
+    std::vector<ops::Item> accumulated;
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (used[i]) deliver_slot(i, places_[i].faced ? accumulated : fresh);
     }
-    add_up(fresh, false);
-    add_up(accumulated, true);
+    regions_->sum(fresh, regions_->leaves_own());
+    if (own_.defined()) ops::unpack(accumulated, own_, 1.0, true);
+    regions_->sum(accumulated, true);
     gradients_.shard.unsafeGetTensorImpl()->bump_version();
-    pool_->give(std::exchange(received_, at::Tensor()));
+    if (!kept_.empty()) put_back_residuals(used);
+    end(/*in_flight=*/false);
     for (size_t i = 0; i < slots_.size(); ++i) {
       at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
       const Place place = std::exchange(places_[i], Place{});
@@ -127,14 +118,7 @@ class Scattered final : public Transport {
   }
 
   void abandon(bool in_flight) override {
-    for (at::Tensor* field : {&sent_, &received_}) {
-      const at::Tensor buffer = std::exchange(*field, at::Tensor());
-      if (in_flight) {
-        pool_->forget(buffer);
-      } else {
-        pool_->give(buffer);
-      }
-    }
+    end(in_flight);
     restore();
     for (Place& place : places_) place = Place{};
   }
@@ -154,9 +138,30 @@ class Scattered final : public Transport {
     const auto place = ops::SlotLayout::run(static_cast<int64_t>(slots_.size()), 1);
     return ops::view_of(flags_, place, flags_.scalar_type());
   }
-  int64_t bytes() const override { return group_->size() * chunk_bytes(); }
-  int64_t sent_bytes() const override {
-    return group_->is_memory() ? 0 : (group_->size() - 1) * chunk_bytes();
+  int64_t bytes() const override { return regions_->bytes(); }
+  int64_t sent_bytes() const override { return regions_->sent_bytes(); }
+  int64_t between_nodes_bytes() const override { return regions_->between_nodes_bytes(); }
+
+  int64_t residual_bytes() const override { return regions_->residual_bytes(); }
+  bool holds(const std::string& state, size_t /*slot*/) const override {
+    return state == kResidual && residual_bytes() > 0;
+  }
+
+  void read(States& states) const override {
+    if (residual_bytes() == 0) return;
+    const at::Tensor flat = regions_->residual();
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      states[kResidual].at(slots_[i].index) = residual_in(flat, i);
+    }
+  }
+
+  void load(const States& states) override {
+    if (residual_bytes() == 0) return;
+    const at::Tensor flat = regions_->residual();
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      set_residual(flat, i, states.at(kResidual).at(slots_[i].index));
+    }
+    regions_->load_residual(flat);
   }
 
  private:
@@ -165,76 +170,86 @@ class Scattered final : public Transport {
     bool faced = false;  // it is added to what was there before
     at::Tensor kept;     // a gradient that this rank did not use
   };
-  // Tensors in one dimension, and where in each chunk that was received their terms begin.
-  using Targets = std::vector<std::pair<at::Tensor, int64_t>>;
+  // What this rank keeps of a slot: elements of the shard, and where they lie in its chunk.
+  struct Mine {
+    at::Tensor elements;
+    ops::SlotLayout in_shard;
+    ops::SlotLayout in_chunk;
+  };
 
   at::Tensor& face(size_t slot) const { return gradients_.faces.at(spec_.members[slot]); }
   at::Tensor& pending(size_t slot) const { return gradients_.pending.at(spec_.members[slot]); }
   at::ScalarType dtype() const { return gradients_.shard.scalar_type(); }
   at::Device device() const { return gradients_.shard.device(); }
-  // Used flags, the vote, and whether there was a face.
-  int64_t flag_count() const { return 2 * static_cast<int64_t>(slots_.size()) + 1; }
-  int64_t chunk_bytes() const { return chunk_ * static_cast<int64_t>(c10::elementSize(dtype())); }
 
-  void cut(size_t index) {
-    const ops::SlotLayout& slot = slots_[index].layout;
-    parts_.emplace_back();
-    mine_.emplace_back();
-    for (int64_t r = 0; r < group_->size(); ++r) {
-      const int64_t begin = std::max(slot.offset, r * spec_.region);
-      const int64_t numel = std::min(slot.offset + slot.numel, (r + 1) * spec_.region) - begin;
-      if (numel <= 0) continue;
-      const int64_t in_region = begin - r * spec_.region;
-      const auto sent = ops::SlotLayout::run(r * chunk_ + in_region, numel);
-      parts_.back().push_back({ops::SlotLayout::run(begin - slot.offset, numel), sent});
-      if (r != group_->rank()) continue;
-      const auto kept = ops::SlotLayout::run(in_region, numel);
-      mine_.back() = {ops::view_of(gradients_.shard, kept, dtype()), in_region};
-    }
+  void add_part(const RegionPart& part) {
+    const RegionLayout& layout = spec_.layout;
+    const bool mine = part.chunk == layout.mine;
+    parts_.at(part.slot).push_back(
+        {ops::SlotLayout::run(part.begin, part.numel), regions_->place_of(part),
+         ops::SlotLayout::run(part.chunk * layout.numel + part.place, part.numel), mine});
+    if (!mine) return;
+    const int64_t first = slots_[part.slot].layout.offset + part.begin - spec_.first;
+    const auto in_shard = ops::SlotLayout::run(first, part.numel);
+    mine_[part.slot] = {ops::view_of(gradients_.shard, in_shard, dtype()), in_shard,
+                        ops::SlotLayout::run(part.place, part.numel)};
   }
 
-  void ensure_sent() {
-    if (!sent_.defined()) sent_ = pool_->take(group_->size() * chunk_, dtype(), device());
+  // A gradient in its slot's order; undefined where there is none.
+  at::Tensor in_order(const Slot& slot) const {
+    const at::Tensor& grad = slot.grad();
+    if (!grad.defined()) return {};
+    check_gradient(slot, grad);
+    if (ops::in_slot_order(grad, slot.layout)) return grad;
+    const at::NoGradGuard no_grad;
+    const at::Tensor ordered = ops::make_strided(slot.layout.sizes, slot.layout.strides,
+                                                 grad.scalar_type(), grad.device());
+    return ordered.copy_(grad);
   }
 
-  std::vector<ops::Item> items_of(size_t index) const {
-    const Slot& slot = slots_[index];
-    at::Tensor grad = slot.grad();
-    if (grad.defined()) {
-      check_gradient(slot, grad);
-      if (!ops::in_slot_order(grad, slot.layout)) {
-        grad = ops::make_strided(slot.layout.sizes, slot.layout.strides, grad.scalar_type(),
-                                 grad.device());
-        const at::NoGradGuard no_grad;
-        grad.copy_(slot.grad());
+  // What this rank owns of its own gradients goes to the shard at once; where averages are added to what is there, only when
+  // they come.
+  void take_parts(const std::vector<size_t>& indices, const Packing& how) {
+    std::vector<ops::Item> sent;
+    std::vector<ops::Item> fresh;
+    std::vector<ops::Item> own;
+    for (const size_t i : indices) {
+      const at::Tensor grad = in_order(slots_[i]);
+      for (const Part& part : parts_[i]) {
+        at::Tensor elements;
+        if (grad.defined()) elements = ops::view_of(grad, part.in_gradient, grad.scalar_type());
+        if (!part.mine || !regions_->leaves_own()) {
+          sent.push_back({elements, &part.in_sent});
+        } else if (places_[i].faced) {
+          own.push_back({elements, &mine_[i].in_chunk});
+        } else {
+          fresh.push_back({elements, &mine_[i].in_shard});
+        }
       }
     }
-    std::vector<ops::Item> items;
-    for (const Part& part : parts_[index]) {
-      at::Tensor elements;
-      if (grad.defined()) elements = ops::view_of(grad, part.in_gradient, grad.scalar_type());
-      items.push_back({elements, &part.in_sent});
-    }
-    return items;
+    regions_->take(sent, how);
+    if (!fresh.empty()) ops::pack(fresh, gradients_.shard, how.scale);
+    if (own.empty()) return;
+    if (!own_.defined()) own_ = ops::make_scratch({spec_.layout.numel}, dtype(), device());
+    ops::pack(own, own_, how.scale);
   }
 
-  void append_flags(std::vector<ops::Item>& items, const Packing& how) const {
+  std::vector<float> flags_to_send(const Packing& how) const {
     std::vector<float> flags;
     for (const Slot& slot : slots_) flags.push_back(used_flag(slot));
     flags.push_back(how.vote ? 1.0F : 0.0F);
     for (const Place& place : places_) flags.push_back(place.faced ? 1.0F : 0.0F);
-    for (size_t i = 0; i < flag_layouts_.size(); ++i) {
-      items.push_back({at::Tensor(), &flag_layouts_[i], flags[i % flags.size()]});
-    }
+    return flags;
   }
 
   // Each rank keeps only its region of what was there before: all have to add to it, or none.
   void check_alike() const {
     const at::Tensor flags = flags_.to(at::kFloat);
+    const auto ranks = static_cast<float>(spec_.layout.chunks);
     const float* faced = flags.const_data_ptr<float>() + slots_.size() + 1;
     for (size_t i = 0; i < slots_.size(); ++i) {
-      FS_CHECK(faced[i] == 0.0F || faced[i] == static_cast<float>(group_->size()), "parameter '",
-               slots_[i].param->name, "': ", faced[i], " of ", group_->size(),
+      FS_CHECK(faced[i] == 0.0F || faced[i] == ranks, "parameter '", slots_[i].param->name,
+               "': ", faced[i], " of ", ranks,
                " ranks had a gradient of an earlier backward, the others had none. With zero, "
                "gradients are zeroed on every rank or on none");
     }
@@ -247,51 +262,92 @@ class Scattered final : public Transport {
     grad = at::Tensor();
   }
 
-  void deliver_slot(size_t index, Targets& targets) {
+  // Somebody who holds the face of a gradient that is about to be overwritten keeps its values.
+  void let_go(size_t index) {
     const size_t member = spec_.members[index];
-    if (!places_[index].faced) {
-      if (gradients_.is_held(member)) gradients_.release(member);
-      pending(index) = at::Tensor();
-    }
-    if (mine_[index].first.defined()) targets.push_back(mine_[index]);
+    if (gradients_.is_held(member)) gradients_.release(member);
   }
 
-  // targets = sum over ranks, in their order; added to what they hold where `accumulate`.
-  void add_up(const Targets& targets, bool accumulate) const {
-    if (targets.empty()) return;
-    for (int64_t r = 0; r < (sums_ ? 1 : group_->size()); ++r) {
-      std::vector<ops::SlotLayout> layouts;
-      for (const auto& [tensor, begin] : targets) {
-        layouts.push_back(ops::SlotLayout::run(r * chunk_ + begin, tensor.numel()));
-      }
-      std::vector<ops::Item> items;
-      for (size_t i = 0; i < targets.size(); ++i) items.push_back({targets[i].first, &layouts[i]});
-      ops::unpack(items, received_, 1.0, accumulate || r > 0);
+  void deliver_slot(size_t index, std::vector<ops::Item>& items) {
+    if (!places_[index].faced) {
+      if (!regions_->leaves_own()) let_go(index);
+      pending(index) = at::Tensor();
     }
+    const Mine& mine = mine_[index];
+    if (mine.elements.defined()) items.push_back({mine.elements, &mine.in_chunk});
+  }
+
+  void end(bool in_flight) {
+    regions_->end(in_flight);
+    own_ = at::Tensor();
+    kept_.clear();
+  }
+
+  // In the memory order of the parameter.
+  at::Tensor residual_in(const at::Tensor& flat, size_t index) const {
+    ops::SlotLayout whole = slots_[index].layout;
+    whole.offset = 0;
+    const at::Tensor memory = ops::make_scratch({whole.numel}, at::kFloat, device());
+    std::vector<ops::Item> items;
+    for (const Part& part : parts_[index]) {
+      items.push_back({ops::view_of(memory, part.in_gradient, at::kFloat), &part.in_residual});
+    }
+    if (!items.empty()) ops::unpack(items, flat, 1.0, false);
+    return ops::view_of(memory, whole, at::kFloat);
+  }
+
+  // Undefined: zeros.
+  void set_residual(const at::Tensor& flat, size_t index, const at::Tensor& residual) const {
+    at::Tensor memory;
+    if (residual.defined()) {
+      ops::SlotLayout whole = slots_[index].layout;
+      whole.offset = 0;
+      memory = ops::make_scratch({whole.numel}, at::kFloat, device());
+      ops::pack({{residual, &whole}}, memory, 1.0);
+    }
+    std::vector<ops::Item> items;
+    for (const Part& part : parts_[index]) {
+      at::Tensor elements;
+      if (memory.defined()) elements = ops::view_of(memory, part.in_gradient, at::kFloat);
+      items.push_back({elements, &part.in_residual});
+    }
+    if (!items.empty()) ops::pack(items, flat, 1.0);
+  }
+
+  // As in chained.cpp: the average of what no rank used reaches nobody.
+  void keep_residuals() {
+    const at::Tensor flat = regions_->residual();
+    kept_.assign(slots_.size(), at::Tensor());
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (!slots_[i].param->used) kept_[i] = residual_in(flat, i);
+    }
+  }
+
+  void put_back_residuals(const std::vector<bool>& used) {
+    const at::Tensor flat = regions_->residual();
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (!used[i] && kept_[i].defined()) set_residual(flat, i, kept_[i]);
+    }
+    regions_->load_residual(flat);
   }
 
   ScatterSpec spec_;
   ShardedGradients& gradients_;
   Slots& slots_;
-  std::shared_ptr<comm::Collective> group_;
-  std::shared_ptr<ops::BufferPool> pool_;
-  int64_t chunk_ = 0;                                 // elements for each rank, flags included
-  std::vector<std::vector<Part>> parts_;              // by slot
-  std::vector<std::pair<at::Tensor, int64_t>> mine_;  // by slot: of the shard, and of its region
-  std::vector<ops::SlotLayout> flag_layouts_;         // by rank, then one per slot and the vote
-  std::vector<Place> places_;                         // by slot
-  at::Tensor sent_;
-  at::Tensor received_;
+  std::unique_ptr<Regions> regions_;
+  std::vector<std::vector<Part>> parts_;  // by slot
+  std::vector<Mine> mine_;                // by slot; undefined where there is nothing
+  std::vector<Place> places_;             // by slot
+  std::vector<at::Tensor> kept_;  // residuals of what this rank did not use, before the step
+  at::Tensor own_;                // what this rank adds to averages that are there, in chunk order
   at::Tensor flags_;
-  bool sums_ = false;  // the backend does
 };
 
 }  // namespace
 
 std::unique_ptr<Transport> make_scattered(const ScatterSpec& spec, Slots& slots,
-                                          std::shared_ptr<comm::Collective> group,
-                                          std::shared_ptr<ops::BufferPool> pool) {
-  return std::make_unique<Scattered>(spec, slots, std::move(group), std::move(pool));
+                                          std::unique_ptr<Regions> regions) {
+  return std::make_unique<Scattered>(spec, slots, std::move(regions));
 }
 
 }  // namespace fastsync::engine

@@ -2,12 +2,9 @@
 //
 // [Note: regions]
 // A unit is a set of parameters, laid out as fastsync/shard/layout.py says: one region per rank. Rank r receives everybody's
-// part of region r and keeps the averages in its shard. A bucket carries the members of one unit that are trained:
-//
-//   sent:  | region 0 | flags | region 1 | flags | ...    chunk r goes to rank r
-//
-// The flags are those of flat.h, and one more per slot that tells whether the average is added to what was there before. Each
-// rank sums them for itself.
+// part of region r and keeps the averages in its shard. A bucket carries members of one unit that are trained; how their
+// parts reach their owners is in regions.h. The flags that travel with them are those of flat.h, and one more per slot that
+// tells whether the average is added to what was there before. Each rank sums them for itself.
 //
 // [Note: faces]
 // What a rank has after a backward is no gradient that a script could read: so `param.grad` becomes a face, a tensor without
@@ -23,8 +20,7 @@
 #include <memory>
 #include <vector>
 
-#include "../comm/collective.h"
-#include "../ops/pool.h"
+#include "regions.h"
 #include "transport.h"
 
 namespace fastsync::engine {
@@ -44,12 +40,13 @@ struct ShardedGradients {
 struct ScatterSpec {
   std::shared_ptr<ShardedGradients> gradients;
   std::vector<size_t> members;  // of the unit, by slot
-  int64_t region = 0;           // elements
+  int64_t first = 0;            // element of the unit that this rank's region begins with
+  RegionLayout layout;
+  std::vector<RegionPart> parts;  // of the slots
 };
 
 // Slots' offsets are those in the unit. The slots must outlive it.
 std::unique_ptr<Transport> make_scattered(const ScatterSpec& spec, Slots& slots,
-                                          std::shared_ptr<comm::Collective> group,
-                                          std::shared_ptr<ops::BufferPool> pool);
+                                          std::unique_ptr<Regions> regions);
 
 }  // namespace fastsync::engine

@@ -32,6 +32,10 @@ struct Packing {
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
+// Names of what parameters carry: what error feedback keeps back, and Coding::factor.
+constexpr const char* kResidual = "residual";
+constexpr const char* kFactor = "factor";
+
 // What parameters carry from step to step, fp32: by the name of the state, then by the parameter's index; undefined where
 // there is nothing.
 using States = std::map<std::string, std::vector<at::Tensor>>;

@@ -18,6 +18,7 @@
 #include "../transport/flat.cpp"
 #include "../transport/gradient_buffer.cpp"
 #include "../transport/hooked.cpp"
+#include "../transport/plain_regions.cpp"
 #include "../transport/scattered.cpp"
 #include "../transport/slots.cpp"
 #include "../transport/sparse.cpp"

@@ -110,12 +110,15 @@ class Sender:
         rank: this one's, in the process group that averages.
         nodes: this rank's place in the hierarchical form; None in the others.
         gradients: of the units whose gradients the ranks share, by number.
+        owners: the rank that owns each of the chunks that these travel in, in their order; empty:
+            that of the ranks.
     """
 
     wire: Wire
     rank: int
     nodes: Nodes | None = None
     gradients: Sequence[ShardedGradients] = ()
+    owners: Sequence[int] = ()
 
 
 def load() -> None:
@@ -256,12 +259,19 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
 
 
 def _scatter_spec(bucket: PlannedBucket, sender: Sender) -> _C.ScatterSpec:
-    first = bucket.shards[0]
-    return _C.ScatterSpec(
+    regions, first = bucket.regions, bucket.shards[0]
+    assert regions is not None
+    owners = sender.owners or range(regions.ranks)
+    chunk_of = {rank: chunk for chunk, rank in enumerate(owners)}
+    spec = _C.ScatterSpec(
         gradients=sender.gradients[first.unit],
         members=[shard.member for shard in bucket.shards],
-        region=first.region,
+        first=sender.rank * first.region,
+        layout=(regions.ranks, chunk_of[sender.rank], regions.numel, regions.flags),
     )
+    for part in regions.parts:
+        spec.add_part(part.slot, chunk_of[part.rank], part.begin, part.numel, part.place)
+    return spec
 
 
 def _coded_spec(index: int, plan: CodedPlan, sender: Sender) -> _C.CodedSpec:

@@ -360,7 +360,7 @@ class Engine:
         return self.core.steps() < self.policy.wire.warmup_steps
 
     def _install(self, order: Sequence[int], keep: bool = False) -> None:
-        """Makes a plan and hands it to the reducer. Collective where buckets are coded.
+        """Makes a plan and hands it to the reducer. Collective where chains carry buckets.
 
         Args:
             keep: the plan that it replaces will be wanted again.
@@ -368,10 +368,10 @@ class Engine:
         until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
-        if self.plan.coded and self._group.size() > 1:
+        if self.plan.chained and self._group.size() > 1:
             self._make_chains()
-        shared = self.shares.gradients
-        sender = core.Sender(self.wire, self._group.rank(), self._nodes, shared)
+        gradients, owners = self.shares.gradients, self.shares.owners(self._nodes)
+        sender = core.Sender(self.wire, self._group.rank(), self._nodes, gradients, owners)
         specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
         self.core.set_plan(specs, until, keep)
         self.plans.append(self.plan)

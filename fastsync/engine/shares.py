@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fastsync.engine import core
 from fastsync.plan.buckets import ShardSlot
-from fastsync.ranks.links import new_cpu_group
-from fastsync.torch_private import resolvable_name
+from fastsync.ranks.links import Nodes, new_cpu_group
+from fastsync.torch_private import gather_objects, resolvable_name
 
 __all__ = ["ShardedUnit", "Shares"]
 
@@ -52,6 +52,7 @@ class Shares:
         self._links: dist.ProcessGroup | None = None
         self._units: Sequence[ShardedUnit] = ()
         self._places: dict[int, ShardSlot] = {}
+        self._owners: dict[Nodes, Sequence[int]] = {}
 
     @property
     def gradients(self) -> list[core.ShardedGradients]:
@@ -61,6 +62,18 @@ class Shares:
     def place(self, param: int) -> ShardSlot | None:
         """Where a parameter lies; None: its gradient is not shared."""
         return self._places.get(param)
+
+    def owners(self, nodes: Nodes | None) -> Sequence[int]:
+        """The ranks in the order of what they own, where it travels from node to node. Collective.
+
+        The first ranks of all nodes come first. Empty: the order of the ranks.
+        """
+        if nodes is None or not self._units:
+            return ()
+        if nodes not in self._owners:
+            places = gather_objects((nodes.place, nodes.node), self._group)
+            self._owners[nodes] = sorted(range(len(places)), key=places.__getitem__)
+        return self._owners[nodes]
 
     def take(self, units: Sequence[ShardedUnit]) -> None:
         """These, and no others. Collective the first time."""
@@ -85,10 +98,16 @@ class Shares:
             return torch.zeros(numel, dtype=dtype, device=self._device)
         return self._memory.make_flat(numel, dtype)
 
-    def gather(self, flats: Sequence[torch.Tensor]) -> None:
-        """Every rank sends its region of each buffer, one of equal ones, to all. Collective."""
+    def start_gather(self, flat: torch.Tensor) -> None:
+        """Every rank sends its region of a buffer, one of equal ones, to all. Collective.
+
+        The others' regions are there after `finish_gathers()`.
+        """
         if self._group.size() > 1:
             self.connect()
-            self._core.gather(
-                [torch.view_as_real(f).flatten() if f.is_complex() else f for f in flats]
-            )
+            flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+            self._core.start_gather(flat)
+
+    def finish_gathers(self) -> None:
+        """Waits for everything that has been started."""
+        self._core.finish_gathers()

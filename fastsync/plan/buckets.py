@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fastsync.plan.layout import (
+    ALIGNMENT,
     FlatLayout,
     LowRankLayout,
     PayloadLayout,
+    RegionLayout,
+    align_up,
     dense_layout,
     flat_layout,
     low_rank_layout,
     payload_layout,
+    region_layout,
+    region_payload,
     slot_layout,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, piece_bytes
@@ -104,7 +109,7 @@ class CodedPlan:
 
     Attributes:
         codec: a `Format`, a `PowerSGD` or a user's codec.
-        form: "two_shot", "gather" or "low_rank".
+        form: "two_shot", "gather", "low_rank"; "scatter" where each rank gets its regions alone.
         layout: of what travels; a `LowRankLayout` in the form "low_rank".
         node_ranks: ranks that first sum a bucket as it is; the form is then that between nodes.
     """
@@ -121,7 +126,8 @@ class PlannedBucket:
     """One bucket: parameter indices in slot order, and where they lie in the flat buffer.
 
     Where `coded` is given, the bucket travels as bytes and `dtype` is the gradients' own. Where
-    `shards` are, one per parameter, each rank keeps its own region of the averages.
+    `shards` are, one per parameter, each rank keeps its own region of the averages, and `regions`
+    says how that reaches it.
     """
 
     params: tuple[int, ...]
@@ -131,6 +137,7 @@ class PlannedBucket:
     sparse: bool
     coded: CodedPlan | None = None
     shards: tuple[ShardSlot, ...] = ()
+    regions: RegionLayout | None = None
 
     @property
     def format_name(self) -> str:
@@ -140,11 +147,16 @@ class PlannedBucket:
     @property
     def nbytes(self) -> int:
         """Bytes that a rank hands to collectives."""
+        if self.coded is None and self.regions is not None:
+            chunk = align_up(self.regions.numel + self.regions.flags, ALIGNMENT)
+            return self.regions.chunks * chunk * self.dtype.itemsize
         if self.coded is None:
             return self.layout.numel * self.dtype.itemsize
         if self.coded.node_ranks > 1 and isinstance(self.coded.layout, PayloadLayout):
             layout = self.coded.layout  # as fp32, inside the node
             return 4 * layout.chunks * (layout.chunk_numel + layout.flags_per_chunk)
+        if isinstance(self.coded.layout, PayloadLayout) and self.regions is not None:
+            return self.coded.layout.chunks * self.coded.layout.chunk_bytes
         return self.coded.layout.bytes_for(self.layout.numel)
 
 
@@ -155,9 +167,12 @@ class BucketPlan:
     buckets: tuple[PlannedBucket, ...]
 
     @property
-    def coded(self) -> bool:
-        """Whether any bucket travels coded."""
-        return any(bucket.coded for bucket in self.buckets)
+    def chained(self) -> bool:
+        """Whether any bucket travels through a chain of collectives."""
+        return any(
+            bucket.coded is not None and (bucket.regions is None or bucket.coded.node_ranks > 1)
+            for bucket in self.buckets
+        )
 
 
 def travels_coded(codec: AnyCodec, gradient: torch.dtype) -> bool:
@@ -258,8 +273,8 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
             closed.append(_OpenGroup([spec], latest=position))
             continue
         key: object = (spec.dtype, spec.device, spec.pairs, spec.codec)
-        if spec.shard is not None:
-            key = spec.shard.unit  # which ends with its last gradient, however large it is
+        if spec.shard is not None:  # which ends with its last gradient, however large it is
+            key = (spec.shard.unit, spec.codec)
         group = open_groups.setdefault(key, _OpenGroup())
         group.specs.append(spec)
         group.nbytes += spec.nbytes
@@ -277,7 +292,7 @@ def _planned(
 ) -> PlannedBucket:
     gradient = group[0].dtype
     if group[0].shard is not None:
-        return _sharded(group, world_size)
+        return _sharded(group, policy, world_size, node_ranks)
     codec = _codec_of(group, policy)
     nodes = world_size // node_ranks
     if node_ranks > 1 and nodes == 1:
@@ -306,21 +321,41 @@ def _planned(
     )
 
 
-def _sharded(group: Sequence[ParamSpec], world_size: int) -> PlannedBucket:
-    """A bucket of those members of a unit that are trained, in the unit's layout."""
+def _sharded(
+    group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
+) -> PlannedBucket:
+    """A bucket of members of a unit that are trained, in the unit's layout."""
     pairs = [(spec.shard, spec) for spec in group if spec.shard is not None]
     pairs.sort(key=lambda pair: pair[0].member)
     shards = tuple(shard for shard, _ in pairs)
     specs = [spec for _, spec in pairs]
-    offsets = tuple(shard.offset for shard in shards)
-    numel = shards[0].region * world_size
+    slots = FlatLayout(
+        tuple(shard.offset for shard in shards),
+        tuple(spec.numel for spec in specs),
+        -1,
+        shards[0].region * world_size,
+    )
+    codec = _codec_of(specs, policy)
+    if (codec is _FP32 and node_ranks == 1) or node_ranks == world_size:
+        codec = None  # nothing would become smaller, or leave the node
+    regions = region_layout(slots, world_size, 1 if codec is None else codec.block)
+    coded = None
+    if codec is None and specs[0].device.type == "cpu":
+        regions = replace(regions, chunks=regions.chunks - 1)  # a rank keeps its own
+    elif codec is not None:
+        assert not isinstance(codec, PowerSGD)  # see SyncPolicy.shardable
+        layout = region_payload(regions, codec.coded_bytes)
+        feedback = policy.wire.feedback_for(codec)
+        coded = CodedPlan(codec, "scatter", layout, feedback, node_ranks)
     return PlannedBucket(
         params=tuple(spec.index for spec in specs),
-        layout=FlatLayout(offsets, tuple(spec.numel for spec in specs), -1, numel),
+        layout=slots,
         dtype=specs[0].dtype,
         views=False,
         sparse=False,
+        coded=coded,
         shards=shards,
+        regions=regions,
     )
 
 

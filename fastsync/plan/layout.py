@@ -22,11 +22,15 @@ __all__ = [
     "LowRankLayout",
     "LowRankMatrix",
     "PayloadLayout",
+    "RegionLayout",
+    "RegionPart",
     "align_up",
     "dense_layout",
     "flat_layout",
     "low_rank_layout",
     "payload_layout",
+    "region_layout",
+    "region_payload",
     "slot_layout",
 ]
 
@@ -158,6 +162,70 @@ def payload_layout(
     offset = align_up(coded, ALIGNMENT)
     size = offset + 4 * per_chunk
     return PayloadLayout(pieces, chunk, coded, offset, per_chunk, size, pieces * parts)
+
+
+@dataclass(frozen=True)
+class RegionPart:
+    """Consecutive elements of a slot, in the order of its memory, that one rank owns.
+
+    Attributes:
+        begin: first of them in the slot.
+        place: first of them in the chunk that travels to the rank.
+    """
+
+    slot: int
+    rank: int
+    begin: int
+    numel: int
+    place: int
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """How gradients travel to the ranks that own them: in a chunk of equal size for each rank.
+
+    Attributes:
+        numel: elements of a chunk.
+        flags: floats that travel with each: two per slot and the vote.
+        ranks: how many there are.
+        chunks: how many a rank hands to collectives.
+    """
+
+    parts: tuple[RegionPart, ...]
+    numel: int
+    flags: int
+    ranks: int
+    chunks: int
+
+
+def region_layout(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
+    """Packs what each rank owns of each slot into that rank's chunk.
+
+    Args:
+        slots: where gradients lie among as many equal regions as there are ranks.
+        block: elements; every part begins at a multiple.
+    """
+    alignment, region = math.lcm(block, ALIGNMENT), slots.numel // ranks
+    parts = []
+    ends = [0] * ranks
+    for slot, (offset, numel) in enumerate(zip(slots.offsets, slots.numels, strict=True)):
+        for rank in range(offset // max(1, region), ranks):
+            begin = max(0, rank * region - offset)
+            size = min(numel, (rank + 1) * region - offset) - begin
+            if size <= 0:
+                break
+            parts.append(RegionPart(slot, rank, begin, size, ends[rank]))
+            ends[rank] = align_up(ends[rank] + size, alignment)
+    flags = 2 * len(slots.offsets) + 1
+    return RegionLayout(tuple(parts), max(alignment, *ends), flags, ranks, ranks)
+
+
+def region_payload(regions: RegionLayout, coded_bytes: Callable[[int], int]) -> PayloadLayout:
+    """The bytes of those chunks where they travel as codes; each carries all flags."""
+    coded, flags = coded_bytes(regions.numel), align_up(regions.flags, ALIGNMENT)
+    offset = align_up(coded, ALIGNMENT)
+    size = offset + 4 * flags
+    return PayloadLayout(1, regions.numel, coded, offset, flags, size, regions.chunks)
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,8 @@ class SyncPolicy:
 
     @property
     def shardable(self) -> bool:
-        """Whether ranks may each keep a part of the averages: they are sums of plain gradients."""
-        return self.wire.plain and not self.hooked and self.mixed.param is None
+        """Whether ranks may each keep a part of the averages."""
+        return self.wire.adds_by_parts and not self.hooked and self.mixed.param is None
 
     @property
     def reduces_always(self) -> bool:

@@ -238,7 +238,9 @@ class ShardedOptimizer:
         self.mark_used(optimizer)
         for space in self.spaces:
             space.end_step()
-        self._owner.engine.shares.gather([space.flat for space in self.spaces])
+        for space in self.spaces:
+            self._owner.engine.shares.start_gather(space.flat)
+        self._owner.engine.shares.finish_gathers()
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Says that there is a state, on ranks that own nothing too.

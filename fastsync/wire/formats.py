@@ -397,6 +397,12 @@ class Wire:
         """Whether everything travels as its own dtype."""
         return self.format == "fp32" and self.form in ("auto", "native") and not self.overrides
 
+    @property
+    def adds_by_parts(self) -> bool:
+        """Whether any elements of a gradient can be added up without the others."""
+        codecs = map(make_codec, (self.format, *self.overrides.values()))
+        return not any(isinstance(c, PowerSGD) or getattr(c, "whole", False) for c in codecs)
+
     def describe(self) -> str:
         """Everything that ranks must agree on, in words."""
         default = Wire()

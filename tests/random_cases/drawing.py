@@ -115,7 +115,11 @@ def draw(rng, world, theme=None):
     if theme == "hook":
         return _draw_hook(rng, shape, options)
     if theme == "zero":
-        return Drawn(theme, shape, options={**options, "zero": rng.choice((1, 1, 2))})
+        options["zero"] = rng.choice((1, 1, 2))
+        if rng.random() < 0.5:
+            return Drawn(theme, shape, options=options)
+        wire = draw_wire(rng, world)
+        return Drawn(theme, shape, WITHOUT_COMPLEX, wire, options={**options, "wire": wire})
     if theme == "mixed":
         shape = rng.choice(("tensor", "nested"))  # a loss must not bypass the outputs
         low = rng.choice(LOW)

@@ -158,7 +158,7 @@ def verify(wrapped, rows, divisor, kept=()):
         where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
         one = _Parameter(wrapped, index, param, divisor, where)
         if wrapped.drawn.rounds_sums:
-            one.summed = rest.pop(0).sum(0) / divisor
+            one.added = rest.pop(0) / divisor
         one.compare(facts, ours, theirs, rest[0] if rest else None)
 
 
@@ -280,11 +280,13 @@ class _Parameter:
         rounding = 8 * self._eps() * size + 1e-37
         if drawn.hook_dtype is not None:
             return rounding + 4 * torch.finfo(drawn.hook_dtype).eps * size + 2**-22
+        if drawn.rounds_sums:
+            rounding = rounding + _sum_bound(self.wrapped, self.param) * self.added.sum(0)
+        if drawn.zero:  # a gradient travels without the average that it is added to
+            values = [v.abs() + more for v, more in zip(values, self.added, strict=True)]
         coded = bucket.coded if bucket is not None else None
         if coded is not None and coded.codec.name != "fp32":
             return rounding + tolerance(coded, self.wrapped.wire, self.param, values)
-        if drawn.rounds_sums:
-            rounding = rounding + _sum_bound(self.wrapped, self.param) * self.summed
         wire = self.real if bucket is None or coded is not None else bucket.dtype
         if wire is not self.real:
             narrow = torch.finfo(wire)

@@ -1,0 +1,95 @@
+// How the parts of gradients that a rank owns reach it, and are added up there: reduce-scatter, in the form that the wire asks for.
+//
+//   plain         pack ─▶ each part to its owner                                             ─▶ add up
+//   coded         encode ─▶ all-to-all of chunks                                             ─▶ decode and add up
+//   hierarchical  pack as fp32 ─▶ reduce-scatter in the node ─▶ encode ─▶ all-to-all between nodes ─▶ decode and add up
+//
+// The coded forms are the first halves of those that every rank gets the averages from (coded.h, hierarchical.h), so a
+// gradient is rounded once, and an average not at all: owners add up in fp32.
+//
+// [Note: chunks]
+// What travels is cut into chunks of equal size, one for each rank; its parts lie there one after the other, where blocks
+// of the wire's format begin, and flags follow. Which elements of a parameter a rank owns does not depend on the wire.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../comm/chain.h"
+#include "../comm/collective.h"
+#include "../ops/items.h"
+#include "../ops/pool.h"
+#include "coded_spec.h"
+#include "transport.h"
+
+namespace fastsync::engine {
+
+// Consecutive elements of a slot, in the order of its memory, that one rank owns.
+struct RegionPart {
+  size_t slot = 0;
+  int64_t chunk = 0;
+  int64_t begin = 0;  // element of the slot
+  int64_t numel = 0;
+  int64_t place = 0;  // element of the chunk
+};
+
+struct RegionLayout {
+  int64_t chunks = 0;
+  int64_t mine = 0;   // this rank's chunk
+  int64_t numel = 0;  // elements of a chunk
+  int64_t flags = 0;  // floats that travel with each
+};
+
+class Regions {
+ public:
+  virtual ~Regions() = default;
+
+  // Where a part lies for take().
+  virtual ops::SlotLayout place_of(const RegionPart& part) const = 0;
+  // Whether what this rank owns of its own gradients is not to be taken: whoever asks adds it to what others send.
+  virtual bool leaves_own() const { return false; }
+  // Whether take() may come more than once.
+  virtual bool works_on_parts() const { return true; }
+  // Parts of gradients, scaled. close() ends the taking; `flags` are summed over ranks exactly.
+  virtual void take(const std::vector<ops::Item>& items, const Packing& how) = 0;
+  virtual void close(const std::vector<float>& flags, const Packing& how) = 0;
+  virtual std::unique_ptr<comm::InFlight> launch() = 0;
+
+  // After the end of what launch() returned: sums over ranks, of flags, and of parts at their places in this rank's chunk. They
+  // are added to what the tensors hold where `accumulate`.
+  virtual void sum_flags(const at::Tensor& flags) const = 0;
+  virtual void sum(const std::vector<ops::Item>& items, bool accumulate) const = 0;
+  // Gives the step's buffers back; `in_flight`: collectives may still write to them.
+  virtual void end(bool in_flight) = 0;
+
+  // As in transport.h.
+  virtual int64_t bytes() const = 0;
+  virtual int64_t sent_bytes() const = 0;
+  virtual int64_t between_nodes_bytes() const { return 0; }
+
+  // What error feedback keeps back, fp32 [chunks * numel], the parts at their places; undefined without. Its own memory, or a
+  // copy.
+  virtual at::Tensor residual() const { return {}; }
+  // Takes the place of residual(), and may be its result, changed.
+  virtual void load_residual(const at::Tensor& /*flat*/) {}
+  virtual int64_t residual_bytes() const { return 0; }
+};
+
+// `group`: whose ranks own the chunks, in their order.
+std::unique_ptr<Regions> make_plain_regions(const RegionLayout& layout, at::TensorOptions like,
+                                            std::shared_ptr<comm::Collective> group,
+                                            std::shared_ptr<ops::BufferPool> pool);
+std::unique_ptr<Regions> make_coded_regions(const RegionLayout& layout, const CodedSpec& spec,
+                                            at::Device device,
+                                            std::shared_ptr<comm::Collective> group,
+                                            std::shared_ptr<ops::BufferPool> pool);
+// Chunks belong to the ranks at the first place of each node, then to those at the second. The chains' first two process
+// groups: in the node, between nodes.
+std::unique_ptr<Regions> make_node_regions(const RegionLayout& layout, const CodedSpec& spec,
+                                           at::Device device, std::shared_ptr<comm::Chains> chains,
+                                           std::shared_ptr<ops::BufferPool> pool);
+
+}  // namespace fastsync::engine
