@@ -62,7 +62,7 @@ MODULE_LAYERS = {
     "shard": [
         ["layout", "rectangles", "rules", "steps"],
         ["chunks", "space"],
-        ["gradients"],
+        ["gradients", "pieces"],
         ["norms", "optimizer"],
         ["checkpoint"],
     ],

@@ -62,7 +62,9 @@ class CodedRegions final : public Regions {
   }
 
   int64_t bytes() const override { return group_->size() * codes_.spec().chunk_bytes; }
-  int64_t sent_bytes() const override { return (group_->size() - 1) * codes_.spec().chunk_bytes; }
+  int64_t sent_bytes() const override {
+    return group_->is_memory() ? 0 : (group_->size() - 1) * codes_.spec().chunk_bytes;
+  }
 
   at::Tensor residual() const override { return residual_; }
   void load_residual(const at::Tensor& flat) override {

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from fastsync.engine.engine import Engine
 from fastsync.ranks import consensus
 from fastsync.shard.chunks import Chunks
-from fastsync.shard.optimizer import MASTER, ShardedOptimizer, ShardedOptimizers
+from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
+from fastsync.shard.pieces import MASTER
 from fastsync.torch_private import first_state
 
 __all__ = ["OptimizerCheckpoint"]

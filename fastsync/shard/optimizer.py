@@ -5,6 +5,12 @@ models", 2020). Gradients are averaged as ever, and outside of `optimizer.step()
 parameters, gradients and parameter groups are those that the script made. A stand-in makes the step
 on this rank's pieces of the parameters; then the ranks exchange what they updated.
 
+[Note: steps one after the other]
+The ranks exchange one buffer of parameters while the optimizer steps on the next. Torch calls a
+closure first thing in a step, after everybody's hooks; ours makes the steps on all buffers but the
+last, which is left to the call itself. So hooks and schedulers see one step. Only classes of torch
+whose update of each parameter concerns nothing else are given their parameters in turns.
+
 An optimizer is taken over at its first step. Its state then belongs to the pieces, and
 `state_dict()` and `load_state_dict()` speak of whole parameters again.
 """
@@ -13,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,26 +33,21 @@ from fastsync.plan.policy import ZeroPolicy
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
-from fastsync.shard.rules import unit_for
+from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
+from fastsync.shard.rules import steps_by_parameter, unit_for
 from fastsync.shard.space import Space
 from fastsync.shard.steps import (
     Arguments,
     StepWatcher,
     params_of,
+    plain_step,
     stand_in_for,
     watch_steps,
     with_loss,
 )
 from fastsync.torch_private import backward_is_running, gather_objects
 
-__all__ = ["MASTER", "ShardedOptimizer", "ShardedOptimizers"]
-
-State = dict[str, Any]
-# What a state calls the fp32 master of what it belongs to.
-MASTER = "master"
-_NARROW = (torch.bfloat16, torch.float16)
-# Elements of parameters whose state is exchanged at once.
-_BATCH = 1 << 24
+__all__ = ["ShardedOptimizer", "ShardedOptimizers"]
 
 
 class ShardedOptimizers(StepWatcher):
@@ -82,7 +83,7 @@ class ShardedOptimizers(StepWatcher):
                 "zero=0"
             )
         arguments = with_loss(args)
-        return (self.take_over(optimizer).stand_in(optimizer), *arguments[1:])
+        return self.take_over(optimizer).arguments(optimizer, arguments)
 
     def take_over(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Spreads its state over the ranks, unless that has been done. Collective."""
@@ -197,7 +198,7 @@ class ShardedOptimizer:
         cut = cut_by_tensors if kind.whole else cut_by_elements
         layout = cut([param.numel() for param in params], self._group.size())
         shares = kind.dtype.is_floating_point and kind.bucket is not None
-        masters = self._owner.masters and kind.dtype in _NARROW
+        masters = self._owner.masters and kind.dtype in NARROW
         make_flat = self._owner.engine.shares.make_flat
         return Space(params, layout, self._group, shares, masters, make_flat)
 
@@ -210,22 +211,59 @@ class ShardedOptimizer:
         )
         return same and all(space.is_intact() for space in self.spaces)
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer of the same class, settings and state, whose groups hold the pieces.
+    def arguments(self, optimizer: Optimizer, args: Arguments) -> Arguments:
+        """What `step` shall be called with: a stand-in, whose groups hold the pieces.
 
-        The optimizer itself stays as it is, even where the step raises. What is not the model's
-        stays in the groups.
+        It has the optimizer's class, settings and state. The optimizer itself stays as it is, even
+        where the step raises. What is not the model's stays in the groups. See [Note: steps one
+        after the other].
         """
-        for space in self.spaces:
-            space.begin_step()
-            lend_gradients(space)
-        self._stepped |= {tensor for tensor in self.masters if tensor.grad is not None}
+        self._owner.engine.shares.finish_gathers()  # which a step that raised has left
+        *ahead, last = [[space] for space in self.spaces]
+        if not steps_by_parameter(optimizer):
+            ahead, last = [], self.spaces
+        tensors = {id(t) for space in last for t in space.owned.values()}
+        tensors |= {id(p) for p in params_of(optimizer) if id(p) not in self._pieces}
+        self._stand_in = self._stand_in_for(optimizer, tensors)
+        if not ahead:
+            self._begin(last)
+            return (self._stand_in, *args[1:])
+        given = args[1] if len(args) > 1 else None
+
+        def closure() -> Any:
+            for spaces in ahead:
+                self._step_ahead(optimizer, spaces)
+            self._begin(last)
+            return given() if given is not None else None
+
+        return (self._stand_in, closure, *args[2:])
+
+    def _stand_in_for(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
+        """Steps on those of the pieces, and of what is not the model's, whose ids are given."""
         groups = []
         for group in optimizer.param_groups:
-            tensors = [t for param in group["params"] for t in self._pieces.get(id(param), [param])]
-            groups.append({**group, "params": tensors})
-        self._stand_in = stand_in_for(optimizer, groups)
-        return self._stand_in
+            pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
+            groups.append({**group, "params": [t for t in pieces if id(t) in tensors]})
+        return stand_in_for(optimizer, groups)
+
+    def _begin(self, spaces: Sequence[Space]) -> None:
+        for space in spaces:
+            space.begin_step()
+            lend_gradients(space)
+            stepped = self.masters & set(space.owned.values())
+            self._stepped |= {tensor for tensor in stepped if tensor.grad is not None}
+
+    def _end(self, spaces: Sequence[Space]) -> None:
+        for space in spaces:
+            space.end_step()
+            self._owner.engine.shares.start_gather(space.flat)
+
+    def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[Space]) -> None:
+        self._begin(spaces)
+        tensors = {id(t) for space in spaces for t in space.owned.values()}
+        with torch.no_grad():
+            plain_step(self._stand_in_for(optimizer, tensors))
+        self._end(spaces)
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Hands over what the step has set, and exchanges what it has updated. Collective."""
@@ -236,10 +274,7 @@ class ShardedOptimizer:
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
         self.mark_used(optimizer)
-        for space in self.spaces:
-            space.end_step()
-        for space in self.spaces:
-            self._owner.engine.shares.start_gather(space.flat)
+        self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
         self._owner.engine.shares.finish_gathers()
 
     def mark_used(self, optimizer: Optimizer) -> None:
@@ -282,13 +317,13 @@ class ShardedOptimizer:
             whole = [optimizer.state.pop(param, None) for param in space.params]
             if space.masters:
                 pairs = zip(space.params, whole, strict=True)
-                whole = [_of_master(state, loaded.get(id(param))) for param, state in pairs]
+                whole = [of_master(state, loaded.get(id(param))) for param, state in pairs]
             self.blank = self.blank and not any(whole)
             for piece, tensor in space.owned.items():
                 if values := whole[piece.param]:
                     param = space.params[piece.param]
-                    cut = {name: _cut(space, piece, param, value) for name, value in values.items()}
-                    if rest := self.take_master(tensor, cut):
+                    mine = {n: cut_value(space, piece, param, v) for n, v in values.items()}
+                    if rest := self.take_master(tensor, mine):
                         optimizer.state[tensor] = rest
         if not self.blank:
             self.mark_used(optimizer)
@@ -341,7 +376,7 @@ class ShardedOptimizer:
     def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         whole: dict[torch.Tensor, State] = {}
         for space in self.spaces:
-            for batch in _batches(space):
+            for batch in batches(space):
                 mine = {
                     piece: state
                     for piece, tensor in space.owned.items()
@@ -352,85 +387,5 @@ class ShardedOptimizer:
                 for piece, state in (pair for states in everyones for pair in states.items()):
                     parts[piece.param].append((piece, state))
                 for index in sorted(parts):
-                    whole[space.params[index]] = _join(space, parts[index])
+                    whole[space.params[index]] = join(space, parts[index])
         return whole
-
-
-def _batches(space: Space) -> Iterator[range]:
-    """Parameters whose states are exchanged together."""
-    begin = elements = 0
-    for index, param in enumerate(space.params):
-        if elements and elements + param.numel() > _BATCH:
-            yield range(begin, index)
-            begin, elements = index, 0
-        elements += param.numel()
-    yield range(begin, len(space.params))
-
-
-def _of_master(state: State | None, loaded: State | None) -> State | None:
-    """Torch makes what it loads as narrow as the parameter; what belongs to a master is fp32.
-
-    Raises:
-        ValueError: a master was made narrow, too.
-    """
-    if state is None:
-        return None
-    source, wide = loaded or state, {}
-    if MASTER in source and source[MASTER].dtype in _NARROW:
-        raise ValueError(
-            "optimizer.load_state_dict() has rounded fp32 master weights to 16 bits, because zero "
-            "did not know this optimizer yet; load with model.load_optimizer_state_dict(optimizer, "
-            "state) instead"
-        )
-    for name, value in state.items():
-        wide[name] = value
-        if isinstance(value, torch.Tensor):
-            wide[name] = source[name].to(value.device)
-            if wide[name].dtype in _NARROW:
-                wide[name] = wide[name].float()
-    return wide
-
-
-def _cut(space: Space, piece: Piece, param: torch.Tensor, value: Any) -> Any:
-    """A value of a parameter's state, as its piece needs it: memory of its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return (space.cut(piece, value) if value.shape == param.shape else value).clone()
-
-
-def _alike(values: Sequence[Any]) -> bool:
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return all(
-            isinstance(v, torch.Tensor)
-            and v.shape == first.shape
-            and torch.allclose(v, first, rtol=0.0, atol=0.0, equal_nan=True)
-            for v in values
-        )
-    return all(type(v) is type(first) and v == first for v in values)
-
-
-def _join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
-    """The state of a whole parameter from that of its pieces.
-
-    Raises:
-        ValueError: a value belongs to no elements, and pieces differ in it.
-    """
-    joined: State = {}
-    for name, first in parts[0][1].items():
-        numel = parts[0][0].end - parts[0][0].begin
-        by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
-        if len(parts) == 1 or not by_element:
-            if not _alike([state[name] for _, state in parts]):
-                raise ValueError(
-                    f"{name!r} in the optimizer's state differs between parts of a parameter that "
-                    "lie on different ranks, so the whole has no such value; wrap the model with "
-                    "FastDDP(shard_by='tensor')"
-                )
-            joined[name] = first
-            continue
-        full = space.full_like(parts[0][0].param, first)
-        for piece, state in parts:
-            space.cut(piece, full).copy_(state[name])
-        joined[name] = full
-    return joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import optim
 
-__all__ = ["unit_for"]
+__all__ = ["steps_by_parameter", "unit_for"]
 
 # Each element's update depends on that element's weight, gradient and state alone.
 _ELEMENTWISE = (
@@ -27,6 +27,12 @@ _TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
 def _known(names: tuple[str, ...]) -> tuple[type, ...]:
     """Versions of torch differ in what they have."""
     return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
+
+
+def steps_by_parameter(optimizer: optim.Optimizer) -> bool:
+    """Whether it may step on its parameters in turns: each update concerns one parameter alone."""
+    known = type(optimizer) in (*_known(_ELEMENTWISE), *_known(_TENSORWISE))
+    return known and hasattr(type(optimizer).step, "__wrapped__")
 
 
 def unit_for(optimizer: optim.Optimizer, asked: str) -> str:

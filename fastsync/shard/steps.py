@@ -17,7 +17,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["Arguments", "StepWatcher", "params_of", "stand_in_for", "watch_steps", "with_loss"]
+__all__ = [
+    "Arguments",
+    "StepWatcher",
+    "params_of",
+    "plain_step",
+    "stand_in_for",
+    "watch_steps",
+    "with_loss",
+]
 
 # Of a call of `step`, self first.
 Arguments = tuple[Any, ...]
@@ -58,7 +66,7 @@ def _before_step(
     watcher: StepWatcher, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     args = tuple(args)
-    if kwargs.get("closure") is not None:
+    if "closure" in kwargs:
         args, kwargs = (*args, kwargs["closure"]), {**kwargs}
         del kwargs["closure"]
     changed = watcher.before_step(optimizer, args)
@@ -92,3 +100,12 @@ def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Opti
     stand_in: Optimizer = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__, param_groups=list(groups))
     return stand_in
+
+
+def plain_step(optimizer: Optimizer) -> None:
+    """A step as its class makes it, without anybody's hooks.
+
+    Args:
+        optimizer: of a class of torch, whose `step` torch has wrapped to call hooks.
+    """
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
