@@ -419,5 +419,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_lossy_ops(m);
   bind_specs(m);
   bind_memory(m);
+  bind_units(m);
   bind_engine(m);
 }

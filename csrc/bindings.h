@@ -11,6 +11,8 @@ namespace fastsync {
 
 // What a plan says about buckets.
 void bind_specs(pybind11::module_& m);
+// Parameters that ranks share.
+void bind_units(pybind11::module_& m);
 
 kernels::Format format_named(const std::string& name);
 

@@ -17,6 +17,8 @@ from fastsync.ranks.leaving import guard_exit
 from fastsync.replacing import replace_where_asked
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
+from fastsync.units.module import FSDPModule, register_fsdp_forward_method
+from fastsync.units.sharding import fully_shard
 from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 
@@ -24,6 +26,7 @@ __all__ = [
     "BucketTiming",
     "BuildError",
     "Codec",
+    "FSDPModule",
     "FastDDP",
     "NonFiniteGradientError",
     "PowerSGD",
@@ -33,10 +36,12 @@ __all__ = [
     "TopK",
     "Wire",
     "__version__",
+    "fully_shard",
     "include_dir",
     "load_codec",
     "log_to_tensorboard",
     "register_codec",
+    "register_fsdp_forward_method",
 ]
 __version__ = "0.1.0"
 

@@ -75,23 +75,33 @@ class WorkInFlight final : public CalledByWait {
 // take turns. Gloo's own collectives do that, and ranks hardly ever start at the same moment.
 class Exchange {
  public:
-  // Part r of `received` is to come from rank r, part r of `sent` goes to it; this rank's own parts are left alone.
-  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> received,
-           std::vector<at::Tensor> sent)
-      : group_(std::move(group)), received_(std::move(received)), sent_(std::move(sent)) {}
-
-  // Blocks while sockets take bytes. Ranks start with different ones, each with the next.
-  void start() {
+  // Of the messages to or from several ranks, those of the ranks behind this one come first, so that all ranks are busy.
+  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<Message> received,
+           std::vector<Message> sent, int tag)
+      : group_(std::move(group)),
+        received_(std::move(received)),
+        sent_(std::move(sent)),
+        tag_(tag) {
     const int ranks = group_->getSize();
-    for (int i = 1; i < ranks; ++i) {
-      const int from = (group_->getRank() + ranks - i) % ranks;
-      std::vector<at::Tensor> part{received_[static_cast<size_t>(from)]};
-      works_.push_back(group_->recv(part, from, kTag));
+    const int self = group_->getRank();
+    const auto by_distance = [](std::vector<Message>& messages, const auto& distance) {
+      std::stable_sort(messages.begin(), messages.end(), [&](const Message& a, const Message& b) {
+        return distance(a.rank) < distance(b.rank);
+      });
+    };
+    by_distance(received_, [=](int rank) { return (self + ranks - rank) % ranks; });
+    by_distance(sent_, [=](int rank) { return (rank + ranks - self) % ranks; });
+  }
+
+  // Blocks while sockets take bytes.
+  void start() {
+    for (const Message& message : received_) {
+      std::vector<at::Tensor> part{message.tensor};
+      works_.push_back(group_->recv(part, message.rank, tag_));
     }
-    for (int i = 1; i < ranks; ++i) {
-      const int to = (group_->getRank() + i) % ranks;
-      std::vector<at::Tensor> part{sent_[static_cast<size_t>(to)]};
-      works_.push_back(group_->send(part, to, kTag));
+    for (const Message& message : sent_) {
+      std::vector<at::Tensor> part{message.tensor};
+      works_.push_back(group_->send(part, message.rank, tag_));
     }
   }
 
@@ -100,11 +110,10 @@ class Exchange {
   }
 
  private:
-  static constexpr int kTag = 0x66617374;  // a program's own messages have small ones
-
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<at::Tensor> received_;
-  std::vector<at::Tensor> sent_;
+  std::vector<Message> received_;
+  std::vector<Message> sent_;
+  int tag_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
@@ -291,7 +300,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                        const at::Tensor& sent) override {
     if (on_gloo(received)) {
-      return exchange(received.tensor_split(size()), sent.tensor_split(size()));
+      return exchange_parts(received.tensor_split(size()), sent.tensor_split(size()));
     }
     at::Tensor out = received;
     at::Tensor in = sent;
@@ -303,7 +312,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
                                           const at::Tensor& sent) override {
     const int64_t each = received.numel() / (size() - 1);
-    if (on_gloo(received)) return exchange(with_gap(received, each), with_gap(sent, each));
+    if (on_gloo(received)) return exchange_parts(with_gap(received, each), with_gap(sent, each));
     at::Tensor out = received;
     at::Tensor in = sent;
     Splits splits(static_cast<size_t>(size()), each);
@@ -315,7 +324,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                        const at::Tensor& mine) override {
     if (on_gloo(gathered)) {
-      return exchange(gathered.tensor_split(size()),
+      return exchange_parts(gathered.tensor_split(size()),
                       std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
     }
     return gather_by_backend(*group_, gathered, mine);
@@ -328,10 +337,22 @@ class ProcessGroupCollective final : public Collective {
                  [&] { return reduce_scatter_on(*group_, out, in, 0); });
   }
 
- private:
-  bool on_gloo(const at::Tensor& tensor) const {
-    return tensor.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
+  bool has_messages(at::Device device) const override {
+    return device.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
   }
+
+  std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
+                                     int tag) override {
+    const auto exchange =
+        std::make_shared<Exchange>(group_, std::move(received), std::move(sent), tag);
+    if (!threads_) threads_ = std::make_shared<ExchangeThreads>();
+    return std::make_unique<ExchangeInFlight>(exchange, threads_);
+  }
+
+ private:
+  static constexpr int kTag = 0x66617374;  // a program's own messages have small ones
+
+  bool on_gloo(const at::Tensor& tensor) const { return has_messages(tensor.device()); }
 
   static std::unique_ptr<InFlight> gather_by_backend(c10d::ProcessGroup& group,
                                                      const at::Tensor& gathered,
@@ -361,13 +382,19 @@ class ProcessGroupCollective final : public Collective {
   }
 
   // See [Note: announce first]. Gloo's all-gather moreover receives into a temporary of its own and copies that.
-  std::unique_ptr<InFlight> exchange(std::vector<at::Tensor> parts, std::vector<at::Tensor> sent) {
+  std::unique_ptr<InFlight> exchange_parts(std::vector<at::Tensor> parts,
+                                           std::vector<at::Tensor> sent) {
     const at::NoGradGuard no_grad;
     const auto self = static_cast<size_t>(rank());
     if (parts[self].const_data_ptr() != sent[self].const_data_ptr()) parts[self].copy_(sent[self]);
-    const auto exchange = std::make_shared<Exchange>(group_, std::move(parts), std::move(sent));
-    if (!threads_) threads_ = std::make_shared<ExchangeThreads>();
-    return std::make_unique<ExchangeInFlight>(exchange, threads_);
+    std::vector<Message> from;
+    std::vector<Message> to;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank()) continue;
+      from.push_back({r, parts[static_cast<size_t>(r)]});
+      to.push_back({r, std::move(sent[static_cast<size_t>(r)])});
+    }
+    return exchange(std::move(from), std::move(to), kTag);
   }
 
   template <typename Issue>

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace fastsync::comm {
 
@@ -62,6 +63,12 @@ class SumOverRanks {
   virtual int64_t sent_bytes(int64_t bytes) const { return 2 * bytes * (size() - 1) / size(); }
 };
 
+// A contiguous tensor that goes to a rank, or is to come from it.
+struct Message {
+  int rank = 0;
+  at::Tensor tensor;
+};
+
 class Collective : public SumOverRanks {
  public:
   // The process group registered with c10d under `group_name`. Throws when there is none.
@@ -86,6 +93,14 @@ class Collective : public SumOverRanks {
   // `mine` becomes the sum over ranks of part rank() of `all`.
   virtual std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine,
                                                    const at::Tensor& all) = 0;
+
+  // Whether tensors on `device` can travel as messages of any sizes, which need not lie in one buffer (Gloo).
+  virtual bool has_messages(at::Device device) const = 0;
+  // The messages between two ranks arrive in the order in which both name them, and none by itself. Each message that is sent is
+  // received, under the same tag: exchanges of different tags that ranks start in different orders wait for each other instead
+  // of taking each other's bytes.
+  virtual std::unique_ptr<InFlight> exchange(std::vector<Message> received,
+                                             std::vector<Message> sent, int tag) = 0;
 };
 
 // The collectives of coded buckets' links.

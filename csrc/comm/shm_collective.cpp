@@ -206,7 +206,7 @@ void ShmCollective::make_progress() {
 
 std::unique_ptr<InFlight> ShmCollective::all_to_all(const at::Tensor& received,
                                                     const at::Tensor& sent) {
-  return exchange(sent, [received, mine = rank(), ranks = size()](const Parts& parts) {
+  return show(sent, [received, mine = rank(), ranks = size()](const Parts& parts) {
     const int64_t each = bytes_of(received) / ranks;
     auto* to = static_cast<std::byte*>(received.mutable_data_ptr());
     for (const std::byte* part : parts) {
@@ -218,7 +218,7 @@ std::unique_ptr<InFlight> ShmCollective::all_to_all(const at::Tensor& received,
 
 std::unique_ptr<InFlight> ShmCollective::all_to_others(const at::Tensor& received,
                                                        const at::Tensor& sent) {
-  return exchange(sent, [received, mine = rank()](const Parts& parts) {
+  return show(sent, [received, mine = rank()](const Parts& parts) {
     const auto ranks = static_cast<int>(parts.size());
     const int64_t each = bytes_of(received) / (ranks - 1);
     auto* to = static_cast<std::byte*>(received.mutable_data_ptr());
@@ -233,7 +233,7 @@ std::unique_ptr<InFlight> ShmCollective::all_to_others(const at::Tensor& receive
 
 std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
                                                     const at::Tensor& mine) {
-  return exchange(mine, [gathered](const Parts& parts) {
+  return show(mine, [gathered](const Parts& parts) {
     const int64_t each = bytes_of(gathered) / static_cast<int64_t>(parts.size());
     auto* to = static_cast<std::byte*>(gathered.mutable_data_ptr());
     for (const std::byte* part : parts) {
@@ -245,7 +245,7 @@ std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
 
 std::unique_ptr<InFlight> ShmCollective::reduce_scatter(const at::Tensor& mine,
                                                         const at::Tensor& all) {
-  return exchange(all, [mine, place = rank()](const Parts& parts) {
+  return show(all, [mine, place = rank()](const Parts& parts) {
     std::vector<const void*> terms;
     for (const std::byte* part : parts) terms.push_back(part + place * bytes_of(mine));
     kernels::sum_cpu(mine.mutable_data_ptr(), terms.data(), terms.size(), mine.numel(),
@@ -253,8 +253,14 @@ std::unique_ptr<InFlight> ShmCollective::reduce_scatter(const at::Tensor& mine,
   });
 }
 
-std::unique_ptr<InFlight> ShmCollective::exchange(const at::Tensor& sent,
-                                                  std::function<void(const Parts&)> read) {
+std::unique_ptr<InFlight> ShmCollective::exchange(std::vector<Message> /*received*/,
+                                                  std::vector<Message> /*sent*/, int /*tag*/) {
+  FS_ASSERT(false, "memory has no messages");
+  return nullptr;
+}
+
+std::unique_ptr<InFlight> ShmCollective::show(const at::Tensor& sent,
+                                              std::function<void(const Parts&)> read) {
   take_back();
   const bool staged = !memory_->place_of(sent);
   Posted posted{{}, staged ? stage(sent) : sent, staged};

@@ -43,6 +43,10 @@ class ShmCollective final : public Collective {
                                           const at::Tensor& sent) override;
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered, const at::Tensor& mine) override;
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override;
+  bool has_messages(at::Device /*device*/) const override { return false; }
+  // Not here: it is for ranks that send each other different sizes.
+  std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
+                                     int tag) override;
 
  private:
   class Started;
@@ -58,8 +62,7 @@ class ShmCollective final : public Collective {
   };
 
   void make_progress();
-  std::unique_ptr<InFlight> exchange(const at::Tensor& sent,
-                                     std::function<void(const Parts&)> read);
+  std::unique_ptr<InFlight> show(const at::Tensor& sent, std::function<void(const Parts&)> read);
   at::Tensor stage(const at::Tensor& sent);
   void take_back();
   bool ends_soon(const Channel::Sum& sum) const;

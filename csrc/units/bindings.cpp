@@ -2,4 +2,5 @@
 #include "../bindings.cpp"
 
 #include "../bind_specs.cpp"
+#include "../bind_units.cpp"
 #include "../codec/python_codec.cpp"

@@ -6,6 +6,7 @@
 #include "../ops/codec_ops.cpp"
 #include "../ops/device.cpp"
 #include "../ops/items.cpp"
+#include "../ops/loan.cpp"
 #include "../ops/lossy_ops.cpp"
 #include "../ops/norms.cpp"
 #include "../ops/ops.cpp"

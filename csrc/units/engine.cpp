@@ -12,6 +12,7 @@
 #include "../engine/reducer_state.cpp"
 #include "../engine/step_log.cpp"
 #include "../engine/timeline.cpp"
+#include "../engine/unit.cpp"
 #include "../engine/usage.cpp"
 #include "../transport/chained.cpp"
 #include "../transport/choose.cpp"

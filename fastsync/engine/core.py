@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fastsync._C import SharedCollective as SharedCollective
     from fastsync._C import SharedMemory as SharedMemory
     from fastsync._C import Timeline as Timeline
+    from fastsync._C import Unit as Unit
+    from fastsync._C import UnitLayout as UnitLayout
+    from fastsync._C import UnitLinks as UnitLinks
 else:
 
     class _Extension:
@@ -46,6 +49,7 @@ __all__ = [
     "MemoryAddress",
     "Sender",
     "StepReport",
+    "UnitCounters",
     "all_finite",
     "bucket_spec",
     "check_backend",
@@ -57,6 +61,9 @@ __all__ = [
     "make_reducer",
     "make_sharded_gradients",
     "make_timeline",
+    "make_unit",
+    "make_unit_layout",
+    "make_unit_links",
     "square_sums",
     "supports",
 ]
@@ -99,6 +106,22 @@ class StepReport(TypedDict):
     used: list[bool]
     same_so_far: bool
     error: str
+
+
+class UnitCounters(TypedDict):
+    """`UnitLinks.stats()`: of this rank, since the model's units were connected.
+
+    Keys:
+        gathers, reductions: how many.
+        gathered_bytes, reduced_bytes: sent by this rank for them.
+        waited_seconds: what the host has waited for them.
+    """
+
+    gathers: int
+    reductions: int
+    gathered_bytes: int
+    reduced_bytes: int
+    waited_seconds: float
 
 
 @dataclass(frozen=True)
@@ -213,6 +236,35 @@ def make_timeline(capacity: int, device: torch.device) -> Timeline:
         ValueError: there is no room for a mark.
     """
     return _C.Timeline(capacity, str(device))
+
+
+def make_unit_links(group: dist.ProcessGroup) -> UnitLinks:
+    """What units whose shares lie on the ranks of `group` have in common."""
+    return _C.UnitLinks(resolvable_name(group))
+
+
+def make_unit(
+    links: UnitLinks,
+    members: Sequence[tuple[Sequence[int], int, int]],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device,
+    tag: int,
+) -> Unit:
+    """Parameters that come and go together.
+
+    Args:
+        members: sizes, the dimension that is cut, and the first element among all whole members.
+        dtypes: in which shares are stored, whole members compute, and gradients are reduced.
+        tag: even, and no other unit's.
+    """
+    return _C.Unit(links, members, dtypes, str(device), tag)
+
+
+def make_unit_layout(
+    places: Sequence[tuple[int, int, bool]], chunk: int, packed: int, flags: int
+) -> UnitLayout:
+    """Where shares lie: member, first element, and whether it travels by itself."""
+    return _C.UnitLayout(places, chunk, packed, flags)
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:

@@ -5,7 +5,15 @@ and the newest of them.
 """
 
 from fastsync.torch_private.callers import caller, caller_level
+from fastsync.torch_private.dtensors import (
+    DTensorSpec,
+    local_of,
+    make_dtensor,
+    make_spec,
+    set_local,
+)
 from fastsync.torch_private.graphs import (
+    at_end_of_backward,
     backward_is_running,
     has_python_reducer,
     split_graphs_at_buckets,
@@ -38,12 +46,14 @@ from fastsync.torch_private.tensors import WrapperTensor, map_tensors
 
 __all__ = [
     "BuiltinCommHookType",
+    "DTensorSpec",
     "Front",
     "GradBucket",
     "PrefixStore",
     "Store",
     "TCPStore",
     "WrapperTensor",
+    "at_end_of_backward",
     "backend_name",
     "backward_is_running",
     "builtin_comm_hook",
@@ -59,8 +69,12 @@ __all__ = [
     "group_timeout",
     "has_python_reducer",
     "is_registered",
+    "local_of",
+    "make_dtensor",
+    "make_spec",
     "map_tensors",
     "resolvable_name",
+    "set_local",
     "split_graphs_at_buckets",
     "untraced",
     "without_modes",

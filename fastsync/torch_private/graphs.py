@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "at_end_of_backward",
     "backward_is_running",
     "has_python_reducer",
     "split_graphs_at_buckets",
@@ -28,6 +30,12 @@ def without_modes() -> AbstractContextManager[object]:
 def backward_is_running() -> bool:
     """Whether this thread is inside a backward: in a hook, or in a callback at its end."""
     return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Has the running backward call `fn` when it has done everything else."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(fn)
 
 
 def has_python_reducer() -> bool:

@@ -1,0 +1,123 @@
+// Python bindings of units: parameters that ranks share.
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "engine/unit.h"
+
+namespace py = pybind11;
+
+namespace fastsync {
+namespace {
+
+using engine::Unit;
+using engine::UnitLayout;
+using engine::UnitLinks;
+using Optionals = std::vector<std::optional<at::Tensor>>;
+
+std::vector<at::Tensor> tensors_of(const Optionals& given) {
+  std::vector<at::Tensor> result;
+  result.reserve(given.size());
+  for (const auto& tensor : given) result.push_back(tensor.value_or(at::Tensor()));
+  return result;
+}
+
+Optionals optionals_of(const std::vector<at::Tensor>& tensors) {
+  Optionals result;
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
+  }
+  return result;
+}
+
+UnitLayout make_layout(const std::vector<std::tuple<size_t, int64_t, bool>>& places, int64_t chunk,
+                       int64_t packed, int64_t flags) {
+  UnitLayout layout;
+  for (const auto& [member, offset, direct] : places) {
+    layout.places.push_back({member, offset, direct});
+  }
+  layout.chunk = chunk;
+  layout.packed = packed;
+  layout.flags = flags;
+  return layout;
+}
+
+std::shared_ptr<Unit> make_unit(
+    std::shared_ptr<UnitLinks> links,
+    const std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>& members,
+    const std::tuple<at::ScalarType, at::ScalarType, at::ScalarType>& dtypes,
+    const std::string& device, int tag) {
+  std::vector<engine::UnitMember> made;
+  for (const auto& [sizes, dim, offset] : members) made.push_back({sizes, dim, offset});
+  const auto& [stored, compute, reduce] = dtypes;
+  return std::make_shared<Unit>(std::move(links), std::move(made),
+                                engine::UnitDTypes{stored, compute, reduce}, at::Device(device),
+                                tag);
+}
+
+py::dict stats_of(const UnitLinks& links) {
+  const engine::UnitStats& stats = links.stats;
+  py::dict result;
+  result["gathers"] = stats.gathers;
+  result["reductions"] = stats.reductions;
+  result["gathered_bytes"] = stats.gathered_bytes;
+  result["reduced_bytes"] = stats.reduced_bytes;
+  result["waited_seconds"] = stats.waited_seconds;
+  return result;
+}
+
+}  // namespace
+
+void bind_units(py::module_& m) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<UnitLinks, std::shared_ptr<UnitLinks>>(m, "UnitLinks")
+      .def(py::init([](const std::string& group_name) {
+             // The end of the group's last reference joins threads that may want the GIL.
+             return std::shared_ptr<UnitLinks>(new UnitLinks(group_name),
+                                               torch::impl::destroy_without_gil<UnitLinks>);
+           }),
+           py::arg("group_name"))
+      .def(
+          "has_messages",
+          [](const UnitLinks& links, const std::string& device) {
+            return links.ranks->has_messages(at::Device(device));
+          },
+          py::arg("device"))
+      .def(
+          "trim", [](UnitLinks& links) { links.pool.trim(); }, release)
+      .def("stats", &stats_of);
+  py::class_<UnitLayout>(m, "UnitLayout")
+      .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),
+           py::arg("flags"));
+  py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
+      .def(py::init(&make_unit), py::arg("links"), py::arg("members"), py::arg("dtypes"),
+           py::arg("device"), py::arg("tag"))
+      .def("whole", &Unit::whole, py::arg("member"))
+      .def("set_shard", &Unit::set_shard, release, py::arg("shard"), py::arg("layout"))
+      .def("start_gather", &Unit::start_gather, release)
+      .def("finish_gather", &Unit::finish_gather, release)
+      .def("is_gathered", &Unit::is_gathered)
+      .def("release", &Unit::release, release)
+      .def(
+          "start_reduce",
+          [](Unit& unit, const UnitLayout& layout, Optionals gradients, double scale) {
+            auto tensors = tensors_of(gradients);
+            gradients.clear();
+            unit.start_reduce(layout, std::move(tensors), scale);
+          },
+          release, py::arg("layout"), py::arg("gradients"), py::arg("scale"))
+      .def("finish_reduce", &Unit::finish_reduce, release)
+      .def(
+          "deliver",
+          [](const Unit& unit, const UnitLayout& layout, const at::Tensor& sums,
+             const Optionals& before) {
+            return optionals_of(unit.deliver(layout, sums, tensors_of(before)));
+          },
+          release, py::arg("layout"), py::arg("sums"), py::arg("before"));
+}
+
+}  // namespace fastsync

@@ -1,0 +1,395 @@
+#include "unit.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <utility>
+
+#include "../check.h"
+#include "../ops/buffers.h"
+#include "../ops/ops.h"
+
+namespace fastsync::engine {
+namespace {
+
+// Sums are of this dtype whatever travels.
+at::ScalarType wide(at::ScalarType stored) { return stored == at::kDouble ? stored : at::kFloat; }
+
+int64_t product(const std::vector<int64_t>& sizes, size_t begin, size_t end) {
+  int64_t result = 1;
+  for (size_t i = begin; i < end; ++i) result *= sizes[i];
+  return result;
+}
+
+std::vector<int64_t> row_major(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
+  return strides;
+}
+
+ops::SlotLayout compact(int64_t offset, int64_t numel, const std::vector<int64_t>& sizes) {
+  return {offset, numel, sizes, row_major(sizes)};
+}
+
+at::Tensor run_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
+  return ops::view_of(flat, ops::SlotLayout::run(begin, numel), flat.scalar_type());
+}
+
+// What a kernel packs or unpacks; keeps the places that its items point to.
+class ItemList {
+ public:
+  // `tensor`, none for `fill` everywhere, and elements of a flat buffer that begin at `offset`.
+  void add(const at::Tensor& tensor, int64_t offset, const ops::SlotLayout& like, float fill = 0) {
+    if (like.numel == 0) return;
+    layouts_.push_back(compact(offset, like.numel, like.sizes));
+    items_.push_back({tensor, &layouts_.back(), fill});
+  }
+  void add_run(const at::Tensor& tensor, int64_t offset, int64_t numel, float fill = 0) {
+    add(tensor, offset, ops::SlotLayout::run(0, numel), fill);
+  }
+
+  void pack(const at::Tensor& flat, double scale) const {
+    if (!items_.empty()) ops::pack(items_, flat, scale);
+  }
+  void unpack(const at::Tensor& flat, double scale, bool accumulate) const {
+    if (!items_.empty()) ops::unpack(items_, flat, scale, accumulate);
+  }
+
+ private:
+  std::deque<ops::SlotLayout> layouts_;
+  std::vector<ops::Item> items_;
+};
+
+ops::SlotLayout moved(ops::SlotLayout layout, int64_t by) {
+  layout.offset += by;
+  return layout;
+}
+
+}  // namespace
+
+Unit::Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, UnitDTypes dtypes,
+           at::Device device, int tag)
+    : links_(std::move(links)),
+      members_(std::move(members)),
+      dtypes_(dtypes),
+      device_(device),
+      tag_(tag),
+      rank_(links_->ranks->rank()),
+      ranks_(links_->ranks->size()),
+      whole_(members_.empty() ? 0
+                              : members_.back().whole_offset +
+                                    product(members_.back().sizes, 0, members_.back().sizes.size()),
+             dtypes.compute, device) {
+  ops::check_supported(device);
+}
+
+at::Tensor Unit::whole(size_t member) const {
+  const UnitMember& its = members_.at(member);
+  const int64_t numel = product(its.sizes, 0, its.sizes.size());
+  return ops::view_of(whole_.flat(), compact(its.whole_offset, numel, its.sizes), dtypes_.compute);
+}
+
+void Unit::set_shard(const at::Tensor& shard, UnitLayout layout) {
+  FS_CHECK_VALUE(shard.dim() == 1 && shard.numel() == layout.chunk &&
+                     shard.scalar_type() == dtypes_.stored && shard.device() == device_,
+                 "a unit's shard is of another size, dtype or device than it should be");
+  release();
+  shard_ = ops::view_of(shard, ops::SlotLayout::run(0, layout.chunk), dtypes_.stored);
+  layout_ = std::move(layout);
+}
+
+Unit::Share Unit::share_of(size_t member, int rank) const {
+  const UnitMember& its = members_.at(member);
+  const auto dim = static_cast<size_t>(its.dim);
+  const int64_t length = its.sizes[dim];
+  const int64_t each = (length + ranks_ - 1) / ranks_;
+  const int64_t begin = std::min(length, rank * each);
+  const int64_t count = std::min(each, length - begin);
+  const int64_t outer = product(its.sizes, 0, dim);
+  const int64_t inner = product(its.sizes, dim + 1, its.sizes.size());
+  Share share;
+  share.numel = outer * count * inner;
+  share.sizes = its.sizes;
+  share.sizes[dim] = count;
+  share.in_whole = {begin * inner, share.numel, {outer, count, inner}, {length * inner, inner, 1}};
+  return share;
+}
+
+void Unit::wait(comm::InFlight& work) const {
+  const auto start = std::chrono::steady_clock::now();
+  work.wait();
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  links_->stats.waited_seconds += took.count();
+}
+
+// Copies the shares of `rank` to the whole members, from where its chunk begins in `flat`.
+void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct) {
+  ItemList items;
+  for (const UnitPlace& place : layout_.places) {
+    if (place.direct && !direct) continue;
+    const Share share = share_of(place.member, rank);
+    const auto layout = moved(share.in_whole, members_[place.member].whole_offset);
+    items.add(ops::view_of(whole_.flat(), layout, dtypes_.compute), begin + place.offset, layout);
+  }
+  items.unpack(flat, 1.0, false);
+}
+
+// The shard in the compute dtype.
+at::Tensor Unit::source_of_gather() {
+  if (dtypes_.stored == dtypes_.compute) return shard_;
+  lowered_ = links_->pool.take(layout_.chunk, dtypes_.compute, device_);
+  ItemList items;
+  items.add_run(shard_, 0, layout_.chunk);
+  items.pack(lowered_, 1.0);
+  return lowered_;
+}
+
+void Unit::start_gather() {
+  if (whole_.has_memory()) return;
+  FS_CHECK(shard_.defined(), "a unit is gathered before it has any parameters");
+  const at::NoGradGuard no_grad;
+  whole_.lend(links_->pool.take(whole_.flat().numel(), dtypes_.compute, device_));
+  fill_from(shard_, 0, rank_, /*direct=*/true);
+  if (ranks_ == 1) return;
+  const at::Tensor source = source_of_gather();
+  staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
+  if (!by_messages()) {
+    gathering_ = links_->ranks->all_gather(staging_, source);
+  } else {
+    std::vector<comm::Message> received;
+    std::vector<comm::Message> sent;
+    const auto post = [](std::vector<comm::Message>& to, int rank, const at::Tensor& tensor) {
+      if (tensor.numel() > 0) to.push_back({rank, tensor});
+    };
+    for (int r = 0; r < ranks_; ++r) {
+      if (r == rank_) continue;
+      post(received, r, run_of(staging_, r * layout_.packed, layout_.packed));
+      post(sent, r, run_of(source, 0, layout_.packed));
+      for (const UnitPlace& place : layout_.places) {
+        if (!place.direct) continue;
+        const Share theirs = share_of(place.member, r);
+        const int64_t begin = members_[place.member].whole_offset + theirs.in_whole.offset;
+        post(received, r, run_of(whole_.flat(), begin, theirs.numel));
+        post(sent, r, run_of(source, place.offset, share_of(place.member, rank_).numel));
+      }
+    }
+    gathering_ = links_->ranks->exchange(std::move(received), std::move(sent), tag_);
+  }
+  ++links_->stats.gathers;
+  links_->stats.gathered_bytes +=
+      (ranks_ - 1) * layout_.chunk * static_cast<int64_t>(c10::elementSize(dtypes_.compute));
+}
+
+void Unit::finish_gather() {
+  if (!gathering_) return;
+  const at::NoGradGuard no_grad;
+  const auto work = std::move(gathering_);
+  try {
+    wait(*work);
+  } catch (...) {
+    // Somebody may still write to these: they go to nobody else.
+    staging_ = lowered_ = at::Tensor();
+    whole_.take_back();
+    throw;
+  }
+  for (int r = 0; r < ranks_; ++r) {
+    if (r != rank_) fill_from(staging_, r * layout_.packed, r, /*direct=*/false);
+  }
+  links_->pool.give(std::exchange(staging_, at::Tensor()));
+  links_->pool.give(std::exchange(lowered_, at::Tensor()));
+}
+
+void Unit::release() {
+  finish_gather();
+  links_->pool.give(whole_.take_back());
+}
+
+// A gradient as a message of its member's share needs it: contiguous, of the dtype that travels.
+at::Tensor Unit::ready_to_send(const at::Tensor& gradient, size_t member) const {
+  const UnitMember& its = members_.at(member);
+  if (!gradient.defined()) return ops::make_zeros(its.sizes, dtypes_.reduce, device_);
+  if (gradient.scalar_type() == dtypes_.reduce && gradient.is_contiguous() && !gradient.is_conj() &&
+      !gradient.is_neg()) {
+    return gradient;
+  }
+  const at::Tensor copy = ops::make_scratch(its.sizes, dtypes_.reduce, device_);
+  copy.copy_(gradient);
+  return copy;
+}
+
+void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const {
+  const UnitLayout& layout = reduction.layout;
+  ItemList items;
+  for (size_t i = 0; i < layout.places.size(); ++i) {
+    const UnitPlace& place = layout.places[i];
+    at::Tensor gradient = gradients[i];
+    const float used = gradient.defined() ? 1.0F : 0.0F;
+    if (place.direct) {
+      reduction.direct[i] = ready_to_send(gradient, place.member);
+    } else if (gradient.defined() && !gradient.is_contiguous()) {
+      const at::Tensor copy = ops::make_scratch(gradient.sizes(), gradient.scalar_type(), device_);
+      copy.copy_(gradient);
+      gradient = copy;
+    }
+    for (int r = 0; r < ranks_; ++r) {
+      const int64_t chunk = r * layout.packed;
+      items.add_run({}, chunk + layout.flags + static_cast<int64_t>(i), 1, used);
+      if (place.direct) continue;
+      const Share share = share_of(place.member, r);
+      at::Tensor part;
+      if (gradient.defined()) {
+        part = ops::view_of(gradient, share.in_whole, gradient.scalar_type());
+      }
+      items.add(part, chunk + place.offset, share.in_whole);
+    }
+  }
+  items.pack(reduction.sent, reduction.scale);
+}
+
+void Unit::send_gradients(Reduction& reduction) {
+  const UnitLayout& layout = reduction.layout;
+  std::vector<comm::Message> received;
+  std::vector<comm::Message> sent;
+  int64_t begin = 0;  // of a rank's chunk in what is received
+  for (int r = 0; r < ranks_; ++r) {
+    if (r == rank_) continue;
+    received.push_back({r, run_of(reduction.received, begin, layout.packed)});
+    sent.push_back({r, run_of(reduction.sent, r * layout.packed, layout.packed)});
+    for (size_t i = 0; i < layout.places.size(); ++i) {
+      const UnitPlace& place = layout.places[i];
+      if (!place.direct) continue;
+      const Share mine = share_of(place.member, rank_);
+      const Share theirs = share_of(place.member, r);
+      if (mine.numel > 0) {
+        received.push_back({r, run_of(reduction.received, begin + place.offset, mine.numel)});
+      }
+      if (theirs.numel > 0) {
+        sent.push_back({r, run_of(reduction.direct[i], theirs.in_whole.offset, theirs.numel)});
+      }
+    }
+    begin += layout.chunk;
+  }
+  reduction.in_flight = links_->ranks->exchange(std::move(received), std::move(sent), tag_ + 1);
+}
+
+void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale) {
+  FS_CHECK(!reduction_, "a unit's gradients are reduced while its former ones still travel");
+  FS_CHECK_VALUE(gradients.size() == layout.places.size(), "expects a gradient for each of ",
+                 layout.places.size(), " members, but got ", gradients.size());
+  const at::NoGradGuard no_grad;
+  auto made = std::make_unique<Reduction>();
+  made->layout = std::move(layout);
+  made->direct.resize(gradients.size());
+  made->scale = scale;
+  made->sent = links_->pool.take(ranks_ * made->layout.packed, dtypes_.reduce, device_);
+  pack_gradients(*made, gradients);
+  const int64_t chunk = made->layout.chunk;
+  if (!by_messages() && ranks_ > 1) {
+    made->received = links_->pool.take(chunk, dtypes_.reduce, device_);
+    made->in_flight = links_->ranks->reduce_scatter(made->received, made->sent);
+  } else if (ranks_ > 1) {
+    made->received = links_->pool.take((ranks_ - 1) * chunk, dtypes_.reduce, device_);
+    send_gradients(*made);
+  }
+  reduction_ = std::move(made);
+  ++links_->stats.reductions;
+  links_->stats.reduced_bytes +=
+      (ranks_ - 1) * chunk * static_cast<int64_t>(c10::elementSize(dtypes_.reduce));
+}
+
+at::Tensor Unit::finish_reduce() {
+  FS_CHECK(reduction_, "no gradients of this unit are under way");
+  const at::NoGradGuard no_grad;
+  const auto reduction = std::move(reduction_);
+  if (reduction->in_flight) wait(*reduction->in_flight);
+  const at::Tensor sums = sum(*reduction);
+  links_->pool.give(reduction->sent);
+  links_->pool.give(reduction->received);
+  return sums;
+}
+
+at::Tensor Unit::sum(const Reduction& reduction) const {
+  const int64_t chunk = reduction.layout.chunk;
+  const at::Tensor sums = ops::make_scratch({chunk}, wide(dtypes_.stored), device_);
+  if (!by_messages() && ranks_ > 1) {
+    ItemList items;
+    items.add_run(sums, 0, chunk);
+    items.unpack(reduction.received, 1.0, false);
+    return sums;
+  }
+  int64_t begin = 0;
+  for (int r = 0; r < ranks_; ++r) {
+    if (r == rank_) {
+      add_own(reduction, sums, r > 0);
+    } else {
+      add_received(reduction, sums, begin, r > 0);
+      begin += chunk;
+    }
+  }
+  return sums;
+}
+
+void Unit::add_own(const Reduction& reduction, const at::Tensor& sums, bool accumulate) const {
+  const UnitLayout& layout = reduction.layout;
+  ItemList packed;
+  packed.add_run(run_of(sums, 0, layout.packed), rank_ * layout.packed, layout.packed);
+  packed.unpack(reduction.sent, 1.0, accumulate);
+  for (size_t i = 0; i < layout.places.size(); ++i) {
+    const UnitPlace& place = layout.places[i];
+    if (!place.direct) continue;
+    const Share mine = share_of(place.member, rank_);
+    const at::Tensor& gradient = reduction.direct[i];
+    ItemList items;
+    items.add_run(run_of(sums, place.offset, mine.numel), mine.in_whole.offset, mine.numel);
+    items.unpack(run_of(gradient, 0, gradient.numel()), reduction.scale, accumulate);
+  }
+}
+
+void Unit::add_received(const Reduction& reduction, const at::Tensor& sums, int64_t begin,
+                        bool accumulate) const {
+  const UnitLayout& layout = reduction.layout;
+  ItemList packed;
+  packed.add_run(run_of(sums, 0, layout.packed), begin, layout.packed);
+  packed.unpack(reduction.received, 1.0, accumulate);
+  ItemList direct;
+  for (const UnitPlace& place : layout.places) {
+    if (!place.direct) continue;
+    const int64_t numel = share_of(place.member, rank_).numel;
+    direct.add_run(run_of(sums, place.offset, numel), begin + place.offset, numel);
+  }
+  direct.unpack(reduction.received, reduction.scale, accumulate);
+}
+
+std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor& sums,
+                                      const std::vector<at::Tensor>& before) const {
+  const at::NoGradGuard no_grad;
+  FS_CHECK_VALUE(before.size() == layout.places.size(), "expects as many gradients as members");
+  const auto count = static_cast<int64_t>(layout.places.size());
+  const at::Tensor flags = run_of(sums, layout.flags, count).to(at::kCPU, at::kDouble);
+  const double* used = flags.const_data_ptr<double>();
+  std::vector<at::Tensor> results(layout.places.size());
+  ItemList fresh;
+  ItemList accumulated;
+  for (size_t i = 0; i < layout.places.size(); ++i) {
+    if (used[i] == 0.0) continue;
+    const UnitPlace& place = layout.places[i];
+    const Share mine = share_of(place.member, rank_);
+    const auto in_sums = compact(place.offset, mine.numel, mine.sizes);
+    if (before[i].defined()) {
+      accumulated.add(before[i], place.offset, in_sums);
+    } else if (sums.scalar_type() == dtypes_.stored) {
+      results[i] = ops::view_of(sums, in_sums, dtypes_.stored);
+    } else {
+      results[i] = ops::make_scratch(mine.sizes, dtypes_.stored, device_);
+      fresh.add(results[i], place.offset, in_sums);
+    }
+  }
+  fresh.unpack(sums, 1.0, false);
+  accumulated.unpack(sums, 1.0, true);
+  return results;
+}
+
+}  // namespace fastsync::engine

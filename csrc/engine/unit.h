@@ -1,0 +1,153 @@
+// Parameters that ranks share, and that come and go together (ZeRO, stage 3).
+//
+// [Note: a unit's way]
+// Each rank keeps a share of every member: an equal part along one of its dimensions, the last ranks' smaller where it is not
+// divisible. Its shares lie side by side in one flat tensor, the shard:
+//
+//   | small members | large members |
+//
+// Before the unit computes, the ranks exchange their shards, and the whole members get memory; after that they lose it.
+//
+//   gather   shard  ->  messages  ->  whole members
+//   reduce   gradients of whole members  ->  messages  ->  sum in the ranks' order  ->  gradients of this rank's shares
+//
+// What is small travels in one message, which a kernel packs and another unpacks, behind it a flag per member that tells whether
+// this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
+// Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
+//
+// Autograd saves whole members by their storages: each member is one tensor for good, whose memory comes and goes
+// (../ops/loan.h). Filling it again is no change that autograd notices.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../comm/collective.h"
+#include "../ops/items.h"
+#include "../ops/loan.h"
+
+namespace fastsync::engine {
+
+// What this rank has sent and waited for, since the units were made.
+struct UnitStats {
+  int64_t gathers = 0;
+  int64_t reductions = 0;
+  int64_t gathered_bytes = 0;  // sent to gather
+  int64_t reduced_bytes = 0;   // sent to reduce
+  double waited_seconds = 0;   // by the host
+};
+
+// What the units of a model have in common.
+struct UnitLinks {
+  explicit UnitLinks(const std::string& group_name)
+      : ranks(comm::Collective::resolve(group_name)) {}
+
+  std::shared_ptr<comm::Collective> ranks;
+  ops::BlockPool pool;
+  UnitStats stats;
+};
+
+// Where a member's share lies among those that travel together. fastsync/units/layout.py makes these numbers.
+struct UnitPlace {
+  size_t member = 0;
+  int64_t offset = 0;   // in a rank's chunk
+  bool direct = false;  // a message by itself
+};
+
+struct UnitLayout {
+  std::vector<UnitPlace> places;
+  int64_t chunk = 0;   // elements for each rank
+  int64_t packed = 0;  // of these, in the first message
+  int64_t flags = -1;  // where the flags begin, one per place; -1: there are none
+};
+
+struct UnitMember {
+  std::vector<int64_t> sizes;
+  int64_t dim = 0;           // along which it is cut
+  int64_t whole_offset = 0;  // of its elements among those of all whole members
+};
+
+struct UnitDTypes {
+  at::ScalarType stored = at::kFloat;
+  at::ScalarType compute = at::kFloat;
+  at::ScalarType reduce = at::kFloat;
+};
+
+class Unit {
+ public:
+  // `tag`: of its own among the units of `links`, and even.
+  Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, UnitDTypes dtypes,
+       at::Device device, int tag);
+
+  // A whole member. All calls return tensors of the same memory, or lack of it.
+  at::Tensor whole(size_t member) const;
+  // What this rank keeps: of the stored dtype, laid out as `layout` says.
+  void set_shard(const at::Tensor& shard, UnitLayout layout);
+
+  // Has the whole members filled. Collective, unless they are or will be.
+  void start_gather();
+  // Returns once they are.
+  void finish_gather();
+  bool is_gathered() const { return whole_.has_memory() && !gathering_; }
+  // Takes the whole members' memory away.
+  void release();
+
+  // Has the gradients of whole members reduced, by place of the layout; none stands for zeros. Collective.
+  void start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale);
+  // The sums over ranks of this rank's shares, as that layout says, times `scale`: of fp32, or fp64.
+  at::Tensor finish_reduce();
+  // The shares of `sums` that any rank had a gradient for, in the stored dtype: those that `before` has are added to it there,
+  // the others are new tensors.
+  std::vector<at::Tensor> deliver(const UnitLayout& layout, const at::Tensor& sums,
+                                  const std::vector<at::Tensor>& before) const;
+
+ private:
+  // The elements of a member that a rank has.
+  struct Share {
+    ops::SlotLayout in_whole;  // of the member by itself
+    std::vector<int64_t> sizes;
+    int64_t numel = 0;
+  };
+  struct Reduction {
+    UnitLayout layout;
+    std::vector<at::Tensor> direct;  // gradients, by place; undefined where they were packed
+    at::Tensor sent;
+    at::Tensor received;
+    double scale = 1.0;
+    std::unique_ptr<comm::InFlight> in_flight;
+  };
+
+  Share share_of(size_t member, int rank) const;
+  bool by_messages() const { return links_->ranks->has_messages(device_); }
+  at::Tensor source_of_gather();
+  void fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct);
+  at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
+  void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
+  void send_gradients(Reduction& reduction);
+  at::Tensor sum(const Reduction& reduction) const;
+  void add_own(const Reduction& reduction, const at::Tensor& sums, bool accumulate) const;
+  void add_received(const Reduction& reduction, const at::Tensor& sums, int64_t begin,
+                    bool accumulate) const;
+  void wait(comm::InFlight& work) const;
+
+  std::shared_ptr<UnitLinks> links_;
+  std::vector<UnitMember> members_;
+  UnitDTypes dtypes_;
+  at::Device device_;
+  int tag_;
+  int rank_;
+  int ranks_;
+  ops::Loan whole_;
+  at::Tensor shard_;
+  UnitLayout layout_;
+  at::Tensor staging_;  // packed chunks of all ranks
+  at::Tensor lowered_;  // the shard in the compute dtype, where that is another
+  std::unique_ptr<comm::InFlight> gathering_;
+  std::unique_ptr<Reduction> reduction_;
+};
+
+}  // namespace fastsync::engine

@@ -1,0 +1,46 @@
+// Tensors whose memory comes and goes, and the memory that goes around between them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace fastsync::ops {
+
+// Memory for whoever needs it for a part of a step, in blocks of any dtype. A CPU's fresh memory costs as much as filling it;
+// devices' allocators have pools themselves.
+class BlockPool {
+ public:
+  // One-dimensional, with whatever the memory holds.
+  at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
+  // One that take() returned, which nobody else uses; undefined: nothing.
+  void give(const at::Tensor& block);
+  // Frees what nobody uses.
+  void trim() { free_.clear(); }
+
+ private:
+  std::vector<at::Tensor> free_;  // bytes
+  int64_t largest_ = 0;           // bytes that were ever asked for at once
+};
+
+// A one-dimensional tensor, which has memory while somebody has lent it some. Tensors that share its storage see it come and
+// go.
+class Loan {
+ public:
+  Loan(int64_t numel, at::ScalarType dtype, at::Device device);
+
+  // Shares the storage, but no version counter: what is written to it is no change that autograd would notice.
+  const at::Tensor& flat() const { return flat_; }
+  bool has_memory() const { return block_.defined(); }
+  // `block`: of as many elements.
+  void lend(const at::Tensor& block);
+  // What had been lent; undefined: nothing.
+  at::Tensor take_back();
+
+ private:
+  at::Tensor flat_;
+  at::Tensor block_;
+};
+
+}  // namespace fastsync::ops

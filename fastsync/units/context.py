@@ -1,0 +1,170 @@
+"""What the units of one model know together: in which order they run, and what is under way.
+
+Every rank gathers and reduces the same units in the same order: that of its modules' forwards and
+of their backward. Prefetching follows an order that was observed in a former forward, which is the
+same on every rank too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from fastsync.engine import core
+from fastsync.ranks.links import new_cpu_group
+from fastsync.torch_private import is_registered
+from fastsync.units.mesh import Place
+from fastsync.units.strand import Links
+from fastsync.units.unit import Unit
+
+__all__ = ["Context"]
+
+# Reductions whose buffers may be under way at once.
+IN_FLIGHT = 1
+
+
+class UnitState(Protocol):
+    """What a context knows of a state."""
+
+    unit: Unit | None
+
+
+S = TypeVar("S", bound=UnitState)
+
+
+class Context(Generic[S]):
+    """Shared by the states of one root module.
+
+    Attributes:
+        root_forward: the state whose forward is the outermost one of those that run.
+        ends_queued: whether the running backward will call the root at its end.
+        last_backward: whether what was observed in forward is forgotten after the next backward.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[S] = []
+        self.root_forward: S | None = None
+        self.ends_queued = False
+        self.last_backward = True
+        self.most_in_flight = IN_FLIGHT
+        self._links: dict[dist.ProcessGroup, Links] = {}
+        self._groups: list[dist.ProcessGroup] = []  # which C++ does not keep alive
+        self._order: list[Unit] = []  # of the last forward that came to its end
+        self._running: list[Unit] = []  # of the forward that runs
+        self._follows = True  # that forward runs as the last one did
+        self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
+        self._done: list[Unit] = []  # forwards, for which backwards will come
+        self._reducing: deque[Unit] = deque()
+
+    def units(self) -> list[Unit]:
+        return [state.unit for state in self.states if state.unit is not None]
+
+    # --- links
+
+    def links_of(self, place: Place) -> Links:
+        """Collective the first time, on the ranks that share."""
+        if place.group not in self._links:
+            own = place.by_messages and place.world > 1 and is_registered(place.group)
+            group = new_cpu_group(place.group, "units") if own else place.group
+            self._links[place.group] = Links(core.make_unit_links(group))
+            self._groups.append(group)
+        return self._links[place.group]
+
+    def counters(self) -> list[core.UnitCounters]:
+        return [links.core.stats() for links in self._links.values()]
+
+    def trim(self) -> None:
+        for links in self._links.values():
+            links.core.trim()
+
+    # --- the order of forwards
+
+    def begin_forward(self) -> None:
+        self._running, self._follows = [], True
+
+    def enter(self, unit: Unit) -> None:
+        """A forward of `unit` has its parameters: starts to gather those of the next one."""
+        at = len(self._running)
+        self._running.append(unit)
+        self._follows = self._follows and at < len(self._order) and self._order[at] is unit
+        if self._follows and at + 1 < len(self._order):
+            self.prefetch(self._order[at + 1])
+
+    def arrived(self, unit: Unit) -> None:
+        """Somebody uses what was gathered."""
+        self._ahead.discard(id(unit))
+
+    def prefetch(self, unit: Unit) -> None:
+        if not unit.is_whole:
+            unit.start_gather()
+            self._ahead.add(id(unit))
+
+    def leave(self, unit: Unit) -> None:
+        """A forward of `unit`, whose backward will come, has ended."""
+        unit.places.append(len(self._done))
+        self._done.append(unit)
+
+    def end_forward(self) -> None:
+        """The outermost forward has ended."""
+        self._order = self._running
+        self._drop_prefetched()
+
+    def _drop_prefetched(self) -> None:
+        for unit in self.units():
+            if id(unit) in self._ahead:
+                unit.reshard()
+        self._ahead.clear()
+
+    # --- backward
+
+    def prefetch_before(self, unit: Unit) -> None:
+        """Starts to gather the unit whose backward comes after that of `unit`."""
+        if not unit.places:
+            return
+        at = unit.places.pop()
+        if at > 0 and self._done[at - 1].switches.gather_in_backward:
+            self.prefetch(self._done[at - 1])
+
+    def reduce(self, unit: Unit) -> None:
+        """Sends the gradients of `unit`; before that, waits for former ones. Collective."""
+        while len(self._reducing) >= self.most_in_flight:
+            self._finish_oldest()
+        if unit.in_flight:  # a unit whose backward comes twice
+            self._finish_all()
+        unit.start_reduce()
+        self._reducing.append(unit)
+
+    def _finish_oldest(self) -> None:
+        self._reducing.popleft().finish_reduce()
+
+    def _finish_all(self) -> None:
+        while self._reducing:
+            self._finish_oldest()
+
+    def end_backward(self) -> None:
+        """All gradients are where they belong."""
+        self._finish_all()
+        for unit in self.units():
+            unit.finish_sums()
+        self.ends_queued = False
+        self.root_forward = None
+        if self.last_backward:
+            self._done.clear()
+            for unit in self.units():
+                unit.places.clear()
+            self._drop_prefetched()
+        self.trim()
+
+    def forget(self) -> None:
+        """Lets go of everything that a failed step has left."""
+        self._reducing.clear()
+        for unit in self.units():
+            unit.forget()
+        self._done.clear()
+        self._ahead.clear()
+        self._running = []
+        self.ends_queued = False
+        self.root_forward = None
+        self.trim()

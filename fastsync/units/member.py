@@ -1,0 +1,134 @@
+"""One parameter of a unit: this rank's share, and the whole that modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fastsync.torch_private import DTensorSpec, local_of, make_dtensor, make_spec
+from fastsync.units.layout import Shape
+from fastsync.units.mesh import Place
+
+__all__ = ["Home", "Member", "find_homes"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a module has a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def put(self, param: nn.Parameter) -> None:
+        """Registers `param` there."""
+        # nn.Module's own way checks what is known here; modules with another one need to see it.
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = param
+        else:
+            setattr(self.module, self.name, param)
+
+    def get(self) -> nn.Parameter:
+        """What is registered there."""
+        found = self.module._parameters[self.name]
+        assert found is not None
+        return found
+
+
+@dataclass
+class Member:
+    """A parameter that ranks share.
+
+    Attributes:
+        homes: every place where modules have it; several where it is tied.
+        shape: of the whole, and how it is cut.
+        sharded: what optimizers see: a DTensor of which this rank has a share.
+        whole: what modules compute with; its memory comes and goes. None before the first time.
+        partial: a gradient that has been accumulated without communication in the dtype in which
+            gradients are reduced, where that is not the one in which they arrive.
+        name: in the root module, once that is known.
+    """
+
+    homes: list[Home]
+    shape: Shape
+    place: Place
+    sharded: nn.Parameter
+    whole: nn.Parameter | None = None
+    partial: torch.Tensor | None = None
+    name: str = ""
+    spec: DTensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.homes[0].name
+        self.set_spec(self.sharded.dtype)
+
+    def set_spec(self, dtype: torch.dtype) -> None:
+        """Parameters and gradients are of `dtype`."""
+        placements = self.place.placements(self.shape.dim)
+        self.spec = make_spec(self.place.mesh, placements, self.shape.sizes, dtype)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's share."""
+        return local_of(self.sharded)
+
+    def local_sizes(self) -> tuple[int, ...]:
+        return self.shape.local(self.place.rank, self.place.world)
+
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's share of the gradient."""
+        grad = self.sharded.grad
+        return None if grad is None else local_of(grad)
+
+    def set_gradient(self, local: torch.Tensor) -> None:
+        self.sharded.grad = make_dtensor(local, self.spec)
+
+    def take_whole_gradient(self) -> torch.Tensor | None:
+        """What this rank has accumulated for the whole parameter, which it then has no more."""
+        if self.whole is None:
+            return None
+        fresh, self.whole.grad = self.whole.grad, None
+        partial, self.partial = self.partial, None
+        if partial is None or fresh is None:
+            return fresh if partial is None else partial
+        return partial.add_(fresh)
+
+    def keep_whole_gradient(self, dtype: torch.dtype) -> None:
+        """Has what was accumulated wait in `dtype` for later backwards."""
+        if self.whole is not None and self.whole.grad is not None:
+            if self.partial is None and self.whole.grad.dtype == dtype:
+                return
+            self.partial = (
+                self.whole.grad.to(dtype)
+                if self.partial is None
+                else self.partial.add_(self.whole.grad)
+            )
+            self.whole.grad = None
+
+    def show_sharded(self) -> None:
+        for home in self.homes:
+            home.put(self.sharded)
+
+    def show_whole(self) -> None:
+        assert self.whole is not None
+        if self.whole.requires_grad != self.sharded.requires_grad:
+            self.whole.requires_grad_(self.sharded.requires_grad)
+        for home in self.homes:
+            home.put(self.whole)
+
+
+def find_homes(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> list[list[Home]]:
+    """Every place of each parameter inside `modules`."""
+    homes: dict[int, list[Home]] = {id(param): [] for param in params}
+    seen: set[int] = set()
+    for root in modules:
+        for module in root.modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in homes:
+                    homes[id(param)].append(Home(module, name))
+    return [homes[id(param)] for param in params]

@@ -1,0 +1,81 @@
+"""Which ranks share parameters, and which repeat them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fastsync.torch_private import backend_name, default_group
+
+__all__ = ["Place", "default_mesh"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place in a mesh.
+
+    Attributes:
+        mesh: of one dimension, or of two: ranks of a row share, rows repeat each other (HSDP).
+        group: the ranks that share.
+        replicas: those that have the same share; None where nobody else has.
+        rank: this one's, in `group`.
+        world: how many share.
+        device: where parameters are.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Place:
+        """
+        Raises:
+            ValueError: the mesh has neither one nor two dimensions, or two without names.
+        """
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise ValueError(
+                "fully_shard expects a 2D DeviceMesh, which replicates along its first dimension "
+                "and shards along its second, to have names: pass mesh_dim_names to "
+                "init_device_mesh()"
+            )
+        group = mesh.get_group(mesh.ndim - 1)
+        replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+        return cls(mesh, group, replicas, group.rank(), group.size(), _device_of(mesh))
+
+    @property
+    def ranks(self) -> int:
+        """Over which gradients are averaged."""
+        return self.world * (1 if self.replicas is None else self.replicas.size())
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether shares can travel as messages of any size."""
+        return self.device.type == "cpu" and backend_name(self.group) == "gloo"
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Of a parameter that is cut along `dim`."""
+        return (Shard(dim),) if self.replicas is None else (Replicate(), Shard(dim))
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks in one dimension, on the accelerator if there is one."""
+    size = default_group().size()
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh("cpu" if found is None else found.type, (size,))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

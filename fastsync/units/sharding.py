@@ -1,0 +1,291 @@
+"""fully_shard: makes modules share their parameters over ranks."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from fastsync.torch_private import make_dtensor, make_spec
+from fastsync.units.layout import Shape
+from fastsync.units.member import Home, Member, find_homes
+from fastsync.units.mesh import Place, default_mesh
+from fastsync.units.module import shard_class
+from fastsync.units.state import State, state_of
+from fastsync.units.strand import MixedDTypes
+from fastsync.units.unit import Unit
+
+__all__ = ["fully_shard"]
+
+T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+# On a parameter that is shared: its unit and member, for modules outside that are tied to it.
+_OWNER = "_fastsync_owner"
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def fully_shard(
+    module: T,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: AbstractSet[nn.Parameter] | None = None,
+) -> T:
+    """Has each rank keep its share of the parameters, gradients and optimizer state of `module`.
+
+    The contract is that of torch.distributed.fsdp.fully_shard (FSDP2; ZeRO stage 3): parameters
+    become DTensors with their global sizes. Before the module's forward, and again before its
+    backward, the ranks gather its parameters in one collective; after its backward they reduce its
+    gradients in one. Apply it to the submodules first, then to the root.
+
+    Args:
+        module: the module, or several whose parameters travel together.
+        mesh: of one dimension: the ranks that share. Of two: ranks share along the second, and
+            repeat each other along the first (HSDP). All ranks by default.
+        reshard_after_forward: whether whole parameters are freed between forward and backward.
+            By default they are, but for the root, whose backward comes next.
+        shard_placement_fn: the dimension, as `Shard(dim)`, along which a parameter is cut; None:
+            the first. Another dimension than the first must be divisible by the number of ranks.
+        mp_policy: dtypes to compute in, to reduce gradients in, and of outputs.
+        offload_policy: CPUOffloadPolicy is accepted where parameters are on the CPU anyway.
+        ignored_params: stay as they are; their gradients are not averaged.
+
+    Returns:
+        `module`, whose class has `FSDPModule`'s methods now.
+
+    Raises:
+        ValueError: an argument makes no sense, or a parameter has no dimension.
+        NotImplementedError: what FSDP2 knows and this does not.
+    """
+    modules = _roots(module)
+    place = Place.of(default_mesh() if mesh is None else mesh)
+    mixed = mp_policy or MixedPrecisionPolicy()
+    _check_offload(offload_policy, place)
+    reshard = _check_reshard(reshard_after_forward, place)
+    for each in modules:
+        _check_module(each)
+    params, buffers = _managed(modules, ignored_params or set())
+    cuts = [_cut(name, param, shard_placement_fn, place) for name, param in params.items()]
+    _move(list(params.values()), buffers, place.device)
+    own, tied = _split_tied(modules, params)
+    by_param = dict(zip(map(id, params.values()), cuts, strict=True))
+    members = _make_members(modules, own, [by_param[id(param)] for param in own], place)
+    unit = None
+    if members:
+        dtypes = MixedDTypes(mixed.param_dtype, mixed.reduce_dtype)
+        unit = Unit.of(modules, members, place, dtypes)
+        unit.switches.reshard_after_forward = reshard
+        for param, member in zip(own, members, strict=True):
+            setattr(param, _OWNER, (weakref.ref(unit), member))
+    state = State(modules, unit, mixed, reshard_after_forward is None)
+    state.use(tied)
+    for each in modules:
+        each.__class__ = shard_class(cast("Hashable", type(each)))
+    return module
+
+
+def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Of a list, those that are in no other one."""
+    if isinstance(module, nn.Module):
+        return [module]
+    below = {id(sub) for each in module for sub in each.modules() if sub is not each}
+    found = list({id(each): each for each in module if id(each) not in below}.values())
+    if not found:
+        raise ValueError("fully_shard expects a module or a list of modules but got an empty list")
+    return found
+
+
+def _check_module(module: nn.Module) -> None:
+    if type(module).forward is nn.Module.forward and isinstance(
+        module, nn.ModuleList | nn.ModuleDict
+    ):
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
+    if state_of(module) is not None:
+        raise ValueError(
+            f"fully_shard was applied to this {type(module).__name__} before; apply it once"
+        )
+
+
+def _check_offload(policy: OffloadPolicy | None, place: Place) -> None:
+    if isinstance(policy, CPUOffloadPolicy) and place.device.type != "cpu":
+        raise NotImplementedError(
+            "fastsync.fully_shard does not offload parameters to the CPU yet; leave out "
+            "offload_policy"
+        )
+
+
+def _check_reshard(given: bool | int | None, place: Place) -> bool:
+    if given is None or isinstance(given, bool):
+        return given is not False
+    if not isinstance(given, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {given}"
+        )
+    if given < 1 or given > place.world or place.world % given:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{place.world}, not {given}"
+        )
+    if given not in (1, place.world):
+        raise NotImplementedError(
+            f"fastsync.fully_shard does not reshard to {given} of {place.world} ranks yet: pass "
+            "True, or False to keep whole parameters between forward and backward"
+        )
+    if given == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead "
+            "of reshard_after_forward=True (bool)",
+            stacklevel=3,
+        )
+    return given == place.world
+
+
+def _walk(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Modules whose parameters belong to these, the lowest first."""
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, top: bool) -> Iterator[nn.Module]:
+        if id(module) in seen or (not top and state_of(module) is not None):
+            return
+        seen.add(id(module))
+        for child in module.children():
+            yield from visit(child, False)
+        yield module
+
+    for module in modules:
+        yield from visit(module, True)
+
+
+def _managed(
+    modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]
+) -> tuple[dict[str, nn.Parameter], list[torch.Tensor]]:
+    """Parameters by a name that tells them apart, and buffers."""
+    passed = {id(param) for param in ignored}
+    params: dict[str, nn.Parameter] = {}
+    buffers: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    names = {id(p): n for m in modules for n, p in m.named_parameters()}
+    for module in _walk(modules):
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) in passed or id(param) in seen:
+                continue
+            seen.add(id(param))
+            full = names.get(id(param), name)
+            params[full if full not in params else f"{full} ({len(params)})"] = param
+        buffers.update((id(b), b) for b in module.buffers(recurse=False))
+    return params, list(buffers.values())
+
+
+def _cut(
+    name: str, param: nn.Parameter, placement_fn: PlacementFn | None, place: Place
+) -> Shape | None:
+    """How a parameter is cut; None: it has been, by another unit.
+
+    Raises:
+        ValueError, NotImplementedError: it cannot be.
+    """
+    if getattr(param, _OWNER, None) is not None:
+        return None
+    if param.ndim == 0:
+        raise ValueError(
+            "fully_shard doesn't support scalar parameters. "
+            f"Change {name} to a 1D tensor with numel equal to 1."
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"parameter {name!r} is a DTensor already: fastsync.fully_shard does not combine with "
+            "tensor parallelism, nor with torch's fully_shard, yet"
+        )
+    if param.dtype not in _FLOATS:
+        raise NotImplementedError(
+            f"parameter {name!r} is {param.dtype}: fastsync.fully_shard knows "
+            "float32, float64, float16 and bfloat16; put it into ignored_params"
+        )
+    if not param.is_contiguous():
+        raise NotImplementedError(
+            f"FSDP does not support non-contiguous parameters yet: {name!r} has "
+            f"{param.shape=} {param.stride()=}"
+        )
+    return _checked_shape(name, param, placement_fn(param) if placement_fn else None, place)
+
+
+def _checked_shape(name: str, param: nn.Parameter, chosen: object, place: Place) -> Shape:
+    if chosen is None:
+        return Shape(tuple(param.shape))
+    if not isinstance(chosen, Shard):
+        raise ValueError(f"Invalid shard_placement_fn result: {chosen}")
+    dim = chosen.dim + param.ndim if chosen.dim < 0 else chosen.dim
+    if not 0 <= dim < param.ndim:
+        raise ValueError(f"Shard dim {chosen.dim} is invalid for {name!r} of sizes {param.shape}")
+    if dim > 0 and param.size(dim) % place.world:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: {name!r} has {param.size()} "
+            f"(world size: {place.world})"
+        )
+    return Shape(tuple(param.shape), dim)
+
+
+def _move(
+    params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor], device: torch.device
+) -> None:
+    for tensor in (*params, *buffers):
+        if not (tensor.is_meta or tensor.device == device or isinstance(tensor, DTensor)):
+            tensor.data = tensor.to(device)
+
+
+def _split_tied(
+    modules: Sequence[nn.Module], params: dict[str, nn.Parameter]
+) -> tuple[list[nn.Parameter], list[Unit]]:
+    """Parameters that nobody has, and the units that have the others, which get homes here."""
+    own: list[nn.Parameter] = []
+    tied: dict[int, Unit] = {}
+    for name, param in params.items():
+        owner = cast("tuple[weakref.ref[Unit], Member] | None", getattr(param, _OWNER, None))
+        if owner is None:
+            own.append(param)
+            continue
+        unit, member = owner[0](), owner[1]
+        if unit is None:
+            raise ValueError(f"parameter {name!r} is tied to one of a module that is gone")
+        member.homes.extend(find_homes(modules, [param])[0])
+        unit.show_sharded()
+        tied[id(unit)] = unit
+    return own, list(tied.values())
+
+
+@torch.no_grad()
+def _make_members(
+    modules: Sequence[nn.Module],
+    params: Sequence[nn.Parameter],
+    shapes: Sequence[Shape | None],
+    place: Place,
+) -> list[Member]:
+    homes = find_homes(modules, params)
+    return [
+        _make_member(param, shape, its, place)
+        for param, shape, its in zip(params, shapes, homes, strict=True)
+        if shape is not None
+    ]
+
+
+def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Place) -> Member:
+    each = shape.count(0, place.world)
+    begin = min(each * place.rank, shape.sizes[shape.dim])
+    share = param.detach().narrow(shape.dim, begin, shape.count(place.rank, place.world))
+    spec = make_spec(place.mesh, place.placements(shape.dim), shape.sizes, param.dtype)
+    sharded = nn.Parameter(make_dtensor(share, spec), requires_grad=param.requires_grad)
+    return Member(homes, shape, place, sharded)

@@ -1,0 +1,357 @@
+"""What happens around the forward and backward of a module that fully_shard() was applied to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fastsync.torch_private import at_end_of_backward, backward_is_running, untraced
+from fastsync.units.context import Context
+from fastsync.units.member import Member
+from fastsync.units.nested import grad_tensors, map_tensors
+from fastsync.units.unit import Moment, Unit
+
+__all__ = ["State", "state_of"]
+
+Args = tuple[object, ...]
+Kwargs = Mapping[str, object]
+_ATTRIBUTE = "_fastsync_unit_state"
+
+
+def state_of(module: nn.Module) -> State | None:
+    """That of a module that fully_shard() was applied to."""
+    return cast("State | None", module.__dict__.get(_ATTRIBUTE))
+
+
+class _UnitEnd(torch.autograd.Function):
+    """Passes a forward's inputs on; its backward runs when the unit's backward has been done."""
+
+    @staticmethod
+    def forward(ctx, state: State, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        ctx.state.reached_end()
+        return (None, *gradients)
+
+
+class State:
+    """Of the modules of one fully_shard() call; those of a model share a context.
+
+    Attributes:
+        unit: the parameters; None where the modules have none of their own.
+        uses: that unit, and those of other states that have a parameter which is tied to one here.
+        auto_reshard: nobody said whether the unit is kept between forward and backward, so the
+            root's is.
+        forward_next, backward_next: states whose units are gathered next, by a script's wish.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit | None,
+        mixed: MixedPrecisionPolicy,
+        auto_reshard: bool,
+    ) -> None:
+        self.modules, self.unit, self.mixed = tuple(modules), unit, mixed
+        self.uses = [] if unit is None else [unit]
+        self.auto_reshard = auto_reshard
+        self.context: Context[State] = Context()
+        self.is_root: bool | None = None  # known with the first forward
+        self.moment = Moment.IDLE
+        self.forward_next: list[State] = []
+        self.backward_next: list[State] = []
+        self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
+        for module in modules:
+            module.__dict__[_ATTRIBUTE] = self
+            self._hook(module)
+
+    def _hook(self, module: nn.Module) -> None:
+        before = cast("Callable[..., None]", self.before_forward)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        grouped = len(self.modules) > 1
+        module.register_forward_hook(self.after_forward, prepend=False, always_call=grouped)
+        for home in {home.module for m in self._members() for home in m.homes}:
+            home.register_state_dict_pre_hook(self._before_state_dict)
+            home.register_load_state_dict_pre_hook(self._before_state_dict)
+            home.register_load_state_dict_post_hook(self._after_load)
+
+    def use(self, units: Sequence[Unit]) -> None:
+        """Its forwards need these, too."""
+        self.uses.extend(units)
+
+    def _members(self) -> Iterable[Member]:
+        return self.unit.members if self.unit is not None else ()
+
+    def _before_state_dict(self, *unused: object) -> None:
+        if self.unit is not None:
+            self.unit.reshard()
+
+    def _after_load(self, *unused: object) -> None:
+        if self.unit is not None:
+            self.unit.settle()
+
+    # --- the first forward
+
+    def become_root(self) -> None:
+        """Collects the states below, unless this one has a place already.
+
+        Raises:
+            RuntimeError: one of them has run a forward as a root.
+        """
+        if self.is_root is not None:
+            return
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"FSDP requires a single root module but got {self.modules}: apply fully_shard() "
+                "to the module that holds them, too, or run its forward first"
+            )
+        self.is_root = True
+        self.context.states = []
+        for name, module in self.modules[0].named_modules():
+            state = state_of(module)
+            if state is None:
+                continue
+            elsewhere = state.is_root is not None and state.context is not self.context
+            if state is not self and elsewhere:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
+                    "running forward through the root module first"
+                )
+            if state not in self.context.states:
+                self.context.states.append(state)
+                state.join(self.context, state is self)
+        if self.auto_reshard and self.unit is not None:
+            self.unit.switches.reshard_after_forward = False
+            self.unit.kept_by_default = True
+        self._name()
+        self.connect()
+
+    def join(self, context: Context[State], as_root: bool) -> None:
+        """Is one of the states of `context` from now on."""
+        self.is_root, self.context = as_root, context
+
+    def _name(self) -> None:
+        root = self.modules[0]
+        names = {id(param): name for name, param in root.named_parameters()}
+        modules = {module: name for name, module in root.named_modules()}
+        for unit in self.context.units():
+            unit.name = ", ".join(modules.get(m, type(m).__name__) for m in unit.modules)
+            for member in unit.members:
+                for param in (member.sharded, member.whole):
+                    member.name = names.get(id(param), member.name)
+
+    def connect(self) -> None:
+        """Everything below can be gathered. Collective the first time."""
+        for unit in self.context.units() or ([self.unit] if self.unit is not None else []):
+            unit.connect(self.context.links_of(unit.place))
+            if not unit.is_whole:
+                unit.settle()
+            for strand in unit.strands:
+                strand.check_memory()
+
+    # --- forward
+
+    @untraced
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The parameters are there; what follows is the forward."""
+        if self.moment is Moment.BEFORE_BACKWARD:  # checkpointing computes it again
+            self._gather()
+            return self._cast_inputs(args, kwargs)
+        if not self._missing:
+            self._missing = set(self.modules)
+        first = self.moment is not Moment.FORWARD
+        self.moment = Moment.FORWARD
+        if first:
+            self._begin_root_forward()
+        args, kwargs = self._cast_inputs(args, kwargs)
+        self._gather()
+        if first:
+            for unit in self.uses:
+                unit.running += 1
+            if torch.is_grad_enabled() and self.uses:
+                args, kwargs = self._mark_end(args, kwargs)
+            self._prefetch_forward()
+        return args, kwargs
+
+    def _gather(self) -> None:
+        for unit in self.uses:
+            unit.finish_gather()
+            self.context.arrived(unit)
+
+    def _begin_root_forward(self) -> None:
+        self.become_root()
+        if self.context.root_forward is None:
+            self.context.root_forward = self
+            self.context.begin_forward()
+
+    def _prefetch_forward(self) -> None:
+        for state in self.forward_next:
+            if state.unit is not None:
+                self.context.prefetch(state.unit)
+        if self.unit is not None and not self.forward_next and not backward_is_running():
+            self.context.enter(self.unit)
+
+    def _mark_end(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Has the backward say when it is through with this forward."""
+        if not backward_is_running():  # else checkpointing computes again what has been counted
+            for unit in self.uses:
+                unit.expected += 1
+        inputs = grad_tensors((args, kwargs))
+        if not inputs:
+            return args, kwargs
+        apply = cast("Callable[..., Iterable[torch.Tensor]]", _UnitEnd.apply)
+        marked = iter(apply(self, *inputs))
+        return map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
+
+    @untraced
+    def after_forward(self, module: nn.Module, args: Args, output: object) -> object:
+        """The parameters may go; a backward that reaches the output gets them back."""
+        if self.moment is Moment.BEFORE_BACKWARD:
+            return self._cast_output(output)
+        self._missing.discard(module)
+        if self._missing:
+            return self._cast_output(output)  # other modules of the group are still to come
+        return self._end_forward(output)
+
+    def _end_forward(self, output: object) -> object:
+        for unit in self.uses:
+            unit.running -= 1
+            if not backward_is_running():
+                self._let_go(unit)
+        output = self._mark_start(output)
+        self.moment = Moment.IDLE
+        if self.context.root_forward is self:
+            output = self._complete_groups(output)
+            if not backward_is_running():
+                self.context.end_forward()
+            self.context.root_forward = None
+        return self._cast_output(output)
+
+    def _let_go(self, unit: Unit) -> None:
+        with_backward = torch.is_grad_enabled()
+        kept = with_backward or not unit.kept_by_default
+        if unit.running == 0 and (unit.switches.reshard_after_forward or not kept):
+            unit.reshard()
+        if with_backward:
+            self.context.leave(unit)
+
+    def _complete_groups(self, output: object) -> object:
+        """Ends the forwards of groups of which some modules did not run."""
+        for state in reversed(self.context.states):
+            if state is not self and state._missing and state.moment is Moment.FORWARD:
+                state._missing.clear()
+                output = state._end_forward(output)
+        return output
+
+    def _cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        dtype = self.mixed.param_dtype
+        if dtype is None or not self.mixed.cast_forward_inputs:
+            return args, kwargs
+        return map_tensors(_caster(dtype), (args, kwargs))
+
+    def _cast_output(self, output: object) -> object:
+        dtype = self.mixed.output_dtype
+        return output if dtype is None else map_tensors(_caster(dtype), output)
+
+    # --- backward
+
+    def _mark_start(self, output: object) -> object:
+        """Has the backward say when it begins with this forward."""
+        if not torch.is_grad_enabled():
+            return output
+        for tensor in grad_tensors(output):
+            if tensor._base is not None:
+                names = ", ".join(type(m).__name__ for m in self.modules)
+                warnings.warn(
+                    f"a module of fully_shard() ({names}) returned a view. An operation in place "
+                    "on it (x += y) would drop the hook that gathers the parameters for backward; "
+                    "use x = x + y, or clone() the output before",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            tensor.register_hook(self.before_backward)
+        return output
+
+    @untraced
+    def before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A backward has reached the outputs."""
+        self.moment = Moment.BEFORE_BACKWARD
+        if not self.context.ends_queued:
+            self.context.ends_queued = True
+            at_end_of_backward(self.end_of_backward)
+        for unit in reversed(self.uses):
+            if unit.moment is Moment.BEFORE_BACKWARD and unit.is_whole:
+                continue
+            unit.moment, unit.touched = Moment.BEFORE_BACKWARD, True
+            if unit.switches.gather_in_backward:
+                unit.finish_gather()
+                self.context.arrived(unit)
+            if not self.backward_next:
+                self.context.prefetch_before(unit)
+        for state in self.backward_next:
+            if state.unit is not None:
+                self.context.prefetch(state.unit)
+        return gradient
+
+    @untraced
+    def reached_end(self) -> None:
+        """A backward is through with one forward."""
+        self.moment = Moment.IDLE
+        for unit in self.uses:
+            unit.expected -= 1
+            if unit.expected <= 0:
+                self.after_backward(unit)
+            else:
+                unit.moment = Moment.IDLE  # that of another forward begins
+
+    def after_backward(self, unit: Unit) -> None:
+        """Takes away the parameters and sends the gradients. Collective."""
+        unit.expected, unit.moment, unit.touched = 0, Moment.AFTER_BACKWARD, False
+        if unit.switches.reshard_after_backward:
+            unit.reshard()
+        if unit.switches.reduce:
+            self.context.reduce(unit)
+        else:
+            unit.keep_gradients()
+
+    @untraced
+    def end_of_backward(self) -> None:
+        """Sends what has not been sent, and waits for everything."""
+        for state in self.context.states:
+            state._missing.clear()
+            state.moment = Moment.IDLE
+        for state in self.context.states:
+            unit = state.unit
+            if unit is None:
+                continue
+            left = unit.moment is not Moment.AFTER_BACKWARD and (unit.expected or unit.touched)
+            if left or (unit.switches.reduce and unit.has_gradients()):
+                state.after_backward(unit)
+            unit.end_backward()
+        self.context.end_backward()
+
+    def reset(self) -> None:
+        """Forgets a step that failed.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        if self.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        for state in self.context.states:
+            state.moment = Moment.IDLE
+            state._missing.clear()
+        self.context.forget()
+
+
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t

@@ -1,0 +1,264 @@
+"""The members of a unit that are of one dtype: their shares in one tensor, and their way in C++."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fastsync.engine import core
+from fastsync.torch_private import set_local
+from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
+from fastsync.units.member import Member
+from fastsync.units.mesh import Place
+
+__all__ = ["Links", "MixedDTypes", "Strand"]
+
+# A share of so many bytes is worth a message of its own.
+DIRECT_BYTES = 128 << 10
+
+
+@dataclass
+class Links:
+    """What the units of a model over the same ranks have in common."""
+
+    core: core.UnitLinks
+    made: int = 0
+
+    def next_tag(self) -> int:
+        """One that no other unit has."""
+        self.made += 1
+        return 2 * self.made
+
+
+@dataclass(frozen=True)
+class MixedDTypes:
+    """What parameters compute in, and gradients are reduced in; None: as they are."""
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+class Strand:
+    """Members of one dtype, whose shares lie side by side in `shard`.
+
+    `settle()` makes that true again after somebody else has exchanged them.
+    """
+
+    def __init__(self, members: Sequence[Member], place: Place, mixed: MixedDTypes) -> None:
+        self.members, self.place, self.mixed = list(members), place, mixed
+        self.partial: torch.Tensor | None = None  # sums that replicas have not added up yet
+        self._layouts: dict[tuple[int, ...], tuple[ChunkLayout, core.UnitLayout]] = {}
+        self._reducing: tuple[ChunkLayout, core.UnitLayout] | None = None
+        self._links: Links | None = None
+        self._core: core.Unit | None = None
+        self.shard = self._new_shard()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That shares are stored in."""
+        return self.members[0].sharded.dtype
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.mixed.compute or self.dtype
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return self.mixed.reduce or self.compute
+
+    # --- shares
+
+    def _direct_from(self, dtype: torch.dtype) -> int | None:
+        return DIRECT_BYTES // dtype.itemsize if self.place.by_messages else None
+
+    def _layout(self) -> ChunkLayout:
+        shapes = [m.shape for m in self.members]
+        every = range(len(shapes))
+        direct_from = self._direct_from(self.compute)
+        return lay_out(shapes, every, self.place.world, direct_from, flags=False)
+
+    def _room(self, shard: torch.Tensor, layout: ChunkLayout, index: int) -> torch.Tensor:
+        sizes = self.members[index].local_sizes()
+        offset = layout.offsets[index]
+        return shard[offset : offset + math.prod(sizes)].view(sizes)
+
+    @torch.no_grad()
+    def _new_shard(self) -> torch.Tensor:
+        """Moves all shares into one new tensor."""
+        layout = self._layout()
+        like = self.members[0].local
+        shard = torch.zeros(layout.chunk, dtype=like.dtype, device=like.device)
+        for index, member in enumerate(self.members):
+            room = self._room(shard, layout, index)
+            if not room.is_meta:
+                room.copy_(member.local)
+            set_local(member.sharded, room)
+        return shard
+
+    def _is_settled(self) -> bool:
+        if self.shard.is_meta and all(member.local.is_meta for member in self.members):
+            return True
+        layout = self._layout()
+        for index, member in enumerate(self.members):
+            local = member.local
+            begin = self.shard.data_ptr() + layout.offsets[index] * self.shard.itemsize
+            same_kind = (local.dtype, local.device) == (self.shard.dtype, self.shard.device)
+            if not same_kind or (local.numel() > 0 and local.data_ptr() != begin):
+                return False
+        return True
+
+    def settle(self) -> None:
+        """Takes in what a loaded state dict, or a conversion of the module, has put in place.
+
+        Raises:
+            RuntimeError: a parameter has no memory yet, or lies elsewhere than the mesh, or the
+                members are not of one dtype any more.
+        """
+        for member in self.members:
+            found = member.homes[0].get()
+            if found is not member.whole and found is not member.sharded:
+                self._take_in(member, found)
+        if self._is_settled():
+            return
+        dtypes = {member.sharded.dtype for member in self.members}
+        if len(dtypes) != 1:
+            names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.members)
+            raise RuntimeError(
+                f"parameters of one unit have become of several dtypes: {names}; convert all of "
+                "them, or convert the module before fully_shard()"
+            )
+        same_kind = self.shard.dtype in dtypes and self._core is not None
+        for member in self.members:
+            member.set_spec(member.sharded.dtype)
+        self.shard = self._new_shard()
+        if same_kind:
+            self._way().set_shard(self.shard, self._core_layout())
+        else:
+            self._core = None
+            self._layouts.clear()
+
+    def _take_in(self, member: Member, found: nn.Parameter) -> None:
+        if not isinstance(found, DTensor) or found.shape != member.sharded.shape:
+            raise RuntimeError(
+                f"parameter {member.name!r} was exchanged for a {type(found).__name__} of sizes "
+                f"{tuple(found.shape)}, where fully_shard() needs a DTensor of sizes "
+                f"{tuple(member.shape.sizes)}; load DTensors, or use "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict()"
+            )
+        member.sharded = found
+
+    def _core_layout(self) -> core.UnitLayout:
+        layout = self._layout()
+        return core.make_unit_layout(layout.places, layout.chunk, layout.packed, -1)
+
+    def check_memory(self) -> None:
+        """
+        Raises:
+            RuntimeError: some parameters are still on the meta device, or on another than the mesh.
+        """
+        on_meta = [m.name for m in self.members if m.local.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {on_meta}\nFor example, call "
+                "module.to_empty(device) to materialize to device and call "
+                "module.reset_parameters() on each module to initialize values."
+            )
+        elsewhere = [m.name for m in self.members if m.local.device != self.place.device]
+        if elsewhere:
+            raise RuntimeError(
+                f"the mesh is on {self.place.device}, but these parameters are not: {elsewhere}; "
+                "move the module to that device"
+            )
+
+    # --- whole parameters
+
+    def connect(self, links: Links) -> None:
+        self._links = links
+
+    @property
+    def connected(self) -> bool:
+        return self._links is not None
+
+    def _way(self) -> core.Unit:
+        """Its way in C++, which exists once the parameters have memory."""
+        if self._core is None:
+            assert self._links is not None
+            self.check_memory()
+            shapes = [m.shape for m in self.members]
+            offsets = whole_offsets(shapes)
+            members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
+            dtypes = (self.dtype, self.compute, self.reduce)
+            device, tag = self.place.device, self._links.next_tag()
+            self._core = core.make_unit(self._links.core, members, dtypes, device, tag)
+            self._core.set_shard(self.shard, self._core_layout())
+            for index, member in enumerate(self.members):
+                whole = self._core.whole(index)
+                member.whole = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
+        return self._core
+
+    def start_gather(self) -> None:
+        self._way().start_gather()
+
+    def finish_gather(self) -> None:
+        self._way().finish_gather()
+
+    def release(self) -> None:
+        if self._core is not None:
+            self._core.release()
+
+    # --- gradients
+
+    def trained(self) -> tuple[int, ...]:
+        """The members that need gradients."""
+        return tuple(i for i, m in enumerate(self.members) if m.sharded.requires_grad)
+
+    def has_gradients(self) -> bool:
+        """Whether this rank has any that have not travelled."""
+        return any(
+            m.partial is not None or (m.whole is not None and m.whole.grad is not None)
+            for m in self.members
+        )
+
+    def keep_gradients(self) -> None:
+        """Has what has been accumulated wait for a later backward."""
+        for member in self.members:
+            member.keep_whole_gradient(self.reduce)
+
+    def _layout_of(self, trained: tuple[int, ...]) -> tuple[ChunkLayout, core.UnitLayout]:
+        if trained not in self._layouts:
+            shapes = [m.shape for m in self.members]
+            direct_from = self._direct_from(self.reduce) if self.reduce == self.compute else None
+            laid = lay_out(shapes, trained, self.place.world, direct_from, flags=True)
+            made = core.make_unit_layout(laid.places, laid.chunk, laid.packed, laid.flags)
+            self._layouts[trained] = (laid, made)
+        return self._layouts[trained]
+
+    def start_reduce(self, scale: float) -> bool:
+        """Sends what has been accumulated; whether there is anything to send. Collective."""
+        trained = self.trained()
+        if not trained:
+            return False
+        laid, layout = self._reducing = self._layout_of(trained)
+        gradients = [self.members[i].take_whole_gradient() for i in laid.members]
+        self._way().start_reduce(layout, gradients, scale)
+        return True
+
+    def finish_reduce(self) -> torch.Tensor:
+        """The sums of this rank's shares, scaled."""
+        return self._way().finish_reduce()
+
+    def deliver(self, sums: torch.Tensor) -> None:
+        """Sets the gradients of this rank's shares, or adds to them."""
+        assert self._reducing is not None
+        laid, layout = self._reducing
+        members = [self.members[i] for i in laid.members]
+        before = [member.gradient() for member in members]
+        for member, local in zip(members, self._way().deliver(layout, sums, before), strict=True):
+            if local is not None:
+                member.set_gradient(local)

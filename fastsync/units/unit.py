@@ -1,0 +1,219 @@
+"""A unit: the parameters of one or several modules that are gathered and reduced together.
+
+A unit's states::
+
+    sharded --start_gather()--> (under way) --finish_gather()--> whole --reshard()--> sharded
+
+Modules have the whole parameters registered while the unit is whole, and the sharded ones
+otherwise. Each step of a backward that reaches the unit's end takes its gradients to the ranks
+that keep them: `start_reduce()`, then, behind the units that follow, `finish_reduce()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync.units.member import Member
+from fastsync.units.mesh import Place
+from fastsync.units.strand import Links, MixedDTypes, Strand
+
+__all__ = ["Moment", "Switches", "Unit"]
+
+
+class Moment(Enum):
+    """What a unit, or a module's state, is in the middle of."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BEFORE_BACKWARD = auto()
+    AFTER_BACKWARD = auto()
+
+
+@dataclass
+class Switches:
+    """What a script may change between two steps; FSDPModule's methods say what each means."""
+
+    reduce: bool = True
+    all_reduce: bool = True
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    gather_in_backward: bool = True
+    divisor: float | None = None
+    hook: Callable[[torch.Tensor], object] | None = None
+
+
+@dataclass
+class _Summing:
+    """Sums that the replicas add up."""
+
+    strand: Strand
+    sums: torch.Tensor
+    work: dist.Work | None = None
+
+
+@dataclass
+class Unit:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        modules: that it was made for.
+        running: forwards that have begun and not ended.
+        kept_by_default: between forward and backward, without anybody's having asked for that.
+        expected: forwards whose backward has not reached the unit's end.
+        places: of its forwards in the order of all units' forwards, those without backward so far.
+    """
+
+    modules: tuple[nn.Module, ...]
+    place: Place
+    strands: list[Strand]
+    switches: Switches = field(default_factory=Switches)
+    moment: Moment = Moment.IDLE
+    is_whole: bool = False
+    running: int = 0
+    kept_by_default: bool = False
+    expected: int = 0
+    touched: bool = False
+    places: list[int] = field(default_factory=list)
+    name: str = ""
+    _reducing: list[Strand] = field(default_factory=list)
+    _summing: list[_Summing] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        members: Sequence[Member],
+        place: Place,
+        mixed: MixedDTypes,
+    ) -> Unit:
+        """With a strand per dtype."""
+        by_dtype: dict[torch.dtype, list[Member]] = {}
+        for member in members:
+            by_dtype.setdefault(member.sharded.dtype, []).append(member)
+        strands = [Strand(alike, place, mixed) for alike in by_dtype.values()]
+        unit = cls(tuple(modules), place, strands)
+        unit.show_sharded()
+        return unit
+
+    @property
+    def members(self) -> Iterable[Member]:
+        return (member for strand in self.strands for member in strand.members)
+
+    # --- parameters
+
+    def connect(self, links: Links) -> None:
+        for strand in self.strands:
+            if not strand.connected:
+                strand.connect(links)
+
+    def settle(self) -> None:
+        """Takes in parameters that somebody else has exchanged."""
+        self.show_sharded()
+        for strand in self.strands:
+            strand.settle()
+
+    def start_gather(self) -> None:
+        """Collective, unless the unit is whole or on the way."""
+        if not self.is_whole:
+            for strand in self.strands:
+                strand.start_gather()
+
+    def finish_gather(self) -> None:
+        """Returns once modules have the whole parameters."""
+        if self.is_whole:
+            return
+        for strand in self.strands:
+            strand.start_gather()
+            strand.finish_gather()
+        for member in self.members:
+            member.show_whole()
+        self.is_whole = True
+
+    def show_sharded(self) -> None:
+        for member in self.members:
+            member.show_sharded()
+
+    def reshard(self) -> None:
+        """Modules have the shares; the whole parameters have no memory."""
+        if self.is_whole:
+            self.show_sharded()
+            self.is_whole = False
+        for strand in self.strands:
+            strand.release()
+
+    # --- gradients
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._reducing)
+
+    def has_gradients(self) -> bool:
+        return any(strand.has_gradients() for strand in self.strands)
+
+    def keep_gradients(self) -> None:
+        for strand in self.strands:
+            strand.keep_gradients()
+
+    def start_reduce(self) -> None:
+        """Sends what has been accumulated. Collective."""
+        scale = 1.0 / (self.switches.divisor or self.place.ranks)
+        self._reducing = [strand for strand in self.strands if strand.start_reduce(scale)]
+
+    def finish_reduce(self) -> None:
+        """Has the sums; replicas begin to add theirs up, which is collective."""
+        for strand in self._reducing:
+            sums = strand.finish_reduce()
+            if self.place.replicas is not None:
+                self._add_up(strand, sums)
+                continue
+            if self.switches.hook is not None:
+                self.switches.hook(sums)
+            strand.deliver(sums)
+        self._reducing = []
+
+    def _add_up(self, strand: Strand, sums: torch.Tensor) -> None:
+        if strand.partial is not None:
+            sums.add_(strand.partial)
+            strand.partial = None
+        if not self.switches.all_reduce:
+            strand.partial = sums
+            return
+        work = dist.all_reduce(sums, group=self.place.replicas, async_op=True)
+        self._summing.append(_Summing(strand, sums, work))
+
+    def finish_sums(self) -> None:
+        """Has what replicas have added up."""
+        for summing in self._summing:
+            if summing.work is not None:
+                summing.work.wait()
+            if self.switches.hook is not None:
+                self.switches.hook(summing.sums)
+            summing.strand.deliver(summing.sums)
+        self._summing = []
+
+    def forget(self) -> None:
+        """Lets go of everything that a failed step has left."""
+        if self._reducing:
+            for strand in self._reducing:
+                strand.finish_reduce()
+            self._reducing = []
+        for summing in self._summing:
+            if summing.work is not None:
+                summing.work.wait()
+        self._summing = []
+        for strand in self.strands:
+            strand.partial = None
+        for member in self.members:
+            member.take_whole_gradient()
+        self.reshard()
+        self.end_backward()
+        self.places.clear()
+
+    def end_backward(self) -> None:
+        self.moment, self.expected, self.touched, self.running = Moment.IDLE, 0, False, 0
