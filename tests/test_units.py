@@ -80,9 +80,9 @@ def parts(rank, world):
     locals_ = {name: tuple(p.to_local().shape) for name, p in before.items()}
     assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in before.values())
     assert all(before[name] is p for name, p in after.items())
-    grads = [p.grad for p in after.values()]
-    assert all(isinstance(g, DTensor) and g.placements == (Shard(0),) for g in grads)
-    assert all(g.to_local().shape == p.to_local().shape for g, p in zip(grads, after.values()))
+    for param in after.values():
+        assert isinstance(param.grad, DTensor) and param.grad.placements == (Shard(0),)
+        assert param.grad.to_local().shape == param.to_local().shape
     for module in (model, model.blocks[0]):
         assert isinstance(module, FSDPModule) and isinstance(module, TorchModule)
     return shapes, locals_

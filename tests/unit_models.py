@@ -1,4 +1,4 @@
-"""Models and steps for tests of units: fastsync.fully_shard beside torch's, and beside no sharding."""
+"""Models and steps for tests of units: fastsync.fully_shard, torch's, and no sharding at all."""
 
 import torch
 from torch import nn, optim

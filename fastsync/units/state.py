@@ -67,6 +67,7 @@ class State:
         self.context: Context[State] = Context()
         self.is_root: bool | None = None  # known with the first forward
         self.moment = Moment.IDLE
+        self._connected = False
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
@@ -108,6 +109,8 @@ class State:
             RuntimeError: one of them has run a forward as a root.
         """
         if self.is_root is not None:
+            if self.is_root and not self._connected:
+                self.connect()
             return
         if len(self.modules) > 1:
             raise RuntimeError(
@@ -157,6 +160,7 @@ class State:
                 unit.settle()
             for strand in unit.strands:
                 strand.check_memory()
+        self._connected = True
 
     # --- forward
 
@@ -168,10 +172,10 @@ class State:
             return self._cast_inputs(args, kwargs)
         if not self._missing:
             self._missing = set(self.modules)
-        first = self.moment is not Moment.FORWARD
-        self.moment = Moment.FORWARD
+        first = self.moment is not Moment.FORWARD or self.context.root_forward is self
         if first:
             self._begin_root_forward()
+        self.moment = Moment.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         self._gather()
         if first:
@@ -189,9 +193,19 @@ class State:
 
     def _begin_root_forward(self) -> None:
         self.become_root()
+        if self.context.root_forward is self:  # its last forward failed half-way
+            self._recover()
         if self.context.root_forward is None:
             self.context.root_forward = self
             self.context.begin_forward()
+
+    def _recover(self) -> None:
+        self.context.root_forward = None
+        for state in self.context.states:
+            state.moment = Moment.IDLE
+            state._missing = set(state.modules) if state is self else set()
+            for unit in state.uses:
+                unit.running = 0
 
     def _prefetch_forward(self) -> None:
         for state in self.forward_next:
