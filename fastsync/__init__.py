@@ -15,6 +15,7 @@ from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.leaving import guard_exit
 from fastsync.replacing import replace_where_asked
+from fastsync.sharded import ShardedDDP as ShardedDDP
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
 from fastsync.units.module import FSDPModule, register_fsdp_forward_method

@@ -23,6 +23,7 @@ from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.front.nonfinite import NonFiniteGuard
 from fastsync.front.request import Request, check_hook, check_join, named_params
+from fastsync.front.stages import StagedFront
 from fastsync.front.torch_faces import FrontLogger, FrontReducer
 from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
 from fastsync.shard.norms import clip_norm
@@ -32,18 +33,18 @@ from fastsync.timeline.recorder import RecordedModel, Recorder
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
     BuiltinCommHookType,
-    Front,
     builtin_comm_hook,
     find_tensors,
     split_graphs_at_buckets,
     untraced,
 )
+from fastsync.units.choosing import UnitChoice, describe_units
 from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["FastDDP"]
 
 
-class FastDDP(Front):
+class FastDDP(StagedFront):
     """Averages gradients over ranks while backward is still running.
 
     Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
@@ -72,8 +73,9 @@ class FastDDP(Front):
         zero: 1 spreads the state of every optimizer over the ranks: each keeps, and updates, its
             share of the parameters for all, and between backward and step it has the gradients of
             that share alone. 2 reduces gradients after every backward, under `no_sync()` too, so
-            that they never take more. Scripts stay as they are; see docs/zero.md.
+            that they never take more; see docs/zero.md. 3 shares parameters too; see docs/zero3.md.
         shard_by: what shares are cut by: "element" or "tensor"; "auto" knows torch's optimizers.
+        units: with zero=3, what is gathered together: modules, their names or classes.
         master_weights: with `zero`, optimizers step on fp32 masters of parameters of 16 bits; each
             rank has those of its share.
         on_nonfinite: what becomes of an optimizer's step on gradients that hold NaN or infinity:
@@ -116,6 +118,7 @@ class FastDDP(Front):
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
         zero: int = 0,
         shard_by: str = "auto",
+        units: Sequence[UnitChoice] | None = None,
         master_weights: bool = False,
         on_nonfinite: str = "ignore",
         shared_memory: bool = True,
@@ -131,13 +134,14 @@ class FastDDP(Front):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
-                zero=ZeroPolicy(zero, shard_by, master_weights),
+                zero=ZeroPolicy(zero, shard_by, master_weights, describe_units(units)),
                 on_nonfinite=on_nonfinite,
                 shared_memory=shared_memory,
             ),
             lambda: TimelinePolicy.of(timeline),
         )
         self._buffer_watch = BufferWatch()
+        self._units = None if units is None else list(units)
         super().__init__(
             module,
             device_ids=device_ids,

@@ -25,7 +25,7 @@ PACKAGE_LAYERS = [
     ["shard", "timeline", "units"],
     ["front"],
     ["ddp"],
-    ["saving"],
+    ["saving", "sharded"],
     ["replacing"],
     ["integrations"],
     ["planner"],
@@ -44,7 +44,7 @@ MODULE_LAYERS = {
         ["checkpoint"],
     ],
     "front": [
-        ["buffers", "mixed_precision", "nonfinite", "logging_data", "request"],
+        ["buffers", "mixed_precision", "nonfinite", "logging_data", "request", "stages"],
         ["torch_faces"],
     ],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
@@ -78,7 +78,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "units": [
-        ["layout", "mesh", "nested"],
+        ["choosing", "layout", "mesh", "nested"],
         ["member"],
         ["strand"],
         ["unit"],

@@ -1,6 +1,5 @@
 """fastsync.fully_shard by FSDP2's contract: beside torch's, and beside a run without ranks."""
 
-
 import pytest
 import torch
 from torch import nn

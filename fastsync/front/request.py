@@ -57,6 +57,8 @@ class Request:
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
             self._check_zero(settled.zero)
+            if settled.zero.stage == 3:
+                self._check_units(recorded)
             core.load()
             settings = {
                 "torch": torch.__version__,
@@ -175,6 +177,21 @@ class Request:
                 "zero needs a process group that torch.distributed made itself: use one of "
                 "init_process_group() or new_group(), or zero=0"
             )
+
+    def _check_units(self, timeline: TimelinePolicy | None) -> None:
+        if timeline is not None:
+            raise ValueError("zero=3 does not combine with timeline yet; leave it out")
+        for param in self._params():
+            if param.tensor.ndim == 0:
+                raise ValueError(
+                    f"zero=3 cuts parameters along their first dimension, and {param.name!r} has "
+                    "none: make it one of a single element"
+                )
+            if param.sparse or not param.tensor.is_floating_point():
+                raise ValueError(
+                    f"zero=3 knows dense floating-point parameters, but {param.name!r} is "
+                    f"{'sparse' if param.sparse else param.tensor.dtype}; use zero=2"
+                )
 
     def _check_dtypes(self, policy: SyncPolicy) -> None:
         if policy.mixed.reduce is None:

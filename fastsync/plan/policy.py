@@ -124,6 +124,7 @@ class MixedPolicy:
 
 
 UNITS = ("auto", "element", "tensor")
+BLOCKS = "repeated blocks"
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,11 @@ class ZeroPolicy:
 
     Attributes:
         stage: 0: nothing; 1: the state of optimizers, and gradients between backward and step; 2:
-            gradients while they accumulate, too.
+            gradients while they accumulate, too; 3: parameters as well.
         unit: what a rank's share is cut by: "element", "tensor", or "auto", which the class of the
             optimizer decides.
         masters: optimizers step on fp32 masters of parameters of 16 bits.
+        units: of stage 3, what is gathered together, in words.
 
     Raises:
         ValueError: there is no such stage or unit, or nothing that masters could belong to.
@@ -144,12 +146,21 @@ class ZeroPolicy:
     stage: int = 0
     unit: str = "auto"
     masters: bool = False
+    units: str = BLOCKS
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2):
+        if self.stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"zero must be 0 (every rank holds everything), 1 (each holds its share of the "
-                f"optimizer's state) or 2 (and of gradients under no_sync()), but is {self.stage!r}"
+                f"optimizer's state), 2 (and of gradients under no_sync()) or 3 (and of "
+                f"parameters), but is {self.stage!r}"
+            )
+        if self.units != BLOCKS and self.stage != 3:
+            raise ValueError("units= says what zero=3 gathers together; leave it out otherwise")
+        if self.stage == 3 and (self.masters or self.unit != "auto"):
+            raise ValueError(
+                "zero=3 keeps parameters as they are stored and cuts them along their first "
+                "dimension; leave out master_weights and shard_by"
             )
         if self.unit not in UNITS:
             raise ValueError(f"shard_by must be one of {', '.join(UNITS)}, but is {self.unit!r}")
@@ -227,11 +238,24 @@ class SyncPolicy:
                 f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, but is "
                 f"{self.on_nonfinite!r}"
             )
+        if self.zero.stage == 3:
+            self._check_stage3()
         if not self.wire.plain and self.mixed.reduce is not None:
             raise ValueError(
                 f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "
                 "travel as; leave wire out and set reduce_dtype"
             )
+
+    def _check_stage3(self) -> None:
+        asked = {
+            f"wire={self.wire.describe()!r}": not self.wire.plain,
+            "mixed_precision (use fastsync.fully_shard with mp_policy)": self.mixed
+            != MixedPolicy(),
+            f"on_nonfinite={self.on_nonfinite!r}": self.checks_finite,
+        }
+        for what, is_asked in asked.items():
+            if is_asked:
+                raise ValueError(f"zero=3 does not combine with {what} yet; leave it out")
 
 
 def piece_bytes(wire: Wire, network: Network) -> int:

@@ -1,0 +1,39 @@
+"""Classes that stand in for FastDDP where `zero` asks for another way of wrapping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from fastsync.torch_private import Front
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["StagedFront"]
+
+
+class StagedFront(Front):
+    """A front whose constructor makes an object of the subclass that `zero` asks for.
+
+    A subclass says so when it is defined: `class Sharded(FastDDP, zero=3)`.
+    """
+
+    _by_stage: ClassVar[dict[int, type[StagedFront]]] = {}
+    _stage: ClassVar[int | None] = None
+
+    def __init_subclass__(cls, zero: int | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if zero is not None:
+            cls._stage = zero
+            StagedFront._by_stage[zero] = cls
+
+    def __new__(cls, *args: object, **kwargs: Any) -> Self:
+        wanted = StagedFront._by_stage.get(kwargs.get("zero", 0))
+        if wanted is None or issubclass(cls, wanted):
+            return super().__new__(cls)
+        if cls not in wanted.__mro__:
+            raise ValueError(
+                f"zero={kwargs['zero']} makes a model of another class than {cls.__name__}: call "
+                "fastsync.FastDDP itself"
+            )
+        return cast("Self", super().__new__(wanted))

@@ -1,0 +1,186 @@
+"""`FastDDP(model, zero=3)`: FastDDP's face on units that fully_shard() makes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from fastsync.ddp import FastDDP
+from fastsync.engine import checkpoint
+from fastsync.engine.core import Counters
+from fastsync.timeline.stats import SyncStats, make_stats
+from fastsync.torch_private import BuiltinCommHookType, untraced
+from fastsync.units.choosing import choose_units, contiguous, exchange_in_optimizers
+from fastsync.units.sharding import fully_shard
+from fastsync.units.state import State, state_of
+from fastsync.wire.formats import Choice, Wire
+
+__all__ = ["ShardedDDP"]
+
+
+class _NoReducer:
+    """Where torch's front asks its reducer for something at the end of construction."""
+
+    def _set_static_graph(self) -> None: ...
+    def _remove_autograd_hooks(self) -> None: ...
+    def _check_reducer_finalized(self) -> None: ...
+
+
+class ShardedDDP(FastDDP, zero=3):
+    """Made by `FastDDP(model, zero=3)`: each rank keeps its share of the parameters, too.
+
+    Parameters are DTensors with their global sizes. Gradients are reduced after every backward,
+    under `no_sync()` too, so that they never take more than a share.
+    """
+
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.Tensor],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Where DistributedDataParallel builds its engine, the module is cut into units."""
+        contiguous(self.module)
+        ignored = {p for n, p in self.module.named_parameters() if n in self.parameters_to_ignore}
+        old = dict(self.module.named_parameters())
+        mesh = _mesh_of(self)
+        for unit in choose_units(self.module, self._units):
+            fully_shard(unit, mesh=mesh, ignored_params=ignored)
+        fully_shard(self.module, mesh=mesh, ignored_params=ignored)
+        new = dict(self.module.named_parameters())
+        exchange_in_optimizers(list(old.values()), [new[name] for name in old])
+        self._module_parameters = [p for n, p in new.items() if n not in self.parameters_to_ignore]
+        self.reducer = _NoReducer()
+        self.logger = None
+        self._passing_sync_batchnorm_handle(self.module)
+
+    @property
+    def _sharded_state(self) -> State:
+        found = state_of(self.module)
+        assert found is not None
+        return found
+
+    def _set_static_graph(self) -> None:
+        """Units do not ask whether the graph changes."""
+
+    @untraced
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """That of the module, on rank 0's buffers."""
+        if self.modules_buffers and self.forward_sync_buffers:
+            self._sync_buffers()
+        if self.device_ids:
+            moved, named = self._to_kwargs_on_device(inputs, kwargs)
+            output = self.module(*moved, **named)
+        else:
+            output = self.module(*inputs, **kwargs)
+        if self.modules_buffers:
+            self._buffer_watch.after_forward(self.module)
+        return output
+
+    def _to_kwargs_on_device(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+        scattered, named = scatter_kwargs(inputs, kwargs, self.device_ids or [], self.dim)
+        return scattered[0], named[0]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As torch's function on the parameters; the norm is that of all ranks. Collective."""
+        norm: Any = nn.utils.clip_grad_norm_(
+            self.parameters(), max_norm, norm_type, error_if_nonfinite
+        )
+        whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """That of torch.distributed.checkpoint: this rank's shares, by parameter name."""
+        return cast("dict[str, Any]", get_optimizer_state_dict(self.module, optimizer))
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
+        """Goes on with what `optimizer_state_dict()` returned. Collective."""
+        set_optimizer_state_dict(self.module, optimizer, cast("dict[str, Any]", state))
+
+    def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
+        """Counters: gathers and reductions of units are the collectives."""
+        counted = self._sharded_state.context.counters()
+        sent = sum(c["gathered_bytes"] + c["reduced_bytes"] for c in counted)
+        units = self._sharded_state.context.units()
+        reductions = sum(c["reductions"] for c in counted)
+        counters = Counters(
+            steps=reductions // max(1, sum(len(unit.strands) for unit in units)),
+            plans=1,
+            collectives=sum(c["gathers"] for c in counted) + reductions,
+            bytes=sent,
+            sent_bytes=sent,
+            between_nodes_bytes=0,
+            residual_bytes=0,
+            exposed_seconds=sum(c["waited_seconds"] for c in counted),
+        )
+        sizes = [sum(m.sharded.nbytes for m in unit.members) for unit in units]
+        return make_stats(counters, sizes, [], one_rank_step)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _refused("a communication hook", "gradients are reduced a unit at a time")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        raise _refused("a communication hook", "gradients are reduced a unit at a time")
+
+    def set_wire(self, wire: Wire | Choice) -> None:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _refused("set_wire()", "units have no wire formats yet")
+
+    def sync_state_dict(self) -> dict[str, Any]:
+        """Not supported: units keep nothing from step to step.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _refused("sync_state_dict()", "units keep nothing from step to step")
+
+    def load_sync_state_dict(self, state: checkpoint.State | Sequence[checkpoint.State]) -> None:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _refused("load_sync_state_dict()", "units keep nothing from step to step")
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _refused("write_timeline()", "units are not recorded yet")
+
+
+def _refused(what: str, why: str) -> ValueError:
+    return ValueError(f"zero=3 does not combine with {what}: {why}; use zero=0, 1 or 2")
+
+
+def _mesh_of(model: ShardedDDP) -> DeviceMesh:
+    given = getattr(model, "device_mesh", None)
+    if given is not None:
+        return cast(DeviceMesh, given)
+    return DeviceMesh.from_group(model.process_group, model.device_type)

@@ -1,0 +1,133 @@
+"""Which modules of a model become units: its repeated blocks; what is left belongs to the root."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "UnitChoice",
+    "choose_units",
+    "contiguous",
+    "describe_units",
+    "exchange_in_optimizers",
+]
+
+# A module, a class of modules, or a module's name in the model.
+UnitChoice = nn.Module | type[nn.Module] | str
+
+# Smaller blocks share a unit: a collective costs more than what it saves.
+SMALLEST_UNIT = 1 << 20  # bytes
+MOST_UNITS = 64
+
+
+def describe_units(units: Sequence[UnitChoice] | None) -> str:
+    """The same text on all ranks that mean the same."""
+    if units is None:
+        return "repeated blocks"
+    return ", ".join(
+        unit if isinstance(unit, str) else (unit if isinstance(unit, type) else type(unit)).__name__
+        for unit in units
+    )
+
+
+def choose_units(
+    root: nn.Module, units: Sequence[UnitChoice] | None
+) -> list[nn.Module | list[nn.Module]]:
+    """Modules, or lists of modules, in an order in which fully_shard() takes them.
+
+    Raises:
+        ValueError: one of `units` is nowhere in the model.
+    """
+    if units is None:
+        return [group if len(group) > 1 else group[0] for group in _blocks(root)]
+    found = {id(m): m for unit in units for m in _named(root, unit) if m is not root}
+    below_first = reversed([m for m in root.modules() if id(m) in found])
+    return list(below_first)
+
+
+def _named(root: nn.Module, unit: UnitChoice) -> list[nn.Module]:
+    if isinstance(unit, str):
+        modules = [m for name, m in root.named_modules() if name == unit]
+    elif isinstance(unit, type):
+        modules = [m for m in root.modules() if isinstance(m, unit)]
+    else:
+        modules = [m for m in root.modules() if m is unit]
+    if not modules:
+        raise ValueError(
+            f"units: {unit!r} is no module of the model, no name of one, and no class of one"
+        )
+    return modules
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
+def _blocks(root: nn.Module) -> Iterator[list[nn.Module]]:
+    """Consecutive blocks of the topmost repetitions, grouped until they are large enough."""
+    smallest = max(SMALLEST_UNIT, _bytes(root) // MOST_UNITS)
+    yield from _below(root, smallest)
+
+
+def _below(module: nn.Module, smallest: int) -> Iterator[list[nn.Module]]:
+    children = [child for child in module.children() if _bytes(child)]
+    kinds = Counter(type(child) for child in children)
+    group: list[nn.Module] = []
+    for child in children:
+        if kinds[type(child)] < 2 or not _has_forward(child):
+            yield from _below(child, smallest)
+            continue
+        group.append(child)
+        if sum(map(_bytes, group)) >= smallest:
+            yield group
+            group = []
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> int:
+    """Has every optimizer that holds `old` parameters hold the `new` ones in their place.
+
+    Returns:
+        how many optimizers did.
+
+    Raises:
+        ValueError: one has kept state of them already: it stepped before the model was wrapped.
+    """
+    places = {id(before): after for before, after in zip(old, new, strict=True)}
+    changed = 0
+    for optimizer in _optimizers():
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(param) in places for param in held):
+            continue
+        if any(id(param) in places and optimizer.state.get(param) for param in held):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has stepped before the model was wrapped with "
+                "zero=3, and its state is that of whole parameters; wrap the model first, then "
+                "load the state with torch.distributed.checkpoint.state_dict"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [places.get(id(param), param) for param in group["params"]]
+        changed += 1
+    return changed
+
+
+def _optimizers() -> list[Optimizer]:
+    """All that are alive."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+
+
+def contiguous(module: nn.Module) -> None:
+    """Gives parameters of another memory order, as channels-last, the usual one."""
+    for param in module.parameters():
+        if not param.is_contiguous():
+            with torch.no_grad():
+                param.data = param.data.contiguous()

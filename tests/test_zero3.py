@@ -1,0 +1,163 @@
+"""FastDDP(zero=3): scripts of zero=2 as they are, units chosen, optimizers of before, refusals."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from fastsync import FastDDP, RankMismatchError
+from fastsync.testing import RankError, run_ranks
+from fastsync.units.choosing import choose_units
+from tests.unit_models import OPTIMIZERS, Net, farthest, loss_of, net, whole, words
+
+
+def script(rank, world, zero, make, early, units=None):
+    """What any script does; nothing in it depends on `zero`, but that weights are collected."""
+    module = net()
+    for param in module.parameters():
+        param.data.add_(rank)  # rank 0's count
+    decays = lambda p: {"params": p, "weight_decay": 0.01}  # noqa: E731
+
+    def optimizer_of(module):
+        matrices = [p for p in module.parameters() if p.ndim >= 2]
+        others = [p for p in module.parameters() if p.ndim < 2]
+        return OPTIMIZERS[make]([decays(matrices), {"params": others}])
+
+    optimizer = optimizer_of(module) if early else None
+    options = {} if units is None else {"units": units}
+    model = FastDDP(module, zero=zero, **options)
+    optimizer = optimizer or optimizer_of(model)
+    schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            loss_of(model, words(rank, step)).backward()
+        loss_of(model, words(rank, step + 9)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        model.eval()
+        with torch.no_grad():
+            loss = loss_of(model, words(rank, 20)).item()
+        model.train()
+    return whole(model.parameters()), loss
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_script_of_zero_2_trains_with_3(world, make, early):
+    wanted = run_ranks(script, world, 2, make, early)
+    for (found, loss), (theirs, other) in zip(
+        run_ranks(script, world, 3, make, early), wanted, strict=True
+    ):
+        assert farthest(found, theirs) <= 2e-5
+        assert loss == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("units", [["blocks.1"], [nn.Linear], ["blocks.0", nn.LayerNorm]])
+def test_units_may_be_said(units):
+    (wanted, _), _ = run_ranks(script, 2, 3, "adamw", False)
+    for found, _ in run_ranks(script, 2, 3, "adamw", False, units):
+        assert farthest(found, wanted) <= 1e-5
+
+
+def test_repeated_blocks_become_units():
+    def named(root, units=None):
+        names = {id(m): n for n, m in root.named_modules()}
+        chosen = choose_units(root, units)
+        return [
+            [names[id(m)] for m in (unit if isinstance(unit, list) else [unit])] for unit in chosen
+        ]
+
+    large = Net(3, 300)
+    assert named(large) == [["blocks.0"], ["blocks.1"], ["blocks.2"]]
+    assert named(Net(8, 120)) == [[f"blocks.{i + j}" for j in range(3)] for i in (0, 3)]
+    assert named(net()) == []
+    assert named(large, ["blocks.1"]) == [["blocks.1"]]
+    with pytest.raises(ValueError, match="'nowhere' is no module of the model"):
+        named(large, ["nowhere"])
+
+
+def facts(rank, world):
+    module = net()
+    early = optim.AdamW(module.parameters())
+    model = FastDDP(module, zero=3)
+    loss_of(model, words(rank, 0)).backward()
+    params = list(model.parameters())
+    assert early.param_groups[0]["params"] == params
+    assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in params)
+    assert isinstance(model, FastDDP) and isinstance(model, nn.parallel.DistributedDataParallel)
+    stats = model.sync_stats()
+    assert stats.steps == 1 and stats.sent_bytes > 0
+    norm = model.clip_grad_norm_(0.1)
+    return float(norm), [type(p).__name__ for p in params], str(stats)
+
+
+def test_what_a_wrapped_model_shows():
+    first, second = run_ranks(facts, 2)
+    assert first[0] == second[0] > 0
+
+
+REFUSED = {
+    "wire": {"wire": "bf16"},
+    "timeline": {"timeline": True},
+    "on_nonfinite": {"on_nonfinite": "skip"},
+    "shard_by": {"shard_by": "tensor"},
+    "master_weights": {"master_weights": True},
+}
+
+
+def refuse(rank, world):
+    found = {}
+    for what, options in REFUSED.items():
+        with pytest.raises(ValueError, match=r"zero=3") as error:
+            FastDDP(net(), zero=3, **options)
+        found[what] = str(error.value)
+    with pytest.raises(ValueError, match="'scale' has none"):
+        module = net()
+        module.scale = nn.Parameter(torch.tensor(1.0))
+        FastDDP(module, zero=3)
+    with pytest.raises(ValueError, match="what zero=3 gathers"):
+        FastDDP(net(), zero=2, units=["blocks.0"])
+    model = FastDDP(net(), zero=3)
+    for call in (
+        lambda: model.register_comm_hook(None, lambda state, bucket: None),
+        lambda: model.set_wire("bf16"),
+        lambda: model.sync_state_dict(),
+        lambda: model.write_timeline("x"),
+        lambda: model.join().__enter__(),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    return found
+
+
+def test_what_cannot_be_combined_is_an_error_on_every_rank():
+    first, second = run_ranks(refuse, 2)
+    assert first == second
+
+
+def differ(rank, world):
+    FastDDP(net(), zero=3 - rank)
+
+
+def test_ranks_that_mean_different_stages():
+    with pytest.raises(RankError) as error:
+        run_ranks(differ, 2)
+    assert str(error.value).count(RankMismatchError.__name__) >= 2
+
+
+def stepped(rank, world):
+    module = net()
+    optimizer = optim.AdamW(module.parameters())
+    loss_of(module, words(rank, 0)).backward()
+    optimizer.step()
+    dist.barrier()
+    with pytest.raises(ValueError, match="has stepped before"):
+        FastDDP(module, zero=3)
+
+
+def test_an_optimizer_that_has_stepped_before():
+    run_ranks(stepped, 2)
