@@ -54,9 +54,10 @@ std::shared_ptr<Unit> make_unit(
   std::vector<engine::UnitMember> made;
   for (const auto& [sizes, dim, offset] : members) made.push_back({sizes, dim, offset});
   const auto& [stored, compute, reduce] = dtypes;
-  return std::make_shared<Unit>(std::move(links), std::move(made),
-                                engine::UnitDTypes{stored, compute, reduce}, at::Device(device),
-                                tag);
+  // Its end waits for threads that may want the GIL.
+  return {new Unit(std::move(links), std::move(made), engine::UnitDTypes{stored, compute, reduce},
+                   at::Device(device), tag),
+          torch::impl::destroy_without_gil<Unit>};
 }
 
 py::dict stats_of(const UnitLinks& links) {

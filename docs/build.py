@@ -48,6 +48,7 @@ READING: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
             "docs/tuning.md",
             "docs/wire.md",
             "docs/zero.md",
+            "docs/zero3.md",
             "docs/planner.md",
             "docs/custom-codec.md",
             "docs/timeline.md",

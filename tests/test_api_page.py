@@ -72,6 +72,7 @@ def another_value(name, group):
         "timeline": {"timeline": True},
         "zero": {"zero": 1},
         "shard_by": {"zero": 1, "shard_by": "tensor"},
+        "units": {"zero": 3, "units": [torch.nn.Linear]},
         "master_weights": {"zero": 1, "master_weights": True},
         "on_nonfinite": {"on_nonfinite": "raise"},
     }

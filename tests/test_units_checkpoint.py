@@ -82,7 +82,7 @@ def full(rank, world, way):
     moments = {n: s["exp_avg"] for n, s in states["state"].items()} if states else {}
     other, _ = made(way)
     broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(other, weights if rank == 0 else {}, options=broadcast)
+    set_model_state_dict(other, dict(weights), options=broadcast)
     return weights, moments, whole(other.parameters()), whole(model.parameters())
 
 

@@ -86,6 +86,14 @@ Unit::Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, Un
   ops::check_supported(device);
 }
 
+Unit::~Unit() {
+  try {
+    if (reduction_ && reduction_->added) reduction_->added->wait();
+  } catch (...) {
+    // Whoever waited for these gradients would have heard of it.
+  }
+}
+
 at::Tensor Unit::whole(size_t member) const {
   const UnitMember& its = members_.at(member);
   const int64_t numel = product(its.sizes, 0, its.sizes.size());
@@ -249,28 +257,39 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
   items.pack(reduction.sent, reduction.scale);
 }
 
+// Whether what comes from the first other rank is received where the sums will be: its terms are the first or, for rank 0, the
+// second of two, and the dtype is that of the sums.
+bool Unit::first_in_sums() const { return dtypes_.reduce == wide(dtypes_.stored); }
+
+// Where the chunk of another rank is received.
+at::Tensor Unit::chunk_from(const Reduction& reduction, int rank) const {
+  int64_t slot = rank < rank_ ? rank : rank - 1;
+  if (first_in_sums()) {
+    if (slot == 0) return reduction.sums;
+    --slot;
+  }
+  return run_of(reduction.received, slot * reduction.layout.chunk, reduction.layout.chunk);
+}
+
 void Unit::send_gradients(Reduction& reduction) {
   const UnitLayout& layout = reduction.layout;
   std::vector<comm::Message> received;
   std::vector<comm::Message> sent;
-  int64_t begin = 0;  // of a rank's chunk in what is received
   for (int r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
-    received.push_back({r, run_of(reduction.received, begin, layout.packed)});
+    const at::Tensor chunk = chunk_from(reduction, r);
+    received.push_back({r, run_of(chunk, 0, layout.packed)});
     sent.push_back({r, run_of(reduction.sent, r * layout.packed, layout.packed)});
     for (size_t i = 0; i < layout.places.size(); ++i) {
       const UnitPlace& place = layout.places[i];
       if (!place.direct) continue;
       const Share mine = share_of(place.member, rank_);
       const Share theirs = share_of(place.member, r);
-      if (mine.numel > 0) {
-        received.push_back({r, run_of(reduction.received, begin + place.offset, mine.numel)});
-      }
+      if (mine.numel > 0) received.push_back({r, run_of(chunk, place.offset, mine.numel)});
       if (theirs.numel > 0) {
         sent.push_back({r, run_of(reduction.direct[i], theirs.in_whole.offset, theirs.numel)});
       }
     }
-    begin += layout.chunk;
   }
   reduction.in_flight = links_->ranks->exchange(std::move(received), std::move(sent), tag_ + 1);
 }
@@ -280,19 +299,28 @@ void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, do
   FS_CHECK_VALUE(gradients.size() == layout.places.size(), "expects a gradient for each of ",
                  layout.places.size(), " members, but got ", gradients.size());
   const at::NoGradGuard no_grad;
-  auto made = std::make_unique<Reduction>();
+  auto made = std::make_shared<Reduction>();
   made->layout = std::move(layout);
   made->direct.resize(gradients.size());
   made->scale = scale;
   made->sent = links_->pool.take(ranks_ * made->layout.packed, dtypes_.reduce, device_);
   pack_gradients(*made, gradients);
+  gradients.clear();
   const int64_t chunk = made->layout.chunk;
+  made->sums = ops::make_scratch({chunk}, wide(dtypes_.stored), device_);
   if (!by_messages() && ranks_ > 1) {
     made->received = links_->pool.take(chunk, dtypes_.reduce, device_);
     made->in_flight = links_->ranks->reduce_scatter(made->received, made->sent);
   } else if (ranks_ > 1) {
-    made->received = links_->pool.take((ranks_ - 1) * chunk, dtypes_.reduce, device_);
+    const int64_t others = ranks_ - (first_in_sums() ? 2 : 1);
+    made->received = links_->pool.take(others * chunk, dtypes_.reduce, device_);
     send_gradients(*made);
+    made->added = links_->adder.submit([this, made] {
+      made->in_flight->wait();
+      made->in_flight.reset();
+      add_up(*made);
+      return false;
+    });
   }
   reduction_ = std::move(made);
   ++links_->stats.reductions;
@@ -304,63 +332,78 @@ at::Tensor Unit::finish_reduce() {
   FS_CHECK(reduction_, "no gradients of this unit are under way");
   const at::NoGradGuard no_grad;
   const auto reduction = std::move(reduction_);
-  if (reduction->in_flight) wait(*reduction->in_flight);
-  const at::Tensor sums = sum(*reduction);
+  const auto start = std::chrono::steady_clock::now();
+  if (reduction->added) {
+    reduction->added->wait();
+  } else {
+    if (reduction->in_flight) reduction->in_flight->wait();
+    add_up(*reduction);
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  links_->stats.waited_seconds += took.count();
   links_->pool.give(reduction->sent);
   links_->pool.give(reduction->received);
-  return sums;
+  return reduction->sums;
 }
 
-at::Tensor Unit::sum(const Reduction& reduction) const {
+void Unit::add_up(Reduction& reduction) const {
+  const at::NoGradGuard no_grad;
   const int64_t chunk = reduction.layout.chunk;
-  const at::Tensor sums = ops::make_scratch({chunk}, wide(dtypes_.stored), device_);
   if (!by_messages() && ranks_ > 1) {
     ItemList items;
-    items.add_run(sums, 0, chunk);
+    items.add_run(reduction.sums, 0, chunk);
     items.unpack(reduction.received, 1.0, false);
-    return sums;
+    return;
   }
-  int64_t begin = 0;
+  const bool first_is_there = first_in_sums() && ranks_ > 1;
+  if (first_is_there) add_received(reduction, reduction.sums, false);
+  const int first = rank_ == 0 ? 1 : 0;
+  if (first_is_there && rank_ == 0) add_own(reduction, true);
   for (int r = 0; r < ranks_; ++r) {
+    if (first_is_there && (r == first || r < first)) continue;
     if (r == rank_) {
-      add_own(reduction, sums, r > 0);
+      add_own(reduction, r > 0);
     } else {
-      add_received(reduction, sums, begin, r > 0);
-      begin += chunk;
+      add_received(reduction, chunk_from(reduction, r), r > 0);
     }
   }
-  return sums;
 }
 
-void Unit::add_own(const Reduction& reduction, const at::Tensor& sums, bool accumulate) const {
+// Lets go of each large gradient behind its terms.
+void Unit::add_own(Reduction& reduction, bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
   ItemList packed;
-  packed.add_run(run_of(sums, 0, layout.packed), rank_ * layout.packed, layout.packed);
+  packed.add_run(run_of(reduction.sums, 0, layout.packed), rank_ * layout.packed, layout.packed);
   packed.unpack(reduction.sent, 1.0, accumulate);
   for (size_t i = 0; i < layout.places.size(); ++i) {
     const UnitPlace& place = layout.places[i];
     if (!place.direct) continue;
     const Share mine = share_of(place.member, rank_);
-    const at::Tensor& gradient = reduction.direct[i];
+    const at::Tensor gradient = std::exchange(reduction.direct[i], at::Tensor());
     ItemList items;
-    items.add_run(run_of(sums, place.offset, mine.numel), mine.in_whole.offset, mine.numel);
+    items.add_run(run_of(reduction.sums, place.offset, mine.numel), mine.in_whole.offset,
+                  mine.numel);
     items.unpack(run_of(gradient, 0, gradient.numel()), reduction.scale, accumulate);
   }
 }
 
-void Unit::add_received(const Reduction& reduction, const at::Tensor& sums, int64_t begin,
+// `chunk` may be the sums themselves, which are scaled then.
+void Unit::add_received(const Reduction& reduction, const at::Tensor& chunk,
                         bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
-  ItemList packed;
-  packed.add_run(run_of(sums, 0, layout.packed), begin, layout.packed);
-  packed.unpack(reduction.received, 1.0, accumulate);
+  const bool in_place = chunk.is_same(reduction.sums);
+  if (!in_place) {
+    ItemList packed;
+    packed.add_run(run_of(reduction.sums, 0, layout.packed), 0, layout.packed);
+    packed.unpack(chunk, 1.0, accumulate);
+  }
   ItemList direct;
   for (const UnitPlace& place : layout.places) {
     if (!place.direct) continue;
     const int64_t numel = share_of(place.member, rank_).numel;
-    direct.add_run(run_of(sums, place.offset, numel), begin + place.offset, numel);
+    direct.add_run(run_of(reduction.sums, place.offset, numel), place.offset, numel);
   }
-  direct.unpack(reduction.received, reduction.scale, accumulate);
+  if (!in_place || reduction.scale != 1.0) direct.unpack(chunk, reduction.scale, accumulate);
 }
 
 std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor& sums,

@@ -15,6 +15,9 @@
 // this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
 // Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
 //
+// Gradients of large members are kept until they have been sent. A thread adds up what has come and lets them go at once, while
+// the backward goes on.
+//
 // Autograd saves whole members by their storages: each member is one tensor for good, whose memory comes and goes
 // (../ops/loan.h). Filling it again is no change that autograd notices.
 #pragma once
@@ -27,6 +30,7 @@
 #include <vector>
 
 #include "../comm/collective.h"
+#include "../comm/worker.h"
 #include "../ops/items.h"
 #include "../ops/loan.h"
 
@@ -47,6 +51,7 @@ struct UnitLinks {
       : ranks(comm::Collective::resolve(group_name)) {}
 
   std::shared_ptr<comm::Collective> ranks;
+  comm::Worker adder;  // adds up what has come, so that gradients can go
   ops::BlockPool pool;
   UnitStats stats;
 };
@@ -82,6 +87,10 @@ class Unit {
   // `tag`: of its own among the units of `links`, and even.
   Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, UnitDTypes dtypes,
        at::Device device, int tag);
+  // Waits for what is under way.
+  ~Unit();
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
 
   // A whole member. All calls return tensors of the same memory, or lack of it.
   at::Tensor whole(size_t member) const;
@@ -116,9 +125,11 @@ class Unit {
     UnitLayout layout;
     std::vector<at::Tensor> direct;  // gradients, by place; undefined where they were packed
     at::Tensor sent;
-    at::Tensor received;
+    at::Tensor received;  // chunks of the other ranks; the first lies in `sums` where that can be
+    at::Tensor sums;
     double scale = 1.0;
     std::unique_ptr<comm::InFlight> in_flight;
+    std::shared_ptr<comm::Ticket> added;
   };
 
   Share share_of(size_t member, int rank) const;
@@ -128,10 +139,11 @@ class Unit {
   at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
   void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
   void send_gradients(Reduction& reduction);
-  at::Tensor sum(const Reduction& reduction) const;
-  void add_own(const Reduction& reduction, const at::Tensor& sums, bool accumulate) const;
-  void add_received(const Reduction& reduction, const at::Tensor& sums, int64_t begin,
-                    bool accumulate) const;
+  bool first_in_sums() const;
+  at::Tensor chunk_from(const Reduction& reduction, int rank) const;
+  void add_up(Reduction& reduction) const;
+  void add_own(Reduction& reduction, bool accumulate) const;
+  void add_received(const Reduction& reduction, const at::Tensor& chunk, bool accumulate) const;
   void wait(comm::InFlight& work) const;
 
   std::shared_ptr<UnitLinks> links_;
@@ -147,7 +159,7 @@ class Unit {
   at::Tensor staging_;  // packed chunks of all ranks
   at::Tensor lowered_;  // the shard in the compute dtype, where that is another
   std::unique_ptr<comm::InFlight> gathering_;
-  std::unique_ptr<Reduction> reduction_;
+  std::shared_ptr<Reduction> reduction_;
 };
 
 }  // namespace fastsync::engine

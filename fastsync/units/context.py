@@ -124,6 +124,8 @@ class Context(Generic[S]):
         if not unit.places:
             return
         at = unit.places.pop()
+        if at == 0:
+            self.trim()  # nobody will ask for memory again
         if at > 0 and self._done[at - 1].switches.gather_in_backward:
             self.prefetch(self._done[at - 1])
 

@@ -114,9 +114,9 @@ class Unit:
 
     def settle(self) -> None:
         """Takes in parameters that somebody else has exchanged."""
-        self.show_sharded()
         for strand in self.strands:
             strand.settle()
+        self.show_sharded()
 
     def start_gather(self) -> None:
         """Collective, unless the unit is whole or on the way."""
