@@ -73,7 +73,7 @@ def test_repeated_blocks_become_units():
 
     large = Net(3, 300)
     assert named(large) == [["blocks.0"], ["blocks.1"], ["blocks.2"]]
-    assert named(Net(8, 120)) == [[f"blocks.{i + j}" for j in range(3)] for i in (0, 3)]
+    assert named(Net(8, 120)) == [[f"blocks.{i + j}" for j in range(4)] for i in (0, 4)]
     assert named(net()) == []
     assert named(large, ["blocks.1"]) == [["blocks.1"]]
     with pytest.raises(ValueError, match="'nowhere' is no module of the model"):
