@@ -279,7 +279,8 @@ def several_forwards(rank, world):
         with torch.inference_mode():
             model(words(rank, 5))
         model.train()
-    return whole(model.parameters())
+    reductions = sum(counted["reductions"] for counted in state_of(model).context.counters())
+    return whole(model.parameters()), reductions
 
 
 def test_several_forwards_before_a_backward():
@@ -291,8 +292,9 @@ def test_several_forwards_before_a_backward():
             (total / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in run_ranks(several_forwards, 2):
+    for found, reductions in run_ranks(several_forwards, 2):
         assert farthest(found, model.parameters()) <= 1e-6
+        assert reductions == 3 * 4, "a unit's gradients travel once in a backward"
 
 
 def tied_across_units(rank, world):
