@@ -390,6 +390,7 @@ void bind_engine(py::module_& m) {
                                std::make_shared<comm::ShmCollective>(memory, 1));
           },
           release, py::arg("memory"))
+      .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
       .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"))
       .def("states", &states_of)
       .def("load_states", &load_states, py::arg("states"))
@@ -420,5 +421,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_specs(m);
   bind_memory(m);
   bind_units(m);
+  bind_watch(m);
   bind_engine(m);
 }

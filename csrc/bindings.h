@@ -14,6 +14,9 @@ void bind_specs(pybind11::module_& m);
 // Parameters that ranks share.
 void bind_units(pybind11::module_& m);
 
+// What looks out for other ranks' faults.
+void bind_watch(pybind11::module_& m);
+
 kernels::Format format_named(const std::string& name);
 
 }  // namespace fastsync

@@ -52,6 +52,7 @@ READING: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
             "docs/planner.md",
             "docs/custom-codec.md",
             "docs/timeline.md",
+            "docs/faults.md",
         ),
     ),
     ("Look up", ("docs/api.md", "docs/environment.md", "docs/troubleshooting.md")),

@@ -13,6 +13,7 @@ from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.ranks.consensus import RankMismatchError
+from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.leaving import guard_exit
 from fastsync.replacing import replace_where_asked
 from fastsync.sharded import ShardedDDP as ShardedDDP
@@ -32,6 +33,7 @@ __all__ = [
     "NonFiniteGradientError",
     "PowerSGD",
     "RankMismatchError",
+    "SyncFault",
     "SyncStats",
     "TimelinePolicy",
     "TopK",

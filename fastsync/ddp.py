@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fastsync.build.env import Env
 from fastsync.engine import checkpoint
 from fastsync.engine.engine import Engine
+from fastsync.engine.watch import explained
 from fastsync.front.buffers import BufferWatch, buffer_arguments
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
@@ -142,25 +143,26 @@ class FastDDP(StagedFront):
         )
         self._buffer_watch = BufferWatch()
         self._units = None if units is None else list(units)
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            output_device=output_device,
-            dim=dim,
-            init_sync=init_sync,
-            process_group=process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=bool(find_unused_parameters),
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
-            **buffer_arguments(broadcast_buffers, forward_sync_buffers),
-        )
+        with request.explained():
+            super().__init__(
+                module,
+                device_ids=device_ids,
+                output_device=output_device,
+                dim=dim,
+                init_sync=init_sync,
+                process_group=process_group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=bool(find_unused_parameters),
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                delay_all_reduce_named_params=delay_all_reduce_named_params,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+                device_mesh=device_mesh,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
+                **buffer_arguments(broadcast_buffers, forward_sync_buffers),
+            )
         if forward_sync_buffers is not None:
             # On a torch without that argument this is the name of the same switch.
             self.broadcast_buffers = forward_sync_buffers
@@ -224,7 +226,8 @@ class FastDDP(StagedFront):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         check_join(self._policy, self._join_config.enable)  # torch's Join does not call join()
-        return super()._pre_forward(*inputs, **kwargs)
+        with explained(self.process_group, "the start of a forward"):
+            return super()._pre_forward(*inputs, **kwargs)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         if self._policy.mixed.param is None:

@@ -1,5 +1,6 @@
 """Environment variables: defaults, values, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,12 @@ def test_every_variable():
             "FASTSYNC_AGREE_TIMEOUT": "2.5",
             "RANK": "3",
             "FASTSYNC_SHM": "0",
+            "FASTSYNC_WATCH": "0",
+            "FASTSYNC_STALL_WARN": "30",
         }
     )
-    assert env == Env(
-        Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False
-    )
+    expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False)
+    assert env == replace(expected, watch=False, stall_warn=30.0)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 
@@ -38,6 +40,8 @@ def test_every_variable():
     [
         ("FASTSYNC_CUDA", "yes"),
         ("FASTSYNC_SHM", "yes"),
+        ("FASTSYNC_WATCH", "yes"),
+        ("FASTSYNC_STALL_WARN", "0"),
         ("FASTSYNC_CUDA_ARCHS", "hopper"),
         ("FASTSYNC_AGREE_TIMEOUT", "0"),
         ("FASTSYNC_AGREE_TIMEOUT", "-1"),

@@ -39,7 +39,7 @@ MODULE_LAYERS = {
     "build": [["env", "guard", "recipe", "trust"], ["extension"]],
     "engine": [
         ["core", "agreement", "unused"],
-        ["memory", "shares", "state"],
+        ["memory", "shares", "state", "watch"],
         ["engine"],
         ["checkpoint"],
     ],
@@ -47,6 +47,7 @@ MODULE_LAYERS = {
         ["buffers", "mixed_precision", "nonfinite", "logging_data", "request", "stages"],
         ["torch_faces"],
     ],
+    "ranks": [["clocks", "consensus", "faults", "leaving", "links", "meeting"], ["farewell"]],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],
@@ -94,7 +95,8 @@ CPP_LAYERS = [
     ["kernels"],
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
-    ["ops/loan", "ops/norms", "ops/ops", "comm/worker", "comm/shm_segment", "engine/timeline"],
+    ["ops/loan", "ops/norms", "ops/ops", "comm/worker", "comm/shm_segment", "comm/peers"],
+    ["engine/process", "engine/progress", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective", "comm/shm_channel"],
     ["comm/chain", "comm/hook", "comm/shm_memory"],
     ["comm/shm_collective"],
@@ -112,6 +114,8 @@ CPP_LAYERS = [
     ["transport/coded_regions", "transport/node_regions"],
     ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
     ["transport/choose"],
+    ["engine/news"],
+    ["engine/fault_watch"],
     [
         "engine/autograd_hooks",
         "engine/forwards",
@@ -123,9 +127,9 @@ CPP_LAYERS = [
     ["engine/bucket", "engine/flags"],
     ["engine/usage"],
     ["engine/reducer"],
-    ["engine/reducer_state", "engine/reducer_plan"],
+    ["engine/reducer_state", "engine/reducer_plan", "engine/reducer_wait"],
     ["bindings.h"],
-    ["bind_specs.cpp", "bind_units.cpp"],
+    ["bind_specs.cpp", "bind_units.cpp", "bind_watch.cpp"],
     ["bindings.cpp"],
     ["units"],
 ]

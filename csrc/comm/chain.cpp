@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -26,6 +27,7 @@ class OnWorker final : public InFlight {
   bool is_done_within(std::chrono::milliseconds time) override {
     return ticket_->is_done_within(time);
   }
+  bool can_be_asked() const override { return true; }
 
  private:
   std::shared_ptr<Ticket> ticket_;
@@ -108,6 +110,15 @@ class AllOf final : public InFlight {
         if (--*left == 0) fn();
       });
     }
+  }
+
+  bool is_done_within(std::chrono::milliseconds time) override {
+    return std::all_of(parts_.begin(), parts_.end(),
+                       [&](const auto& part) { return part->is_done_within(time); });
+  }
+  bool can_be_asked() const override {
+    return std::all_of(parts_.begin(), parts_.end(),
+                       [](const auto& part) { return part->can_be_asked(); });
   }
 
  private:

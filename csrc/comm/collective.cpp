@@ -6,6 +6,7 @@
 #include <ATen/ops/cat.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -62,11 +63,49 @@ class WorkInFlight final : public CalledByWait {
     }
   }
 
-  bool is_done_within(std::chrono::milliseconds /*time*/) override { return work_->isCompleted(); }
+  bool is_done_within(std::chrono::milliseconds time) override {
+    if (work_->isCompleted()) return true;
+    if (time.count() == 0 || !can_be_asked()) return false;
+    if (!completion_) watch();
+    return completion_->happens_within(time);
+  }
+
+  // On devices it would be told when the collective is enqueued.
+  bool can_be_asked() const override { return buffers_.front().is_cpu(); }
 
  private:
+  class Completion {
+   public:
+    void happen() {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      happened_ = true;
+      changed_.notify_all();
+    }
+    bool happens_within(std::chrono::milliseconds time) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      return changed_.wait_for(lock, time, [this] { return happened_; });
+    }
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool happened_ = false;
+  };
+
+  // Where the backend has no futures, wait() is all there is.
+  void watch() {
+    completion_ = std::make_shared<Completion>();
+    try {
+      work_->getFuture()->addCallback(
+          [completion = completion_](c10::ivalue::Future&) { completion->happen(); });
+    } catch (const c10::Error&) {
+      completion_->happen();
+    }
+  }
+
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
+  std::shared_ptr<Completion> completion_;  // null: nobody has asked
 };
 
 // [Note: announce first]
@@ -166,6 +205,8 @@ class ExchangeInFlight final : public CalledByWait {
     watch();
     return watched_->is_done_within(time);
   }
+
+  bool can_be_asked() const override { return true; }
 
  private:
   void watch() {

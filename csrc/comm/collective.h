@@ -32,6 +32,8 @@ class InFlight {
   // Whether wait() would return at once; waits so long at most for that to come true, where the backend can wait. Never where it
   // cannot tell.
   virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
+  // Whether is_done_within() waits, and comes true before wait() returns or throws.
+  virtual bool can_be_asked() const { return false; }
 };
 
 // What on_done() is given, wait() calls in the end: nothing tells before.

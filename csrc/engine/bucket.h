@@ -66,6 +66,8 @@ class Bucket {
   void launch();
   // In flight: calls `fn` when the collective has completed; see comm::InFlight::on_done.
   void on_done(std::function<void()> fn) { in_flight_->on_done(std::move(fn)); }
+  // In flight: whether arrives_within() can wait.
+  bool can_be_asked() const { return in_flight_->can_be_asked(); }
   // In flight: whether receive() would not have to wait, after so long.
   bool arrives_within(std::chrono::milliseconds time) { return in_flight_->is_done_within(time); }
   // kInFlight -> kReceived. Waits for the result.

@@ -79,6 +79,7 @@ ForwardAdvice Reducer::prepare_forward(bool captured) {
   captured_ = captured;
   log_.pause(captured);
   log_.begin_forward();
+  if (faults_) faults_->check_agreement();
   return noting_errors([&] { return advise(); });
 }
 
@@ -133,6 +134,7 @@ ForwardAdvice Reducer::advise() {
       watch_.wish();
     }
   }
+  if (advice.regrouped) log_.progress()->reach(Phase::kMeeting);
   return advice;
 }
 
@@ -221,6 +223,7 @@ void Reducer::place_gradient(size_t param) {
   Bucket& bucket = plan_.buckets[static_cast<size_t>(place.bucket)];
   const int fires = bucket.fires(place.slot);
   if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
+  log_.arrived(param);
   if (fires >= params_[param]->expected_fires) check_repeated(param, place);
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
     log_.mark(Mark::kReady, place.bucket);
@@ -282,6 +285,7 @@ void Reducer::make_room() {
 
 void Reducer::finish(size_t index, const std::vector<bool>& used) {
   Bucket& bucket = plan_.buckets[index];
+  await(index);
   with_context(index, "receiving", [&] {
     FS_CHECK(!captured_ || !bucket.missed(), "a parameter got no gradient while captured");
     if (bucket.state() == BucketState::kInFlight) bucket.receive();
@@ -326,9 +330,7 @@ void Reducer::with_context(size_t bucket, const char* what, const Fn& fn) {
   try {
     fn();
   } catch (const std::exception& error) {
-    throw std::runtime_error(concat("fastsync: rank ", routes_.group->rank(), ", ", what,
-                                    " bucket ", bucket, " of ", plan_.buckets.size(), " (",
-                                    plan_.buckets[bucket].describe(), "): ", error.what()));
+    fail(bucket, what, error.what());
   }
 }
 

@@ -46,6 +46,7 @@
 #include "../comm/collective.h"
 #include "autograd_hooks.h"
 #include "bucket.h"
+#include "fault_watch.h"
 #include "flags.h"
 #include "forwards.h"
 #include "plan_watch.h"
@@ -130,6 +131,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // travel through the group.
   void use_memory(std::shared_ptr<comm::Collective> sums,
                   std::shared_ptr<comm::Collective> regions);
+  // Looks out for other ranks' faults while it waits; null: no longer.
+  void use_watch(std::shared_ptr<FaultWatch> watch);
   void detach_hooks();
 
   // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Others' regions are there after
@@ -203,6 +206,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void make_room();
   void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
+  void await(size_t bucket);
+  [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
+  Wanted wanted(size_t bucket) const;
+  double waited() const;
+  void await_regions(const std::deque<std::unique_ptr<comm::InFlight>>& under_way);
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }
@@ -257,6 +265,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   PlanWatch watch_;
   UsageCheck usage_;
   StepLog log_;
+  std::shared_ptr<FaultWatch> faults_;  // null: nobody looks out
+  size_t watched_as_ = 0;
+  FaultWatch::Clock::time_point waits_since_;
   RateMeter rate_;
   std::unique_ptr<FlagExchange>
       flags_;                    // null where flags travel with the gradients, or not at all

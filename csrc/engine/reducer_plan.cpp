@@ -76,6 +76,7 @@ void Reducer::install(Plan plan, bool keep) {
   load_states(states);
   hooks().update();
   log_.plan_installed(plan_.number);
+  log_.progress()->plan(static_cast<int64_t>(plan_.buckets.size()));
 }
 
 void Reducer::forget_plans() {
@@ -106,7 +107,9 @@ void Reducer::make_due_plan() {
   }
   if (!make_plan) return;
   if (precision_) precision_->end_forward();  // plans look at what parameters are stored in
+  log_.progress()->reach(Phase::kPlanning);
   make_plan();
+  log_.progress()->reach(Phase::kBetweenSteps);
 }
 
 }  // namespace fastsync::engine

@@ -213,7 +213,10 @@ void Reducer::shadow_step() {
     if (idle(plan_.buckets[i], [&](size_t param) { return used.empty() || used[param]; })) continue;
     shadows.push_back(plan_.buckets[i].transport().shadow(packing().step));
   }
-  for (const Shadow& shadow : shadows) shadow.in_flight->wait();
+  for (const Shadow& shadow : shadows) {
+    log_.progress()->issue();
+    shadow.in_flight->wait();
+  }
   if (flags_) {
     // What this rank used before takes no part in the others' step.
     flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
@@ -242,6 +245,7 @@ void Reducer::start_gather(const at::Tensor& flat) {
   const auto mine = ops::SlotLayout::run(routes_.group->rank() * region, region);
   const auto part = ops::view_of(flat, mine, flat.scalar_type());
   gathers_.push_back(routes_.shards->all_gather(flat, part));
+  log_.progress()->issue();
   const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
   ++stats_.collectives;
   stats_.bytes += ranks * bytes;
@@ -250,8 +254,7 @@ void Reducer::start_gather(const at::Tensor& flat) {
 
 void Reducer::finish_gathers() {
   const Lock lock(mutex_);
-  const auto gathers = std::exchange(gathers_, {});
-  for (const auto& gather : gathers) gather->wait();
+  await_regions(std::exchange(gathers_, {}));
 }
 
 }  // namespace fastsync::engine

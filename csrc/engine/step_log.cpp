@@ -22,6 +22,8 @@ void StepLog::set_timeline(std::shared_ptr<Timeline> timeline) {
 
 void StepLog::count_steps(int64_t steps) {
   steps_ = steps;
+  progress_->count_steps(steps);
+  progress_->reach(Phase::kBetweenSteps);
   if (timeline_) timeline_->begin_step(steps);
 }
 
@@ -29,22 +31,26 @@ void StepLog::begin_forward() {
   times_ = StepTimes{};
   times_.forward_start = now();
   mark(Mark::kForwardStart, plans_);
+  progress_->reach(Phase::kForward);
 }
 
 void StepLog::end_forward() {
   times_.forward_end = now();
   mark(Mark::kForwardEnd, plans_);
+  progress_->reach(Phase::kAfterForward);
 }
 
 void StepLog::begin_backward() {
   times_.backward_start = now();
   mark(Mark::kBackwardStart, plans_);
+  progress_->begin_backward();
   times_.first_send = 0;
   sent_ = 0;
 }
 
 void StepLog::sending() {
   if (sent_++ == 0) times_.first_send = now();
+  progress_->sent(sent_);
 }
 
 void StepLog::end_backward() {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "progress.h"
 #include "timeline.h"
 
 namespace fastsync::engine {
@@ -58,6 +59,9 @@ class StepLog {
   void end_step(std::vector<bool> used);
   // Other parameters are trained from now on: steps before cannot be compared with those behind.
   void forget_used() { last_.used.clear(); }
+  // A gradient has come, by the parameter's index.
+  void arrived(size_t param) { progress_->arrived(param); }
+  const std::shared_ptr<Progress>& progress() const { return progress_; }
   void note_error(std::string text) { last_.error = std::move(text); }
 
   const std::vector<bool>& used() const { return last_.used; }
@@ -71,6 +75,7 @@ class StepLog {
   int64_t plans_ = 0;
   std::shared_ptr<Timeline> timeline_;
   bool paused_ = false;
+  std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
 };
 
 }  // namespace fastsync::engine

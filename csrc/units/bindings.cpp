@@ -3,4 +3,5 @@
 
 #include "../bind_specs.cpp"
 #include "../bind_units.cpp"
+#include "../bind_watch.cpp"
 #include "../codec/python_codec.cpp"

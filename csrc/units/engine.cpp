@@ -10,6 +10,7 @@
 #include "../engine/reducer.cpp"
 #include "../engine/reducer_plan.cpp"
 #include "../engine/reducer_state.cpp"
+#include "../engine/reducer_wait.cpp"
 #include "../engine/step_log.cpp"
 #include "../engine/timeline.cpp"
 #include "../engine/unit.cpp"

@@ -61,6 +61,10 @@ class Env:
             ``wire=bf16,bucket_cap_mb=10`` (default: no).
         shared_memory: ``FASTSYNC_SHM``. ``0`` on any rank has the ranks of one machine average
             CPU gradients through the process group, instead of memory that they share.
+        watch: ``FASTSYNC_WATCH``. ``0`` has ranks not look out for each other's faults (default:
+            1).
+        stall_warn: ``FASTSYNC_STALL_WARN``, in seconds. How long a rank waits for another before it
+            warns (default: 10).
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
             compiles to those that wait for it.
     """
@@ -74,6 +78,8 @@ class Env:
     rank: int = 0
     local_ranks: int = 0
     shared_memory: bool = True
+    watch: bool = True
+    stall_warn: float = 10.0
     replace_ddp: Mapping[str, Any] | None = None
 
     @classmethod
@@ -95,6 +101,8 @@ class Env:
             rank=_integer(environ, "RANK", cls.rank),
             local_ranks=_integer(environ, "LOCAL_WORLD_SIZE", cls.local_ranks),
             shared_memory=_choice(environ, "FASTSYNC_SHM", ("1", "0")) == "1",
+            watch=_choice(environ, "FASTSYNC_WATCH", ("1", "0")) == "1",
+            stall_warn=_positive(environ, "FASTSYNC_STALL_WARN", cls.stall_warn),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
         )
 

@@ -41,6 +41,7 @@ CPP_SOURCES = (
     "ops/lossy_ops.cpp",
     "ops/norms.cpp",
     "comm/collective.cpp",
+    "comm/peers.cpp",
     "comm/worker.cpp",
     "comm/shm_segment.cpp",
     "comm/shm_channel.cpp",
@@ -53,6 +54,9 @@ CPP_SOURCES = (
     "engine/precision.cpp",
     "engine/timeline.cpp",
     "engine/step_log.cpp",
+    "engine/process.cpp",
+    "engine/news.cpp",
+    "engine/fault_watch.cpp",
     "codec/coder.cpp",
     "codec/python_codec.cpp",
     "codec/plugin_codec.cpp",
@@ -80,7 +84,9 @@ CPP_SOURCES = (
     "engine/reducer.cpp",
     "engine/reducer_state.cpp",
     "engine/reducer_plan.cpp",
+    "engine/reducer_wait.cpp",
     "bind_specs.cpp",
+    "bind_watch.cpp",
     "bindings.cpp",
 )
 CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")

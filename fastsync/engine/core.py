@@ -18,6 +18,7 @@ from fastsync.build import extension
 from fastsync.plan.buckets import CodedPlan, PlannedBucket
 from fastsync.plan.layout import FlatLayout, LowRankLayout, PayloadLayout
 from fastsync.plan.policy import SyncPolicy
+from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.links import Nodes
 from fastsync.torch_private import backend_name, resolvable_name
 from fastsync.wire.formats import Format, PowerSGD, TopK, Wire
@@ -25,6 +26,7 @@ from fastsync.wire.plugins import PluginCodec
 
 if TYPE_CHECKING:
     from fastsync import _C
+    from fastsync._C import FaultWatch as FaultWatch
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
@@ -64,6 +66,7 @@ __all__ = [
     "make_unit",
     "make_unit_layout",
     "make_unit_links",
+    "make_watch",
     "square_sums",
     "supports",
 ]
@@ -265,6 +268,21 @@ def make_unit_layout(
 ) -> UnitLayout:
     """Where shares lie: member, first element, and whether it travels by itself."""
     return _C.UnitLayout(places, chunk, packed, flags)
+
+
+def make_watch(host: str, warn_after: float, stack_file: int, stack_signal: int) -> FaultWatch:
+    """What tells the other ranks of this one's end, and the other way; it listens.
+
+    Args:
+        host: address of this machine to listen on.
+        warn_after: seconds after which a rank that waits warns of the others.
+        stack_file: that a handler of `stack_signal` writes the main thread's Python stack to; -1:
+            there is none.
+
+    Raises:
+        RuntimeError: it cannot listen there.
+    """
+    return _C.FaultWatch(host, warn_after, stack_file, stack_signal, SyncFault)
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:

@@ -22,6 +22,7 @@ from fastsync.engine.memory import share_memory
 from fastsync.engine.shares import ShardedUnit, Shares
 from fastsync.engine.state import Carried
 from fastsync.engine.unused import NamedParam, UnusedParams
+from fastsync.engine.watch import open_watch, watch_of
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
@@ -101,6 +102,7 @@ class Engine:
         self.precision = None if compute is None else core.make_precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, names, group, policy, self.precision)
+        self.core.use_watch(watch_of(group))
         self._memory = self._share_memory(group)
         self.core.use_memory(self._memory)
         self.shares = Shares(self.core, group, tensors[0].device, self._memory)
@@ -231,6 +233,8 @@ class Engine:
         """Averages over another process group from now on."""
         self._group = group
         self.core.use_group(resolvable_name(group))
+        open_watch(group)
+        self.core.use_watch(watch_of(group))
         self._memory = self._share_memory(group)
         self.core.use_memory(self._memory)
         self._nodes = self._find_nodes()

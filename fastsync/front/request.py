@@ -7,6 +7,7 @@ itself, from the report that they raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
+from fastsync.engine.watch import explained, open_watch
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
@@ -76,8 +78,13 @@ class Request:
             return (caps, settled, recorded), settings
 
         settled = self._together(check, "FastDDP cannot be built on every rank;")
+        open_watch(self._group())
         self._probe(settled[1].wire)
         return settled
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Names ranks that end while the model is wrapped."""
+        return explained(self._group(), "the wrapping of the model")
 
     def settle_wire(self, wire: Callable[[], Wire], steps: int) -> Wire:
         """The same for a wire alone, after `steps` steps."""

@@ -1,0 +1,115 @@
+// Python bindings of what looks out for other ranks' faults.
+#include <signal.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "check.h"
+#include "engine/fault_watch.h"
+
+namespace py = pybind11;
+
+namespace fastsync {
+namespace {
+
+using engine::Fault;
+using engine::FaultWatch;
+
+// Host, port, key, process, machine.
+using Address = std::tuple<std::string, int64_t, uint64_t, int64_t, std::string>;
+
+// As torch's own exceptions of Python code travel: through autograd's threads, to whoever called backward().
+[[noreturn]] void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+FaultWatch::Interpreter interpreter_of(py::function make_error) {
+  // Dropped with the GIL, whoever drops it.
+  const std::shared_ptr<py::function> make(new py::function(std::move(make_error)),
+                                           [](const py::function* function) {
+                                             const py::gil_scoped_acquire gil;
+                                             delete function;
+                                           });
+  FaultWatch::Interpreter result;
+  result.raise = [make](const Fault& fault) {
+    const py::gil_scoped_acquire gil;
+    const py::object error = (*make)(fault.text, fault.ranks, fault.phase, fault.bucket,
+                                     fault.parameters, fault.seconds, fault.reason);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw_python_error();
+  };
+  result.check_signals = [] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw_python_error();
+  };
+  return result;
+}
+
+std::shared_ptr<FaultWatch> make_watch(const std::string& host, double warn_after, int stack_file,
+                                       int stack_signal, py::function make_error) {
+  FaultWatch::Options options;
+  options.warn_after = warn_after;
+  options.stack_file = stack_file;
+  options.stack_signal = stack_signal;
+  return std::make_shared<FaultWatch>(host, options, interpreter_of(std::move(make_error)));
+}
+
+std::vector<int64_t> connect(FaultWatch& watch, const std::vector<Address>& addresses,
+                             int64_t rank) {
+  std::vector<engine::Member> members;
+  for (const auto& [host, port, key, process, machine] : addresses) {
+    members.push_back({{host, port, key}, process, machine});
+  }
+  return watch.connect(std::move(members), rank);
+}
+
+void explain(FaultWatch& watch, const std::string& place, const std::string& error, double waited) {
+  engine::Wanted wanted;
+  wanted.model = SIZE_MAX;  // whoever has ended lacks it
+  wanted.place = place;
+  watch.explain(wanted, error, waited);
+}
+
+}  // namespace
+
+void bind_watch(py::module_& m) {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(std::move(thrown));
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<FaultWatch, std::shared_ptr<FaultWatch>>(m, "FaultWatch")
+      .def(py::init(&make_watch), py::arg("host"), py::arg("warn_after"), py::arg("stack_file"),
+           py::arg("stack_signal"), py::arg("make_error"))
+      .def("address",
+           [](const FaultWatch& watch) {
+             const comm::PeerAddress& at = watch.address();
+             return std::make_tuple(at.host, at.port, at.key);
+           })
+      .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
+      .def("explain", &explain, release, py::arg("place"), py::arg("error"), py::arg("waited"))
+      .def(
+          "leave",
+          [](FaultWatch& watch, const std::string& how, const std::string& why) {
+            const auto kind = how == "raises"     ? engine::Leaving::kRaises
+                              : how == "gives up" ? engine::Leaving::kGivesUp
+                                                  : engine::Leaving::kEnds;
+            watch.leave(kind, why);
+          },
+          release, py::arg("how"), py::arg("why"))
+      .def("close", &FaultWatch::close, release)
+      .def("abandon", &FaultWatch::abandon);
+}
+
+}  // namespace fastsync

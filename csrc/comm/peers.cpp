@@ -1,0 +1,336 @@
+#include "peers.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <random>
+
+#include "../check.h"
+
+namespace fastsync::comm {
+namespace {
+
+constexpr std::chrono::milliseconds kBeat{100};
+constexpr std::chrono::milliseconds kFlush{300};     // for last words
+constexpr std::chrono::milliseconds kConnect{2000};  // for a neighbour to be reached
+constexpr size_t kLongest = 1 << 20;                 // of a message: longer ones are no peer's
+constexpr size_t kRecent = 64;
+constexpr int kBacklog = 256;
+constexpr char kHello = 'H';
+constexpr char kBeatMessage = 'B';
+constexpr char kNews = 'N';
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::runtime_error(concat(what, ": ", std::strerror(errno)));
+}
+
+sockaddr_in socket_address(const PeerAddress& address) {
+  sockaddr_in result{};
+  result.sin_family = AF_INET;
+  result.sin_port = htons(static_cast<uint16_t>(address.port));
+  FS_CHECK(inet_pton(AF_INET, address.host.c_str(), &result.sin_addr) == 1, "'", address.host,
+           "' is no IPv4 address");
+  return result;
+}
+
+int open_socket() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) fail("socket");
+  return fd;
+}
+
+void hasten(int fd) {
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+// -1: it cannot be reached.
+int call(const PeerAddress& address) {
+  const sockaddr_in to = socket_address(address);
+  const int fd = open_socket();
+  int error = 0;
+  if (::connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to) != 0) {
+    error = errno;
+    if (error == EINPROGRESS) {
+      pollfd ready{fd, POLLOUT, 0};
+      error = poll(&ready, 1, static_cast<int>(kConnect.count())) == 1 ? 0 : ETIMEDOUT;
+      socklen_t size = sizeof error;
+      if (error == 0) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    }
+  }
+  if (error == 0) {
+    hasten(fd);
+    return fd;
+  }
+  close(fd);
+  return -1;
+}
+
+template <typename T>
+std::string bytes_of(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+template <typename T>
+T value_at(const std::string& bytes, size_t offset) {
+  T value{};
+  if (offset + sizeof value <= bytes.size()) {
+    std::memcpy(&value, bytes.data() + offset, sizeof value);
+  }
+  return value;
+}
+
+// A length, a kind, a body.
+std::string framed(char kind, const std::string& body) {
+  return bytes_of(static_cast<uint32_t>(body.size())) + kind + body;
+}
+
+}  // namespace
+
+Peers::Peers(const std::string& host) : process_(getpid()) {
+  std::random_device random;
+  address_ = {host, 0, (uint64_t{random()} << 32) | random()};
+  listening_ = open_socket();
+  sockaddr_in mine = socket_address(address_);
+  socklen_t size = sizeof mine;
+  auto* const any = reinterpret_cast<sockaddr*>(&mine);
+  if (bind(listening_, any, size) != 0 || listen(listening_, kBacklog) != 0 ||
+      getsockname(listening_, any, &size) != 0) {
+    const int error = errno;
+    ::close(listening_);
+    errno = error;
+    fail(concat("listening on ", host));
+  }
+  address_.port = ntohs(mine.sin_port);
+  wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+}
+
+std::vector<int64_t> Peers::called_by(int64_t rank, int64_t ranks) {
+  std::vector<int64_t> result;
+  for (int64_t distance = 1; 2 * distance <= ranks; distance *= 2) {
+    if (2 * distance == ranks && rank >= distance) continue;  // called from there
+    result.push_back((rank + distance) % ranks);
+  }
+  return result;
+}
+
+std::vector<int64_t> Peers::connect(const std::vector<PeerAddress>& all, int64_t rank,
+                                    Listener listener) {
+  rank_ = rank;
+  listener_ = std::move(listener);
+  std::vector<int64_t> missing;
+  for (const int64_t other : called_by(rank, static_cast<int64_t>(all.size()))) {
+    const PeerAddress& address = all[static_cast<size_t>(other)];
+    const int fd = call(address);
+    if (fd < 0) {
+      missing.push_back(other);
+      continue;
+    }
+    links_.push_back(
+        {fd, other, "", framed(kHello, bytes_of(address.key) + bytes_of(rank)), Clock::now()});
+  }
+  thread_ = std::thread([this] { run(); });
+  return missing;
+}
+
+void Peers::flood(const std::string& news) {
+  const std::lock_guard<std::mutex> lock(queue_mutex_);
+  queued_.push_back(bytes_of(rank_) + bytes_of(++told_) + news);
+  wake();
+}
+
+void Peers::wake() const {
+  const uint64_t one = 1;
+  if (::write(wake_, &one, sizeof one) < 0) return;  // it is awake
+}
+
+void Peers::close() {
+  if (process_ != getpid()) {
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  stop_ = true;
+  wake();
+  if (thread_.joinable()) thread_.join();
+  for (const Link& link : links_) ::close(link.fd);
+  links_.clear();
+  for (int* fd : {&listening_, &wake_}) {
+    if (*fd >= 0) ::close(std::exchange(*fd, -1));
+  }
+}
+
+void Peers::abandon() {
+  if (process_ == getpid()) return;
+  // The thread may have held it when the process was forked. It never will let go of it here.
+  if (!links_mutex_.try_lock()) return;
+  for (const Link& link : links_) ::close(link.fd);
+  ::close(listening_);
+  links_mutex_.unlock();
+}
+
+void Peers::run() {
+  auto next = Clock::now();
+  std::optional<Clock::time_point> end;
+  while (true) {
+    if (stop_ && !end) end = Clock::now() + kFlush;
+    take_queued();
+    const bool unsent = std::any_of(links_.begin(), links_.end(),
+                                    [](const Link& link) { return !link.out.empty(); });
+    if (end && (!unsent || Clock::now() > *end)) return;
+    std::vector<pollfd> waits{{wake_, POLLIN, 0}, {listening_, POLLIN, 0}};
+    for (const Link& link : links_) {
+      const auto events = static_cast<short>(link.out.empty() ? POLLIN : POLLIN | POLLOUT);
+      waits.push_back({link.fd, events, 0});
+    }
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
+    const int64_t pause = std::max<int64_t>(0, left.count() + 1);
+    poll(waits.data(), waits.size(), static_cast<int>(end ? std::min<int64_t>(pause, 10) : pause));
+    uint64_t wakes = 0;
+    while (::read(wake_, &wakes, sizeof wakes) > 0) {
+    }
+    const std::lock_guard<std::mutex> lock(links_mutex_);
+    for (size_t i = 2; i < waits.size(); ++i) {
+      if ((waits[i].revents & POLLOUT) != 0) write(links_[i - 2]);
+      if ((waits[i].revents & (POLLIN | POLLHUP | POLLERR)) != 0) read(links_[i - 2]);
+    }
+    drop_closed();
+    if ((waits[1].revents & POLLIN) != 0) accept_all();
+    if (Clock::now() >= next) {
+      next = Clock::now() + kBeat;
+      beat();
+    }
+  }
+}
+
+void Peers::beat() {
+  const std::string message = framed(kBeatMessage, listener_.beat());
+  for (Link& link : links_) {
+    // One that does not read hears of this later.
+    if (link.rank >= 0 && link.out.empty()) {
+      link.out = message;
+      write(link);
+    }
+  }
+}
+
+void Peers::take_queued() {
+  std::deque<std::string> queued;
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    queued.swap(queued_);
+  }
+  const std::lock_guard<std::mutex> lock(links_mutex_);
+  for (const std::string& body : queued) {
+    heard_.emplace(value_at<int64_t>(body, 0), value_at<int64_t>(body, 8));
+    pass_on(body);
+  }
+}
+
+void Peers::pass_on(const std::string& body) {
+  recent_.push_back(body);
+  if (recent_.size() > kRecent) recent_.pop_front();
+  for (Link& link : links_) {
+    if (link.rank < 0 || link.out.size() > kLongest) continue;  // it has not read for long
+    link.out += framed(kNews, body);
+    write(link);
+  }
+}
+
+void Peers::accept_all() {
+  while (true) {
+    const int fd = accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0) return;
+    hasten(fd);
+    links_.push_back({fd, -1, "", "", Clock::now()});
+  }
+}
+
+void Peers::read(Link& link) {
+  char buffer[4096];
+  while (link.fd >= 0) {
+    const ssize_t got = recv(link.fd, buffer, sizeof buffer, 0);
+    if (got > 0) {
+      link.in.append(buffer, static_cast<size_t>(got));
+      continue;
+    }
+    const bool later = got < 0 && (errno == EAGAIN || errno == EINTR);
+    parse(link);
+    if (!later && link.fd >= 0) ::close(std::exchange(link.fd, -1));
+    return;
+  }
+}
+
+void Peers::parse(Link& link) {
+  constexpr size_t kHead = sizeof(uint32_t) + 1;
+  size_t at = 0;
+  while (link.fd >= 0 && link.in.size() - at >= kHead) {
+    const size_t size = value_at<uint32_t>(link.in, at);
+    if (size > kLongest) {
+      ::close(std::exchange(link.fd, -1));
+      return;
+    }
+    if (link.in.size() - at < kHead + size) break;
+    hear(link, link.in[at + kHead - 1], link.in.substr(at + kHead, size));
+    at += kHead + size;
+  }
+  link.in.erase(0, at);
+}
+
+void Peers::hear(Link& link, char kind, const std::string& body) {
+  if (link.rank < 0) {
+    const bool knows = kind == kHello && value_at<uint64_t>(body, 0) == address_.key;
+    if (knows) {
+      link.rank = value_at<int64_t>(body, sizeof(uint64_t));
+      for (const std::string& news : recent_) link.out += framed(kNews, news);
+    } else {
+      ::close(std::exchange(link.fd, -1));
+    }
+  } else if (kind == kBeatMessage) {
+    listener_.on_beat(link.rank, body);
+  } else if (kind == kNews) {
+    hear_news(body);
+  }
+}
+
+void Peers::hear_news(const std::string& body) {
+  constexpr size_t kHead = 2 * sizeof(int64_t);
+  if (!heard_.emplace(value_at<int64_t>(body, 0), value_at<int64_t>(body, 8)).second) return;
+  pass_on(body);
+  listener_.on_news(body.substr(std::min(kHead, body.size())));
+}
+
+void Peers::write(Link& link) {
+  while (link.fd >= 0 && !link.out.empty()) {
+    const ssize_t sent = send(link.fd, link.out.data(), link.out.size(), MSG_NOSIGNAL);
+    if (sent > 0) {
+      link.out.erase(0, static_cast<size_t>(sent));
+      continue;
+    }
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && errno != EAGAIN) link.out.clear();  // what it still has said is read first
+    return;
+  }
+}
+
+void Peers::drop_closed() {
+  std::vector<int64_t> closed;
+  for (const Link& link : links_) {
+    if (link.fd < 0 && link.rank >= 0) closed.push_back(link.rank);
+  }
+  links_.erase(
+      std::remove_if(links_.begin(), links_.end(), [](const Link& link) { return link.fd < 0; }),
+      links_.end());
+  for (const int64_t rank : closed) listener_.on_closed(rank);
+}
+
+}  // namespace fastsync::comm

@@ -1,0 +1,106 @@
+// Connections between ranks for news, beside those that gradients take: who has died shows at once, and what one rank tells
+// reaches all.
+//
+// Rank r keeps a TCP connection with the ranks r ± 1, r ± 2, r ± 4, ... (modulo their number), as in Chord (Stoica et al.,
+// 2001): 2 log2 N at most, 27 of 10,000 ranks. News is flooded: who hears something new passes it on to all neighbours, so it
+// is everywhere after log2 N hops, and reaches the living whoever has died.
+//
+// The kernel closes the connections of a process that ends, however it ends. One thread per process looks at them and never
+// takes the GIL: it wakes ten times a second to say how far this rank is, and sleeps otherwise.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fastsync::comm {
+
+struct PeerAddress {
+  std::string host;  // of IPv4, in digits
+  int64_t port = 0;
+  uint64_t key = 0;  // what a caller has to know
+};
+
+class Peers {
+ public:
+  // Called on the thread.
+  struct Listener {
+    std::function<std::string()> beat;  // what neighbours shall know of this rank
+    std::function<void(int64_t rank, const std::string& beat)> on_beat;
+    std::function<void(const std::string& news)> on_news;
+    // A neighbour's connection has ended.
+    std::function<void(int64_t rank)> on_closed;
+  };
+
+  // Listens on an address of this machine. Throws std::runtime_error with the system's reason.
+  explicit Peers(const std::string& host);
+  ~Peers() { close(); }
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
+
+  const PeerAddress& address() const { return address_; }
+  // Connects to this rank's neighbours, whose addresses are those of `all`; every rank of them listens already. Returns the
+  // ranks that could not be reached.
+  std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank,
+                               Listener listener);
+  // Has every rank hear it, this one excepted. Any thread.
+  void flood(const std::string& news);
+  // Sends what is to be sent, for a moment at most, and ends all connections.
+  void close();
+  // In a process that was forked: lets go of the connections, which would stay open as long as the child lives.
+  void abandon();
+
+  // Ranks that `rank` calls, of so many.
+  static std::vector<int64_t> called_by(int64_t rank, int64_t ranks);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Link {
+    int fd = -1;
+    int64_t rank = -1;  // -1: it has not said yet
+    std::string in;
+    std::string out;
+    Clock::time_point opened;
+  };
+
+  void run();
+  void wake() const;
+  void beat();
+  void take_queued();
+  void accept_all();
+  void read(Link& link);
+  void parse(Link& link);
+  void hear(Link& link, char kind, const std::string& body);
+  void hear_news(const std::string& body);
+  void write(Link& link);
+  void drop_closed();
+  void pass_on(const std::string& body);
+
+  int64_t process_ = 0;  // this one's, to tell a forked one
+  int64_t rank_ = 0;
+  PeerAddress address_;
+  int listening_ = -1;
+  int wake_ = -1;
+  Listener listener_;
+  std::thread thread_;
+  std::atomic<bool> stop_{false};
+
+  std::mutex links_mutex_;  // held by the thread while it looks at them, for abandon()
+  std::vector<Link> links_;
+  std::set<std::pair<int64_t, int64_t>> heard_;  // the thread's: origin and number of news
+  std::deque<std::string> recent_;  // the thread's: news, for neighbours that come late
+  std::mutex queue_mutex_;
+  std::deque<std::string> queued_;
+  int64_t told_ = 0;
+};
+
+}  // namespace fastsync::comm

@@ -1,0 +1,358 @@
+#include "fault_watch.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <initializer_list>
+#include <thread>
+#include <utility>
+
+#include "../check.h"
+#include "process.h"
+
+namespace fastsync::engine {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kSlice{50};     // between two looks at the others
+constexpr milliseconds kAnswers{300};  // for answers to a question to come
+// A collective may still arrive after the end of a rank that had sent all of its part.
+constexpr milliseconds kDeathGrace{100};
+constexpr milliseconds kSecondaryGrace{200};  // a rank that gives up may be heard before the cause
+constexpr milliseconds kIssuedGrace{5000};    // it had issued the collective before it left
+constexpr milliseconds kSilence{1500};        // of a neighbour's beats
+constexpr int kDistance = 3;                  // each warning comes so many times later
+constexpr size_t kMostNamed = 8;
+
+double seconds_of(FaultWatch::Clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+std::string rounded(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+bool holds_any(const std::string& text, std::initializer_list<const char*> words) {
+  return std::any_of(words.begin(), words.end(),
+                     [&](const char* word) { return text.find(word) != std::string::npos; });
+}
+
+bool tells_of_time(const std::string& error) {
+  return holds_any(error, {"imed out", "imeout", "did not come"});
+}
+
+// Whether another rank may be the reason: this one's own error blames nobody else.
+bool is_networks(const std::string& error) {
+  return tells_of_time(error) ||
+         holds_any(error, {"onnect", "peer", "roken pipe", "socket", " ended while", "NCCL"});
+}
+
+std::string join(const std::vector<std::string>& parts, const char* between) {
+  std::string result;
+  for (const std::string& part : parts) result += (result.empty() ? "" : between) + part;
+  return result;
+}
+
+}  // namespace
+
+FaultWatch::FaultWatch(const std::string& host, Options options, Interpreter interpreter)
+    : options_(options), interpreter_(std::move(interpreter)), peers_(host) {}
+
+FaultWatch::~FaultWatch() {
+  leave(Leaving::kEnds, "");
+  close();
+}
+
+std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t rank) {
+  members_ = std::move(members);
+  rank_ = rank;
+  main_thread_ = pthread_self();
+  std::vector<comm::PeerAddress> addresses;
+  for (const Member& member : members_) addresses.push_back(member.address);
+  comm::Peers::Listener listener;
+  listener.beat = [this] { return encode(standings()); };
+  listener.on_beat = [this](int64_t other, const std::string& beat) { on_beat(other, beat); };
+  listener.on_news = [this](const std::string& news) { on_news(news); };
+  listener.on_closed = [this](int64_t other) { on_closed(other); };
+  announce_termination(concat("fastsync: rank ", rank, " ends: SIGTERM\n"));
+  return peers_.connect(addresses, rank, std::move(listener));
+}
+
+size_t FaultWatch::add(std::shared_ptr<const Progress> progress, Names names) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  models_.push_back({std::move(progress), std::move(names)});
+  return models_.size() - 1;
+}
+
+std::vector<Standing> FaultWatch::standings() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Standing> all;
+  for (const Model& model : models_) all.push_back(model.progress->now());
+  return all;
+}
+
+// -- the thread's --
+
+void FaultWatch::on_beat(int64_t rank, const std::string& beat) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  neighbours_[rank] = {decode_standings(beat), Clock::now()};
+}
+
+void FaultWatch::on_closed(int64_t rank) {
+  News news{News::Kind::kDied, rank, 0, 0, {}, ""};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = neighbours_.find(rank);
+    if (known != neighbours_.end()) news.standings = known->second.standings;
+    if (left_ || ends_.count(rank) != 0) return;
+  }
+  const ProcessEnd end =
+      is_here(rank) ? end_of_process(members_[static_cast<size_t>(rank)].process) : ProcessEnd{};
+  if (end.lives) return;  // it has only lost this connection
+  news.text = end.how.empty() ? "ended without a word, or its machine cannot be reached" : end.how;
+  note(news);
+  tell(news);
+}
+
+void FaultWatch::on_news(const std::string& bytes) {
+  News news = decode_news(bytes);
+  if (news.kind == News::Kind::kAsked) {
+    answer(news);
+  } else if (news.kind == News::Kind::kDied && news.about == rank_) {
+    tell({News::Kind::kAlive, rank_, 0, 0, {}, ""});
+  } else {
+    note(std::move(news));
+  }
+}
+
+// Says so where this rank is behind, and for neighbours that are and do not speak.
+void FaultWatch::answer(const News& question) {
+  const Wanted wanted{static_cast<size_t>(question.model), question.issued, -1, "", {}};
+  News mine{News::Kind::kLate, rank_, question.model, question.issued, standings(), ""};
+  if (lacks(mine, wanted) && question.about != rank_) {
+    mine.text = stack();
+    tell(mine);
+  }
+  std::vector<News> silent;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [rank, neighbour] : neighbours_) {
+      if (Clock::now() - neighbour.heard < kSilence || ends_.count(rank) != 0) continue;
+      silent.push_back({News::Kind::kSilent, rank, 0, 0, neighbour.standings, ""});
+    }
+  }
+  for (News& news : silent) {
+    if (!lacks(news, wanted)) continue;
+    const int64_t process = members_[static_cast<size_t>(news.about)].process;
+    if (is_here(news.about) && is_stopped(process)) news.text = "is stopped (SIGSTOP, SIGTSTP)";
+    note(news);
+    tell(std::move(news));
+  }
+}
+
+void FaultWatch::tell(News news) { peers_.flood(encode(news)); }
+
+void FaultWatch::note(News news) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t rank = news.about;
+  if (news.kind == News::Kind::kAlive) {
+    ends_.erase(rank);
+  } else if (is_end(news.kind)) {
+    const auto known = ends_.find(rank);
+    // What a rank says of itself tells more than its closed connections, and the first thing it says most.
+    const bool better = known == ends_.end() || known->second.news.kind == News::Kind::kDied;
+    if (better) ends_[rank] = {std::move(news), Clock::now()};
+    disturbed_ = true;
+  } else {
+    late_[rank] = {std::move(news), Clock::now()};
+  }
+}
+
+std::string FaultWatch::stack() const {
+  return stack_of(main_thread_, options_.stack_signal, options_.stack_file);
+}
+
+bool FaultWatch::is_here(int64_t rank) const {
+  return members_[static_cast<size_t>(rank)].machine ==
+         members_[static_cast<size_t>(rank_)].machine;
+}
+
+// -- that of who waits --
+
+// Whether a rank of which these news are may not have issued the collective. One that has never made the model has not.
+bool FaultWatch::lacks(const News& news, const Wanted& wanted) {
+  return wanted.model >= news.standings.size() ||
+         news.standings[wanted.model].issued < wanted.issued;
+}
+
+// Those for which it is time.
+std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
+                                                  Clock::duration grace) const {
+  std::vector<Report> first;
+  std::vector<Report> secondary;
+  if (!disturbed_) return first;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : ends_) {
+    const auto since = Clock::now() - report.came;
+    const bool missing = lacks(report.news, wanted);
+    if (report.news.kind == News::Kind::kGaveUp) {
+      if (missing && since >= 2 * grace) secondary.push_back(report);
+    } else if (report.news.kind == News::Kind::kDied) {
+      if (since >= grace) first.push_back(report);
+    } else if (missing || since >= kIssuedGrace) {
+      first.push_back(report);
+    }
+  }
+  return first.empty() ? secondary : first;
+}
+
+std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
+  std::vector<Report> result;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : late_) {
+    if (lacks(report.news, wanted)) result.push_back(report);
+  }
+  return result;
+}
+
+void FaultWatch::ask(const Wanted& wanted) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    late_.clear();
+  }
+  const News question{News::Kind::kAsked, rank_, static_cast<int64_t>(wanted.model),
+                      wanted.issued,      {},    ""};
+  tell(question);
+  answer(question);
+}
+
+void FaultWatch::wait(const Wanted& wanted, const std::function<bool(milliseconds)>& arrives) {
+  const auto start = Clock::now();
+  double next = options_.warn_after;
+  bool asked = false;
+  while (!arrives(kSlice)) {
+    interpreter_.check_signals();
+    const double waited = seconds_of(Clock::now() - start);
+    check(wanted, waited, kDeathGrace);
+    if (waited >= next && !asked) {
+      ask(wanted);
+      asked = true;
+    } else if (asked && waited >= next + seconds_of(kAnswers)) {
+      warn(wanted, waited);
+      asked = false;
+      next *= kDistance;
+    }
+  }
+}
+
+void FaultWatch::check(const Wanted& wanted, double waited, Clock::duration grace) {
+  const std::vector<Report> gone = ended(wanted, grace);
+  if (!gone.empty()) raise(gone, wanted, waited, "");
+}
+
+void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
+  if (!is_networks(error)) return;
+  const auto start = Clock::now();
+  const bool asks =
+      wanted.bucket >= 0 || wanted.issued > 0;  // else nobody can say that it is behind
+  if (asks) ask(wanted);
+  while (Clock::now() - start < kAnswers) {
+    std::vector<Report> gone = ended(wanted, Clock::duration{});
+    const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
+    if (known) raise(gone, wanted, waited, error);
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  std::vector<Report> found = ended(wanted, Clock::duration{});
+  if (found.empty() && asks && tells_of_time(error)) found = late(wanted);
+  if (!found.empty()) raise(found, wanted, waited, error);
+}
+
+void FaultWatch::check_agreement() const {
+  if (!raised_) return;
+  Fault fault = fault_;
+  fault.text =
+      concat("an earlier step has failed, so that the ranks no longer agree: ", fault.text);
+  interpreter_.raise(fault);
+}
+
+// One rank speaks for all that wait: the first that is not late itself.
+void FaultWatch::warn(const Wanted& wanted, double waited) const {
+  const std::vector<Report> reports = late(wanted);
+  int64_t speaker = 0;
+  for (const Report& report : reports) {
+    if (report.news.about == speaker) ++speaker;
+  }
+  if (speaker != rank_) return;
+  std::string text =
+      concat("fastsync: rank ", rank_, " has waited ", rounded(waited), " in ", wanted.place, "\n");
+  for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
+    text += concat("fastsync:   ", words_for(reports[i].news, wanted.model), "\n");
+    if (reports[i].news.kind == News::Kind::kLate) text += reports[i].news.text;
+  }
+  if (reports.size() > kMostNamed) {
+    text += concat("fastsync:   and ", reports.size() - kMostNamed, " more ranks\n");
+  }
+  if (reports.empty())
+    text += "fastsync:   every rank has come: the network or the backend is slow\n";
+  std::fputs(text.c_str(), stderr);
+}
+
+void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
+                       const std::string& error) {
+  const News& first = reports.front().news;
+  Fault fault;
+  std::vector<std::string> descriptions;
+  std::string stacks;
+  for (const Report& report : reports) {
+    fault.ranks.push_back(report.news.about);
+    if (descriptions.size() == kMostNamed) continue;
+    descriptions.push_back(words_for(report.news, wanted.model));
+    if (report.news.kind == News::Kind::kLate && !report.news.text.empty()) {
+      stacks += concat("\nRank ", report.news.about, ":\n", report.news.text);
+    }
+  }
+  if (reports.size() > kMostNamed) {
+    descriptions.push_back(concat(reports.size() - kMostNamed, " more ranks likewise"));
+  }
+  fault.text = concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ",
+                      rounded(waited), " in ", wanted.place, ". ", remedy_for(first.kind), ".",
+                      error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
+  fault.phase =
+      wanted.model < first.standings.size() ? name_of(first.standings[wanted.model].phase) : "";
+  fault.bucket = wanted.bucket;
+  fault.parameters = wanted.parameters;
+  fault.seconds = waited;
+  fault.reason = first.kind == News::Kind::kLate ? "is late" : first.text;
+  if (!raised_) {
+    fault_ = fault;
+    raised_ = true;
+  }
+  interpreter_.raise(fault);
+  throw std::runtime_error(fault.text);
+}
+
+std::string FaultWatch::words_for(const News& news, size_t model) const {
+  const Standing* at = model < news.standings.size() ? &news.standings[model] : nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return describe(news, at, model < models_.size() ? models_[model].names : Names());
+}
+
+// -- leaving --
+
+void FaultWatch::leave(Leaving how, const std::string& why) {
+  if (process_ != getpid()) return;
+  News news{News::Kind::kEnded, rank_, 0, 0, standings(), why};
+  if (how == Leaving::kRaises) news.kind = News::Kind::kRaised;
+  if (how == Leaving::kGivesUp) news.kind = News::Kind::kGaveUp;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(left_, true)) return;
+  }
+  tell(news);
+}
+
+void FaultWatch::close() { peers_.close(); }
+
+}  // namespace fastsync::engine

@@ -1,0 +1,160 @@
+// What a rank knows of the others while it waits for them: who has ended and why, who is late and where.
+//
+// One per process group. The models of the group tell it where they stand (progress.h), connections between the ranks carry
+// that and the news (comm/peers.h), and a rank that waits for a bucket asks in between:
+//
+//   ended   A rank's connections close, or it says why it leaves. Whoever waits for a collective that it has not issued gets
+//           the error at once; whoever does not need it any more goes on.
+//   late    Who has waited for long asks. A rank that is behind answers with what it does and its Python stack, which a
+//           signal handler writes without the GIL. For one that does not even answer its neighbours do.
+//
+// The error is made by Python, and nothing here knows of it.
+#pragma once
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../comm/peers.h"
+#include "news.h"
+
+namespace fastsync::engine {
+
+// What an error says; see fastsync.SyncFault.
+struct Fault {
+  std::string text;
+  std::vector<int64_t> ranks;
+  std::string phase;
+  int64_t bucket = -1;
+  std::vector<std::string> parameters;
+  double seconds = 0;
+  std::string reason;
+};
+
+// A rank, as the others see it.
+struct Member {
+  comm::PeerAddress address;
+  int64_t process = 0;
+  std::string machine;  // equal where process numbers mean the same
+};
+
+// What a rank waits for.
+struct Wanted {
+  size_t model = 0;
+  int64_t issued = 0;  // the collectives that a rank must have issued
+  int64_t bucket = -1;
+  std::string place;  // "bucket 3 of 9 (...)"
+  std::vector<std::string> parameters;
+};
+
+// How a rank leaves.
+enum class Leaving : int64_t {
+  kEnds,     // its script has come to its end
+  kRaises,   // by an exception of its own
+  kGivesUp,  // by an error that others have caused
+};
+
+class FaultWatch {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  struct Options {
+    double warn_after = 10;  // seconds of waiting
+    int stack_file =
+        -1;  // that a handler of `stack_signal` writes the main thread's Python stack to
+    int stack_signal = 0;
+  };
+  struct Interpreter {
+    std::function<void(const Fault&)> raise;  // throws
+    std::function<void()> check_signals;      // throws where a handler of a signal raises
+  };
+
+  FaultWatch(const std::string& host, Options options, Interpreter interpreter);
+  ~FaultWatch();
+  FaultWatch(const FaultWatch&) = delete;
+  FaultWatch& operator=(const FaultWatch&) = delete;
+
+  const comm::PeerAddress& address() const { return peers_.address(); }
+  // All ranks of the group. Returns those that could not be reached. On the thread whose stack others shall see.
+  std::vector<int64_t> connect(std::vector<Member> members, int64_t rank);
+  // A model of the group, in the order in which every rank makes them. Returns its number.
+  size_t add(std::shared_ptr<const Progress> progress, Names names);
+
+  // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the interpreter raises: because a rank
+  // that is wanted has ended, or a signal has come. Warns of ranks that are late.
+  void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
+  // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
+  void explain(const Wanted& wanted, const std::string& error, double waited);
+  // Throws where an error of this watch has been raised before: the ranks no longer agree.
+  void check_agreement() const;
+
+  // Tells the others, once; `why`: in words.
+  void leave(Leaving how, const std::string& why);
+  // Ends the connections.
+  void close();
+  // In a process that was forked.
+  void abandon() { peers_.abandon(); }
+
+ private:
+  struct Report {
+    News news;
+    Clock::time_point came;
+  };
+  struct Neighbour {
+    std::vector<Standing> standings;
+    Clock::time_point heard;
+  };
+  struct Model {
+    std::shared_ptr<const Progress> progress;
+    Names names;
+  };
+
+  std::vector<Standing> standings() const;
+  void on_beat(int64_t rank, const std::string& beat);
+  void on_closed(int64_t rank);
+  void on_news(const std::string& bytes);
+  void answer(const News& question);
+  void tell(News news);
+  void note(News news);
+  std::string stack() const;
+  bool is_here(int64_t rank) const;
+  void ask(const Wanted& wanted);
+  static bool lacks(const News& news, const Wanted& wanted);
+  std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
+  std::vector<Report> late(const Wanted& wanted) const;
+  void check(const Wanted& wanted, double waited, Clock::duration grace);
+  void warn(const Wanted& wanted, double waited) const;
+  [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
+                          const std::string& error);
+  std::string words_for(const News& news, size_t model) const;
+
+  Options options_;
+  Interpreter interpreter_;
+  int64_t process_ = getpid();  // this one, to tell a forked one
+  pthread_t main_thread_{};
+  int64_t rank_ = 0;
+  std::vector<Member> members_;
+
+  mutable std::mutex mutex_;  // of what follows
+  std::vector<Model> models_;
+  std::map<int64_t, Neighbour> neighbours_;
+  std::map<int64_t, Report> ends_;
+  std::map<int64_t, Report> late_;
+  bool left_ = false;
+  std::atomic<bool> disturbed_{false};  // there are ends
+  std::atomic<bool> raised_{false};
+  Fault fault_;  // that was raised first
+
+  comm::Peers peers_;  // whose thread ends first
+};
+
+}  // namespace fastsync::engine

@@ -1,0 +1,166 @@
+#include "news.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../check.h"
+
+namespace fastsync::engine {
+namespace {
+
+std::string activity(const Standing& at, const Names& names) {
+  const int64_t step = at.step + 1;
+  const bool named = at.param >= 0 && at.param < static_cast<int64_t>(names.size());
+  const std::string name = named ? names[static_cast<size_t>(at.param)] : "";
+  switch (static_cast<Phase>(at.phase)) {
+    case Phase::kForward:
+      return concat("in the forward of step ", step);
+    case Phase::kAfterForward:
+      return concat("between forward and backward of step ", step);
+    case Phase::kBackward:
+      return concat("in the backward of step ", step,
+                    name.empty() ? "" : concat(", last gradient '", name, "'"), ", ", at.bucket,
+                    " of ", at.buckets, " buckets sent");
+    case Phase::kWaiting:
+      return concat("in step ", step, ", in bucket ", at.bucket, " of ", at.buckets);
+    case Phase::kMeeting:
+      return concat("before step ", step,
+                    ", where it waits for the others to train the same parameters");
+    case Phase::kPlanning:
+      return concat("behind step ", at.step, ", where buckets are planned");
+    case Phase::kGathering:
+      return concat("behind step ", at.step, ", gathering parameters");
+    default:
+      return at.step == 0 ? "before the first step" : concat("behind step ", at.step);
+  }
+}
+
+}  // namespace
+
+const char* name_of(int64_t phase) {
+  switch (static_cast<Phase>(phase)) {
+    case Phase::kForward:
+      return "forward";
+    case Phase::kAfterForward:
+      return "after forward";
+    case Phase::kBackward:
+      return "backward";
+    case Phase::kWaiting:
+      return "waiting";
+    case Phase::kMeeting:
+    case Phase::kPlanning:
+      return "planning";
+    case Phase::kGathering:
+      return "gathering";
+    default:
+      return "between steps";
+  }
+}
+
+const char* remedy_for(News::Kind kind) {
+  switch (kind) {
+    case News::Kind::kDied:
+      return "Look at what it printed, and in the system's log for the out-of-memory killer; then "
+             "restart from a checkpoint";
+    case News::Kind::kRaised:
+      return "Mend that error: it is the cause, and those of the other ranks follow from it";
+    case News::Kind::kEnded:
+      return "Give every rank as many steps, or train within model.join()";
+    case News::Kind::kGaveUp:
+      return "The cause is what that rank says";
+    default:
+      return "Find out what it waits for; the timeout of init_process_group() says how long others "
+             "wait for it";
+  }
+}
+
+std::string describe(const News& news, const Standing* at, const Names& names) {
+  const std::string where = at == nullptr ? "" : concat(" ", activity(*at, names));
+  const std::string rank = concat("rank ", news.about);
+  switch (news.kind) {
+    case News::Kind::kEnded:
+      return concat(rank, " ended its script", where);
+    case News::Kind::kRaised:
+      return concat(rank, " raised ", news.text, where);
+    case News::Kind::kGaveUp:
+      return concat(rank, " gave up", where, ": ", news.text);
+    case News::Kind::kDied:
+      return concat(rank, " ", news.text, where);
+    case News::Kind::kSilent:
+      return concat(rank, " ", news.text.empty() ? "does not answer" : news.text, where,
+                    ", as it last said");
+    default:
+      return concat(rank, " is late: it is", where.empty() ? " not there yet" : where);
+  }
+}
+
+// -- messages --
+
+namespace {
+
+void put(std::string& bytes, int64_t value) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+// Zeros behind the end.
+int64_t take(const std::string& bytes, size_t& at) {
+  int64_t value = 0;
+  if (at + sizeof value <= bytes.size()) std::memcpy(&value, bytes.data() + at, sizeof value);
+  at = std::min(bytes.size(), at + sizeof value);
+  return value;
+}
+
+std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
+  std::vector<Standing> result;
+  for (int64_t left = take(bytes, at); left > 0 && at < bytes.size(); --left) {
+    Standing each;
+    for (int64_t* value :
+         {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param, &each.issued}) {
+      *value = take(bytes, at);
+    }
+    result.push_back(each);
+  }
+  return result;
+}
+
+}  // namespace
+
+std::string encode(const std::vector<Standing>& standings) {
+  std::string bytes;
+  put(bytes, static_cast<int64_t>(standings.size()));
+  for (const Standing& each : standings) {
+    for (const int64_t value :
+         {each.step, each.phase, each.bucket, each.buckets, each.param, each.issued}) {
+      put(bytes, value);
+    }
+  }
+  return bytes;
+}
+
+std::vector<Standing> decode_standings(const std::string& bytes) {
+  size_t at = 0;
+  return take_standings(bytes, at);
+}
+
+std::string encode(const News& news) {
+  std::string bytes;
+  for (const int64_t value :
+       {static_cast<int64_t>(news.kind), news.about, news.model, news.issued}) {
+    put(bytes, value);
+  }
+  return bytes + encode(news.standings) + news.text;
+}
+
+News decode_news(const std::string& bytes) {
+  size_t at = 0;
+  News news;
+  news.kind = static_cast<News::Kind>(take(bytes, at));
+  news.about = take(bytes, at);
+  news.model = take(bytes, at);
+  news.issued = take(bytes, at);
+  news.standings = take_standings(bytes, at);
+  news.text = bytes.substr(at);
+  return news;
+}
+
+}  // namespace fastsync::engine

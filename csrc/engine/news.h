@@ -1,0 +1,52 @@
+// What ranks tell each other of faults, and how it travels.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "progress.h"
+
+namespace fastsync::engine {
+
+struct News {
+  enum class Kind : int64_t {
+    // A rank has ended: its script has, by an exception of its own, by an error that others have caused, or without a word.
+    kEnded,
+    kRaised,
+    kGaveUp,
+    kDied,
+    kAlive,   // it has not: only a connection was lost
+    kAsked,   // who has not issued this collective?
+    kLate,    // this rank has not
+    kSilent,  // that one has not, and does not speak
+  };
+
+  Kind kind = Kind::kEnded;
+  int64_t about = -1;  // a rank
+  int64_t model = 0;   // that was asked for, and the number of collectives
+  int64_t issued = 0;
+  std::vector<Standing> standings;  // of that rank's models
+  std::string text;
+};
+
+inline bool is_end(News::Kind kind) { return kind <= News::Kind::kDied; }
+
+std::string encode(const News& news);
+std::string encode(const std::vector<Standing>& standings);
+// Of bytes that are cut off, what there is.
+News decode_news(const std::string& bytes);
+std::vector<Standing> decode_standings(const std::string& bytes);
+
+// The names of a model's parameters.
+using Names = std::vector<std::string>;
+
+// "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9 buckets sent". `at`: where it
+// stands; null: it is not known.
+std::string describe(const News& news, const Standing* at, const Names& names);
+// "forward", "backward", ...
+const char* name_of(int64_t phase);
+// What to do about it, for the first of those that are to blame.
+const char* remedy_for(News::Kind kind);
+
+}  // namespace fastsync::engine

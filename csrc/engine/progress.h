@@ -1,0 +1,82 @@
+// Where a model's training stands on this rank, for whoever wants to say so while the rank cannot.
+//
+// The thread that trains writes, a thread that watches reads. Each value is stored by itself and relaxed, so writing costs a
+// plain store; a reader may see a step's number beside the phase of the one before.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace fastsync::engine {
+
+enum class Phase : int64_t {
+  kBetweenSteps,
+  kForward,
+  kAfterForward,
+  kBackward,
+  kWaiting,  // for a bucket
+  kMeeting,  // the other ranks, to change the plan
+  kPlanning,
+  kGathering,  // parameters that an optimizer has stepped on
+};
+
+// A copy.
+struct Standing {
+  int64_t step = 0;     // synchronised steps that lie behind
+  int64_t phase = 0;    // of `Phase`
+  int64_t bucket = 0;   // sent in this step; while waiting, the one that is waited for
+  int64_t buckets = 0;  // of the plan
+  int64_t param = -1;   // whose gradient came last; -1: none in this step
+  int64_t issued =
+      0;  // collectives of this model, ever: the same ones in the same order on every rank
+};
+
+class Progress {
+ public:
+  Standing now() const {
+    return {get(kStep), get(kPhase), get(kBucket), get(kBuckets), get(kParam), get(kIssued)};
+  }
+
+  void reach(Phase phase) { set(kPhase, static_cast<int64_t>(phase)); }
+  void count_steps(int64_t steps) { set(kStep, steps); }
+  void begin_backward() {
+    reach(Phase::kBackward);
+    set(kBucket, 0);
+    set(kParam, -1);
+    before_ = get(kIssued);
+  }
+  void arrived(size_t param) { set(kParam, static_cast<int64_t>(param)); }
+  void sent(int64_t buckets) {
+    reach(Phase::kBackward);  // again, where it had waited for an earlier one
+    set(kBucket, buckets);
+    issue();
+  }
+  void issue() { set(kIssued, get(kIssued) + 1); }
+  void await(int64_t bucket) {
+    reach(Phase::kWaiting);
+    set(kBucket, bucket);
+  }
+  void plan(int64_t buckets) {
+    set(kBuckets, buckets);
+    if (get(kPhase) == static_cast<int64_t>(Phase::kMeeting)) reach(Phase::kForward);
+  }
+
+  // How many collectives a rank has issued that has sent so many buckets of this step, at most.
+  int64_t issued_with(int64_t buckets) const {
+    const int64_t all = get(kIssued);
+    return before_ + buckets < all ? before_ + buckets : all;
+  }
+  int64_t issued() const { return get(kIssued); }
+
+ private:
+  enum Field { kStep, kPhase, kBucket, kBuckets, kParam, kIssued, kFields };
+
+  int64_t get(Field field) const { return values_[field].load(std::memory_order_relaxed); }
+  void set(Field field, int64_t value) { values_[field].store(value, std::memory_order_relaxed); }
+
+  std::array<std::atomic<int64_t>, kFields> values_{};
+  int64_t before_ = 0;  // issued before this step; the writer's own
+};
+
+}  // namespace fastsync::engine

@@ -1,0 +1,85 @@
+// How a reducer waits for other ranks: looking out for their faults, where there is a watch.
+#include <utility>
+
+#include "../check.h"
+#include "reducer.h"
+
+namespace fastsync::engine {
+namespace {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+}  // namespace
+
+void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
+  const Lock lock(mutex_);
+  faults_ = std::move(watch);
+  if (!faults_) return;
+  std::vector<std::string> names;
+  for (const auto& param : params_) names.push_back(param->name);
+  watched_as_ = faults_->add(log_.progress(), std::move(names));
+}
+
+Wanted Reducer::wanted(size_t bucket) const {
+  Wanted result;
+  result.model = watched_as_;
+  result.bucket = static_cast<int64_t>(bucket);
+  result.issued = log_.progress()->issued_with(result.bucket + 1);
+  result.place = concat("bucket ", bucket, " of ", plan_.buckets.size(), " (",
+                        plan_.buckets[bucket].describe(), ") of step ", stats_.steps + 1);
+  for (const Slot& slot : plan_.buckets[bucket].slots()) {
+    result.parameters.push_back(slot.param->name);
+  }
+  return result;
+}
+
+// Before a bucket is received. On devices nobody waits there.
+void Reducer::await(size_t index) {
+  Bucket& bucket = plan_.buckets[index];
+  if (bucket.state() != BucketState::kInFlight) return;
+  log_.progress()->await(static_cast<int64_t>(index));
+  waits_since_ = FaultWatch::Clock::now();
+  if (!faults_ || !bucket.device().is_cpu() || !bucket.can_be_asked()) return;
+  if (bucket.arrives_within({})) return;
+  faults_->wait(wanted(index),
+                [&](std::chrono::milliseconds time) { return bucket.arrives_within(time); });
+}
+
+// Seconds, where this rank waits.
+double Reducer::waited() const {
+  const Standing at = log_.progress()->now();
+  if (static_cast<Phase>(at.phase) < Phase::kWaiting) return 0;
+  return std::chrono::duration<double>(FaultWatch::Clock::now() - waits_since_).count();
+}
+
+// Regions of parameters that have been stepped on.
+void Reducer::await_regions(const std::deque<std::unique_ptr<comm::InFlight>>& under_way) {
+  log_.progress()->reach(Phase::kGathering);
+  Wanted wanted;
+  wanted.model = watched_as_;
+  wanted.issued = log_.progress()->issued();
+  wanted.place = concat("the gathering of parameters behind step ", stats_.steps);
+  waits_since_ = FaultWatch::Clock::now();
+  for (const auto& each : under_way) {
+    if (faults_ && each->can_be_asked()) {
+      faults_->wait(wanted,
+                    [&](std::chrono::milliseconds time) { return each->is_done_within(time); });
+    }
+    try {
+      each->wait();
+    } catch (const std::exception& error) {
+      if (faults_) faults_->explain(wanted, error.what(), waited());
+      throw;
+    }
+  }
+  log_.progress()->reach(Phase::kBetweenSteps);
+}
+
+void Reducer::fail(size_t bucket, const char* what, const std::string& error) {
+  if (faults_ && communicates()) faults_->explain(wanted(bucket), error, waited());
+  throw std::runtime_error(concat("fastsync: rank ", routes_.group->rank(), ", ", what, " bucket ",
+                                  bucket, " of ", plan_.buckets.size(), " (",
+                                  plan_.buckets[bucket].describe(), "): ", error));
+}
+
+}  // namespace fastsync::engine

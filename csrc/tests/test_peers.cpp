@@ -1,0 +1,165 @@
+// Connections between ranks: news reaches all that live, and ends are seen. Meant for ThreadSanitizer too.
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../comm/peers.h"
+#include "harness.h"
+
+namespace fastsync::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// A rank, and what it has heard.
+class Rank {
+ public:
+  Rank() : peers("127.0.0.1") {}
+
+  std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank) {
+    Peers::Listener listener;
+    listener.beat = [rank] { return std::to_string(rank); };
+    listener.on_beat = [this](int64_t from, const std::string& beat) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      beats_[from] = beat;
+    };
+    listener.on_news = [this](const std::string& news) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++news_[news];
+    };
+    listener.on_closed = [this](int64_t from) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      closed_.insert(from);
+    };
+    return peers.connect(all, rank, std::move(listener));
+  }
+
+  int heard(const std::string& news) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return news_[news];
+  }
+  std::string beat_of(int64_t rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return beats_[rank];
+  }
+  bool saw_end_of(int64_t rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return closed_.count(rank) != 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, int> news_;
+  std::map<int64_t, std::string> beats_;
+  std::set<int64_t> closed_;
+
+ public:
+  Peers peers;  // whose thread ends first
+};
+
+template <typename Condition>
+bool comes_true(const Condition& condition) {
+  for (int i = 0; i < 1000; ++i) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  return false;
+}
+
+std::vector<std::unique_ptr<Rank>> connected(int64_t count) {
+  std::vector<std::unique_ptr<Rank>> ranks;
+  std::vector<PeerAddress> addresses;
+  for (int64_t r = 0; r < count; ++r) {
+    ranks.push_back(std::make_unique<Rank>());
+    addresses.push_back(ranks.back()->peers.address());
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    EXPECT(ranks[static_cast<size_t>(r)]->connect(addresses, r).empty(), "");
+  }
+  return ranks;
+}
+
+void calls_each_neighbour_once() {
+  for (int64_t ranks = 1; ranks < 70; ++ranks) {
+    std::set<std::pair<int64_t, int64_t>> pairs;
+    for (int64_t r = 0; r < ranks; ++r) {
+      for (const int64_t other : Peers::called_by(r, ranks)) {
+        EXPECT(other != r && other >= 0 && other < ranks, "");
+        EXPECT(pairs.emplace(std::min(r, other), std::max(r, other)).second, "");  // once
+      }
+    }
+    for (int64_t r = 0; ranks > 1 && r < ranks; ++r) {
+      const int64_t next = (r + 1) % ranks;
+      EXPECT(pairs.count({std::min(r, next), std::max(r, next)}) == 1, "");
+    }
+  }
+  EXPECT(Peers::called_by(0, 10000).size() == 13, "");
+}
+
+void news_reaches_all_once() {
+  for (const int64_t count : {2, 3, 4, 9}) {
+    const auto ranks = connected(count);
+    const auto news_of = [](const Rank& rank) {
+      return concat("from ", rank.peers.address().port);
+    };
+    for (const auto& rank : ranks) rank->peers.flood(news_of(*rank));
+    for (const auto& from : ranks) {
+      const std::string news = news_of(*from);
+      for (const auto& to : ranks) {
+        if (to == from) continue;
+        EXPECT(comes_true([&] { return to->heard(news) > 0; }), "");
+        EXPECT(to->heard(news) == 1, "");
+      }
+    }
+    EXPECT(comes_true([&] { return ranks[1]->beat_of(0) == "0"; }), "");
+  }
+}
+
+void last_words_come_before_the_end() {
+  const auto ranks = connected(3);
+  ranks[1]->peers.flood("I go");
+  ranks[1]->peers.close();
+  for (const size_t other : {0, 2}) {
+    EXPECT(comes_true([&] { return ranks[other]->saw_end_of(1); }), "");
+    EXPECT(ranks[other]->heard("I go") == 1, "");
+  }
+  ranks[0]->peers.flood("still here");
+  EXPECT(comes_true([&] { return ranks[2]->heard("still here") == 1; }), "");
+}
+
+void a_stranger_is_not_heard() {
+  const auto ranks = connected(2);
+  Rank stranger;
+  PeerAddress wrong = ranks[0]->peers.address();
+  wrong.key ^= 1;
+  std::vector<PeerAddress> all{stranger.peers.address(), wrong};
+  stranger.connect(all, 0);
+  stranger.peers.flood("lies");
+  EXPECT(comes_true([&] { return stranger.saw_end_of(1); }), "");
+  EXPECT(ranks[0]->heard("lies") == 0, "");
+}
+
+void a_rank_that_cannot_be_reached() {
+  Rank one;
+  PeerAddress nobody{"127.0.0.1", 1, 7};
+  const std::vector<int64_t> missing = one.connect({one.peers.address(), nobody}, 0);
+  EXPECT(missing == std::vector<int64_t>{1}, "");
+}
+
+}  // namespace
+}  // namespace fastsync::comm
+
+int main(int argc, char** argv) {
+  using namespace fastsync::comm;  // NOLINT: cases only
+  return fastsync::testing::run_cases({{"neighbours", calls_each_neighbour_once},
+                                       {"news", news_reaches_all_once},
+                                       {"last words", last_words_come_before_the_end},
+                                       {"stranger", a_stranger_is_not_heard},
+                                       {"unreachable", a_rank_that_cannot_be_reached}},
+                                      argc, argv);
+}

@@ -1,0 +1,175 @@
+"""Looks out for faults of other ranks: one watch for each process group.
+
+csrc/engine/fault_watch.h says how. Here the ranks agree that there is one, and find each other:
+each offers an address, or says why not, and all see all offers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fastsync.build.env import Env
+from fastsync.engine import core
+from fastsync.ranks.farewell import before_leaving
+from fastsync.ranks.faults import SyncFault
+from fastsync.torch_private import PrefixStore, Store, TCPStore, gather_objects, group_store
+
+__all__ = ["explained", "open_watch", "watch_of"]
+
+_log = logging.getLogger("fastsync")
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of itself.
+
+    Attributes:
+        address: host, port and key of its watch; None if it has none.
+        process: its number.
+        machine: equal on ranks for which process numbers mean the same.
+        refusal: why it has no watch; empty if it has.
+    """
+
+    address: tuple[str, int, int] | None
+    process: int
+    machine: str
+    refusal: str = ""
+
+
+@cache
+def _watches() -> weakref.WeakKeyDictionary[dist.ProcessGroup, core.FaultWatch]:
+    """Those of this process."""
+    return weakref.WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
+    """The watch of a group, if there is one."""
+    return _watches().get(group)
+
+
+def open_watch(group: dist.ProcessGroup) -> None:
+    """Has the ranks of `group` look out for each other, from its first model on. Collective.
+
+    Without effect where any rank sets ``FASTSYNC_WATCH=0`` or cannot listen, which rank 0 logs.
+    """
+    store = group_store(group)
+    if group.size() == 1 or store is None or group in _watches():
+        return
+    watch, offer = _make_offer(store)
+    offers = gather_objects(offer, group)
+    refusal = _why_not(offers)
+    if watch is None or refusal:
+        if group.rank() == 0:
+            _log.info("fastsync: nobody looks out for faults: %s", refusal)
+        return
+    addresses = [(*o.address, o.process, o.machine) for o in offers if o.address is not None]
+    missing = watch.connect(addresses, group.rank())
+    if missing:
+        _log.warning("fastsync: no connection for news of faults to ranks %s", missing)
+    _watches()[group] = watch
+    before_leaving(watch)
+
+
+@contextlib.contextmanager
+def explained(group: dist.ProcessGroup, place: str) -> Iterator[None]:
+    """Turns an error of a backend into one that names the ranks that have ended, if any have.
+
+    Args:
+        place: what this rank is in, as it should read in the error.
+
+    Raises:
+        SyncFault: with the backend's words at its end.
+    """
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        watch = watch_of(group)
+        if watch is not None and not isinstance(error, SyncFault):
+            watch.explain(place, str(error), time.monotonic() - start)
+        raise
+
+
+def _make_offer(store: Store) -> tuple[core.FaultWatch | None, _Offer]:
+    process, machine = os.getpid(), _machine()
+    env = Env.read()
+    if not env.watch:
+        return None, _Offer(None, process, machine, "FASTSYNC_WATCH is 0")
+    try:
+        stacks = _Stacks.of_main_thread()
+        watch = core.make_watch(_own_host(store), env.stall_warn, stacks.file, stacks.signal)
+    except (OSError, RuntimeError) as error:
+        return None, _Offer(None, process, machine, str(error))
+    return watch, _Offer(watch.address(), process, machine)
+
+
+def _why_not(offers: Sequence[_Offer]) -> str:
+    for rank, offer in enumerate(offers):
+        if offer.address is None:
+            return f"on rank {rank}, {offer.refusal}"
+        alone = offer.address[0].startswith("127.")
+        if alone and any(other.machine != offer.machine for other in offers):
+            return f"rank {rank} has only found an address of its own machine, {offer.address[0]}"
+    return ""
+
+
+def _own_host(store: Store) -> str:
+    """This machine's address on the way to the store, where all ranks have been."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store.host, store.port))
+        return str(probe.getsockname()[0])
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {socket.gethostname()}"
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """Where a signal has the main thread write its Python stack; it needs no GIL for that.
+
+    Attributes:
+        file: -1 where nothing does.
+        signal: its number.
+    """
+
+    file: int = -1
+    signal: int = 0
+
+    @staticmethod
+    def of_main_thread() -> _Stacks:
+        if threading.current_thread() is not threading.main_thread():
+            return _Stacks()
+        return _registered()
+
+
+@cache
+def _registered() -> _Stacks:
+    number = signal.SIGRTMAX - 7
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return _Stacks()
+    file = os.memfd_create("fastsync stacks", os.MFD_CLOEXEC)
+    faulthandler.register(number, file, all_threads=False)
+    return _Stacks(file, number)

@@ -1,0 +1,91 @@
+"""Tells the other ranks why this one leaves, before it does.
+
+An exception that nobody catches reaches `sys.excepthook`, the end of a script the functions of
+`atexit`. Both tell whoever was given to `before_leaving`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import traceback
+import weakref
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from fastsync.ranks.faults import SyncFault
+
+__all__ = ["Leaver", "before_leaving", "in_words"]
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LONGEST = 500  # characters of an exception's text
+
+
+class Leaver(Protocol):
+    """Who tells the others."""
+
+    def leave(self, how: str, why: str) -> None:
+        """`how`: "ends", "raises" or "gives up", the last because of other ranks."""
+
+    def close(self) -> None:
+        """What has been told is on its way, and nothing more will be."""
+
+    def abandon(self) -> None:
+        """This process was forked from the one that the leaver is of."""
+
+
+def before_leaving(leaver: Leaver) -> None:
+    """Has `leaver` told how this process ends, as long as it lives."""
+    _leavers().add(leaver)
+
+
+@cache
+def _leavers() -> weakref.WeakSet[Leaver]:
+    """Those of this process; the first time, hooks where it can end."""
+    leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+    atexit.register(_at_end, leavers)
+    os.register_at_fork(after_in_child=lambda: _in_child(leavers))
+    others = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for leaver in list(leavers):
+            how = "gives up" if isinstance(error, SyncFault) else "raises"
+            leaver.leave(how, in_words(error))
+        if issubclass(kind, KeyboardInterrupt) and len(leavers):
+            print(f"fastsync: {in_words(error)}", file=sys.stderr)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends this process at once
+            return
+        others(kind, error, trace)
+
+    sys.excepthook = hook
+    return leavers
+
+
+def _at_end(leavers: weakref.WeakSet[Leaver]) -> None:
+    for leaver in list(leavers):
+        leaver.leave("ends", "")
+        leaver.close()
+
+
+def _in_child(leavers: weakref.WeakSet[Leaver]) -> None:
+    for leaver in list(leavers):
+        leaver.abandon()
+
+
+def in_words(error: BaseException) -> str:
+    """An exception and where the script met it: "ValueError: bad batch (train.py:88 in step)"."""
+    lines = str(error).splitlines() or [""]
+    text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
+    if not own:
+        return text
+    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})"

@@ -1,0 +1,48 @@
+"""The error that names the ranks that others wait for in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["SyncFault"]
+
+
+class SyncFault(RuntimeError):
+    """Other ranks have ended, or did not come in time; the text says which, where and why.
+
+    The ranks do not agree any more once it has been raised, so every later forward raises it too:
+    restart from a checkpoint.
+
+    Attributes:
+        ranks: those that were missing, of the process group.
+        phase: what the first of them was doing when it was last heard of: "forward", "after
+            forward", "backward", "waiting" (for a bucket), "gathering" (parameters), "planning"
+            or "between steps"; empty where it had not wrapped the model yet.
+        bucket: that this rank waited for, from 0; -1 where it waited for something else.
+        parameters: names of those in that bucket.
+        seconds: that this rank had waited.
+        reason: what became of the first of them: "was killed by SIGKILL", the exception that it
+            raised, "is late"; empty where its script had come to its end.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: Sequence[int] = (),
+        phase: str = "",
+        bucket: int = -1,
+        parameters: Sequence[str] = (),
+        seconds: float = 0.0,
+        reason: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+        self.phase = phase
+        self.bucket = bucket
+        self.parameters = list(parameters)
+        self.seconds = seconds
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[SyncFault], tuple[object, ...]]:
+        fields = (self.ranks, self.phase, self.bucket, self.parameters, self.seconds, self.reason)
+        return type(self), (str(self), *fields)

@@ -1,0 +1,185 @@
+"""Trains on forked ranks of which one has a fault, and prints how each ended. See test_faults.py.
+
+A job is (fault, place, wrapper, world). Rank 1 has the fault in its third step. A rank writes what
+it has seen to `<folder>/<job>-<rank>.json`; the script prints, as JSON, how the processes ended.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # wrapping a module would import it
+import torch.distributed as dist
+from torch import nn
+
+import fastsync
+from fastsync.build import extension
+
+LIMIT = 60.0  # seconds for a job
+FAULTY = 1
+STEPS = 5
+AT = 2  # the third step
+WIDTH = 64
+LAYERS = 6
+WRAPPERS = {"fp32": {}, "int8": {"wire": "int8"}, "zero1": {"zero": 1}, "zero2": {"zero": 2}}
+
+
+class BadBatch(ValueError):
+    pass
+
+
+def fail(fault):
+    """What happens to the faulty rank, some beats after the others have heard where it is."""
+    time.sleep(0.3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "sleep":
+        time.sleep(1000)
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "leave":
+        sys.exit(0)
+    elif fault in ("raise", "skip"):
+        raise BadBatch("bad batch")
+    else:
+        raise AssertionError(fault)
+
+
+class Net(nn.Module):
+    """Whose layers can fail while they are wrapped, or run."""
+
+    def __init__(self, fault, place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.fault, self.place, self.step = fault, place, -1
+        # Reached when the buckets of half of the layers have been sent.
+        self.layers[LAYERS // 2].weight.register_hook(self.in_backward)
+
+    def due(self, place):
+        return self.fault is not None and place == self.place and self.step == AT
+
+    def in_backward(self, grad):
+        if self.due("backward"):
+            fail(self.fault)
+
+    def named_buffers(self, *args, **kwargs):
+        if self.fault is not None and self.place == "wrap":
+            fail(self.fault)
+        return super().named_buffers(*args, **kwargs)
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index == LAYERS // 2 and self.due("forward"):
+                fail(self.fault)
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train(rank, fault, place, wrapper):
+    mine = fault if rank == FAULTY else None
+    options = dict(WRAPPERS[wrapper])
+    if fault == "settings" and mine:
+        options["bucket_cap_mb"] = 7
+    if fault == "nan":
+        options["on_nonfinite"] = "raise"
+    net = Net(mine, place)
+    if fault == "thaw":
+        net.layers[0].weight.requires_grad_(False)
+    model = fastsync.FastDDP(net, **{"bucket_cap_mb": 0.01, **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for net.step in range(STEPS - (mine == "fewer")):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + net.step))
+        if net.step == AT and mine == "nan":
+            x[0, 0] = float("nan")
+        if net.step == AT and mine == "thaw":
+            net.layers[0].weight.requires_grad_(True)
+        optimizer.zero_grad()
+        try:
+            model(x).backward()
+        except BadBatch:
+            if mine != "skip":
+                raise
+            continue
+        if net.due("between"):
+            fail(fault)
+        optimizer.step()
+    return [float(p.detach().double().sum()) for p in net.parameters()]
+
+
+def facts_of(error):
+    names = ("ranks", "phase", "bucket", "parameters", "seconds", "reason")
+    facts = {name: getattr(error, name, None) for name in names}
+    return {"error": type(error).__name__, "text": str(error), "at": time.time(), **facts}
+
+
+def run(folder, name, rank, job):
+    fault, place, wrapper, world = job
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}.store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=5 if fault in ("stop", "sleep") else 60),
+    )
+    try:
+        seen = {"weights": train(rank, fault, place, wrapper)}
+    except BaseException as error:
+        seen = facts_of(error)
+        raise
+    finally:
+        Path(folder, f"{name}-{rank}.json").write_text(json.dumps(seen))
+
+
+def start(folder, name, rank, job):
+    """In a forked process: what it prints goes to a file."""
+    log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    run(folder, name, rank, job)
+
+
+def wait_for(children, hangs):
+    """Which have not ended; where the faulty one `hangs`, only the others are waited for."""
+    ended, deadline = set(), time.monotonic() + LIMIT
+    while len(ended) < len(children) and time.monotonic() < deadline:
+        for rank, pid in enumerate(children):
+            if rank not in ended and os.waitpid(pid, os.WNOHANG)[0]:
+                ended.add(rank)
+        if hangs and len(ended) == len(children) - 1 and FAULTY not in ended:
+            break
+        time.sleep(0.01)
+    stuck = [rank for rank in range(len(children)) if rank not in ended]
+    for rank in stuck:
+        os.kill(children[rank], signal.SIGKILL)
+        os.waitpid(children[rank], 0)
+    return stuck
+
+
+def main():
+    folder, jobs = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ.update(FASTSYNC_STALL_WARN="1", FASTSYNC_AGREE_TIMEOUT="3")
+    extension.load()
+    stuck = {}
+    for job in jobs:
+        name, children = "-".join(map(str, job)), []
+        for rank in range(job[3]):
+            child = os.fork()
+            if child == 0:
+                start(folder, name, rank, job)
+                return
+            children.append(child)
+        stuck[name] = wait_for(children, job[0] in ("stop", "sleep"))
+    print(json.dumps(stuck))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Real ranks that die, stop, sleep, raise and leave, and what the others say of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fault_script import AT, FAULTY, LAYERS
+from tests.scripts import finish, start
+
+# Fault, where, wrapper, ranks.
+DEATHS = [
+    ("kill", "forward", "fp32", 2),
+    ("kill", "backward", "fp32", 3),
+    ("kill", "between", "fp32", 3),
+    ("kill", "wrap", "fp32", 3),
+    ("kill", "forward", "int8", 4),
+    ("kill", "backward", "int8", 3),
+    ("kill", "backward", "zero1", 3),
+    ("kill", "forward", "zero2", 3),
+    ("kill", "between", "zero2", 2),
+    ("exit", "backward", "fp32", 4),
+]
+RAISES = [
+    ("raise", "forward", "fp32", 3),
+    ("raise", "backward", "fp32", 4),
+    ("raise", "between", "int8", 2),
+    ("raise", "wrap", "fp32", 2),
+    ("raise", "backward", "zero1", 2),
+    ("raise", "forward", "zero2", 4),
+]
+LEAVES = [
+    ("leave", "forward", "fp32", 3),
+    ("leave", "backward", "int8", 2),
+    ("fewer", "loop", "fp32", 3),
+    ("fewer", "loop", "zero1", 2),
+    ("skip", "forward", "fp32", 3),
+]
+STALLS = [
+    ("stop", "backward", "fp32", 3),
+    ("sleep", "forward", "fp32", 3),
+    ("sleep", "between", "zero1", 2),
+    ("stop", "forward", "int8", 2),
+]
+ALIKE = [
+    ("settings", "loop", "fp32", 3),
+    ("nan", "loop", "fp32", 3),
+    ("nan", "loop", "zero2", 2),
+]
+THAW = ("thaw", "loop", "fp32", 3)
+JOBS = [*DEATHS, *RAISES, *LEAVES, *STALLS, *ALIKE, THAW]
+
+
+def name_of(job):
+    return "-".join(map(str, job))
+
+
+class Ending:
+    """What the ranks of a job have seen, by rank; None where one could not say."""
+
+    def __init__(self, folder, job, stuck):
+        self.stuck = stuck
+        files = [Path(folder, f"{name_of(job)}-{rank}.json") for rank in range(job[3])]
+        self.ranks = [json.loads(f.read_text()) if f.exists() else None for f in files]
+        self.logs = [f.with_suffix(".log").read_text(errors="replace") for f in files]
+        self.others = [seen for rank, seen in enumerate(self.ranks) if rank != FAULTY]
+
+    def __str__(self):
+        return "\n".join(f"{seen}\n{log}" for seen, log in zip(self.ranks, self.logs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory, request):
+    """How each job that a test of this run asks for has ended."""
+    wanted = [item.callspec.params["job"] for item in request.session.items if in_module(item)]
+    folder = tmp_path_factory.mktemp("faults")
+    output = finish(start("tests.fault_script", folder, json.dumps(wanted)), timeout=900)
+    stuck = json.loads(output.splitlines()[-1])
+    return {job: Ending(folder, job, stuck[name_of(job)]) for job in wanted}
+
+
+def in_module(item):
+    return item.path.name == Path(__file__).name and "job" in getattr(
+        getattr(item, "callspec", None), "params", {}
+    )
+
+
+def check_named(ending):
+    """Every other rank raised the error that names the faulty one, and none hangs."""
+    assert set(ending.stuck) <= {FAULTY}, str(ending)
+    for seen in ending.others:
+        assert seen["error"] == "SyncFault", str(ending)
+        assert seen["ranks"] == [FAULTY], str(ending)
+        assert f"rank {FAULTY}" in seen["text"], str(ending)
+
+
+def check_place(job, ending):
+    """The others wait for a bucket that the faulty rank has not sent, or not wholly."""
+    _, place, wrapper, _ = job
+    for seen in ending.others:
+        if place in ("forward", "between") and not wrapper.startswith("zero"):
+            assert seen["bucket"] == 0, str(ending)
+            assert any(f"layers.{LAYERS - 1}" in name for name in seen["parameters"]), str(ending)
+        elif place == "backward":
+            assert 0 <= seen["bucket"] <= LAYERS, str(ending)
+        if place in ("forward", "backward"):
+            assert f"of step {AT + 1}" in seen["text"], str(ending)
+
+
+@pytest.mark.parametrize("job", DEATHS, ids=name_of)
+def test_a_death_is_named_on_every_other_rank(endings, job):
+    ending = endings[job]
+    check_named(ending)
+    check_place(job, ending)
+    how = "was killed by SIGKILL" if job[0] == "kill" else "exited with code 3"
+    for seen in ending.others:
+        assert how in seen["reason"] or "ended without a word" in seen["reason"], str(ending)
+
+
+@pytest.mark.parametrize("job", RAISES, ids=name_of)
+def test_the_others_say_why_a_rank_has_left(endings, job):
+    ending = endings[job]
+    check_named(ending)
+    check_place(job, ending)
+    for seen in ending.others:
+        assert "BadBatch: bad batch (fault_script.py:" in seen["text"], str(ending)
+        assert f"rank {FAULTY} raised" in seen["text"], str(ending)
+
+
+@pytest.mark.parametrize("job", LEAVES, ids=name_of)
+def test_a_rank_that_makes_fewer_steps_is_named(endings, job):
+    ending = endings[job]
+    check_named(ending)
+    for seen in ending.others:
+        assert f"rank {FAULTY} ended its script" in seen["text"], str(ending)
+        assert "join()" in seen["text"], str(ending)
+
+
+@pytest.mark.parametrize("job", STALLS, ids=name_of)
+def test_a_rank_that_stalls_is_named_before_and_at_the_timeout(endings, job):
+    ending = endings[job]
+    check_named(ending)
+    warned = [log for log in ending.logs if "fastsync: rank 0 has waited" in log]
+    assert len(warned) == 1, str(ending)
+    if job[0] == "sleep":
+        assert "in fail" in warned[0], "the stack of the rank that sleeps"
+        assert f"rank {FAULTY} is late" in warned[0]
+    else:
+        assert f"rank {FAULTY} is stopped" in warned[0]
+
+
+@pytest.mark.parametrize("job", ALIKE, ids=name_of)
+def test_what_all_ranks_can_know_is_the_same_error_on_all(endings, job):
+    ending = endings[job]
+    assert not ending.stuck, str(ending)
+    error = {"settings": "RankMismatchError", "nan": "NonFiniteGradientError"}[job[0]]
+    assert {seen["error"] for seen in ending.ranks} == {error}, str(ending)
+    assert all("rank" in seen["text"] and str(FAULTY) in seen["text"] for seen in ending.ranks)
+
+
+@pytest.mark.parametrize("job", [THAW], ids=name_of)
+def test_a_rank_that_trains_others_than_the_rest_is_named(endings, job):
+    ending = endings[job]
+    assert not ending.stuck, str(ending)
+    assert "did not come" in ending.ranks[FAULTY]["text"]
+    for seen in ending.others:
+        assert seen["error"] == "SyncFault", str(ending)
+        assert seen["ranks"] == [FAULTY], str(ending)
+        assert "to train the same parameters" in seen["text"], str(ending)
