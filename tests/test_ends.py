@@ -33,7 +33,7 @@ def test_a_signal_ends_all_ranks_with_a_line_each(number, tmp_path):
         time.sleep(0.5)  # so that rank 0 is in the wait itself
         launcher.send_signal(number)
         # torchrun kills ranks that have not ended after 30 seconds.
-        launcher.wait(timeout=25)
+        launcher.wait(timeout=100)
     finally:
         launcher.kill()
     text = output.read_text()

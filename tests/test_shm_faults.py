@@ -45,7 +45,7 @@ def test_a_killed_rank_is_named(world, victim, tmp_path):
         run_ranks(dies, world, victim, str(tmp_path), grace=5.0)
     for rank in set(range(world)) - {victim}:
         text = (tmp_path / str(rank)).read_text()
-        assert f"rank {rank}, " in text
+        assert f"Rank {rank} waited" in text
         # The first to find out may have ended before the others look.
         assert " ended while rank " in text
         assert str(victim) in text.split(" ended while")[0].rsplit("rank", 1)[1]
