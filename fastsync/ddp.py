@@ -82,8 +82,7 @@ class FastDDP(StagedFront):
         on_nonfinite: what becomes of an optimizer's step on gradients that hold NaN or infinity:
             "skip" skips it on every rank, "raise" makes it an error on every rank; both name the
             parameter and the ranks. "ignore" does not look.
-        shared_memory: False has ranks of one machine average CPU gradients through the process
-            group, too, instead of memory that they share; `FASTSYNC_SHM=0` likewise.
+        shared_memory: False has CPU ranks of one machine average through the process group, too.
 
     Raises:
         RuntimeError: there is no parameter to train.

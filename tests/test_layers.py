@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.layers import CPP_LAYERS, MODULE_LAYERS, PACKAGE_LAYERS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fastsync"
 CSRC = ROOT / "csrc"
@@ -13,126 +15,6 @@ LONGEST_FUNCTION = 80
 LONGEST_FILE = 450
 MOST_METHODS = 20  # public ones of a class, properties among them
 MOST_ANY = 15  # per thousand lines
-
-# Packages, from the lowest: a module may import from packages above its own line only. What stands
-# in one line does not know of each other.
-PACKAGE_LAYERS = [
-    ["_C", "build", "torch_private"],
-    ["wire"],
-    ["plan"],
-    ["ranks"],
-    ["engine"],
-    ["shard", "timeline", "units"],
-    ["front"],
-    ["ddp"],
-    ["saving", "sharded"],
-    ["replacing"],
-    ["integrations"],
-    ["planner"],
-    ["__init__"],
-    ["run", "startup"],
-    ["testing"],
-]
-# Within a package likewise, module by module. Where a package has no line here, its modules do not
-# know of each other.
-MODULE_LAYERS = {
-    "build": [["env", "guard", "recipe", "trust"], ["extension"]],
-    "engine": [
-        ["core", "agreement", "unused"],
-        ["memory", "shares", "state", "watch"],
-        ["engine"],
-        ["checkpoint"],
-    ],
-    "front": [
-        ["buffers", "mixed_precision", "nonfinite", "logging_data", "request", "stages"],
-        ["torch_faces"],
-    ],
-    "ranks": [["clocks", "consensus", "faults", "leaving", "links", "meeting"], ["farewell"]],
-    "plan": [["layout", "topology"], ["policy"], ["buckets"]],
-    "planner": [
-        ["quantities", "held", "devices", "links", "record"],
-        ["strategy", "synthetic", "tracing", "profile", "compute"],
-        ["arithmetic", "memory", "simulate"],
-        ["scenario"],
-        ["advice", "measure"],
-        ["plan"],
-        ["views", "asked"],
-        ["command"],
-        ["__init__"],
-    ],
-    "shard": [
-        ["layout", "rectangles", "rules", "steps"],
-        ["chunks", "space"],
-        ["gradients", "pieces"],
-        ["norms", "optimizer"],
-        ["checkpoint"],
-    ],
-    "testing": [["_forkserver", "ranks"], ["__init__"]],
-    "timeline": [
-        ["data", "policy"],
-        ["views", "recorder", "stats"],
-        ["command"],
-        ["__init__", "__main__"],
-    ],
-    "torch_private": [
-        ["callers", "dtensors", "graphs", "groups", "optimizers", "parallel", "tensors"],
-        ["__init__"],
-    ],
-    "units": [
-        ["choosing", "layout", "mesh", "nested"],
-        ["member"],
-        ["strand"],
-        ["unit"],
-        ["context"],
-        ["state"],
-        ["module"],
-        ["sharding"],
-    ],
-    "wire": [["formats"], ["plugins"]],
-}
-CPP_LAYERS = [
-    ["check.h", "codec_plugin.h"],
-    ["kernels"],
-    ["ops/buffers", "ops/device", "ops/parallel"],
-    ["ops/items"],
-    ["ops/loan", "ops/norms", "ops/ops", "comm/worker", "comm/shm_segment", "comm/peers"],
-    ["engine/process", "engine/progress", "engine/timeline"],
-    ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective", "comm/shm_channel"],
-    ["comm/chain", "comm/hook", "comm/shm_memory"],
-    ["comm/shm_collective"],
-    ["comm/python_hook", "codec/coder"],
-    ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
-    ["transport/coded_spec", "transport/coding", "transport/slots"],
-    [
-        "transport/code_buffers",
-        "transport/gradient_buffer",
-        "transport/low_rank",
-        "transport/transport",
-    ],
-    ["transport/coded", "transport/hierarchical", "transport/flat", "transport/regions"],
-    ["transport/region_codes", "transport/plain_regions"],
-    ["transport/coded_regions", "transport/node_regions"],
-    ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
-    ["transport/choose"],
-    ["engine/news"],
-    ["engine/fault_watch"],
-    [
-        "engine/autograd_hooks",
-        "engine/forwards",
-        "engine/plan_watch",
-        "engine/step_log",
-        "engine/rate_meter",
-    ],
-    ["engine/precision", "engine/unit"],
-    ["engine/bucket", "engine/flags"],
-    ["engine/usage"],
-    ["engine/reducer"],
-    ["engine/reducer_state", "engine/reducer_plan", "engine/reducer_wait"],
-    ["bindings.h"],
-    ["bind_specs.cpp", "bind_units.cpp", "bind_watch.cpp"],
-    ["bindings.cpp"],
-    ["units"],
-]
 
 
 def python_files():

@@ -4,7 +4,8 @@
 
 Every way trains the same weights, which is checked first. Ratios are to the fastest of torch's
 ways, in the same round. Bytes are those that FastDDP's engine counts in a step through the process
-group, over what an all-reduce of the gradients takes. FSDP2 has at most UNITS units besides the model.
+group, over what an all-reduce of the gradients takes. FSDP2 has at most UNITS units besides the
+model.
 """
 
 from __future__ import annotations
