@@ -82,6 +82,8 @@ CPP_LAYERS = [
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
     ["ops/loan", "ops/norms", "ops/ops", "comm/worker", "comm/shm_segment", "comm/peers"],
+    ["comm/in_flight"],
+    ["comm/sparse_rows"],
     ["engine/process", "engine/progress", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/collective", "comm/shm_channel"],
     ["comm/chain", "comm/hook", "comm/shm_memory"],

@@ -2,8 +2,6 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/cat.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -16,6 +14,7 @@
 
 #include "../check.h"
 #include "../ops/buffers.h"
+#include "sparse_rows.h"
 #include "worker.h"
 
 namespace fastsync::comm {
@@ -263,66 +262,6 @@ auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*
   return group._reduce_scatter_base(out, in);
 }
 
-// [Note: sparse sums over Gloo]
-// Gloo's threads note the name of the work that they have completed in one string of their process group, and take no lock.
-// "_ALLREDUCE_SPARSE" is the only name that does not fit into the string itself: a thread that completes another work at the
-// same moment then writes to memory that the first has freed. So the rows are gathered and summed here: first their numbers,
-// and, when the sum is asked for, the rows, padded to the largest number.
-class RowsInFlight final : public CalledByWait {
- public:
-  using Gather =
-      std::function<std::unique_ptr<InFlight>(const at::Tensor& gathered, const at::Tensor& mine)>;
-
-  // `rows`: coalesced.
-  RowsInFlight(const at::Tensor& rows, int64_t ranks, Gather gather)
-      : rows_(rows),
-        counts_(ops::make_scratch({ranks}, at::kLong, at::kCPU)),
-        gather_(std::move(gather)) {
-    const at::Tensor count = ops::make_zeros({1}, at::kLong, at::kCPU);
-    *count.mutable_data_ptr<int64_t>() = rows.indices().size(1);
-    counting_ = gather_(counts_, count);
-  }
-
-  at::Tensor wait() override {
-    const at::NoGradGuard no_grad;
-    counting_->wait();
-    const at::Tensor sum = summed();
-    call();
-    return sum;
-  }
-
- private:
-  at::Tensor summed() const {
-    const int64_t* counts = counts_.const_data_ptr<int64_t>();
-    const int64_t most = *std::max_element(counts, counts + counts_.numel());
-    if (most == 0) return rows_;
-    const at::Tensor positions = everyones(rows_.indices().t(), counts, most).t();
-    const at::Tensor values = everyones(rows_.values(), counts, most);
-    return at::_sparse_coo_tensor_unsafe(positions, values, rows_.sizes()).coalesce();
-  }
-
-  // Along the first dimension, rank by rank.
-  at::Tensor everyones(const at::Tensor& mine, const int64_t* counts, int64_t most) const {
-    std::vector<int64_t> sizes = mine.sizes().vec();
-    sizes.front() = most;
-    const at::Tensor padded = ops::make_zeros(sizes, mine.scalar_type(), mine.device());
-    padded.narrow(0, 0, mine.size(0)).copy_(mine);
-    sizes.front() = most * counts_.numel();
-    const at::Tensor gathered = ops::make_scratch(sizes, mine.scalar_type(), mine.device());
-    gather_(gathered, padded)->wait();
-    std::vector<at::Tensor> parts;
-    for (int64_t r = 0; r < counts_.numel(); ++r) {
-      parts.push_back(gathered.narrow(0, r * most, counts[r]));
-    }
-    return at::cat(parts);
-  }
-
-  at::Tensor rows_;
-  at::Tensor counts_;
-  Gather gather_;
-  std::unique_ptr<InFlight> counting_;
-};
-
 class ProcessGroupCollective final : public Collective {
  public:
   // Asked once: a group that is written in Python takes the GIL to answer, and the reducer asks for each gradient.
@@ -366,7 +305,7 @@ class ProcessGroupCollective final : public Collective {
                                        const at::Tensor& mine) override {
     if (on_gloo(gathered)) {
       return exchange_parts(gathered.tensor_split(size()),
-                      std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
+                            std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
     }
     return gather_by_backend(*group_, gathered, mine);
   }
@@ -405,10 +344,10 @@ class ProcessGroupCollective final : public Collective {
 
   // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several models' buckets.
   std::unique_ptr<InFlight> sum_rows(const at::Tensor& rows) {
-    return std::make_unique<RowsInFlight>(
-        rows, size(), [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
-          return gather_by_backend(*group, gathered, mine);
-        });
+    return sum_sparse_rows(rows, size(),
+                           [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
+                             return gather_by_backend(*group, gathered, mine);
+                           });
   }
 
   // Parts of `each` elements by rank, of which this rank's has none.

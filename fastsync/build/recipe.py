@@ -40,6 +40,7 @@ CPP_SOURCES = (
     "ops/codec_ops.cpp",
     "ops/lossy_ops.cpp",
     "ops/norms.cpp",
+    "comm/sparse_rows.cpp",
     "comm/collective.cpp",
     "comm/peers.cpp",
     "comm/worker.cpp",

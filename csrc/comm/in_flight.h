@@ -1,0 +1,47 @@
+// What has been started between ranks, and ends at some time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <utility>
+
+namespace fastsync::comm {
+
+// A collective that has been started. Keeps its buffers alive; destroying it does not cancel it.
+class InFlight {
+ public:
+  virtual ~InFlight() = default;
+
+  // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current stream wait for it.
+  // Returns the tensor with the result, undefined where that is the buffer itself. Throws what the backend throws.
+  virtual at::Tensor wait() = 0;
+
+  // Has `fn` called once when the collective has completed or failed: from any thread, at once where it has already, and
+  // before a blocking wait() returns. On stream backends the current stream is then one that waits for the result. Where
+  // the backend cannot tell, it is called by wait().
+  virtual void on_done(std::function<void()> fn) = 0;
+
+  // Whether wait() would return at once; waits so long at most for that to come true, where the backend can wait. Never where it
+  // cannot tell.
+  virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
+  // Whether is_done_within() waits, and comes true before wait() returns or throws.
+  virtual bool can_be_asked() const { return false; }
+};
+
+// What on_done() is given, wait() calls in the end: nothing tells before.
+class CalledByWait : public InFlight {
+ public:
+  void on_done(std::function<void()> fn) override { fn_ = std::move(fn); }
+
+ protected:
+  void call() {
+    if (fn_) std::exchange(fn_, nullptr)();
+  }
+
+ private:
+  std::function<void()> fn_;
+};
+
+}  // namespace fastsync::comm
