@@ -36,6 +36,7 @@ CPP_SOURCES = (
     "kernels/low_rank_cpu.cpp",
     "kernels/sum_cpu.cpp",
     "ops/ops.cpp",
+    "ops/loan.cpp",
     "ops/pool.cpp",
     "ops/codec_ops.cpp",
     "ops/lossy_ops.cpp",
@@ -54,6 +55,7 @@ CPP_SOURCES = (
     "engine/plan_watch.cpp",
     "engine/precision.cpp",
     "engine/timeline.cpp",
+    "engine/unit.cpp",
     "engine/step_log.cpp",
     "engine/process.cpp",
     "engine/news.cpp",
@@ -87,6 +89,7 @@ CPP_SOURCES = (
     "engine/reducer_plan.cpp",
     "engine/reducer_wait.cpp",
     "bind_specs.cpp",
+    "bind_units.cpp",
     "bind_watch.cpp",
     "bindings.cpp",
 )
