@@ -135,11 +135,11 @@ class ShmCollective::Reading final : public CalledByWait {
   }
 
   bool is_done_within(std::chrono::milliseconds time) override {
-    const bool over = channel_->wait_for(
-        exchange_, time, read_ ? Channel::Until::kJoined : Channel::Until::kFinished);
-    if (!over) return false;
-    if (read_) read();
-    return !whole_ || channel_->is_finished(exchange_);
+    if (read_) {
+      if (!channel_->wait_for(exchange_, time, Channel::Until::kJoined)) return false;
+      read();
+    }
+    return !whole_ || channel_->wait_for(exchange_, time);
   }
 
  private:
