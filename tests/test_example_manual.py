@@ -70,6 +70,7 @@ def test_how_many_collectives(on_two_ranks):
     counted = dict(zip(NAMES, on_two_ranks[0][1], strict=True))
     assert counted.pop("no_sync") == 0
     assert counted.pop("per parameter") == len(list(module.parameters()))
+    assert counted.pop("fastsync") == 0, "its ranks average in memory"
     assert set(counted.values()) == {len(buckets)}
 
 

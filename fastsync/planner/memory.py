@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
-from fastsync.plan.layout import PayloadLayout
+from fastsync.plan.layout import ALIGNMENT, PayloadLayout, align_up
 from fastsync.planner.record import Allocations, Record
 from fastsync.planner.strategy import Strategy, Unit
 
@@ -73,7 +73,7 @@ class _Pool:
         return sum(self.lent) + sum(self.free)
 
     def take(self, size: int) -> int:
-        fitting = [kept for kept in self.free if kept >= size]
+        fitting = [kept for kept in self.free if size <= kept < 2 * size]
         if fitting:
             size = min(fitting)
             self.free.remove(size)
@@ -132,8 +132,10 @@ class _Transports:
             self.pool.give(size)
 
     def _size(self, bucket: PlannedBucket) -> int:
-        flags = (2 * len(bucket.params) + 1) * self.ranks
-        return (bucket.layout.numel + flags) * bucket.dtype.itemsize
+        flags = 2 * len(bucket.params) + 1
+        chunk = align_up(bucket.layout.numel // self.ranks + flags, ALIGNMENT)
+        chunks = self.ranks - 1 if self.on_cpu else self.ranks  # CPUs keep their own
+        return chunks * chunk * bucket.dtype.itemsize
 
     def _ensure_sent(self, number: int) -> None:
         if self.scattered and number not in self.sent:

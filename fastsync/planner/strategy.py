@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastsync.plan.buckets import BucketPlan, ParamSpec, ShardSlot, make_plan
+from fastsync.plan.buckets import BucketPlan, ParamSpec, PlannedBucket, ShardSlot, make_plan
+from fastsync.plan.layout import FlatLayout
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
 from fastsync.planner.record import Record
@@ -131,5 +132,20 @@ def engine_plan(
         return plan, []
     units = shard_units(record, plan, strategy.shards)
     slots = _slots(units)
-    shared = [replace(spec, shard=slots[spec.index]) for spec in specs]
-    return make_plan(shared, record.order, caps, policy, strategy.shards), units
+    pairs = zip(plan.buckets, units, strict=True)
+    return BucketPlan(tuple(_shared(record, *pair, slots, strategy) for pair in pairs)), units
+
+
+def _shared(
+    record: Record,
+    bucket: PlannedBucket,
+    unit: Unit,
+    slots: dict[int, ShardSlot],
+    strategy: Strategy,
+) -> PlannedBucket:
+    """A bucket in its unit's layout. Which part goes to which rank is left out: of thousands of
+    ranks that would be more than all the rest."""
+    numels = tuple(record.params[index].numel for index in unit.params)
+    layout = FlatLayout(unit.offsets, numels, -1, unit.region * strategy.shards)
+    shards = tuple(slots[index] for index in unit.params)
+    return replace(bucket, params=unit.params, layout=layout, views=False, shards=shards)
