@@ -19,6 +19,7 @@ class SuiteDDP(FastDDP):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("find_unused_parameters", False)
         kwargs.setdefault("gradient_as_bucket_view", False)
+        kwargs.setdefault("shared_memory", False)  # profiles are to show the backend's collectives
         super().__init__(module, *args, **kwargs)
 
 
