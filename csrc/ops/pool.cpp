@@ -10,8 +10,8 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
   auto best = free_.end();
   for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
     // One that is much larger will be wanted for what it was made for.
-    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel &&
-                      buffer->numel() < 2 * numel;
+    const bool fits =
+        buffer->scalar_type() == dtype && buffer->numel() >= numel && buffer->numel() < 2 * numel;
     if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;
   }
   if (best == free_.end()) {
