@@ -385,9 +385,12 @@ void bind_engine(py::module_& m) {
       .def(
           "use_memory",
           [](Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory) {
-            if (!memory) return reducer.use_memory(nullptr, nullptr);
-            reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0),
-                               std::make_shared<comm::ShmCollective>(memory, 1));
+            if (!memory) {
+              return reducer.use_memory(nullptr, nullptr, std::make_shared<ops::BufferPool>());
+            }
+            const auto regions = std::make_shared<comm::ShmCollective>(memory, 1);
+            reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0), regions,
+                               regions->pool());
           },
           release, py::arg("memory"))
       .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))

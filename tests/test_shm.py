@@ -311,8 +311,8 @@ def test_ranks_that_have_joined_take_part():
 
 
 def sharded(rank, world, stage):
-    """Weights with `zero` and without, and whether the parameters lie in shared memory."""
-    weights, placed = [], []
+    """Whether weights are those without `zero`."""
+    weights = []
     for zero in (stage, 0):
         wrapped = over("memory", lambda zero=zero: FastDDP(net(), zero=zero, bucket_cap_mb=0.15))
         optimizer = torch.optim.SGD(wrapped.parameters(), 1e-3, momentum=0.9)
@@ -324,19 +324,15 @@ def sharded(rank, world, stage):
             wrapped(inputs(rank, step)).square().sum().backward()
             optimizer.step()
         weights.append([p.detach().clone() for p in wrapped.parameters()])
-        for p in wrapped.parameters():
-            p.grad = p.data
-        placed.append(all(in_memory(wrapped)))
     pairs = zip(*weights, strict=True)
     # An owner adds what others send to its own part, so that the order is another one.
-    alike = same(*weights) if world == 2 else all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-    return alike, placed
+    return same(*weights) if world == 2 else all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharded_trainings_get_the_weights_of_the_unsharded(world, stage):
-    assert run_ranks(sharded, world, stage) == [(True, [True, False])] * world
+    assert run_ranks(sharded, world, stage) == [True] * world
 
 
 def in_nodes(rank, world, wire):

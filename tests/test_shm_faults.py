@@ -136,6 +136,34 @@ def test_what_a_forked_child_does_to_gradients_stays_there():
     assert run_ranks(forks, 2) == [(0, True, True, True)] * 2
 
 
+def evaluates_in_a_fork(rank, world, stage):
+    """A forked child reads the parameters after its rank has changed them."""
+    wrapped = over("memory", lambda: FastDDP(net(), zero=stage))
+    optimizer = torch.optim.SGD(wrapped.parameters(), 1e-2)
+
+    def step(number):
+        optimizer.zero_grad()
+        wrapped(inputs(rank, number)).square().sum().backward()
+        optimizer.step()
+
+    step(0)
+    before = [param.detach().clone() for param in wrapped.parameters()]
+    changed, change = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(changed, 1)
+        os._exit(0 if same(list(wrapped.parameters()), before) else 1)
+    step(1)
+    os.write(change, b"!")
+    moved = not same(list(wrapped.parameters()), before)
+    return os.waitpid(child, 0)[1], moved
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_forked_child_keeps_the_parameters_of_its_fork(stage):
+    assert run_ranks(evaluates_in_a_fork, 2, stage) == [(0, True)] * 2
+
+
 # -- the choice --
 
 

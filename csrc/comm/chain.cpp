@@ -40,7 +40,7 @@ class OnStream final : public InFlight {
     done_.record(stream);
   }
 
-  // A chain that nobody waits for still uses its buffers, and their memory goes back to a stream that must be behind it.
+  // A chain that nobody waits for still uses its buffers, and their memory goes back to a stream that must have come past it.
   ~OnStream() override {
     try {
       if (!waited_) wait();
@@ -56,7 +56,7 @@ class OnStream final : public InFlight {
     return {};
   }
 
-  // Called by the host at once, behind everything that the stream holds.
+  // Called by the host at once, after everything that the stream holds.
   void on_done(std::function<void()> fn) override {
     const c10::StreamGuard on_stream(stream_);
     fn();
@@ -69,7 +69,7 @@ class OnStream final : public InFlight {
   bool waited_ = false;
 };
 
-// The links behind the first one, which is under way.
+// The links after the first one, which is under way.
 class Rest {
  public:
   Rest(std::shared_ptr<Links> links, std::unique_ptr<InFlight> first, const Groups& groups)

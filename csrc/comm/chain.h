@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -34,6 +35,11 @@ class Chains {
  public:
   // One process group for each link of the longest chain. See [Note: order on every rank].
   explicit Chains(std::vector<std::shared_ptr<Collective>> groups) : groups_(std::move(groups)) {}
+
+  // See Collective::leaving().
+  int64_t leaving(size_t link, int64_t bytes) const {
+    return groups_[std::min(link, groups_.size() - 1)]->leaving(bytes);
+  }
 
   // Starts the first link at once. The InFlight ends when all links are through.
   std::unique_ptr<InFlight> run(std::shared_ptr<Links> links, at::Device device);

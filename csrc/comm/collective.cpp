@@ -289,16 +289,15 @@ class ProcessGroupCollective final : public Collective {
                  [&] { return all_to_all_on(*group_, out, in, equal, 0); });
   }
 
-  std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
-                                          const at::Tensor& sent) override {
-    const int64_t each = received.numel() / (size() - 1);
-    if (on_gloo(received)) return exchange_parts(with_gap(received, each), with_gap(sent, each));
-    at::Tensor out = received;
-    at::Tensor in = sent;
-    Splits splits(static_cast<size_t>(size()), each);
-    splits[static_cast<size_t>(rank())] = 0;
-    return start("all-to-all", {out, in},
-                 [&] { return all_to_all_on(*group_, out, in, splits, 0); });
+  std::shared_ptr<Incoming> all_to_others(const at::Tensor& sent,
+                                          const std::shared_ptr<ops::BufferPool>& pool) override {
+    const at::Tensor received = pool->take(sent.numel(), sent.scalar_type(), sent.device());
+    try {
+      return incoming_in(send_to_others(received, sent), {received, sent}, size() - 1, pool);
+    } catch (...) {
+      pool->forget(received);
+      throw;
+    }
   }
 
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
@@ -350,6 +349,17 @@ class ProcessGroupCollective final : public Collective {
                            });
   }
 
+  std::unique_ptr<InFlight> send_to_others(const at::Tensor& received, const at::Tensor& sent) {
+    const int64_t each = received.numel() / (size() - 1);
+    if (on_gloo(received)) return exchange_parts(with_gap(received, each), with_gap(sent, each));
+    at::Tensor out = received;
+    at::Tensor in = sent;
+    Splits splits(static_cast<size_t>(size()), each);
+    splits[static_cast<size_t>(rank())] = 0;
+    return start("all-to-all", {out, in},
+                 [&] { return all_to_all_on(*group_, out, in, splits, 0); });
+  }
+
   // Parts of `each` elements by rank, of which this rank's has none.
   std::vector<at::Tensor> with_gap(const at::Tensor& flat, int64_t each) const {
     std::vector<at::Tensor> parts;
@@ -394,7 +404,7 @@ class ProcessGroupCollective final : public Collective {
 
 }  // namespace
 
-at::Tensor SumOverRanks::make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
+at::Tensor Collective::make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
   return ops::make_flat(numel, dtype, device);
 }
 

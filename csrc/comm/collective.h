@@ -11,23 +11,9 @@
 #include <vector>
 
 #include "in_flight.h"
+#include "incoming.h"
 
 namespace fastsync::comm {
-
-// What sums flat buffers over ranks.
-class SumOverRanks {
- public:
-  virtual ~SumOverRanks() = default;
-  virtual int size() const = 0;
-
-  // A buffer of zeros in the memory that sums start from.
-  virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
-  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
-  // average is finite, and every rank issues the same operation whether it had something to pack or not.
-  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
-  // What leaves this rank for that, of a buffer of so many bytes: as a ring sends, where the backend decides.
-  virtual int64_t sent_bytes(int64_t bytes) const { return 2 * bytes * (size() - 1) / size(); }
-};
 
 // A contiguous tensor that goes to a rank, or is to come from it.
 struct Message {
@@ -35,24 +21,33 @@ struct Message {
   at::Tensor tensor;
 };
 
-class Collective : public SumOverRanks {
+class Collective {
  public:
+  virtual ~Collective() = default;
   // The process group registered with c10d under `group_name`. Throws when there is none.
   static std::unique_ptr<Collective> resolve(const std::string& group_name);
 
   virtual int rank() const = 0;
-  // Whether nothing is sent: the ranks read each other's memory. Its sums are those of fp32, in the order of the ranks.
-  virtual bool is_memory() const { return false; }
+  virtual int size() const = 0;
+  // How many leave this rank, of so many bytes for others.
+  virtual int64_t leaving(int64_t bytes) const { return bytes; }
+  // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads, a stream holds any number.
+  virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 64; }
+  // A buffer of zeros in the memory that collectives start from.
+  virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 
-  // Sparse tensors too, coalesced, where the backend can (Gloo): their sum is what wait() returns.
-  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override = 0;
+  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
+  // average is finite, and every rank issues the same operation whether it had something to pack or not. Sparse tensors too,
+  // coalesced, where the backend can (Gloo): their sum is what wait() returns.
+  virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
 
   // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
   virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                                const at::Tensor& sent) = 0;
-  // The same without a rank's own part: the i-th of size() - 1 equal ones is for, and from, the i-th of the other ranks.
-  virtual std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
-                                                  const at::Tensor& sent) = 0;
+  // The same without a rank's own part: the i-th of size() - 1 equal ones is for the i-th of the other ranks. `sent` is a buffer
+  // of `pool`, and goes back there. What arrives lies in the others' memory where this rank can read that, else in another.
+  virtual std::shared_ptr<Incoming> all_to_others(const at::Tensor& sent,
+                                                  const std::shared_ptr<ops::BufferPool>& pool) = 0;
   // Part r of `gathered` becomes rank r's `mine`, which may be that part's memory.
   virtual std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                                const at::Tensor& mine) = 0;
@@ -74,7 +69,7 @@ struct LinkKinds {
   bool all_to_all = true;
   bool reduce_scatter = false;  // of floats; the others are of bytes
 };
-// Runs each, and an all-gather, with a few bytes. Throws what the backend throws, behind the collective's name.
+// Runs each, and an all-gather, with a few bytes. Throws what the backend throws, after the collective's name.
 void probe_links(Collective& group, at::Device device, LinkKinds kinds);
 
 }  // namespace fastsync::comm

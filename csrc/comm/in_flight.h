@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <utility>
 
 namespace fastsync::comm {
@@ -28,6 +29,22 @@ class InFlight {
   virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
   // Whether is_done_within() waits, and comes true before wait() returns or throws.
   virtual bool can_be_asked() const { return false; }
+};
+
+// One that somebody else holds, too.
+class SharedInFlight final : public InFlight {
+ public:
+  explicit SharedInFlight(std::shared_ptr<InFlight> held) : held_(std::move(held)) {}
+
+  at::Tensor wait() override { return held_->wait(); }
+  void on_done(std::function<void()> fn) override { held_->on_done(std::move(fn)); }
+  bool is_done_within(std::chrono::milliseconds time) override {
+    return held_->is_done_within(time);
+  }
+  bool can_be_asked() const override { return held_->can_be_asked(); }
+
+ private:
+  std::shared_ptr<InFlight> held_;
 };
 
 // What on_done() is given, wait() calls in the end: nothing tells before.

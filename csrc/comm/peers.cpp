@@ -136,8 +136,7 @@ std::vector<int64_t> Peers::connect(const std::vector<PeerAddress>& all, int64_t
       missing.push_back(other);
       continue;
     }
-    links_.push_back(
-        {fd, other, "", framed(kHello, bytes_of(address.key) + bytes_of(rank)), Clock::now()});
+    links_.push_back({fd, other, "", framed(kHello, bytes_of(address.key) + bytes_of(rank))});
   }
   thread_ = std::thread([this] { run(); });
   return missing;
@@ -251,7 +250,7 @@ void Peers::accept_all() {
     const int fd = accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0) return;
     hasten(fd);
-    links_.push_back({fd, -1, "", "", Clock::now()});
+    links_.push_back({fd, -1, "", ""});
   }
 }
 

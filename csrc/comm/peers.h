@@ -69,7 +69,6 @@ class Peers {
     int64_t rank = -1;  // -1: it has not said yet
     std::string in;
     std::string out;
-    Clock::time_point opened;
   };
 
   void run();

@@ -8,6 +8,7 @@
 
 #include "../check.h"
 #include "../kernels/sum.h"
+#include "../ops/buffers.h"
 #include "../ops/items.h"
 #include "../ops/parallel.h"
 
@@ -53,12 +54,12 @@ class Patience {
 };
 
 // A sum that this rank has joined. The memory is everybody's until it is finished, whether or not anybody waits.
-class ShmCollective::Started {
+class ShmCollective::Started final : public InFlight {
  public:
   Started(std::shared_ptr<Channel> channel, const Channel::Part& part, at::Tensor flat)
       : channel_(std::move(channel)), flat_(std::move(flat)), sum_(channel_->join(part)) {}
 
-  void on_done(std::function<void()> fn) {
+  void on_done(std::function<void()> fn) override {
     on_done_ = std::move(fn);
     if (done_) call();
   }
@@ -73,21 +74,23 @@ class ShmCollective::Started {
     return channel_->is_finished(sum_) && finish();
   }
 
-  void wait() {
-    if (done_) return;
+  at::Tensor wait() override {
+    if (done_) return {};
     channel_->meet(sum_);
     help(*channel_, sum_, sum_.chunks);
     channel_->wait(sum_);
     finish();
+    return {};
   }
 
   const Channel::Sum& sum() const { return sum_; }
   const at::Tensor& flat() const { return flat_; }  // undefined once it is finished
 
-  bool is_done_within(std::chrono::milliseconds time) {
+  bool is_done_within(std::chrono::milliseconds time) override {
     return done_ ||
            (patience_.is_over(channel_->wait_for(sum_, time), *channel_, sum_) && finish());
   }
+  bool can_be_asked() const override { return true; }
 
  private:
   bool finish() {
@@ -108,24 +111,6 @@ class ShmCollective::Started {
   bool helped_ = false;
   bool done_ = false;
   std::function<void()> on_done_;
-};
-
-class ShmCollective::WaitsForSum final : public InFlight {
- public:
-  explicit WaitsForSum(std::shared_ptr<Started> started) : started_(std::move(started)) {}
-
-  at::Tensor wait() override {
-    started_->wait();
-    return {};
-  }
-  void on_done(std::function<void()> fn) override { started_->on_done(std::move(fn)); }
-  bool is_done_within(std::chrono::milliseconds time) override {
-    return started_->is_done_within(time);
-  }
-  bool can_be_asked() const override { return true; }
-
- private:
-  std::shared_ptr<Started> started_;
 };
 
 // An exchange that this rank has joined, and what it does with the others' parts. Reads when it is waited for.
@@ -178,19 +163,88 @@ class ShmCollective::Reading final : public CalledByWait {
   std::function<void(const Parts&)> read_;  // null once it has been called
 };
 
+// What the other ranks have for this one, where it lies.
+class ShmCollective::Borrowed final : public Incoming {
+ public:
+  // `sent`: what the others' is like.
+  Borrowed(std::shared_ptr<Channel> channel, const Channel::Sum& exchange, int rank,
+           const at::Tensor& sent)
+      : channel_(std::move(channel)),
+        exchange_(exchange),
+        rank_(rank),
+        each_(sent.numel() / (static_cast<int64_t>(channel_->ranks()) - 1)),
+        dtype_(sent.scalar_type()) {}
+
+  // Nobody shall wait for a rank that will not read.
+  ~Borrowed() override {
+    if (!given_back_) channel_->done_reading(exchange_);
+  }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+  at::Tensor wait() override {
+    channel_->meet(exchange_);
+    if (parts_.empty()) find_parts();
+    call();
+    return {};
+  }
+  bool is_done_within(std::chrono::milliseconds time) override {
+    const bool joined = channel_->wait_for(exchange_, time, Channel::Until::kJoined);
+    return patience_.is_over(joined, *channel_, exchange_);
+  }
+  bool can_be_asked() const override { return true; }
+
+  const std::vector<at::Tensor>& parts() const override { return parts_; }
+  void give_back() override {
+    parts_.clear();
+    given_back_ = true;
+    channel_->done_reading(exchange_);
+  }
+
+ private:
+  void find_parts() {
+    const auto ranks = static_cast<int>(channel_->ranks());
+    for (int r = 0; r < ranks; ++r) {
+      if (r == rank_) continue;
+      const int64_t place = rank_ < r ? rank_ : rank_ - 1;  // among those that rank r sends to
+      const auto offset = place * each_ * static_cast<int64_t>(c10::elementSize(dtype_));
+      // Nobody writes to what others show.
+      auto* const part = const_cast<std::byte*>(channel_->part_of(exchange_, size_t(r))) + offset;
+      parts_.push_back(ops::make_over(part, each_, dtype_, [channel = channel_] {}));
+    }
+  }
+
+  std::shared_ptr<Channel> channel_;
+  Channel::Sum exchange_;
+  int rank_;
+  int64_t each_;
+  at::ScalarType dtype_;
+  std::vector<at::Tensor> parts_;
+  Patience patience_;
+  bool given_back_ = false;
+};
+
 ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel)
-    : memory_(std::move(memory)), channel_(memory_->make_channel(channel)) {}
+    : memory_(std::move(memory)),
+      channel_(memory_->make_channel(channel)),
+      pool_(std::make_shared<ops::BufferPool>(
+          [memory = memory_](int64_t numel, at::ScalarType dtype, at::Device /*device*/) {
+            return memory->make_flat(numel, dtype);
+          })) {
+  pool_->reclaim_with([this] { take_back(); });
+}
 
 // [Note: what outlives its collective]
 // Pages that nobody takes any longer become zeros. Another rank that comes to a sum or an exchange later than this rank's
 // engine goes, as in the last step of a training or after an error here, would read those. So memory that this rank has joined
 // with is kept until all is finished, and for as long as the process lives where that does not happen soon.
 ShmCollective::~ShmCollective() {
+  pool_->reclaim_with(nullptr);
   static std::mutex mutex;
   static auto* const kept = new std::vector<at::Tensor>;  // never destroyed
   const std::lock_guard<std::mutex> lock(mutex);
   for (const Posted& posted : posted_) {
-    if (!ends_soon(posted.exchange)) kept->push_back(posted.bytes);
+    if (!ends_soon(posted.exchange)) kept->push_back(posted.shown);
   }
   for (const auto& sum : started_) {
     if (!ends_soon(sum->sum())) kept->push_back(sum->flat());
@@ -218,7 +272,7 @@ std::unique_ptr<InFlight> ShmCollective::all_reduce(const at::Tensor& flat) {
   const auto sum = std::make_shared<Started>(channel_, part, flat);
   started_.push_back(sum);
   make_progress();  // perhaps to its end
-  return std::make_unique<WaitsForSum>(sum);
+  return std::make_unique<SharedInFlight>(sum);
 }
 
 void ShmCollective::make_progress() {
@@ -238,19 +292,10 @@ std::unique_ptr<InFlight> ShmCollective::all_to_all(const at::Tensor& received,
   });
 }
 
-std::unique_ptr<InFlight> ShmCollective::all_to_others(const at::Tensor& received,
-                                                       const at::Tensor& sent) {
-  return show(sent, [received, mine = rank()](const Parts& parts) {
-    const auto ranks = static_cast<int>(parts.size());
-    const int64_t each = bytes_of(received) / (ranks - 1);
-    auto* to = static_cast<std::byte*>(received.mutable_data_ptr());
-    for (int r = 0; r < ranks; ++r) {
-      if (r == mine) continue;
-      const int64_t place = mine < r ? mine : mine - 1;  // among those that rank r sends to
-      copy_bytes(to, parts[static_cast<size_t>(r)] + place * each, each);
-      to += each;
-    }
-  });
+std::shared_ptr<Incoming> ShmCollective::all_to_others(
+    const at::Tensor& sent, const std::shared_ptr<ops::BufferPool>& pool) {
+  FS_ASSERT(pool == pool_ && memory_->place_of(sent), "a buffer that is not shared");
+  return std::make_shared<Borrowed>(channel_, post(sent, /*pooled=*/true), rank(), sent);
 }
 
 std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
@@ -283,41 +328,32 @@ std::unique_ptr<InFlight> ShmCollective::exchange(std::vector<Message> /*receive
 
 std::unique_ptr<InFlight> ShmCollective::show(const at::Tensor& sent,
                                               std::function<void(const Parts&)> read) {
-  take_back();
   const bool staged = !memory_->place_of(sent);
-  Posted posted{{}, staged ? stage(sent) : sent, staged};
-  posted.exchange = channel_->join_exchange(*memory_->place_of(posted.bytes), bytes_of(sent));
-  auto reading = std::make_unique<Reading>(channel_, posted.exchange, !staged, std::move(read));
-  posted_.push_back(std::move(posted));
-  return reading;
+  const Channel::Sum exchange = post(staged ? stage(sent) : sent, /*pooled=*/staged);
+  return std::make_unique<Reading>(channel_, exchange, !staged, std::move(read));
 }
 
-// A copy in this rank's memory. The smallest block that is large enough.
-at::Tensor ShmCollective::stage(const at::Tensor& sent) {
-  auto best = spare_.end();
-  for (auto block = spare_.begin(); block != spare_.end(); ++block) {
-    const bool fits = bytes_of(*block) >= bytes_of(sent);
-    if (fits && (best == spare_.end() || block->nbytes() < best->nbytes())) best = block;
-  }
-  at::Tensor block;
-  if (best == spare_.end()) {
-    spare_.clear();  // what is too small now would stay for ever
-    block = memory_->make_flat(bytes_of(sent), at::kByte);
-  } else {
-    block = *best;
-    spare_.erase(best);
-  }
-  copy_bytes(block.mutable_data_ptr(), static_cast<const std::byte*>(sent.const_data_ptr()),
-             bytes_of(sent));
-  return block;
+Channel::Sum ShmCollective::post(const at::Tensor& shown, bool pooled) {
+  take_back();
+  const auto exchange = channel_->join_exchange(*memory_->place_of(shown), bytes_of(shown));
+  posted_.push_back({exchange, shown, pooled});
+  return exchange;
 }
 
 // What all have read.
 void ShmCollective::take_back() {
   while (!posted_.empty() && channel_->is_finished(posted_.front().exchange)) {
-    if (posted_.front().staged) spare_.push_back(std::move(posted_.front().bytes));
+    if (posted_.front().pooled) pool_->give(posted_.front().shown);
     posted_.pop_front();
   }
+}
+
+// A copy in this rank's memory.
+at::Tensor ShmCollective::stage(const at::Tensor& sent) {
+  const at::Tensor copy = pool_->take(sent.numel(), sent.scalar_type(), sent.device());
+  copy_bytes(copy.mutable_data_ptr(), static_cast<const std::byte*>(sent.const_data_ptr()),
+             bytes_of(sent));
+  return copy;
 }
 
 }  // namespace fastsync::comm

@@ -29,49 +29,53 @@ class ShmCollective final : public Collective {
 
   int rank() const override { return memory_->rank(); }
   int size() const override { return memory_->size(); }
-  bool is_memory() const override { return true; }
+  int64_t leaving(int64_t /*bytes*/) const override { return 0; }
+  size_t at_a_time(at::Device /*device*/) const override { return 1; }
   // In this rank's memory.
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) override;
 
   // Of a tensor that make_flat() made, on every rank.
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override;
-  int64_t sent_bytes(int64_t /*bytes*/) const override { return 0; }
   // Contiguous tensors. What is sent from memory that make_flat() made is not copied: wait() then returns when all ranks have
   // read it, else as soon as this one has.
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received, const at::Tensor& sent) override;
-  std::unique_ptr<InFlight> all_to_others(const at::Tensor& received,
-                                          const at::Tensor& sent) override;
+  // From memory that make_flat() made.
+  std::shared_ptr<Incoming> all_to_others(const at::Tensor& sent,
+                                          const std::shared_ptr<ops::BufferPool>& pool) override;
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered, const at::Tensor& mine) override;
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override;
   bool has_messages(at::Device /*device*/) const override { return false; }
+  // Buffers that make_flat() made. What has to be copied takes from it, too.
+  const std::shared_ptr<ops::BufferPool>& pool() const { return pool_; }
   // Not here: it is for ranks that send each other different sizes.
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
                                      int tag) override;
 
  private:
   class Started;
-  class WaitsForSum;
   class Reading;
+  class Borrowed;
   // A part of a tensor that another rank has joined an exchange with.
   using Parts = std::vector<const std::byte*>;
   // What others may still read, and the exchange that it is for.
   struct Posted {
     Channel::Sum exchange;
-    at::Tensor bytes;
-    bool staged = false;
+    at::Tensor shown;
+    bool pooled = false;  // it goes back to the pool
   };
 
   void make_progress();
   std::unique_ptr<InFlight> show(const at::Tensor& sent, std::function<void(const Parts&)> read);
-  at::Tensor stage(const at::Tensor& sent);
+  Channel::Sum post(const at::Tensor& shown, bool pooled);
   void take_back();
+  at::Tensor stage(const at::Tensor& sent);
   bool ends_soon(const Channel::Sum& sum) const;
 
   std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<Channel> channel_;
   std::deque<std::shared_ptr<Started>> started_;
   std::deque<Posted> posted_;
-  std::vector<at::Tensor> spare_;  // for what has to be copied
+  std::shared_ptr<ops::BufferPool> pool_;
 };
 
 }  // namespace fastsync::comm

@@ -10,7 +10,7 @@
 
 namespace fastsync::engine {
 
-// Hooks on the AccumulateGrad nodes of parameters. They run behind the accumulation, without the GIL, beside any hook
+// Hooks on the AccumulateGrad nodes of parameters. They run after the accumulation, without the GIL, beside any hook
 // of the user. Destroying this removes them.
 class GradientHooks {
  public:

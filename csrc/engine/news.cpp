@@ -27,11 +27,11 @@ std::string activity(const Standing& at, const Names& names) {
       return concat("before step ", step,
                     ", where it waits for the others to train the same parameters");
     case Phase::kPlanning:
-      return concat("behind step ", at.step, ", where buckets are planned");
+      return concat("after step ", at.step, ", where buckets are planned");
     case Phase::kGathering:
-      return concat("behind step ", at.step, ", gathering parameters");
+      return concat("after step ", at.step, ", gathering parameters");
     default:
-      return at.step == 0 ? "before the first step" : concat("behind step ", at.step);
+      return at.step == 0 ? "before the first step" : concat("after step ", at.step);
   }
 }
 
@@ -102,7 +102,7 @@ void put(std::string& bytes, int64_t value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// Zeros behind the end.
+// Zeros after the end.
 int64_t take(const std::string& bytes, size_t& at) {
   int64_t value = 0;
   if (at + sizeof value <= bytes.size()) std::memcpy(&value, bytes.data() + at, sizeof value);

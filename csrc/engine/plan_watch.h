@@ -50,7 +50,7 @@ class PlanWatch {
   struct Votes {
     bool passed = false;               // known at once on the CPU
     at::Tensor host;                   // elsewhere, the copy under way
-    std::optional<c10::Event> copied;  // and the event behind it
+    std::optional<c10::Event> copied;  // and the event after it
   };
 
   std::vector<int64_t> order_;

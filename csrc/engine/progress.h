@@ -23,7 +23,7 @@ enum class Phase : int64_t {
 
 // A copy.
 struct Standing {
-  int64_t step = 0;     // synchronised steps that lie behind
+  int64_t step = 0;     // synchronised steps made so far
   int64_t phase = 0;    // of `Phase`
   int64_t bucket = 0;   // sent in this step; while waiting, the one that is waited for
   int64_t buckets = 0;  // of the plan

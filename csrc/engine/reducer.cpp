@@ -273,7 +273,7 @@ void Reducer::make_room() {
     Bucket& bucket = plan_.buckets[i];
     if (bucket.state() != BucketState::kInFlight) continue;
     if (!bucket.transport().ends_early()) return;
-    const bool crowded = under_way >= kMostInFlight;
+    const bool crowded = under_way >= routes_.shards->at_a_time(bucket.device());
     if (!arrives_within(i, crowded ? patience_ : std::chrono::milliseconds{})) {
       if (crowded) patience_ = {};
       return;

@@ -127,10 +127,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void use_chains(std::vector<std::shared_ptr<comm::Collective>> links);
   // The process group over which regions travel: the same ranks. Needed before a plan with sharded buckets.
   void use_shards(const std::string& group_name);
-  // What the group's ranks share memory for, from the next plan on: sums of buckets, and regions of sharded ones. Null: both
-  // travel through the group.
-  void use_memory(std::shared_ptr<comm::Collective> sums,
-                  std::shared_ptr<comm::Collective> regions);
+  // What the group's ranks share memory for, from the next plan on: sums of buckets, and regions of sharded ones, in buffers of
+  // `pool`. Null: both travel through the group.
+  void use_memory(std::shared_ptr<comm::Collective> sums, std::shared_ptr<comm::Collective> regions,
+                  std::shared_ptr<ops::BufferPool> pool);
   // Looks out for other ranks' faults while it waits; null: no longer.
   void use_watch(std::shared_ptr<FaultWatch> watch);
   void detach_hooks();
@@ -172,7 +172,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   // Enough to keep the network busy while the next one fills.
-  static constexpr size_t kMostInFlight = 2;
 
   struct Place {
     int64_t bucket = -1;
@@ -211,7 +210,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
   Wanted wanted(size_t bucket) const;
   double waited() const;
-  void await_regions(const std::deque<std::unique_ptr<comm::InFlight>>& under_way);
+  void await_region(comm::InFlight& gather);
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }

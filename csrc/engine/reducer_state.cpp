@@ -186,17 +186,12 @@ void Reducer::use_shards(const std::string& group_name) {
 }
 
 void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
-                         std::shared_ptr<comm::Collective> regions) {
+                         std::shared_ptr<comm::Collective> regions,
+                         std::shared_ptr<ops::BufferPool> pool) {
   const Lock lock(mutex_);
   routes_.memory = std::move(sums);
   routes_.shards = std::move(regions);
-  routes_.pool = std::make_shared<ops::BufferPool>();
-  if (!routes_.shards) return;
-  // What is packed there is read where it lies.
-  routes_.pool = std::make_shared<ops::BufferPool>(
-      [memory = routes_.shards](int64_t numel, at::ScalarType dtype, at::Device device) {
-        return memory->make_flat(numel, dtype, device);
-      });
+  routes_.pool = std::move(pool);
 }
 
 void Reducer::use_chains(std::vector<std::shared_ptr<comm::Collective>> links) {
@@ -236,9 +231,8 @@ void Reducer::start_gather(const at::Tensor& flat) {
   const int64_t ranks = routes_.group->size();
   if (ranks == 1) return;
   FS_CHECK(routes_.shards, "there is no process group for regions");
-  constexpr size_t kUnderWay = 64;
-  if (gathers_.size() == kUnderWay) {
-    gathers_.front()->wait();
+  while (gathers_.size() >= routes_.shards->at_a_time(flat.device())) {
+    await_region(*gathers_.front());
     gathers_.pop_front();
   }
   const int64_t region = flat.numel() / ranks;
@@ -249,12 +243,12 @@ void Reducer::start_gather(const at::Tensor& flat) {
   const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
   ++stats_.collectives;
   stats_.bytes += ranks * bytes;
-  stats_.sent_bytes += (ranks - 1) * (routes_.shards->is_memory() ? 0 : bytes);
+  stats_.sent_bytes += routes_.shards->leaving((ranks - 1) * bytes);
 }
 
 void Reducer::finish_gathers() {
   const Lock lock(mutex_);
-  await_regions(std::exchange(gathers_, {}));
+  for (const auto& gather : std::exchange(gathers_, {})) await_region(*gather);
 }
 
 }  // namespace fastsync::engine

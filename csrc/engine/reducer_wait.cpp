@@ -62,29 +62,27 @@ double Reducer::waited() const {
 }
 
 // Regions of parameters that have been stepped on.
-void Reducer::await_regions(const std::deque<std::unique_ptr<comm::InFlight>>& under_way) {
+void Reducer::await_region(comm::InFlight& gather) {
   log_.progress()->reach(Phase::kGathering);
   Wanted wanted;
   wanted.model = watched_as_;
   wanted.issued = log_.progress()->issued();
-  wanted.place = concat("the gathering of parameters behind step ", stats_.steps);
+  wanted.place = concat("the gathering of parameters after step ", stats_.steps);
   waits_since_ = FaultWatch::Clock::now();
-  for (const auto& each : under_way) {
-    const auto explained = [&](const auto& wait) {
-      try {
-        return wait();
-      } catch (const std::exception& error) {
-        if (faults_) faults_->explain(wanted, error.what(), waited());
-        throw;
-      }
-    };
-    if (faults_ && each->can_be_asked()) {
-      faults_->wait(wanted, [&](std::chrono::milliseconds time) {
-        return explained([&] { return each->is_done_within(time); });
-      });
+  const auto explained = [&](const auto& wait) {
+    try {
+      return wait();
+    } catch (const std::exception& error) {
+      if (faults_) faults_->explain(wanted, error.what(), waited());
+      throw;
     }
-    explained([&] { return each->wait(); });
+  };
+  if (faults_ && gather.can_be_asked()) {
+    faults_->wait(wanted, [&](std::chrono::milliseconds time) {
+      return explained([&] { return gather.is_done_within(time); });
+    });
   }
+  explained([&] { return gather.wait(); });
   log_.progress()->reach(Phase::kBetweenSteps);
 }
 

@@ -39,7 +39,7 @@ class StepLog {
   // Records into `timeline` from now on; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline);
   void plan_installed(int64_t plans) { plans_ = plans; }
-  // So many synchronised backwards lie behind.
+  // So many synchronised backwards have been made.
   void count_steps(int64_t steps);
   void mark(Mark mark, int64_t bucket, int64_t bytes = 0) const {
     if (timeline_ && !paused_) timeline_->record(mark, bucket, bytes);
@@ -57,7 +57,7 @@ class StepLog {
   void sending();
   void end_backward();
   void end_step(std::vector<bool> used);
-  // Other parameters are trained from now on: steps before cannot be compared with those behind.
+  // Other parameters are trained from now on: earlier steps cannot be compared with later ones.
   void forget_used() { last_.used.clear(); }
   // A gradient has come, by the parameter's index.
   void arrived(size_t param) { progress_->arrived(param); }

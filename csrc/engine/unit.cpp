@@ -369,7 +369,7 @@ void Unit::add_up(Reduction& reduction) const {
   }
 }
 
-// Lets go of each large gradient behind its terms.
+// Lets go of each large gradient after its terms.
 void Unit::add_own(Reduction& reduction, bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
   ItemList packed;

@@ -11,7 +11,7 @@
 //   gather   shard  ->  messages  ->  whole members
 //   reduce   gradients of whole members  ->  messages  ->  sum in the ranks' order  ->  gradients of this rank's shares
 //
-// What is small travels in one message, which a kernel packs and another unpacks, behind it a flag per member that tells whether
+// What is small travels in one message, which a kernel packs and another unpacks, and after it a flag per member that tells whether
 // this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
 // Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
 //

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <algorithm>
+
 #include "buffers.h"
 #include "ops.h"
 
@@ -7,16 +9,19 @@ namespace fastsync::ops {
 
 at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device device) {
   if (!device.is_cpu()) return make_scratch({numel}, dtype, device);
+  if (reclaim_) reclaim_();
+  constexpr int64_t kMuchLarger = 4;
   auto best = free_.end();
   for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
     // One that is much larger will be wanted for what it was made for.
-    const bool fits =
-        buffer->scalar_type() == dtype && buffer->numel() >= numel && buffer->numel() < 2 * numel;
+    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel &&
+                      buffer->numel() < kMuchLarger * numel;
     if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;
   }
   if (best == free_.end()) {
     // What is too small now has served smaller buckets, and would stay for ever.
-    free_.clear();
+    const auto small = [&](const at::Tensor& buffer) { return buffer.numel() < numel; };
+    free_.erase(std::remove_if(free_.begin(), free_.end(), small), free_.end());
     lent_.push_back(make(numel, dtype, device));
   } else {
     lent_.push_back(*best);

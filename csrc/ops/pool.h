@@ -18,19 +18,26 @@ class BufferPool {
 
   // `make`: where a CPU's memory comes from, instead of the allocator.
   explicit BufferPool(Make make = nullptr) : make_(std::move(make)) {}
+  // Has `reclaim` called before a buffer is looked for, to give back what nobody uses any more; null: no longer.
+  void reclaim_with(std::function<void()> reclaim) { reclaim_ = std::move(reclaim); }
 
   // Whatever the memory holds.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
   // One that take() returned; undefined: nothing.
   void give(const at::Tensor& buffer);
-  // Likewise, but somebody still writes to it.
+  // Likewise, but somebody still reads it, or writes to it.
   void forget(const at::Tensor& buffer);
+  // Either: `in_flight`, forgets it.
+  void end(const at::Tensor& buffer, bool in_flight) {
+    return in_flight ? forget(buffer) : give(buffer);
+  }
 
  private:
   at::Tensor make(int64_t numel, at::ScalarType dtype, at::Device device) const;
   at::Tensor take_back(const at::Tensor& buffer);
 
   Make make_;
+  std::function<void()> reclaim_;
   std::vector<at::Tensor> lent_;
   std::vector<at::Tensor> free_;
 };

@@ -29,7 +29,7 @@ struct CodecBackend {
 
 inline int64_t block_of(Wire format) { return kernels::traits_of(format).block; }
 
-// Chunks of some blocks, behind `section` bytes that belong to others and before 16 that do.
+// Chunks of some blocks, after `section` bytes that belong to others and before 16 that do.
 inline PayloadLayout layout_of(Wire format, int64_t blocks, int64_t section) {
   const int64_t numel = blocks * block_of(format);
   const int64_t end = section + kernels::coded_bytes(format, numel);

@@ -1,7 +1,7 @@
 // Runs a kernel's launcher on a device for tests that hold host memory: every buffer that they name gets a copy on the
 // device, at the same distance from a 256-byte boundary, and what the kernel wrote is copied back.
 //
-// Each buffer is an allocation of its own, which ends where the buffer ends, so that compute-sanitizer sees accesses behind it.
+// Each buffer is an allocation of its own, which ends where the buffer ends, so that compute-sanitizer sees accesses past it.
 // Bytes in front of it hold a pattern, which must survive. Where there are too many for that they share one allocation.
 #pragma once
 

@@ -148,7 +148,7 @@ void dependent_vectors_vanish() {
     const Vector first = vector_in(found, 0, numel);
     const Vector last = vector_in(found, 2, numel);
     EXPECT(std::fabs(dot(last, last) - 1) < 1e-6L && std::fabs(dot(first, last)) < 1e-6L,
-           "the vector behind it suffered");
+           "the vector after it suffered");
   }
   const std::vector<float> more = orthonormal(random_vectors(5 * 2, random), 5, 2);
   expect_orthonormal(more, 2, 2);
@@ -187,7 +187,7 @@ void poison_is_replaced() {
   }
 }
 
-// Without a refill it must reach every vector behind: a gradient that is not finite is not finite in the average.
+// Without a refill it must reach every later vector: a gradient that is not finite is not finite in the average.
 void poison_spreads() {
   constexpr int64_t numel = 65;
   Random random;
@@ -197,7 +197,7 @@ void poison_spreads() {
     const std::vector<float> found = orthonormal(vectors, 3, numel);
     for (int64_t k = 0; k < 3; ++k) {
       const Vector vector = vector_in(found, k, numel);
-      EXPECT(!std::isfinite(dot(vector, vector)), "vector ", k, " is finite behind ", value);
+      EXPECT(!std::isfinite(dot(vector, vector)), "vector ", k, " is finite after ", value);
     }
   }
 }

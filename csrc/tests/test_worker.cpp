@@ -75,7 +75,7 @@ void tells_of_the_end_once() {
   }
 }
 
-void an_error_breaks_what_comes_behind_it() {
+void an_error_breaks_what_comes_after_it() {
   Worker worker;
   const auto good = worker.submit([] { return false; });
   good->wait();
@@ -117,7 +117,7 @@ int main(int argc, char** argv) {
   using namespace fastsync::comm;  // NOLINT: cases only
   return fastsync::testing::run_cases({{"order", keeps_order_at_every_link},
                                        {"told once", tells_of_the_end_once},
-                                       {"error", an_error_breaks_what_comes_behind_it},
+                                       {"error", an_error_breaks_what_comes_after_it},
                                        {"freed", a_step_is_freed_before_its_end_is_told},
                                        {"hanging", leaves_a_hanging_chain_behind}},
                                       argc, argv);

@@ -65,7 +65,7 @@ class Chained final : public Transport {
   }
 
   int64_t bytes() const override { return coding_->bytes(); }
-  int64_t sent_bytes() const override { return coding_->sent_bytes(); }
+  int64_t sent_bytes() const override { return coding_->sent_bytes(*chains_); }
   int64_t between_nodes_bytes() const override { return coding_->between_nodes_bytes(); }
   int64_t residual_bytes() const override { return coding_->residual_bytes(); }
 

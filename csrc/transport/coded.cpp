@@ -128,7 +128,7 @@ class Coded final : public Coding {
 
   int64_t bytes() const override { return buffers_->chunks() * buffers_->spec.chunk_bytes; }
 
-  int64_t sent_bytes() const override {
+  int64_t sent_bytes(const comm::Chains& /*chains*/) const override {
     const int64_t others = buffers_->ranks - 1;
     if (buffers_->spec.gather) return others * bytes();
     return 2 * others * bytes() / buffers_->ranks;

@@ -51,19 +51,13 @@ class CodedRegions final : public Regions {
   }
 
   void end(bool in_flight) override {
-    for (at::Tensor* field : {&sent_, &received_}) {
-      const at::Tensor buffer = std::exchange(*field, at::Tensor());
-      if (in_flight) {
-        pool_->forget(buffer);
-      } else {
-        pool_->give(buffer);
-      }
-    }
+    pool_->end(std::exchange(sent_, at::Tensor()), in_flight);
+    pool_->end(std::exchange(received_, at::Tensor()), in_flight);
   }
 
   int64_t bytes() const override { return group_->size() * codes_.spec().chunk_bytes; }
   int64_t sent_bytes() const override {
-    return group_->is_memory() ? 0 : (group_->size() - 1) * codes_.spec().chunk_bytes;
+    return group_->leaving((group_->size() - 1) * codes_.spec().chunk_bytes);
   }
 
   at::Tensor residual() const override { return residual_; }

@@ -58,7 +58,7 @@ class Coding {
 
   // Bytes that this rank hands to collectives, and that leave it, in one step.
   virtual int64_t bytes() const = 0;
-  virtual int64_t sent_bytes() const = 0;
+  virtual int64_t sent_bytes(const comm::Chains& chains) const = 0;
   // Those of them that leave this rank's node, where the form knows of nodes.
   virtual int64_t between_nodes_bytes() const { return 0; }
   // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without. The coding's own

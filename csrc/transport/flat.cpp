@@ -198,10 +198,13 @@ namespace {
 
 class AllReduce final : public Flat {
  public:
-  AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::SumOverRanks> ranks)
+  AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::Collective> ranks)
       : Flat(spec, slots), ranks_(std::move(ranks)) {}
 
-  int64_t sent_bytes() const override { return ranks_->sent_bytes(bytes()); }
+  // As a ring sends, where the backend decides.
+  int64_t sent_bytes() const override {
+    return ranks_->leaving(2 * bytes() * (ranks_->size() - 1) / ranks_->size());
+  }
 
  private:
   std::unique_ptr<comm::InFlight> start(const at::Tensor& flat) override {
@@ -211,13 +214,13 @@ class AllReduce final : public Flat {
     return ranks_->make_flat(spec().numel, spec().dtype, device());
   }
 
-  std::shared_ptr<comm::SumOverRanks> ranks_;
+  std::shared_ptr<comm::Collective> ranks_;
 };
 
 }  // namespace
 
 std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
-                                      std::shared_ptr<comm::SumOverRanks> ranks) {
+                                      std::shared_ptr<comm::Collective> ranks) {
   return std::make_unique<AllReduce>(spec, slots, std::move(ranks));
 }
 

@@ -118,6 +118,6 @@ class Flat : public Transport {
 
 // Sums the buffer by one all-reduce.
 std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
-                                      std::shared_ptr<comm::SumOverRanks> ranks);
+                                      std::shared_ptr<comm::Collective> ranks);
 
 }  // namespace fastsync::engine

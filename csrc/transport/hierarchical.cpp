@@ -180,9 +180,9 @@ class Hierarchical final : public Coding {
   int64_t bytes() const override {
     return static_cast<int64_t>(buffers_->values.packed.nbytes() + buffers_->flags.packed.nbytes());
   }
-  int64_t sent_bytes() const override {
+  int64_t sent_bytes(const comm::Chains& chains) const override {
     const int64_t in_node = buffers_->spec().node_ranks;
-    return 2 * bytes() * (in_node - 1) / in_node + between_nodes_bytes();
+    return chains.leaving(0, 2 * bytes() * (in_node - 1) / in_node) + between_nodes_bytes();
   }
   int64_t between_nodes_bytes() const override {
     const int64_t others = buffers_->spec().nodes - 1;

@@ -239,7 +239,7 @@ class LowRank final : public Coding {
   int64_t bytes() const override {
     return 4 * (factors_->first().numel() + factors_->second().numel());
   }
-  int64_t sent_bytes() const override {
+  int64_t sent_bytes(const comm::Chains& /*chains*/) const override {
     const int64_t ranks = factors_->ranks();
     return 2 * (ranks - 1) * bytes() / ranks;
   }

@@ -134,11 +134,7 @@ class NodeRegions final : public Regions {
   void end(bool in_flight) override {
     const NodeStep step = std::exchange(step_, NodeStep{});
     for (const at::Tensor& buffer : {step.packed, step.shelves, step.sent, step.received}) {
-      if (in_flight) {
-        pool_->forget(buffer);
-      } else {
-        pool_->give(buffer);
-      }
+      pool_->end(buffer, in_flight);
     }
     if (!in_flight) return;
     auto fresh = std::make_shared<NodeCodes>(codes_->layout, spec(), codes_->codes.device());
@@ -148,7 +144,7 @@ class NodeRegions final : public Regions {
 
   int64_t bytes() const override { return spec().node_ranks * shelf_bytes(); }
   int64_t sent_bytes() const override {
-    return (spec().node_ranks - 1) * shelf_bytes() + between_nodes_bytes();
+    return chains_->leaving(0, (spec().node_ranks - 1) * shelf_bytes()) + between_nodes_bytes();
   }
   int64_t between_nodes_bytes() const override { return (spec().nodes - 1) * spec().chunk_bytes; }
 

@@ -48,9 +48,13 @@ class PlainRegions final : public Regions {
   }
 
   std::unique_ptr<comm::InFlight> launch() override {
-    received_ = pool_->take(sources() * stride_, dtype(), like_.device());
-    return leaves_own() ? group_->all_to_others(received_, sent_)
-                        : group_->reduce_scatter(received_, sent_);
+    if (leaves_own()) {
+      incoming_ = group_->all_to_others(sent_, pool_);
+      sent_ = at::Tensor();
+      return std::make_unique<comm::SharedInFlight>(incoming_);
+    }
+    sum_ = {pool_->take(stride_, dtype(), like_.device())};
+    return group_->reduce_scatter(sum_.front(), sent_);
   }
 
   void sum_flags(const at::Tensor& flags) const override {
@@ -61,45 +65,34 @@ class PlainRegions final : public Regions {
       }
       ops::pack(mine, flags, 1.0);
     }
-    const auto behind = ops::SlotLayout::run(layout_.numel, layout_.flags);
-    sum({{flags, &behind}}, /*accumulate=*/leaves_own());
+    const auto after_parts = ops::SlotLayout::run(layout_.numel, layout_.flags);
+    sum({{flags, &after_parts}}, /*accumulate=*/leaves_own());
   }
 
   void sum(const std::vector<ops::Item>& items, bool accumulate) const override {
     if (items.empty()) return;
-    for (int64_t source = 0; source < sources(); ++source) {
-      std::vector<ops::SlotLayout> layouts;
-      for (const ops::Item& item : items) {
-        layouts.push_back(
-            ops::SlotLayout::run(source * stride_ + item.layout->offset, item.layout->numel));
-      }
-      std::vector<ops::Item> terms = items;
-      for (size_t i = 0; i < terms.size(); ++i) terms[i].layout = &layouts[i];
-      ops::unpack(terms, received_, 1.0, accumulate || source > 0);
+    for (const at::Tensor& term : leaves_own() ? incoming_->parts() : sum_) {
+      ops::unpack(items, term, 1.0, accumulate);
+      accumulate = true;
     }
   }
 
   void end(bool in_flight) override {
-    for (at::Tensor* field : {&sent_, &received_}) {
-      const at::Tensor buffer = std::exchange(*field, at::Tensor());
-      if (in_flight) {
-        pool_->forget(buffer);
-      } else {
-        pool_->give(buffer);
-      }
-    }
+    if (incoming_ && !in_flight) incoming_->give_back();
+    incoming_ = nullptr;
+    for (const at::Tensor& sum : std::exchange(sum_, {})) pool_->end(sum, in_flight);
+    pool_->end(std::exchange(sent_, at::Tensor()), in_flight);
   }
 
   int64_t bytes() const override { return sent_chunks() * chunk_bytes(); }
   int64_t sent_bytes() const override {
-    return group_->is_memory() ? 0 : (layout_.chunks - 1) * chunk_bytes();
+    return group_->leaving((layout_.chunks - 1) * chunk_bytes());
   }
 
  private:
   at::ScalarType dtype() const { return c10::typeMetaToScalarType(like_.dtype()); }
   int64_t chunk_bytes() const { return stride_ * static_cast<int64_t>(c10::elementSize(dtype())); }
   int64_t sent_chunks() const { return layout_.chunks - (leaves_own() ? 1 : 0); }
-  int64_t sources() const { return leaves_own() ? layout_.chunks - 1 : 1; }
 
   const at::Tensor& sent() {
     if (!sent_.defined()) sent_ = pool_->take(sent_chunks() * stride_, dtype(), like_.device());
@@ -115,7 +108,8 @@ class PlainRegions final : public Regions {
   std::vector<ops::SlotLayout> own_flag_layouts_;
   std::vector<float> own_flags_;
   at::Tensor sent_;
-  at::Tensor received_;
+  std::shared_ptr<comm::Incoming> incoming_;  // what others sent, to add up here
+  std::vector<at::Tensor> sum_;               // or the one that the backend has added up
 };
 
 }  // namespace

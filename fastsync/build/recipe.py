@@ -48,6 +48,7 @@ CPP_SOURCES = (
     "comm/shm_segment.cpp",
     "comm/shm_channel.cpp",
     "comm/shm_memory.cpp",
+    "comm/incoming.cpp",
     "comm/shm_collective.cpp",
     "comm/chain.cpp",
     "comm/python_hook.cpp",

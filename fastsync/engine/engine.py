@@ -85,7 +85,6 @@ class Engine:
     ) -> None:
         self._params = list(params)
         self._group = group
-        self._buckets = buckets
         self.policy = policy
         self._network = Network()  # as all ranks know it, for bytes of gradients
         self._measured_rate = 0.0  # by this rank, before a restart
@@ -105,6 +104,7 @@ class Engine:
         self.core.use_watch(watch_of(group))
         self._memory = self._share_memory(group)
         self.core.use_memory(self._memory)
+        self._buckets = buckets.in_memory() if self._memory and policy.zero.stage else buckets
         self.shares = Shares(self.core, group, tensors[0].device, self._memory)
         self.regrouped = False
         self._plan_changed = False

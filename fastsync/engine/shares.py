@@ -92,12 +92,6 @@ class Shares:
             self._links = new_cpu_group(self._group, "shards") if on_cpu else self._group
             self._core.use_shards(resolvable_name(self._links))
 
-    def make_flat(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of zeros for `gather`, which the others read in place where they can."""
-        if self._memory is None or dtype.is_complex:
-            return torch.zeros(numel, dtype=dtype, device=self._device)
-        return self._memory.make_flat(numel, dtype)
-
     def start_gather(self, flat: torch.Tensor) -> None:
         """Every rank sends its region of a buffer, one of equal ones, to all. Collective.
 

@@ -16,6 +16,7 @@ __all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "piece_bytes"]
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
 _DEFAULT_CAP_MB = 25
+_MEMORY_CAP_MB = 8
 # A bucket should spend about this long on the wire, and the last one, which nothing hides, less.
 # But a collective has costs of its own.
 _BUCKET = Span(seconds=0.005, latencies=10)
@@ -77,6 +78,15 @@ class BucketPolicy:
         cap = network.carries(_BUCKET, _LEAST_CAP_BYTES, self.caps[-1])
         last = network.carries(_LAST_BUCKET, _FIRST_BUCKET_BYTES, cap)
         return replace(self, caps=(*self.caps[:-1], cap), last=last)
+
+    def in_memory(self) -> BucketPolicy:
+        """Where ranks share memory and gradients.
+
+        A collective costs little there, and its buffers are most of what a step needs for a while.
+        """
+        if not self.adaptive:
+            return self
+        return replace(self, caps=tuple(min(cap, _MEMORY_CAP_MB * _MIB) for cap in self.caps))
 
     def limit(self, closed: int, left: int) -> int:
         """Bytes that close a bucket after `closed` others, with `left` in it or still to come."""

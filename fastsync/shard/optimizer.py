@@ -199,8 +199,7 @@ class ShardedOptimizer:
         layout = cut([param.numel() for param in params], self._group.size())
         shares = kind.dtype.is_floating_point and kind.bucket is not None
         masters = self._owner.masters and kind.dtype in NARROW
-        make_flat = self._owner.engine.shares.make_flat
-        return Space(params, layout, self._group, shares, masters, make_flat)
+        return Space(params, layout, self._group, shares, masters)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""

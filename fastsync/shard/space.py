@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,6 @@ class Space:
         group: whose ranks share the work.
         shares_gradients: the ranks may share their gradients, too.
         masters: what each rank owns it has in fp32, too, and steps on that.
-        make_flat: a buffer of zeros, of so many elements, where the ranks can exchange its regions.
 
     Attributes:
         flat: the parameters.
@@ -65,18 +64,13 @@ class Space:
         group: dist.ProcessGroup,
         shares_gradients: bool = False,
         masters: bool = False,
-        make_flat: Callable[[int, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         self.params, self.layout = list(params), layout
         self.shares_gradients, self.masters = shares_gradients, masters
         self._rank = group.rank()
         first = self.params[0]
         numel = layout.region * group.size()
-        self.flat = (
-            torch.zeros(numel, dtype=first.dtype, device=first.device)
-            if make_flat is None
-            else make_flat(numel, first.dtype)
-        )
+        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self._views = []
         for param, offset in zip(self.params, layout.offsets, strict=True):
             memory = _alone(self.flat[offset : offset + param.numel()])

@@ -1,0 +1,31 @@
+// What other ranks have for this one, in memory that it reads for a while: theirs, or a buffer that messages arrive in.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "../ops/pool.h"
+#include "in_flight.h"
+
+namespace fastsync::comm {
+
+// Neither end waits for another rank: that of give_back(), nor that of one which never was given back.
+class Incoming : public CalledByWait {
+ public:
+  // After wait(): equal parts, from each other rank, in their order.
+  virtual const std::vector<at::Tensor>& parts() const = 0;
+  // They are not read any more.
+  virtual void give_back() = 0;
+};
+
+struct MessageBuffers {
+  at::Tensor received;
+  at::Tensor sent;
+};
+// What arrives in so many parts. Both buffers are of `pool`, and go back there.
+std::shared_ptr<Incoming> incoming_in(std::unique_ptr<InFlight> arriving, MessageBuffers buffers,
+                                      int64_t parts, std::shared_ptr<ops::BufferPool> pool);
+
+}  // namespace fastsync::comm
