@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from bench.measure import benchmark as b
-from bench.models.workload import mean_square, normal_batch, seeded
+from bench.models.workload import normal_batch, seeded
 from examples.common.costs import events_of
 from examples.common.ranks import Group, argument, whole
 from examples.common.rounds import less, over, time_lanes
@@ -62,8 +63,8 @@ class Blocks(nn.Module):
 
 def stack(args: argparse.Namespace, skip: bool) -> Workload:
     """Blocks whose widths and batch make a step mostly compute."""
-    build = seeded(lambda: Blocks(args.depth, args.width, skip))
-    return Workload("blocks", build, normal_batch(32, args.width), mean_square)
+    make = partial(Blocks, args.depth, args.width, skip)
+    return seeded("blocks", make, normal_batch(32, args.width))
 
 
 def collectives(lane: Lane) -> int:

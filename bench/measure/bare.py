@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from bench.report.formulas import bus_factor
 from examples.common.ranks import Group
-from examples.common.text import quantile
 from examples.manual_parallel import by_hand
 
 PROBES = 3
@@ -87,7 +87,7 @@ def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
     tensor = torch.zeros(size // 4, device=group.device)
     calls = [timed(group, lambda: dist.all_reduce(tensor)) for _ in range(PROBES + 1)]
     slowest = group.max(torch.tensor(calls[1:], dtype=torch.float64)).tolist()
-    return bus_factor(group.world) * size / quantile(slowest, 0.5)
+    return bus_factor(group.world) * size / median(slowest)
 
 
 def timed(group: Group, call: Callable[[], object]) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from examples.common.check import check_variants
 from examples.common.ranks import Group
-from examples.common.text import Progress, Spread, milliseconds, quantile, ratio, render
+from examples.common.text import Progress, Spread, milliseconds, ratio, render
 from examples.common.training import Lane, Workload, make_lanes
 from examples.common.variants import BASELINE, FLOOR, Variant
 
@@ -157,7 +158,7 @@ def time_lanes(
     for name, lane in lanes.items():
         progress.show(f"{lane.workload.name}: warming up {name}")
         times = burst(lane, group, settings.warmup)[1:]
-        per_step += quantile(times, 0.5) if times else 0.0
+        per_step += median(times) if times else 0.0
     if settings.seconds is not None:
         fitting = int(settings.seconds / max(group.most(per_step) * (settings.steps + 1), 1e-9))
         rounds = min(rounds, max(fitting, FEWEST_ROUNDS))
@@ -171,7 +172,7 @@ def time_lanes(
     found = in_turn(lanes, lambda n: burst(lanes[n], group, settings.steps, meter), rounds, show)
     progress.clear()
     return {
-        name: Measured([quantile(row[1:], 0.5) for row in rows], [row[0] for row in rows])
+        name: Measured([median(row[1:]) for row in rows], [row[0] for row in rows])
         for name, rows in slowest(found, group).items()
     }
 
@@ -219,7 +220,7 @@ def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> lis
                 verdicts.get(name, "not checked"),
                 tuple(result.seconds),
                 exposed_ratio,
-                quantile(result.sent_bytes, 0.5),
+                median(result.sent_bytes),
             )
         )
     return timings

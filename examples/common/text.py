@@ -7,23 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import quantiles
 
 from examples.common.ranks import Group
 
 PROGRESS_SECONDS = 15.0  # between lines where the output is no terminal
 
 Row = Sequence[str]
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """The quantile of unsorted samples, by linear interpolation."""
-    if not samples:
-        raise ValueError("expects at least one sample")
-    ordered = sorted(samples)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,9 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        return cls(quantile(samples, 0.5), quantile(samples, 0.25), quantile(samples, 0.75))
+        several = samples if len(samples) > 1 else [*samples, *samples]  # what quantiles expects
+        q1, middle, q3 = quantiles(several, n=4, method="inclusive")
+        return cls(middle, q1, q3)
 
     @property
     def width(self) -> float:
