@@ -86,7 +86,7 @@ def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
     size = max(SMALLEST_PROBE, min(LARGEST_PROBE, wanted))
     tensor = torch.zeros(size // 4, device=group.device)
     calls = [timed(group, lambda: dist.all_reduce(tensor)) for _ in range(PROBES + 1)]
-    slowest = group.max(torch.tensor(calls[1:], dtype=torch.float64)).tolist()
+    slowest: list[float] = group.max(torch.tensor(calls[1:], dtype=torch.float64)).tolist()
     return bus_factor(group.world) * size / median(slowest)
 
 

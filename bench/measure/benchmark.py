@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from examples.common.variants import VARIANTS, select
 TABLE = "table"
 
 Part = dict[str, Any]  # of a result
+T = TypeVar("T")
 
 
 def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tuple[Any, ...]]:
@@ -46,10 +47,9 @@ def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tup
         except ValueError:
             found = (above,)
         if min(found) <= above:
-            about = f"numbers{unit and ' of ' + unit} above {above:g}"
-            if kind is int:
-                about = f"whole numbers, at least {above + 1:g} {unit}".rstrip()
-            raise UsageError(f"expects {about}, such as 2,4, not {text!r}")
+            least = f"whole numbers, at least {above + 1:g}"
+            about = least if kind is int else f"numbers above {above:g}"
+            raise UsageError(f"expects {about}{unit and ' ' + unit}, such as 2,4, not {text!r}")
         return found
 
     return parse
@@ -264,19 +264,14 @@ def benchmark(
     return declare
 
 
-def choose(kind: str, known: Sequence[str], only: str, skip: str) -> list[str]:
-    """The names of what to run, in the order of `only`, or of `known` where that is "all".
-
-    Args:
-        kind: what a name is the name of.
-        only, skip: "all", or names with commas between them.
+def choose(kind: str, known: Mapping[str, T], only: str, skip: str) -> list[T]:
+    """What to run, in the order of `only`, or of `known` where that is "all".
 
     Raises:
         UsageError: a name is unknown, or nothing is left.
     """
     parse = names(kind, known)
-    unwanted = parse(skip) if skip else ()
-    left = [name for name in parse(only) if name not in unwanted]
+    left = [known[name] for name in parse(only) if name not in parse(skip)]
     if not left:
         raise UsageError("nothing is left to run")
     return left

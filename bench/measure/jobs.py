@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,6 @@ from examples.common.ranks import (
     over_sockets,
 )
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 JOB_VARIABLE = "BENCH_JOB"  # tells a rank the number of its job
 
 Main = Callable[[Group], int]
@@ -58,19 +56,20 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
     """
     if is_rank():
         return launch(main, 0, threads)
-    with terminable():
-        try:
-            missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
-            if missing:
-                raise MissingRights(missing)
-            for number, job in enumerate(jobs):
-                os.environ[JOB_VARIABLE] = str(number)
-                code = _start(job, threads, main)
-                if code:
-                    return code
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return INTERRUPTED
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # ranks are stopped then too
+        signal.signal(ending, signal.default_int_handler)
+    try:
+        missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
+        if missing:
+            raise MissingRights(missing)
+        for number, job in enumerate(jobs):
+            os.environ[JOB_VARIABLE] = str(number)
+            code = _start(job, threads, main)
+            if code:
+                return code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -87,18 +86,3 @@ def _start(job: Job, threads: int, main: Main) -> int:
         with netns.network(job.world) as seats:
             return launch(main, job.world, threads, lambda rank: seats[rank].placement())
     return launch(main, job.world, threads, over_sockets if job.over_sockets else anywhere)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, so that its ranks are stopped."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
