@@ -92,8 +92,7 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
     """
     start = weights(lanes[DDP])
     for lane in lanes.values():
-        for _ in range(steps):
-            lane.step()
+        lane.steps(steps)
     wanted = weights(lanes[DDP])
     for name, lane in lanes.items() if steps else ():
         distance = float((weights(lane) - wanted).norm() / (wanted - start).norm())

@@ -73,6 +73,11 @@ class Lane:
             self.optimizer.step()
         return loss
 
+    def steps(self, count: int) -> None:
+        """Makes so many steps."""
+        for _ in range(count):
+            self.step()
+
 
 def make_batches(workload: Workload, group: Group, count: int = BATCHES) -> list[Tensor]:
     """This rank's first `count` batches, on its device."""
