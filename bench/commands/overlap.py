@@ -118,7 +118,6 @@ def measure(
     found = []
     for timing in summarise(measured, {}):
         variant = next(v for v in variants if v.name == timing.variant)
-        assert timing.exposed is not None
         times = {"time": asdict(timing.exposed), "step": asdict(timing.step)}
         least = ready.least(variant, lanes[variant.name], rate, group.world)
         of = [name.name, f"{group.world} ranks", "paced", f"{factor:g}", variant.name]

@@ -26,7 +26,7 @@ from examples.common.check import ROUNDING
 from examples.common.costs import peak_memory
 from examples.common.ranks import CheckFailed, Group
 from examples.common.rounds import over, time_lanes
-from examples.common.text import Spread
+from examples.common.text import Spread, times
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
 from examples.common.variants import OURS, VARIANTS, Variant, available, fast_ddp
 from fastsync import FastDDP
@@ -139,7 +139,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     for way, make in WAYS.items():
         peak = peak_memory(lambda: make(heavy, group), group)  # noqa: B023
         sent_of = f"{counted[way]:.4f}" if counted[way] else "-"
-        cells[way] += ["n/a" if peak is None else f"{peak:.2f}x", sent_of]
+        cells[way] += [times(peak), sent_of]
     title = f"a step with AdamW over that of the fastest of torch's ways in its round; {b.MARGIN}"
     headers = ("way", *args.models, f"peak memory, {HEAVY}", "bytes sent / DDP's")
     yield b.table(title, headers, [(f"`{way}`", *row) for way, row in cells.items()])

@@ -30,7 +30,7 @@ from examples.common.ranks import Argument, Group, Parser, UsageError, argument,
 from examples.common.rounds import SCHEMA, Settings
 from examples.common.text import Progress, Row, Spread, render
 from examples.common.training import Workload
-from examples.common.variants import VARIANTS, select
+from examples.common.variants import VARIANTS, Variant, select
 
 TABLE = "table"
 
@@ -140,6 +140,17 @@ def table(title: str, headers: Row, rows: Sequence[Row], **more: Any) -> Shown:
     """A result that is one table."""
     part = {"title": title, "headers": list(headers), "rows": [list(row) for row in rows]}
     return Shown(f"{title}\n{render(headers, rows)}", {**part, **more})
+
+
+def by_variant(
+    title: str, args: argparse.Namespace, cell: Callable[[Workload, Variant], str]
+) -> Shown:
+    """A table with a cell for each variant of --wrappers and each model."""
+    rows = [
+        (variant.name, *(cell(workload(name, args), variant) for name in args.models))
+        for variant in select(args.wrappers).variants
+    ]
+    return table(title, ("variant", *args.models), rows)
 
 
 MARGIN = "median of the rounds ± half its 95 % interval"  # what `with_margin` shows

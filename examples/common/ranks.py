@@ -84,6 +84,14 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def timed(self, call: Callable[[], object]) -> float:
+        """Seconds of a call, until this rank's device has done it."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
+
 
 @dataclass(frozen=True)
 class Placement:

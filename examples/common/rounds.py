@@ -99,7 +99,7 @@ class Timing:
     Attributes:
         step: of the slowest rank.
         ratio: to BASELINE in the same round.
-        exposed: step less that of no_sync in the same round, where no_sync ran.
+        exposed: step less that of FLOOR in the same round.
         check: the verdict of the correctness check.
         rounds: the median step of every round.
         exposed_ratio: exposed, to that of BASELINE in the same round.
@@ -109,11 +109,11 @@ class Timing:
     variant: str
     step: Spread
     ratio: Spread
-    exposed: Spread | None
+    exposed: Spread
     check: str
     rounds: tuple[float, ...]
-    exposed_ratio: Spread | None = None
-    sent_bytes: float = 0.0
+    exposed_ratio: Spread | None
+    sent_bytes: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Measured:
 def measure(
     workload: Workload, variants: tuple[Variant, ...], group: Group, settings: Settings
 ) -> list[Timing]:
-    """Checks, then times `variants`, BASELINE among them; the same result on every rank.
+    """Checks, then times `variants`, BASELINE and FLOOR among them; the same on every rank.
 
     Raises:
         CheckFailed: a variant trains other weights than default DDP.
@@ -182,47 +182,36 @@ def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> lis
     counted; all of this rank."""
     dist.barrier()
     lane.step()
-    times = []
     before = meter()
-    for _ in range(steps):
-        group.synchronize()
-        start = time.perf_counter()
-        lane.step()
-        group.synchronize()
-        times.append(time.perf_counter() - start)
+    times = [group.timed(lane.step) for _ in range(steps)]
     sent = (meter() - before) / max(steps, 1)
     lane.optimizer.zero_grad(set_to_none=True)
     return [sent, *times]
 
 
 def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> list[Timing]:
-    """Compares variants with BASELINE round by round.
+    """Compares variants with BASELINE and FLOOR round by round.
 
     Args:
         verdicts: by variant, the correctness check's; may lack some.
     """
-    base = measured[BASELINE].seconds
-    floor = measured[FLOOR].seconds if FLOOR in measured else None
+    base, floor = measured[BASELINE].seconds, measured[FLOOR].seconds
+    of_base = less(base, floor)
     timings = []
     for name, result in measured.items():
-        exposed = exposed_ratio = None
-        if floor is not None:
-            of_base = less(base, floor)
-            exposed = Spread.of(less(result.seconds, floor))
-            if min(of_base) > 0.0:  # else the baseline is the floor, or no slower than it
-                exposed_ratio = Spread.of(over(less(result.seconds, floor), of_base))
-        timings.append(
-            Timing(
-                name,
-                Spread.of(result.seconds),
-                Spread.of(over(result.seconds, base)),
-                exposed,
-                verdicts.get(name, "not checked"),
-                tuple(result.seconds),
-                exposed_ratio,
-                median(result.sent_bytes),
-            )
+        exposed = less(result.seconds, floor)
+        timing = Timing(
+            variant=name,
+            step=Spread.of(result.seconds),
+            ratio=Spread.of(over(result.seconds, base)),
+            exposed=Spread.of(exposed),
+            check=verdicts.get(name, "not checked"),
+            rounds=tuple(result.seconds),
+            # Means nothing where the baseline was once no slower than the floor.
+            exposed_ratio=Spread.of(over(exposed, of_base)) if min(of_base) > 0.0 else None,
+            sent_bytes=median(result.sent_bytes),
         )
+        timings.append(timing)
     return timings
 
 

@@ -43,11 +43,14 @@ class Spread:
         return 1.57 * self.width / math.sqrt(samples)
 
 
-def milliseconds(spread: Spread | None) -> tuple[str, str]:
+def milliseconds(spread: Spread) -> tuple[str, str]:
     """The median and half the inter-quartile range in ms, of a spread in seconds."""
-    if spread is None:
-        return "-", "-"
     return f"{1e3 * spread.median:.2f}", f"{1e3 * spread.width / 2:.2f}"
+
+
+def times(value: float | None) -> str:
+    """A multiple of something, which may be unknown."""
+    return "n/a" if value is None else f"{value:.2f}x"
 
 
 def ratio(spread: Spread) -> tuple[str, str]:
