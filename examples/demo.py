@@ -185,12 +185,8 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 0
 
 
-def main() -> int:
+if __name__ == "__main__":
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without ± in their encoding
     quick = argument("--quick", "less training, fewer rounds", action="store_true")
-    return run_example("demo", __doc__, run, quick)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_example("demo", __doc__, run, quick))

@@ -197,15 +197,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 0
 
 
-def main() -> int:
-    return run_example(
-        "manual_parallel",
-        __doc__,
-        run,
-        argument("--rounds", "how often each is timed", 12, type=whole),
-        argument("--steps", "steps per round", 5, type=whole),
-    )
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    rounds = argument("--rounds", "how often each is timed", 12, type=whole)
+    steps = argument("--steps", "steps per round", 5, type=whole)
+    raise SystemExit(run_example("manual_parallel", __doc__, run, rounds, steps))

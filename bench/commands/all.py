@@ -22,7 +22,7 @@ from bench.measure.benchmark import choose
 from bench.report import documents
 from bench.report.documents import RESULTS, ROOT
 from examples.common.machine import COMMIT_VARIABLE, commit
-from examples.common.ranks import FAILED, INTERRUPTED, Parser, argument, guarded
+from examples.common.ranks import FAILED, INTERRUPTED, Parser, argument
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Part:
     on_links: bool = False
 
 
-REAL_MODELS = "resnet50,gpt2"
 CLASSIC_MODELS = "small,transformer,wide,conv"
 
 _EVERY = (
@@ -59,7 +58,7 @@ _EVERY = (
     Part("scale", 50, "scale"),
     Part("step", 240, f"step --models {CLASSIC_MODELS} --rounds 9 --seconds 45"),
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
-    Part("step-real", 140, f"step --models {REAL_MODELS} --seconds 10 --check-steps 1"),
+    Part("step-real", 140, "step --models resnet50,gpt2 --seconds 10 --check-steps 1"),
     Part("buckets", 90, "buckets --seconds 30"),
     Part("zero", 190, "zero --seconds 20"),
     Part("links", 210, "links --seconds 30", True),
@@ -97,17 +96,6 @@ def possible(parts: Sequence[Part]) -> Sequence[Part]:
     return [part for part in parts if not part.on_links]
 
 
-def parser() -> Parser:
-    """The command line."""
-    return Parser(
-        "bench all",
-        __doc__,
-        argument("--only", f"of {', '.join(PARTS)}, in this order", "all"),
-        argument("--skip", "leave these out", ""),
-        argument("--list", "only say what would run", action="store_true"),
-    )
-
-
 def _start(args: argparse.Namespace) -> int:
     parts = choose("part", PARTS, args.only, args.skip)
     for part in parts if args.list else ():
@@ -120,4 +108,11 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded(lambda: _start(parser().parse_args(argv)))
+    parser = Parser(
+        "bench all",
+        __doc__,
+        argument("--only", f"of {', '.join(PARTS)}, in this order", "all"),
+        argument("--skip", "leave these out", ""),
+        argument("--list", "only say what would run", action="store_true"),
+    )
+    return parser.run(_start, argv)

@@ -100,13 +100,9 @@ def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
 def conv_task() -> Task:
     """The conv net of bench/models in small: the direction of noisy waves."""
     workload = WORKLOADS["conv"](scale=1 / 64)
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
     return Task(
         build=workload.build,
-        loss=loss,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         batch=lambda rank, step: gratings(32, 1_000 * step + rank),
         held_out=lambda: [gratings(512, 10_000_000 + i) for i in range(4)],
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),

@@ -20,9 +20,7 @@ from examples.common.variants import Variant
 
 @b.benchmark(
     *(b.models("transformer,wide,conv"), b.SCALE, b.wrappers("all"), b.RANKS),
-    argument(
-        "--peak", "the peak of a step with AdamW, per byte of parameters", action="store_true"
-    ),
+    argument("--peak", "that of a step with AdamW, per byte of parameters", action="store_true"),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     title = "memory of gradients and buckets, in bytes per byte of gradients"

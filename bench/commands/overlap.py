@@ -90,8 +90,7 @@ class Ready:
         durations = [size * bus_factor(world) * variant.bits / 8 / rate for size in self.sizes]
         plans = {"least": [[index] for index in self.order]}
         if variant.wire:
-            model: Any = lane.model
-            plans["least_of_plan"] = [b.params for b in model.reducer.engine.plan.buckets]
+            plans["least_of_plan"] = [b.params for b in lane.model.reducer.engine.plan.buckets]
         for name, plan in plans.items():
             sent = bucketed(self.seconds, durations, plan)
             bounds[name] = least_exposed(*sent, self.backward)

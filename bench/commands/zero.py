@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from examples.common.rounds import over, time_lanes
 from examples.common.text import Spread, times
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
 from examples.common.variants import OURS, VARIANTS, Variant, available, fast_ddp
-from fastsync import FastDDP
 
 DDP = (available("ddp_batched_view") or "ddp_view").split(",")[0]
 UNITS, HEAVY = 12, "wide"
@@ -107,8 +106,8 @@ def sent(stage: int, workload: Workload, group: Group) -> int:
     counts = []
     for _ in range(SETTLED):
         lane.step()
-        counts.append(cast(FastDDP, lane.model).sync_stats().sent_bytes)
-    return counts[-1] - counts[-2]
+        counts.append(lane.model.sync_stats().sent_bytes)
+    return int(counts[-1] - counts[-2])
 
 
 def ratios(steps: dict[str, list[float]]) -> dict[str, str]:

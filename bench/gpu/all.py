@@ -32,7 +32,7 @@ from bench.measure.benchmark import choose
 from bench.report import documents
 from bench.report.documents import RESULTS, ROOT
 from examples.common.machine import COMMIT_VARIABLE, commit, describe, environment, write_json
-from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument, guarded
+from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument
 from examples.common.text import render
 
 SHORTEST = 30.0  # seconds: a stage is not begun with less
@@ -216,9 +216,8 @@ def _start(args: argparse.Namespace) -> int:
     return code
 
 
-def parser() -> Parser:
-    """The command line."""
-    return Parser(
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
         "bench gpu_all",
         __doc__,
         argument("--only", "these stages, in this order", "all"),
@@ -230,7 +229,4 @@ def parser() -> Parser:
         argument("--commit", "of this checkout, where its history is not at hand"),
         argument("--rehearse", "in tiny form, on a CPU", action="store_true"),
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded(lambda: _start(parser().parse_args(argv)))
+    return parser.run(_start, argv)

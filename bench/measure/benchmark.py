@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +25,9 @@ import torch
 from bench.measure.jobs import Job, number_of_job, run_jobs
 from bench.measure.netns import LinkName, parse_links
 from bench.models import WORKLOADS
-from bench.report.tables import LAYOUTS, Point
+from bench.report.tables import LAYOUTS, Point, Result
 from examples.common.machine import command_line, describe, environment, write_json
-from examples.common.ranks import Argument, Group, Parser, UsageError, argument, guarded, whole
+from examples.common.ranks import Argument, Group, Parser, UsageError, argument, whole
 from examples.common.rounds import SCHEMA, Settings
 from examples.common.text import Progress, Row, Spread, render
 from examples.common.training import Workload
@@ -34,7 +35,6 @@ from examples.common.variants import VARIANTS, Variant, select
 
 TABLE = "table"
 
-Part = dict[str, Any]  # of a result
 T = TypeVar("T")
 
 
@@ -75,10 +75,6 @@ def _wrappers(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    return whole(text, least=0)
-
-
 def positive(text: str) -> float:
     """An argparse type: a number above 0."""
     return float(numbers(float)(text)[0])
@@ -88,6 +84,7 @@ def _option(name: str, meaning: str, kind: Callable[[str], Any]) -> Callable[...
     return lambda default=None: argument(name, meaning, default, type=kind)
 
 
+_count = partial(whole, least=0)
 # Options that several benchmarks have; called with the default.
 rounds = _option("--rounds", "at most so many bursts of each way", whole)
 steps = _option("--steps", "timed steps in a burst", whole)
@@ -133,7 +130,7 @@ class Shown:
     """What a benchmark has found: a text to print, and what it adds to the result."""
 
     text: str
-    part: Part
+    part: Result
 
 
 def table(title: str, headers: Row, rows: Sequence[Row], **more: Any) -> Shown:
@@ -209,12 +206,10 @@ class Benchmark:
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Runs the command and returns its exit code."""
 
-        def start() -> int:
-            args = self.parser().parse_args(argv)
-            jobs = self.jobs(args)
-            return run_jobs(lambda group: self.on_rank(args, group), jobs, args.threads)
+        def start(args: argparse.Namespace) -> int:
+            return run_jobs(partial(self.on_rank, args), self.jobs(args), args.threads)
 
-        return guarded(start)
+        return self.parser().run(start, argv)
 
     def on_rank(self, args: argparse.Namespace, group: Group) -> int:
         """What each rank does; the main rank prints, and writes what there is so far."""
@@ -233,10 +228,10 @@ class Benchmark:
                     write_json(result, args.json)
         return 0
 
-    def begun(self, args: argparse.Namespace, group: Group) -> Part:
+    def begun(self, args: argparse.Namespace, group: Group) -> Result:
         """The result before a job: what stands in front of it, and what earlier jobs have found."""
         if args.json and number_of_job() > 0:
-            result: Part = json.loads(args.json.read_text(encoding="utf-8"))
+            result: Result = json.loads(args.json.read_text(encoding="utf-8"))
             ranks = str(result["environment"]["ranks"]).split(" and ")
             if str(group.world) not in ranks:
                 result["environment"]["ranks"] = " and ".join((*ranks, str(group.world)))
@@ -248,7 +243,7 @@ class Benchmark:
         return {**head, "settings": simple, "environment": environment(group)}
 
 
-def merged(part: Part, added: Part) -> Part:
+def merged(part: Result, added: Result) -> Result:
     """`part` with what is added: to its lists and dictionaries, else instead of what it holds."""
     both = dict(part)
     for key, value in added.items():

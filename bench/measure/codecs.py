@@ -149,8 +149,7 @@ class CodecData(Scattered):
 
 def _encoding(data: CodecData) -> Task:
     wire, wanted = data.wires[0], data.gathered().clone()
-    theirs = lambda: torch_encode(data.format, data.gathered())  # noqa: E731
-    ways = (lambda: data.encode(wire), theirs)
+    ways = (lambda: data.encode(wire), lambda: torch_encode(data.format, data.gathered()))
     return data.task(data.moved, ways, [wire], lambda: data.decoded(wire), wanted, wanted)
 
 

@@ -15,19 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from bench.measure import netns
-from examples.common.ranks import (
-    INTERRUPTED,
-    Group,
-    MissingRights,
-    anywhere,
-    is_rank,
-    launch,
-    over_sockets,
-)
+from examples.common import ranks
 
 JOB_VARIABLE = "BENCH_JOB"  # tells a rank the number of its job
 
-Main = Callable[[Group], int]
+Main = Callable[[ranks.Group], int]
 
 
 @dataclass(frozen=True)
@@ -54,14 +46,14 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
     Raises:
         MissingRights: a job needs links, which cannot be made here.
     """
-    if is_rank():
-        return launch(main, 0, threads)
+    if ranks.is_rank():
+        return ranks.launch(main, 0, threads)
     for ending in (signal.SIGTERM, signal.SIGHUP):  # ranks are stopped then too
         signal.signal(ending, signal.default_int_handler)
     try:
         missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
         if missing:
-            raise MissingRights(missing)
+            raise ranks.MissingRights(missing)
         for number, job in enumerate(jobs):
             os.environ[JOB_VARIABLE] = str(number)
             code = _start(job, threads, main)
@@ -69,7 +61,7 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
                 return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ranks.INTERRUPTED
     return 0
 
 
@@ -81,8 +73,9 @@ def number_of_job() -> int:
 def _start(job: Job, threads: int, main: Main) -> int:
     if not job.world:
         torch.set_num_threads(threads)
-        return main(Group(0, 1, torch.device("cpu")))
+        return main(ranks.Group(0, 1, torch.device("cpu")))
     if job.on_links:
         with netns.network(job.world) as seats:
-            return launch(main, job.world, threads, lambda rank: seats[rank].placement())
-    return launch(main, job.world, threads, over_sockets if job.over_sockets else anywhere)
+            return ranks.launch(main, job.world, threads, lambda rank: seats[rank].placement())
+    place = ranks.over_sockets if job.over_sockets else ranks.anywhere
+    return ranks.launch(main, job.world, threads, place)

@@ -29,10 +29,6 @@ def resnet50(scale: float = CPU_SCALE) -> Workload:
     return seeded("resnet50", make, normal_batch(share(BATCH, scale), 3, IMAGE, IMAGE))
 
 
-def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class GPT2(nn.Module):
     """Learned positions, 12 blocks, and an output projection tied to the token embedding."""
 
@@ -51,7 +47,8 @@ class GPT2(nn.Module):
         """The loss of tokens [batch, length]."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
-        return _next_token_loss(functional.linear(x, self.tokens.weight), tokens)
+        logits = functional.linear(x, self.tokens.weight)[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def gpt2(scale: float = CPU_SCALE) -> Workload:
@@ -66,6 +63,7 @@ class LlamaLayer(nn.Module):
     """RMSNorm, causal attention with 32 query heads on 8 keys, and a gated SiLU layer."""
 
     heads, key_heads = 32, 8
+    split = (heads, key_heads, key_heads)  # query, key and value
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -79,13 +77,10 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, width], as the input."""
         normed = self.norm1(x)
-        layers = (
-            (self.query, self.heads),
-            (self.key, self.key_heads),
-            (self.value, self.key_heads),
+        query, key, value = (
+            layer(normed).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, heads in zip((self.query, self.key, self.value), self.split, strict=True)
         )
-        split = (layer(normed).unflatten(-1, (n, -1)).transpose(1, 2) for layer, n in layers)
-        query, key, value = split
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )

@@ -85,8 +85,7 @@ class Progress:
         if not self.group.is_main:
             return
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self.last > PROGRESS_SECONDS:
             print(text, file=sys.stderr, flush=True)
             self.last = time.monotonic()
@@ -95,5 +94,4 @@ class Progress:
         """Makes room for a line that stays."""
         self.last = time.monotonic()
         if self.group.is_main and sys.stderr.isatty():
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

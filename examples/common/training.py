@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Lane:
 
     workload: Workload
     module: nn.Module
-    model: nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer
     batches: list[Tensor]
     update: bool
