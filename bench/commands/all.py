@@ -98,10 +98,12 @@ def possible(parts: Sequence[Part]) -> Sequence[Part]:
 
 def _start(args: argparse.Namespace) -> int:
     parts = choose("part", PARTS, args.only, args.skip)
-    for part in parts if args.list else ():
-        print(f"{part.name:12} {part.seconds:5.0f} s  bench {part.typed}")
+    if args.list:
+        for part in parts:
+            print(f"{part.name:12} {part.seconds:5.0f} s  bench {part.typed}")
+        return 0
     try:
-        return 0 if args.list else run(possible(parts))
+        return run(possible(parts))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED

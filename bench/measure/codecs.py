@@ -93,7 +93,7 @@ CODEC_CASES = (
 
 
 class CodecData(Scattered):
-    """The same, and a buffer for the code of each source."""
+    """Gradients in the layout of a format, and a buffer for the code of each source."""
 
     def __init__(self, gradients: list[Tensor], format: Format) -> None:
         layout = slot_layout([g.numel() for g in gradients], format.block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
@@ -36,15 +37,17 @@ def wide(scale: float = 1.0) -> Workload:
 
 
 def _encoder(width: int, vocabulary: int) -> nn.Module:
-    """Token embedding, 6 pre-norm encoder layers, untied output projection."""
+    """Token embedding, 6 pre-norm encoder layers, untied output projection; from tokens [batch,
+    length] to logits [batch, length, vocabulary]."""
     layer = nn.TransformerEncoderLayer(
         width, 6, 4 * width, dropout=0.0, batch_first=True, norm_first=True
     )
-    return nn.Sequential(
-        nn.Embedding(vocabulary, width),
-        nn.TransformerEncoder(layer, 6, enable_nested_tensor=False),
-        nn.Linear(width, vocabulary, bias=False),
+    parts = OrderedDict[str, nn.Module](
+        embedding=nn.Embedding(vocabulary, width),
+        encoder=nn.TransformerEncoder(layer, 6, enable_nested_tensor=False),
+        head=nn.Linear(width, vocabulary, bias=False),
     )
+    return nn.Sequential(parts)
 
 
 def transformer(scale: float = 1.0) -> Workload:
