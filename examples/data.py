@@ -15,9 +15,8 @@ from torch import Tensor
 
 VOCABULARY = 256
 HOLD_OUT = 20
-TESTS = frozenset({"test", "tests"})
-TABLES = frozenset({"encodings", "pydoc_data"})
-NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages"})
+# Folders of tests, of tables, and of what is not the library.
+LEFT_OUT = {"test", "tests", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 DATA_SEED = 7
 
 
@@ -51,10 +50,9 @@ def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 def source_files() -> list[Path]:
     """The standard library's modules, without tests and tables, in the order of their names."""
-    leave_out = TESTS | TABLES | NOT_THE_LIBRARY
     root = Path(sysconfig.get_path("stdlib"))
     found = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = [path for path in found if not leave_out.intersection(path.parts)]
+    kept = [path for path in found if not LEFT_OUT.intersection(path.parts)]
     return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
 
 

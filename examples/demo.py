@@ -11,7 +11,6 @@ cores, with --quick half of it. Exits with 1 if the weights differ.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,8 +28,8 @@ from examples.common.costs import dispatched_ops, gradient_memory
 from examples.common.machine import describe, environment
 from examples.common.ranks import CheckFailed, Group, argument, run_example
 from examples.common.rounds import Settings, Timing, measure, table
-from examples.common.text import Progress
-from examples.common.training import Workload
+from examples.common.text import Progress, times
+from examples.common.training import Workload, rate_share
 from examples.common.variants import BASELINE, OURS, VARIANTS, Variant, select
 
 BATCH = 12
@@ -63,12 +62,6 @@ def gpt_workload(corpus: data.Corpus) -> Workload:
     )
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-    return PEAK_RATE * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-
 def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> list[float]:
     """Trains as a user's script would; returns the mean loss over ranks of every step, in nats per
     byte."""
@@ -77,7 +70,7 @@ def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> lis
     started = time.monotonic()
     for step in range(steps):
         for options in optimizer.param_groups:
-            options["lr"] = learning_rate(step, steps)
+            options["lr"] = PEAK_RATE * rate_share(step, steps, WARMUP_STEPS, 0.1)
         windows = workload.batch(group.rank, step).to(group.device)
         optimizer.zero_grad()
         loss = model(windows)
@@ -170,7 +163,7 @@ def measure_gpt(
         Progress(group).show(f"  memory and operators of {variant.name}")
         memory = gradient_memory(workload, variant, group)
         costs[variant.name] = memory, dispatched_ops(workload, variant, group)
-        shown.append("n/a" if memory is None else f"{memory:.2f}x")
+        shown.append(times(memory))
     Progress(group).clear()
     say(group, table(timings, {"memory": shown, "ops": [str(ops) for _, ops in costs.values()]}))
     say(group, "\n  exposed: step less no_sync's in the same round;")
@@ -192,12 +185,8 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 0
 
 
-def main() -> int:
+if __name__ == "__main__":
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # for terminals without ± in their encoding
     quick = argument("--quick", "less training, fewer rounds", action="store_true")
-    return run_example("demo", __doc__, run, quick)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_example("demo", __doc__, run, quick))

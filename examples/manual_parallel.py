@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.common.costs import events_of
+from examples.common.costs import collectives
 from examples.common.ranks import Group, argument, run_example, whole
 from examples.common.rounds import Settings, measure, table
 from examples.common.training import Workload, make_lane
@@ -176,18 +176,17 @@ STRATEGIES = (
 )
 
 
-def collectives(strategy: Variant, group: Group) -> int:
-    """All-reduces of a step, once plans have settled."""
+def all_reduces(strategy: Variant, group: Group) -> int:
+    """All-reduces of a step, once plans have settled; it needs no other collective."""
     lane = make_lane(workload(group), strategy, group, "sgd")
-    for _ in range(WARMUP_STEPS):
-        lane.step()
-    return events_of(lane.step).count("c10d::allreduce_")
+    lane.steps(WARMUP_STEPS)
+    return collectives(lane)
 
 
 def run(args: argparse.Namespace, group: Group) -> int:
     settings = Settings(args.rounds, args.steps, WARMUP_STEPS, CHECK_STEPS)
     timings = measure(workload(group), STRATEGIES, group, settings)
-    counts = [str(collectives(strategy, group)) for strategy in STRATEGIES]
+    counts = [str(all_reduces(strategy, group)) for strategy in STRATEGIES]
     if group.is_main:
         sizes = [p.nbytes for p in build(0).parameters()]
         print(f"\n  {len(sizes)} parameters, {sum(sizes) / 1e6:.1f} MB of gradients, {group.world}")
@@ -198,15 +197,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 0
 
 
-def main() -> int:
-    return run_example(
-        "manual_parallel",
-        __doc__,
-        run,
-        argument("--rounds", "how often each is timed", 12, type=whole),
-        argument("--steps", "steps per round", 5, type=whole),
-    )
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    rounds = argument("--rounds", "how often each is timed", 12, type=whole)
+    steps = argument("--steps", "steps per round", 5, type=whole)
+    raise SystemExit(run_example("manual_parallel", __doc__, run, rounds, steps))

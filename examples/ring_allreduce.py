@@ -29,8 +29,6 @@ from examples.common.text import render
 Chunks = Sequence[Tensor]
 Watch = Callable[[str, Chunks], None]
 
-unwatched: Watch = lambda phase, chunks: None  # noqa: E731
-
 
 @dataclass
 class Ring:
@@ -89,7 +87,7 @@ def split(tensor: Tensor, parts: int) -> Chunks:
     return tensor.view(-1).tensor_split(parts)
 
 
-def ring_all_reduce(tensor: Tensor, ring: Ring, watch: Watch = unwatched) -> None:
+def ring_all_reduce(tensor: Tensor, ring: Ring, watch: Watch = lambda *_: None) -> None:
     """Replaces `tensor` by its sum over the ranks, the same bits on each of them.
 
     Args:
@@ -192,16 +190,7 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 1 if failed else 0
 
 
-def main() -> int:
-    sizes = [1, 1_000, 1_000_003, 4_000_000]
-    return run_example(
-        "ring_allreduce",
-        __doc__,
-        run,
-        argument("--numel", "elements", sizes, type=whole, nargs="+"),
-        ranks=4,
-    )
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sizes = [1, 1_000, 1_000_003, 4_000_000]
+    numel = argument("--numel", "elements", sizes, type=whole, nargs="+")
+    raise SystemExit(run_example("ring_allreduce", __doc__, run, numel, ranks=4))

@@ -61,11 +61,6 @@ class Run:
     backward: float
     total: float
 
-    @property
-    def size(self) -> int:
-        """Bytes of all messages."""
-        return sum(message.size for message in self.messages)
-
     def lanes(self, longest: float) -> tuple[str, str]:
         """Backward, and below it each message by its number, on a common scale of time."""
 
@@ -169,11 +164,10 @@ def observe(strategy: str, group: Group) -> Run:
         group.synchronize()
         total = recorder.now()
         messages = recorder.taken()
-    seen = Run(strategy, messages, recorder.backward, total)
-    size = sum(p.nbytes for p in module.parameters())
-    if not group.all_agree(seen.size == size):
-        raise CheckFailed(f"{strategy} sent {seen.size} bytes of {size} bytes of gradients")
-    return seen
+    sent, size = sum(m.size for m in messages), sum(p.nbytes for p in module.parameters())
+    if not group.all_agree(sent == size):
+        raise CheckFailed(f"{strategy} sent {sent} bytes of {size} bytes of gradients")
+    return Run(strategy, messages, recorder.backward, total)
 
 
 def show(runs: Sequence[Run], group: Group) -> None:
@@ -199,9 +193,5 @@ def run(args: argparse.Namespace, group: Group) -> int:
     return 0
 
 
-def main() -> int:
-    return run_example("visualise", __doc__, run)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_example("visualise", __doc__, run))

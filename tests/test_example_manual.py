@@ -45,7 +45,7 @@ def checked(rank, world, change=nothing):
             verdicts[name] = judge(strategy, trained, expected, group)
         except CheckFailed:
             verdicts[name] = "failed"
-    return verdicts, [manual.collectives(s, group) for s in manual.STRATEGIES if change is nothing]
+    return verdicts, [manual.all_reduces(s, group) for s in manual.STRATEGIES if change is nothing]
 
 
 @pytest.fixture(scope="module")

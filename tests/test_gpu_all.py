@@ -12,6 +12,7 @@ import pytest
 from bench.__main__ import module_of
 from bench.gpu import all as gpu_all
 from bench.gpu.stages import Context, Stage, stages
+from bench.measure.benchmark import choose
 from bench.measure.gpu import Kernel, exposed, launches, length, summary
 from bench.report import documents as report
 from examples.common.ranks import UsageError, over_sockets
@@ -73,19 +74,20 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path):
 
 def test_stages_are_chosen_and_ordered(tmp_path):
     every = stages(context(tmp_path, 8))
-    names = [stage.name for stage in every]
-    assert len(set(names)) == len(names)
-    assert [s.name for s in gpu_all.chosen(every, "all", "tests,build")] == names[2:]
-    assert [s.name for s in gpu_all.chosen(every, "trace,build", "")] == ["trace", "build"]
+    assert [s.name for s in choose("stage", every, "all", "tests,build")] == list(every)[2:]
+    assert [s.name for s in choose("stage", every, "trace,build", "")] == ["trace", "build"]
     for wrong in (("nothing", ""), ("build", "build")):
         with pytest.raises(UsageError):
-            gpu_all.chosen(every, *wrong)
-    assert all(stage.commands for stage in every)
-    alone = {stage.name: stage for stage in stages(context(tmp_path, 1))}
+            choose("stage", every, *wrong)
+    assert all(stage.commands for stage in every.values())
+    alone = stages(context(tmp_path, 1))
     assert not alone["ranks"].commands, "one GPU has no ranks of its own to offer"
 
 
-@pytest.mark.parametrize("stage", stages(Context(Path("x"), Path("x"), 8)), ids=lambda s: s.name)
+EVERY = stages(Context(Path("x"), Path("x"), 8))
+
+
+@pytest.mark.parametrize("stage", EVERY.values(), ids=EVERY)
 def test_commands_are_accepted(stage):
     """Every option of a stage's commands is one that the program has."""
     for command in [*stage.commands, *stage.rehearsal]:

@@ -10,6 +10,7 @@ cannot be made. Ctrl-C keeps what is finished.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 
 from bench.measure import netns
 from bench.measure.benchmark import choose
+from bench.report import documents
 from bench.report.documents import RESULTS, ROOT
 from examples.common.machine import COMMIT_VARIABLE, commit
-from examples.common.ranks import FAILED, INTERRUPTED, Parser, argument, guarded
+from examples.common.ranks import FAILED, INTERRUPTED, Parser, argument
 
 
 @dataclass(frozen=True)
@@ -28,50 +30,43 @@ class Part:
     """One command.
 
     Attributes:
-        name: of the result, and of the command where `arguments` do not begin with another.
+        name: of the result.
         seconds: about what it takes on two idle cores.
-        arguments: its settings, as typed.
+        typed: the command and its settings.
         on_links: it needs shaped links.
     """
 
     name: str
     seconds: float
-    arguments: str = ""
+    typed: str
     on_links: bool = False
 
-    @property
-    def typed(self) -> list[str]:
-        """The command and its settings."""
-        settings = self.arguments.split()
-        named = settings and not settings[0].startswith("--")
-        return settings if named else [self.name, *settings]
 
-
-REAL_MODELS = "resnet50,gpt2"
 CLASSIC_MODELS = "small,transformer,wide,conv"
 
-PARTS = (
-    Part("ops", 15),
-    Part("memory", 40, "--models transformer,wide"),
-    Part("parity", 150, f"--steps 50 --models {CLASSIC_MODELS}"),
-    Part("accuracy", 20),
-    Part("curves", 260),
-    Part("unused", 110),
-    Part("hooks", 80),
-    Part("freezing", 60),
-    Part("timeline", 140),
-    Part("kernels", 240),
-    Part("scale", 50),
-    Part("step", 240, f"--models {CLASSIC_MODELS} --rounds 9 --seconds 45"),
+_EVERY = (
+    Part("ops", 15, "ops"),
+    Part("memory", 40, "memory --models transformer,wide"),
+    Part("parity", 150, f"parity --steps 50 --models {CLASSIC_MODELS}"),
+    Part("accuracy", 20, "accuracy"),
+    Part("curves", 260, "curves"),
+    Part("unused", 110, "unused"),
+    Part("hooks", 80, "hooks"),
+    Part("freezing", 60, "freezing"),
+    Part("timeline", 140, "timeline"),
+    Part("kernels", 240, "kernels"),
+    Part("scale", 50, "scale"),
+    Part("step", 240, f"step --models {CLASSIC_MODELS} --rounds 9 --seconds 45"),
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
-    Part("step-real", 140, f"step --models {REAL_MODELS} --seconds 10 --check-steps 1"),
-    Part("buckets", 90, "--seconds 30"),
-    Part("zero", 190, "--seconds 20"),
-    Part("links", 210, "--seconds 30", True),
+    Part("step-real", 140, "step --models resnet50,gpt2 --seconds 10 --check-steps 1"),
+    Part("buckets", 90, "buckets --seconds 30"),
+    Part("zero", 190, "zero --seconds 20"),
+    Part("links", 210, "links --seconds 30", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
-    Part("overlap", 280, "--links 1gbit,10gbit,loopback --seconds 16", True),
+    Part("overlap", 280, "overlap --links 1gbit,10gbit,loopback --seconds 16", True),
 )
+PARTS = {part.name: part for part in _EVERY}
 
 
 def run(parts: Sequence[Part]) -> int:
@@ -83,48 +78,43 @@ def run(parts: Sequence[Part]) -> int:
         left = sum(p.seconds for p in parts[number:]) / 60
         place = f"{number + 1} of {len(parts)}; about {left:.0f} minutes left"
         print(f"\n=== {part.name} ({place}) ===", flush=True)
-        command = [sys.executable, "-m", "bench", *part.typed]
+        command = [sys.executable, "-m", "bench", *part.typed.split()]
         result = ("--json", str(RESULTS / f"{part.name}.json"))
         if subprocess.run([*command, *result], cwd=ROOT, check=False).returncode:
             print(f"{part.name} failed", file=sys.stderr)
             failed.append(part.name)
-    subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
-    return FAILED if failed else 0
+    return documents.main([]) or (FAILED if failed else 0)
 
 
-def _run_possible(parts: list[Part]) -> int:
+def possible(parts: Sequence[Part]) -> Sequence[Part]:
+    """Those of the parts that this machine can run; says which it cannot."""
     reason = netns.missing_rights() if any(part.on_links for part in parts) else None
-    if reason:
-        left_out = [part.name for part in parts if part.on_links]
-        print(f"left out: {', '.join(left_out)}, as no link can be shaped: {reason}")
-        parts = [part for part in parts if not part.on_links]
+    if not reason:
+        return parts
+    left_out = ", ".join(part.name for part in parts if part.on_links)
+    print(f"left out: {left_out}, as no link can be shaped: {reason}")
+    return [part for part in parts if not part.on_links]
+
+
+def _start(args: argparse.Namespace) -> int:
+    parts = choose("part", PARTS, args.only, args.skip)
+    if args.list:
+        for part in parts:
+            print(f"{part.name:12} {part.seconds:5.0f} s  bench {part.typed}")
+        return 0
     try:
-        return run(parts)
+        return run(possible(parts))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def parser() -> Parser:
-    """The command line."""
-    return Parser(
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
         "bench all",
         __doc__,
-        argument("--only", f"of {', '.join(part.name for part in PARTS)}", "all"),
+        argument("--only", f"of {', '.join(PARTS)}, in this order", "all"),
         argument("--skip", "leave these out", ""),
         argument("--list", "only say what would run", action="store_true"),
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    def start() -> int:
-        args = parser().parse_args(argv)
-        wanted = choose("part", [part.name for part in PARTS], args.only, args.skip)
-        parts = [part for part in PARTS if part.name in wanted]
-        if not args.list:
-            return _run_possible(parts)
-        for part in parts:
-            print(f"{part.name:12} {part.seconds:5.0f} s  bench {' '.join(part.typed)}")
-        return 0
-
-    return guarded(start)
+    return parser.run(_start, argv)

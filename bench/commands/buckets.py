@@ -18,7 +18,7 @@ from bench.report.tables import point
 from examples.common.ranks import Group, argument
 from examples.common.rounds import time_lanes
 from examples.common.training import make_lanes
-from examples.common.variants import FLOOR, OURS, VARIANTS, Variant, ddp, fast_ddp
+from examples.common.variants import FLOOR, OURS, UNAVAILABLE, VARIANTS, Variant, ddp, fast_ddp
 
 KIND = "buckets"
 TORCH = "ddp_batched_view"
@@ -26,7 +26,7 @@ TORCH = "ddp_batched_view"
 
 def variant(family: str, cap: float | None) -> Variant:
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": cap}
-    if VARIANTS[TORCH].unavailable() is None:
+    if TORCH not in UNAVAILABLE:
         options["batched_grad_copy"] = True
     label = "default" if cap is None else f"{cap:g} MiB"
     return Variant(f"{family}|{label}", (fast_ddp if family == OURS else ddp)(**options))
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         found = [point((*scene, name, FLOOR, "-"), measured[FLOOR].seconds)]
         for sized, cap in named.items():
             of, model = sized.name.split("|"), lanes[sized.name].model
-            plan = list(model.sync_stats()["buckets"]) if of[0] == OURS else None  # type: ignore[operator]
+            plan = list(model.sync_stats()["buckets"]) if of[0] == OURS else None
             more = {"plan": plan, "cap_mib": cap}
             found.append(point((*scene, name, *of), measured[sized.name].seconds, **more))
         yield b.points(f"{args.link.name}, {name}", found, KIND)

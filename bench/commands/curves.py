@@ -16,6 +16,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from bench.measure import benchmark as b
 from bench.models import WORKLOADS
 from examples import data, gpt
 from examples.common.ranks import CheckFailed, Group, argument, whole
+from examples.common.training import rate_share
 from fastsync import FastDDP, PowerSGD, TopK, Wire
 from fastsync.wire.formats import wire_formats
 
@@ -98,13 +100,9 @@ def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
 def conv_task() -> Task:
     """The conv net of bench/models in small: the direction of noisy waves."""
     workload = WORKLOADS["conv"](scale=1 / 64)
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
     return Task(
         build=workload.build,
-        loss=loss,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         batch=lambda rank, step: gratings(32, 1_000 * step + rank),
         held_out=lambda: [gratings(512, 10_000_000 + i) for i in range(4)],
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
@@ -141,18 +139,13 @@ class Curve:
         return self.final / reference.final - 1
 
 
-def rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to 0: a share of the peak."""
-    warmup = min(1.0, (step + 1) / min(WARMUP_STEPS, steps))
-    return warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
 def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
     """Trains a model on this rank, together with the others."""
     module = task.build().to(group.device)
     model = FastDDP(module, wire=wire, bucket_cap_mb=BUCKET_MIB)
     optimizer = task.optimizer(module)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+    rate = partial(rate_share, steps=steps, warmup=min(WARMUP_STEPS, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     every = max(1, steps // POINTS)
     points, since = [], torch.zeros(())
     for step in range(steps):
@@ -200,13 +193,11 @@ def check(found: Mapping[str, Mapping[str, Curve]]) -> None:
 def trainings(
     tasks: Mapping[str, Task], wires: Mapping[str, Any], steps: int, group: Group
 ) -> dict[str, dict[str, Curve]]:
-    """Curves by task and wire; NUDGED stands for itself."""
+    """Curves by task and by name of a wire; that of NUDGED begins with other weights."""
     found: dict[str, dict[str, Curve]] = {}
     for label, task in tasks.items():
         for name, wire in wires.items():
-            start = nudged(task) if name == NUDGED else task
-            advised = recommended(name.removesuffix(CHOSEN), steps)
-            curve = train(start, advised if name.endswith(CHOSEN) else wire, steps, group)
+            curve = train(nudged(task) if name == NUDGED else task, wire, steps, group)
             found.setdefault(label, {})[name] = curve
             if group.is_main:
                 print(f"{label} in {name}: loss {curve.final:.4f} after {steps} steps", flush=True)
@@ -221,11 +212,11 @@ def trainings(
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """The final losses, how far they are from those of fp32, and the curves."""
-    wires = {REFERENCE: REFERENCE, NUDGED: REFERENCE}
+    wires: dict[str, str | Wire] = {REFERENCE: REFERENCE, NUDGED: REFERENCE}
     for name in args.wires:
         wires[name] = name
-        if recommended(name, 1):
-            wires[name + CHOSEN] = name
+        if advised := recommended(name, args.steps):
+            wires[name + CHOSEN] = advised
     tasks = {name: TASKS[name]() for name in args.tasks}
     found = trainings(tasks, wires, args.steps, group)
     rows = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -67,8 +66,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         weights = (parameters_to_vector(lane.module.parameters()) for lane in lanes.values())
         if group.world == 2 and not group.all_agree(next(weights).equal(next(weights))):
             raise CheckFailed(f"{name}: FastDDP trained other weights than DDP")
-        model: Any = lanes[OURS].model
-        plans = f"{model.sync_stats()['plans']} in {lanes[OURS].position} turns"
+        plans = f"{lanes[OURS].model.sync_stats()['plans']} in {lanes[OURS].position} turns"
         times = (f"{1e3 * Spread.of(seconds).median:.1f} ms" for seconds in (theirs, ours))
         rows.append((name, *times, b.with_margin(over(ours, theirs)), plans))
     title = f"a turn of each half, and FastDDP's over DDP's in the same round; {b.MARGIN}"

@@ -35,6 +35,7 @@ KIND = "kernels"
 SHORTEST = 2e-3  # seconds that a timed stretch takes at least, by repetition
 MOST_REPETITIONS = 1000
 EVERY: tuple[Case | CodecCase, ...] = (*CASES, *CODEC_CASES)
+NAMED = b.names("case", [name for case in EVERY for name in dict.fromkeys((case.kind, case.name))])
 
 
 def time_ways(ways: dict[str, Way], device: torch.device, rounds: int) -> dict[str, list[float]]:
@@ -76,19 +77,10 @@ def measure(of: tuple[str, str], task: Task, device: torch.device, rounds: int) 
     return found
 
 
-def cases(text: str) -> tuple[Case | CodecCase, ...]:
-    """An argparse type: cases by name or kind."""
-    asked = {name.strip() for name in text.split(",")}
-    known = ["all", *dict.fromkeys(c.kind for c in EVERY), *(c.name for c in EVERY)]
-    if asked - set(known):
-        raise UsageError(f"unknown case {text!r}; expects one of {', '.join(known)}")
-    return tuple(c for c in EVERY if asked & {"all", c.name, c.kind})
-
-
 @b.benchmark(
     b.models("small,resnet50,wide"),
     argument("--scale", "share of the models' parameters", 1.0, type=b.positive),
-    argument("--cases", "all, kinds (pack, unpack, encode...) or names", "all", type=cases),
+    argument("--cases", "all, kinds (pack, unpack, encode...) or names", "all", type=NAMED),
     b.rounds(11),
     argument("--device", "where the kernels run", "cpu", choices=("cpu", "cuda")),
     kind=KIND,
@@ -101,7 +93,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         raise UsageError("--device cuda, but torch sees no GPU here")
     for name in args.models:
         workload, found = b.workload(name, args), []
-        for case in args.cases:
+        for case in (c for c in EVERY if {c.kind, c.name} & set(args.cases)):
             progress.show(f"{name}: {case.name}")
             task = case.task(workload, device)
             found += measure((workload.name, case.name), task, device, args.rounds)

@@ -12,14 +12,9 @@ from collections.abc import Iterator
 from bench.measure import benchmark as b
 from examples.common.costs import dispatched_ops
 from examples.common.ranks import Group
-from examples.common.variants import select
 
 
 @b.benchmark(b.models("ops400"), b.SCALE, b.wrappers("all"), b.RANKS)
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    rows = []
-    for variant in select(args.wrappers).variants:
-        found = (dispatched_ops(b.workload(m, args), variant, group) for m in args.models)
-        rows.append((variant.name, *map(str, found)))
     title = "operators dispatched per step (zero_grad, forward, backward)"
-    yield b.table(title, ("variant", *args.models), rows)
+    yield b.by_variant(title, args, lambda m, variant: str(dispatched_ops(m, variant, group)))

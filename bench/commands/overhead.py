@@ -40,7 +40,7 @@ def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
     """Kernels of a step, and seconds of communication and of its exposed part; None on a CPU."""
     if group.device.type != "cuda":
         return dict.fromkeys(("kernels", "communication", "exposed"))
-    kernels, seen = device_work(lambda: [lane.step() for _ in range(PROFILED)], group.device)
+    kernels, seen = device_work(lambda: lane.steps(PROFILED), group.device)
     if group.is_main and trace:
         trace.parent.mkdir(parents=True, exist_ok=True)
         seen.export_chrome_trace(str(trace))

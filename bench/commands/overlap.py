@@ -20,6 +20,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +33,6 @@ from bench.report.formulas import bucketed, bus_factor, least_exposed
 from bench.report.tables import Point
 from examples.common.ranks import Group, argument
 from examples.common.rounds import summarise, time_lanes
-from examples.common.text import quantile
 from examples.common.training import Lane, make_lanes
 from examples.common.variants import BASELINE, FLOOR, Variant, available, select
 
@@ -78,9 +78,9 @@ class Ready:
             lengths.append(time.perf_counter() - start)
         for handle in handles:
             handle.remove()
-        seconds = [quantile(times, 0.5) for times in arrivals]
+        seconds = [median(times) for times in arrivals]
         order = sorted(range(len(parameters)), key=lambda index: seconds[index])
-        return cls(order, seconds, [p.numel() for p in parameters], quantile(lengths, 0.5))
+        return cls(order, seconds, [p.numel() for p in parameters], median(lengths))
 
     def least(self, variant: Variant, lane: Lane, rate: float, world: int) -> dict[str, Any]:
         """The least exposed seconds of a variant: of any plan, and of FastDDP's own; or None."""
@@ -90,8 +90,7 @@ class Ready:
         durations = [size * bus_factor(world) * variant.bits / 8 / rate for size in self.sizes]
         plans = {"least": [[index] for index in self.order]}
         if variant.wire:
-            model: Any = lane.model
-            plans["least_of_plan"] = [b.params for b in model.reducer.engine.plan.buckets]
+            plans["least_of_plan"] = [b.params for b in lane.model.reducer.engine.plan.buckets]
         for name, plan in plans.items():
             sent = bucketed(self.seconds, durations, plan)
             bounds[name] = least_exposed(*sent, self.backward)
@@ -118,7 +117,6 @@ def measure(
     found = []
     for timing in summarise(measured, {}):
         variant = next(v for v in variants if v.name == timing.variant)
-        assert timing.exposed is not None
         times = {"time": asdict(timing.exposed), "step": asdict(timing.step)}
         least = ready.least(variant, lanes[variant.name], rate, group.world)
         of = [name.name, f"{group.world} ranks", "paced", f"{factor:g}", variant.name]

@@ -30,6 +30,8 @@ from examples.common.ranks import Group, argument
 from examples.common.rounds import in_turn, less, slowest
 from examples.common.text import Progress
 from examples.common.variants import FLOOR, OURS, VARIANTS, available
+from fastsync.plan.buckets import ParamSpec, make_plan
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
 
 KIND = "scale"
 NUMEL = 16
@@ -62,9 +64,6 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def plan_seconds(module: nn.Module, world: int) -> float:
     """Seconds of making a plan for the module's parameters."""
-    from fastsync.plan.buckets import ParamSpec, make_plan
-    from fastsync.plan.policy import BucketPolicy, SyncPolicy
-
     specs = [ParamSpec.of(i, p) for i, p in enumerate(module.parameters())]
     order, buckets = list(range(len(specs))), BucketPolicy.from_mb(None)
     return _seconds(lambda: make_plan(specs, order, buckets, SyncPolicy(), world))

@@ -35,8 +35,7 @@ class Switched(Lane):
     timeline: Any = None
 
     def forward(self) -> Tensor:
-        model: Any = self.model
-        model._engine.core.set_timeline(self.timeline)
+        self.model._engine.core.set_timeline(self.timeline)
         return super().forward()
 
 

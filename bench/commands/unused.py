@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from bench.measure import benchmark as b
-from bench.models.workload import mean_square, normal_batch, seeded
-from examples.common.costs import events_of
+from bench.models.workload import normal_batch, seeded
+from examples.common.costs import collectives
 from examples.common.ranks import Group, argument, whole
 from examples.common.rounds import less, over, time_lanes
 from examples.common.text import Spread
-from examples.common.training import Lane, Workload, make_lanes
+from examples.common.training import Workload, make_lanes
 from examples.common.variants import FLOOR, OURS, Variant, ddp, fast_ddp
 from examples.common.variants import VARIANTS as KNOWN
 
@@ -37,9 +38,6 @@ VARIANTS = (
     # In memory there is no collective to count.
     Variant(OURS, fast_ddp(shared_memory=False, **OPTIONS)),
 )
-# What the backends call their collectives in a profile, and what torch does.
-BACKENDS = ("gloo:", "nccl:")
-COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
 
 
 class Blocks(nn.Module):
@@ -62,15 +60,8 @@ class Blocks(nn.Module):
 
 def stack(args: argparse.Namespace, skip: bool) -> Workload:
     """Blocks whose widths and batch make a step mostly compute."""
-    build = seeded(lambda: Blocks(args.depth, args.width, skip))
-    return Workload("blocks", build, normal_batch(32, args.width), mean_square)
-
-
-def collectives(lane: Lane) -> int:
-    """Collectives of one step on this rank."""
-    names = events_of(lane.step)
-    by_backend = sum(name.startswith(BACKENDS) for name in names)
-    return by_backend or sum(name in COLLECTIVES for name in names)
+    make = partial(Blocks, args.depth, args.width, skip)
+    return seeded("blocks", make, normal_batch(32, args.width))
 
 
 def cost(seconds: Mapping[str, Sequence[float]], name: str) -> Spread:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,9 @@ from examples.common.check import ROUNDING
 from examples.common.costs import peak_memory
 from examples.common.ranks import CheckFailed, Group
 from examples.common.rounds import over, time_lanes
-from examples.common.text import Spread
+from examples.common.text import Spread, times
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
 from examples.common.variants import OURS, VARIANTS, Variant, available, fast_ddp
-from fastsync import FastDDP
 
 DDP = (available("ddp_batched_view") or "ddp_view").split(",")[0]
 UNITS, HEAVY = 12, "wide"
@@ -92,8 +91,7 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
     """
     start = weights(lanes[DDP])
     for lane in lanes.values():
-        for _ in range(steps):
-            lane.step()
+        lane.steps(steps)
     wanted = weights(lanes[DDP])
     for name, lane in lanes.items() if steps else ():
         distance = float((weights(lane) - wanted).norm() / (wanted - start).norm())
@@ -108,8 +106,8 @@ def sent(stage: int, workload: Workload, group: Group) -> int:
     counts = []
     for _ in range(SETTLED):
         lane.step()
-        counts.append(cast(FastDDP, lane.model).sync_stats().sent_bytes)
-    return counts[-1] - counts[-2]
+        counts.append(lane.model.sync_stats().sent_bytes)
+    return int(counts[-1] - counts[-2])
 
 
 def ratios(steps: dict[str, list[float]]) -> dict[str, str]:
@@ -140,7 +138,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     for way, make in WAYS.items():
         peak = peak_memory(lambda: make(heavy, group), group)  # noqa: B023
         sent_of = f"{counted[way]:.4f}" if counted[way] else "-"
-        cells[way] += ["n/a" if peak is None else f"{peak:.2f}x", sent_of]
+        cells[way] += [times(peak), sent_of]
     title = f"a step with AdamW over that of the fastest of torch's ways in its round; {b.MARGIN}"
     headers = ("way", *args.models, f"peak memory, {HEAVY}", "bytes sent / DDP's")
     yield b.table(title, headers, [(f"`{way}`", *row) for way, row in cells.items()])

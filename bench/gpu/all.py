@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,9 +29,10 @@ import torch
 
 from bench.gpu.stages import Command, Context, Stage, stages
 from bench.measure.benchmark import choose
+from bench.report import documents
 from bench.report.documents import RESULTS, ROOT
 from examples.common.machine import COMMIT_VARIABLE, commit, describe, environment, write_json
-from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument, guarded
+from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument
 from examples.common.text import render
 
 SHORTEST = 30.0  # seconds: a stage is not begun with less
@@ -84,16 +84,6 @@ class Session:
 def gpu_name() -> str:
     """The first GPU's name, as a folder's."""
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
-
-
-def chosen(all_stages: Sequence[Stage], only: str, skip: str) -> list[Stage]:
-    """The stages to run, in the order of `only` where it is given.
-
-    Raises:
-        UsageError: a name is unknown, or nothing is left.
-    """
-    known = {stage.name: stage for stage in all_stages}
-    return [known[name] for name in choose("stage", list(known), only, skip)]
 
 
 def run_stage(stage: Stage, session: Session) -> Outcome:
@@ -211,23 +201,23 @@ def _session(args: argparse.Namespace) -> Session:
 
 def _start(args: argparse.Namespace) -> int:
     if args.list:
-        for stage in chosen(stages(Context(Path("out"), Path("out"), 8)), args.only, args.skip):
+        every = stages(Context(Path("out"), Path("out"), 8))
+        for stage in choose("stage", every, args.only, args.skip):
             print(f"{stage.name:10} at most {stage.seconds:4.0f} s  {stage.summary}")
         return 0
     session = _session(args)
-    code = run_all(chosen(stages(session.context), args.only, args.skip), session)
+    code = run_all(choose("stage", stages(session.context), args.only, args.skip), session)
     rows = [(o.stage, o.status, f"{o.seconds:.0f}", o.note) for o in session.outcomes]
     print(f"\n{describe(session.facts())}\n{render(('stage', 'result', 's', ''), rows)}")
     where = session.keep or session.context.results
     print(f"failed: {', '.join(session.failed) or 'none'}; results in {where}")
     if where.resolve().is_relative_to(RESULTS):
-        subprocess.run([sys.executable, "-m", "bench", "report"], cwd=ROOT, check=True)
+        documents.main([])
     return code
 
 
-def parser() -> Parser:
-    """The command line."""
-    return Parser(
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
         "bench gpu_all",
         __doc__,
         argument("--only", "these stages, in this order", "all"),
@@ -239,7 +229,4 @@ def parser() -> Parser:
         argument("--commit", "of this checkout, where its history is not at hand"),
         argument("--rehearse", "in tiny form, on a CPU", action="store_true"),
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded(lambda: _start(parser().parse_args(argv)))
+    return parser.run(_start, argv)

@@ -73,8 +73,8 @@ class Stage:
     tools: tuple[str, ...] = ()
 
 
-def stages(context: Context) -> tuple[Stage, ...]:
-    """All of them, the most valuable first."""
+def stages(context: Context) -> dict[str, Stage]:
+    """All of them by name, the most valuable first."""
 
     def bench(arguments: str, result: str = "") -> Command:
         kept = ("--json", str(context.results / f"{result}.json")) if result else ()
@@ -93,7 +93,7 @@ def stages(context: Context) -> tuple[Stage, ...]:
     memory = f"memory --ranks 1 --models gpt2 --wrappers {torchs}"
     trace = "overhead --ranks 2 --sockets --models gpt2 --rounds 3 --check-steps 0"
     worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
-    return (
+    every = (
         _build(),
         _tests(),
         measured(
@@ -148,6 +148,7 @@ def stages(context: Context) -> tuple[Stage, ...]:
             (bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks"),),
         ),
     )
+    return {stage.name: stage for stage in every}
 
 
 def _build() -> Stage:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from bench.report.formulas import bus_factor
 from examples.common.ranks import Group
-from examples.common.text import quantile
 from examples.manual_parallel import by_hand
 
 PROBES = 3
@@ -85,16 +84,9 @@ def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
     wanted = LARGEST_PROBE if bits_per_second is None else int(bits_per_second / 8 * PROBE_SECONDS)
     size = max(SMALLEST_PROBE, min(LARGEST_PROBE, wanted))
     tensor = torch.zeros(size // 4, device=group.device)
-    calls = [timed(group, lambda: dist.all_reduce(tensor)) for _ in range(PROBES + 1)]
-    slowest = group.max(torch.tensor(calls[1:], dtype=torch.float64)).tolist()
-    return bus_factor(group.world) * size / quantile(slowest, 0.5)
-
-
-def timed(group: Group, call: Callable[[], object]) -> float:
-    """Seconds of a call on this rank, begun together with the others'."""
-    dist.barrier()
-    group.synchronize()
-    start = time.perf_counter()
-    call()
-    group.synchronize()
-    return time.perf_counter() - start
+    calls = []
+    for _ in range(PROBES + 1):
+        dist.barrier()
+        calls.append(group.timed(lambda: dist.all_reduce(tensor)))
+    slowest: list[float] = group.max(torch.tensor(calls[1:], dtype=torch.float64)).tolist()
+    return bus_factor(group.world) * size / median(slowest)

@@ -14,27 +14,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from bench.measure.jobs import Job, number_of_job, run_jobs
 from bench.measure.netns import LinkName, parse_links
 from bench.models import WORKLOADS
-from bench.report.tables import LAYOUTS, Point
+from bench.report.tables import LAYOUTS, Point, Result
 from examples.common.machine import command_line, describe, environment, write_json
-from examples.common.ranks import Argument, Group, Parser, UsageError, argument, guarded, whole
+from examples.common.ranks import Argument, Group, Parser, UsageError, argument, whole
 from examples.common.rounds import SCHEMA, Settings
 from examples.common.text import Progress, Row, Spread, render
 from examples.common.training import Workload
-from examples.common.variants import VARIANTS, select
+from examples.common.variants import VARIANTS, Variant, select
 
 TABLE = "table"
 
-Part = dict[str, Any]  # of a result
+T = TypeVar("T")
 
 
 def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tuple[Any, ...]]:
@@ -46,10 +47,9 @@ def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tup
         except ValueError:
             found = (above,)
         if min(found) <= above:
-            about = f"numbers{unit and ' of ' + unit} above {above:g}"
-            if kind is int:
-                about = f"whole numbers, at least {above + 1:g} {unit}".rstrip()
-            raise UsageError(f"expects {about}, such as 2,4, not {text!r}")
+            least = f"whole numbers, at least {above + 1:g}"
+            about = least if kind is int else f"numbers above {above:g}"
+            raise UsageError(f"expects {about}{unit and ' ' + unit}, such as 2,4, not {text!r}")
         return found
 
     return parse
@@ -75,10 +75,6 @@ def _wrappers(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    return whole(text, least=0)
-
-
 def positive(text: str) -> float:
     """An argparse type: a number above 0."""
     return float(numbers(float)(text)[0])
@@ -88,6 +84,7 @@ def _option(name: str, meaning: str, kind: Callable[[str], Any]) -> Callable[...
     return lambda default=None: argument(name, meaning, default, type=kind)
 
 
+_count = partial(whole, least=0)
 # Options that several benchmarks have; called with the default.
 rounds = _option("--rounds", "at most so many bursts of each way", whole)
 steps = _option("--steps", "timed steps in a burst", whole)
@@ -133,13 +130,24 @@ class Shown:
     """What a benchmark has found: a text to print, and what it adds to the result."""
 
     text: str
-    part: Part
+    part: Result
 
 
 def table(title: str, headers: Row, rows: Sequence[Row], **more: Any) -> Shown:
     """A result that is one table."""
     part = {"title": title, "headers": list(headers), "rows": [list(row) for row in rows]}
     return Shown(f"{title}\n{render(headers, rows)}", {**part, **more})
+
+
+def by_variant(
+    title: str, args: argparse.Namespace, cell: Callable[[Workload, Variant], str]
+) -> Shown:
+    """A table with a cell for each variant of --wrappers and each model."""
+    rows = [
+        (variant.name, *(cell(workload(name, args), variant) for name in args.models))
+        for variant in select(args.wrappers).variants
+    ]
+    return table(title, ("variant", *args.models), rows)
 
 
 MARGIN = "median of the rounds ± half its 95 % interval"  # what `with_margin` shows
@@ -198,12 +206,10 @@ class Benchmark:
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Runs the command and returns its exit code."""
 
-        def start() -> int:
-            args = self.parser().parse_args(argv)
-            jobs = self.jobs(args)
-            return run_jobs(lambda group: self.on_rank(args, group), jobs, args.threads)
+        def start(args: argparse.Namespace) -> int:
+            return run_jobs(partial(self.on_rank, args), self.jobs(args), args.threads)
 
-        return guarded(start)
+        return self.parser().run(start, argv)
 
     def on_rank(self, args: argparse.Namespace, group: Group) -> int:
         """What each rank does; the main rank prints, and writes what there is so far."""
@@ -222,10 +228,10 @@ class Benchmark:
                     write_json(result, args.json)
         return 0
 
-    def begun(self, args: argparse.Namespace, group: Group) -> Part:
+    def begun(self, args: argparse.Namespace, group: Group) -> Result:
         """The result before a job: what stands in front of it, and what earlier jobs have found."""
         if args.json and number_of_job() > 0:
-            result: Part = json.loads(args.json.read_text(encoding="utf-8"))
+            result: Result = json.loads(args.json.read_text(encoding="utf-8"))
             ranks = str(result["environment"]["ranks"]).split(" and ")
             if str(group.world) not in ranks:
                 result["environment"]["ranks"] = " and ".join((*ranks, str(group.world)))
@@ -237,7 +243,7 @@ class Benchmark:
         return {**head, "settings": simple, "environment": environment(group)}
 
 
-def merged(part: Part, added: Part) -> Part:
+def merged(part: Result, added: Result) -> Result:
     """`part` with what is added: to its lists and dictionaries, else instead of what it holds."""
     both = dict(part)
     for key, value in added.items():
@@ -264,19 +270,14 @@ def benchmark(
     return declare
 
 
-def choose(kind: str, known: Sequence[str], only: str, skip: str) -> list[str]:
-    """The names of what to run, in the order of `only`, or of `known` where that is "all".
-
-    Args:
-        kind: what a name is the name of.
-        only, skip: "all", or names with commas between them.
+def choose(kind: str, known: Mapping[str, T], only: str, skip: str) -> list[T]:
+    """What to run, in the order of `only`, or of `known` where that is "all".
 
     Raises:
         UsageError: a name is unknown, or nothing is left.
     """
     parse = names(kind, known)
-    unwanted = parse(skip) if skip else ()
-    left = [name for name in parse(only) if name not in unwanted]
+    left = [known[name] for name in parse(only) if name not in parse(skip)]
     if not left:
         raise UsageError("nothing is left to run")
     return left

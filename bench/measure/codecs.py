@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measure.transfers import SCALE, SEED, Task, Way, shapes_of
+from bench.measure.transfers import SCALE, SEED, Scattered, Task, Way, shapes_of
 from examples.common.training import Workload
 from examples.common.variants import OURS
 from fastsync.build import extension
-from fastsync.plan.layout import FlatLayout, slot_layout
+from fastsync.plan.layout import slot_layout
 from fastsync.wire.formats import FORMATS, Format, TopK
 
 ENCODE, REDUCE, DECODE, SELECT = "encode", "reduce", "decode", "select"
@@ -83,7 +83,7 @@ class CodecCase:
         if self.kind == SELECT:
             return _selection(torch.cat([g.view(-1) for g in gradients]))
         make = {ENCODE: _encoding, REDUCE: _reduction, DECODE: _decoding}[self.kind]
-        return make(CodecData.of(gradients, FORMATS[self.wire]))
+        return make(CodecData(gradients, FORMATS[self.wire]))
 
 
 CODEC_CASES = (
@@ -92,32 +92,18 @@ CODEC_CASES = (
 )
 
 
-@dataclass
-class CodecData:
-    """Gradients, where they lie in a flat buffer, and a buffer for the code of each source."""
+class CodecData(Scattered):
+    """Gradients in the layout of a format, and a buffer for the code of each source."""
 
-    format: Format
-    gradients: list[Tensor]
-    layout: FlatLayout
-    flat: Tensor
-    wires: list[Tensor]
-
-    @classmethod
-    def of(cls, gradients: list[Tensor], format: Format) -> CodecData:
+    def __init__(self, gradients: list[Tensor], format: Format) -> None:
         layout = slot_layout([g.numel() for g in gradients], format.block)
         flat = torch.zeros(layout.numel, device=gradients[0].device)
-        nbytes = -(-format.coded_bytes(layout.numel) // 16) * 16
-        wires = [flat.new_zeros(nbytes, dtype=torch.uint8) for _ in range(SOURCES)]
-        return cls(format, gradients, layout, flat, wires)
-
-    def __post_init__(self) -> None:
-        self.plan = self.format.name, self.layout.numel
-        self.coded_bytes = self.format.coded_bytes(self.layout.numel)
-        self.moved = sum(g.nbytes for g in self.gradients) + self.coded_bytes  # with their code
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        places = zip(self.layout.offsets, self.gradients, strict=True)
-        return [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
+        super().__init__(gradients, flat, list(layout.offsets))
+        self.format, self.plan = format, (format.name, layout.numel)
+        self.coded_bytes = format.coded_bytes(layout.numel)
+        self.moved = sum(g.nbytes for g in gradients) + self.coded_bytes  # with their code
+        nbytes = -(-self.coded_bytes // 16) * 16
+        self.wires = [flat.new_zeros(nbytes, dtype=torch.uint8) for _ in range(SOURCES)]
 
     def gathered(self) -> Tensor:
         """Gradients times SCALE, in the flat buffer, by torch."""
@@ -126,7 +112,7 @@ class CodecData:
 
     def encode(self, wire: Tensor) -> None:
         """By fastsync's kernel."""
-        extension.load().encode(self.gradients, list(self.layout.offsets), wire, self.plan, SCALE)
+        extension.load().encode(self.gradients, self.offsets, wire, self.plan, SCALE)
 
     def decoded(self, wire: Tensor) -> Tensor:
         """What a wire stands for, flat, by fastsync's kernel."""
@@ -163,8 +149,7 @@ class CodecData:
 
 def _encoding(data: CodecData) -> Task:
     wire, wanted = data.wires[0], data.gathered().clone()
-    theirs = lambda: torch_encode(data.format, data.gathered())  # noqa: E731
-    ways = (lambda: data.encode(wire), theirs)
+    ways = (lambda: data.encode(wire), lambda: torch_encode(data.format, data.gathered()))
     return data.task(data.moved, ways, [wire], lambda: data.decoded(wire), wanted, wanted)
 
 
@@ -190,7 +175,7 @@ def _reduction(data: CodecData) -> Task:
 
 
 def _decoding(data: CodecData) -> Task:
-    ext, offsets, wire = extension.load(), list(data.layout.offsets), data.wires[0]
+    ext, wire = extension.load(), data.wires[0]
     data.encode(wire)
     code = torch_encode(data.format, data.gathered())
     targets, found = [torch.empty_like(g) for g in data.gradients], torch.zeros_like(data.flat)
@@ -203,7 +188,7 @@ def _decoding(data: CodecData) -> Task:
         torch._foreach_copy_(views, targets)
         return found
 
-    ways = (lambda: ext.decode(targets, offsets, wire, data.plan), by_torch)
+    ways = (lambda: ext.decode(targets, data.offsets, wire, data.plan), by_torch)
     return data.task(data.moved, ways, targets, read, data.flat.clone())
 
 

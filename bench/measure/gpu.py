@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from examples.common.text import quantile
 from examples.common.training import Lane
 
 WARMUP = 6  # steps: a plan is renewed after the first, and cuDNN and the allocator settle
@@ -51,7 +51,7 @@ def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, floa
         start = time.perf_counter()
         loss.backward()
         host.append(time.perf_counter() - start)
-    return watch() / steps, quantile(host, 0.5)
+    return watch() / steps, median(host)
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bench.measure import netns
-from examples.common.ranks import (
-    INTERRUPTED,
-    Group,
-    MissingRights,
-    anywhere,
-    is_rank,
-    launch,
-    over_sockets,
-)
+from examples.common import ranks
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 JOB_VARIABLE = "BENCH_JOB"  # tells a rank the number of its job
 
-Main = Callable[[Group], int]
+Main = Callable[[ranks.Group], int]
 
 
 @dataclass(frozen=True)
@@ -56,21 +46,22 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
     Raises:
         MissingRights: a job needs links, which cannot be made here.
     """
-    if is_rank():
-        return launch(main, 0, threads)
-    with terminable():
-        try:
-            missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
-            if missing:
-                raise MissingRights(missing)
-            for number, job in enumerate(jobs):
-                os.environ[JOB_VARIABLE] = str(number)
-                code = _start(job, threads, main)
-                if code:
-                    return code
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return INTERRUPTED
+    if ranks.is_rank():
+        return ranks.launch(main, 0, threads)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # ranks are stopped then too
+        signal.signal(ending, signal.default_int_handler)
+    try:
+        missing = netns.missing_rights() if any(job.on_links for job in jobs) else None
+        if missing:
+            raise ranks.MissingRights(missing)
+        for number, job in enumerate(jobs):
+            os.environ[JOB_VARIABLE] = str(number)
+            code = _start(job, threads, main)
+            if code:
+                return code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return ranks.INTERRUPTED
     return 0
 
 
@@ -82,23 +73,9 @@ def number_of_job() -> int:
 def _start(job: Job, threads: int, main: Main) -> int:
     if not job.world:
         torch.set_num_threads(threads)
-        return main(Group(0, 1, torch.device("cpu")))
+        return main(ranks.Group(0, 1, torch.device("cpu")))
     if job.on_links:
         with netns.network(job.world) as seats:
-            return launch(main, job.world, threads, lambda rank: seats[rank].placement())
-    return launch(main, job.world, threads, over_sockets if job.over_sockets else anywhere)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, so that its ranks are stopped."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
+            return ranks.launch(main, job.world, threads, lambda rank: seats[rank].placement())
+    place = ranks.over_sockets if job.over_sockets else ranks.anywhere
+    return ranks.launch(main, job.world, threads, place)

@@ -50,8 +50,7 @@ class LinkName:
     name: str
 
     def __post_init__(self) -> None:
-        match = None if self.rate is None else RATE.fullmatch(self.rate)
-        if self.rate is not None and (match is None or not float(match["number"])):
+        if self.rate is not None and not self.bits_per_second:
             wanted = "expects loopback, veth, or a number and a unit, such as 100mbit"
             raise UsageError(f"unknown rate {self.rate!r}; {wanted}")
 

@@ -78,7 +78,9 @@ class Case:
     def task(self, workload: Workload, device: torch.device) -> Task:
         """The case with random gradients of the workload's shapes."""
         data, packs = make_scattered(workload, self, device), self.kind == PACK
-        sources, targets = (data.gradients, data.views) if packs else (data.views, data.gradients)
+        sources, targets = data.gradients, data.views(data.flat)
+        if not packs:
+            sources, targets = targets, sources
         dtype = self.flat if packs else self.gradient
         wanted = joined([(source.double() * self.scale).to(dtype) for source in sources])
         # fastsync's kernels round once, which the reference does too. torch rounds before it
@@ -101,19 +103,22 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scattered:
-    """A model's gradients and a flat buffer for them, filled with random numbers.
+    """Gradients, and a flat buffer for them.
 
     Attributes:
         offsets: the first element of each gradient in `flat`.
-        views: `flat` at those places, in the gradients' shapes.
     """
 
     gradients: list[Tensor]
     flat: Tensor
     offsets: list[int]
-    views: list[Tensor]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A buffer laid out as `flat` is, at the places of the gradients and in their shapes."""
+        places = zip(self.offsets, self.gradients, strict=True)
+        return [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
 
 
 def shapes_of(workload: Workload) -> list[torch.Size]:
@@ -137,15 +142,13 @@ def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scat
 
     layout = flat_layout([math.prod(shape) for shape in shapes], world_size=2, flags=False)
     gradients = [random(*shape, dtype=case.gradient) for shape in shapes]
-    flat = random(layout.numel, dtype=case.flat)
-    places = zip(layout.offsets, gradients, strict=True)
-    views = [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
-    return Scattered(gradients, flat, list(layout.offsets), views)
+    return Scattered(gradients, random(layout.numel, dtype=case.flat), list(layout.offsets))
 
 
 def methods(case: Case, data: Scattered) -> dict[str, Way]:
     """Every way to do a case, by name."""
-    gradients, views, flat, offsets = data.gradients, data.views, data.flat, data.offsets
+    gradients, flat, offsets = data.gradients, data.flat, data.offsets
+    views = data.views(flat)
     ext, scale, pairs = extension.load(), case.scale, list(zip(gradients, views, strict=True))
     if case.kind == UNPACK:
         return {
@@ -166,10 +169,8 @@ def methods(case: Case, data: Scattered) -> dict[str, Way]:
     }
     if case.gradient is case.flat:
         # Nothing says where torch.cat puts a tensor but their order: a buffer without padding.
-        dense, rows = (
-            flat.new_empty(sum(g.numel() for g in gradients)),
-            [g.view(-1) for g in gradients],
-        )
+        dense = flat.new_empty(sum(g.numel() for g in gradients))
+        rows = [g.view(-1) for g in gradients]
         ways["cat"] = lambda: torch.cat(rows, out=dense).mul_(scale)
         # As Apex does: a buffer anew in every step.
         ways["flatten"] = lambda: torch._utils._flatten_dense_tensors(gradients).mul_(scale)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from bench.models.workload import mean_square, normal_batch, seeded, share, side, tokens
+from bench.models.workload import normal_batch, seeded, share, side, tokens
 from examples.common.training import Workload
 
 
@@ -24,40 +26,34 @@ def _relu_stack(depth: int, width: int) -> nn.Module:
 
 def small(scale: float = 1.0, width: int = 64) -> Workload:
     """400 x (Linear(64, 64), ReLU) = 800 tensors of 1.7 M elements: per-tensor costs dominate."""
-    build = seeded(lambda: _relu_stack(share(400, scale), width))
-    return Workload("small", build, normal_batch(16, width), mean_square)
+    depth = share(400, scale)
+    return seeded("small", partial(_relu_stack, depth, width), normal_batch(16, width))
 
 
 def wide(scale: float = 1.0) -> Workload:
     """6 x (Linear(2048, 2048), ReLU) = 25 M elements in 12 tensors: bytes moved dominate."""
     width = side(2048, scale)
-    build = seeded(lambda: _relu_stack(6, width))
-    return Workload("wide", build, normal_batch(8, width), mean_square)
+    return seeded("wide", partial(_relu_stack, 6, width), normal_batch(8, width))
 
 
-class Transformer(nn.Module):
-    """Token embedding, 6 pre-norm encoder layers, untied output projection; 17 M parameters."""
-
-    def __init__(self, width: int = 384, vocabulary: int = 8192) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            width, 6, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, length, vocabulary] of tokens [batch, length]."""
-        logits: Tensor = self.head(self.encoder(self.embedding(tokens)))
-        return logits
+def _encoder(width: int, vocabulary: int) -> nn.Module:
+    """Token embedding, 6 pre-norm encoder layers, untied output projection; from tokens [batch,
+    length] to logits [batch, length, vocabulary]."""
+    layer = nn.TransformerEncoderLayer(
+        width, 6, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+    )
+    parts = OrderedDict[str, nn.Module](
+        embedding=nn.Embedding(vocabulary, width),
+        encoder=nn.TransformerEncoder(layer, 6, enable_nested_tensor=False),
+        head=nn.Linear(width, vocabulary, bias=False),
+    )
+    return nn.Sequential(parts)
 
 
 def transformer(scale: float = 1.0) -> Workload:
     """A 17 M transformer on 4 x 64 tokens: many tensor sizes, much computation to overlap with."""
     width, vocabulary = side(384, scale, multiple=6), side(8192, scale)
-    build = seeded(lambda: Transformer(width, vocabulary))
-    return Workload("transformer", build, tokens(vocabulary, 4, 64), mean_square)
+    return seeded("transformer", partial(_encoder, width, vocabulary), tokens(vocabulary, 4, 64))
 
 
 Layer = tuple[int, int, int]  # a convolution's channels, size and stride
@@ -106,8 +102,8 @@ def conv(scale: float = 1.0) -> Workload:
         for stage in range(4)
         for index in range(2)
     ]
-    build = seeded(lambda: residual_network(first, nn.MaxPool2d(2), blocks, 10))
-    return Workload("conv", build, normal_batch(4, 3, 64, 64), mean_square)
+    make = lambda: residual_network(first, nn.MaxPool2d(2), blocks, 10)  # noqa: E731
+    return seeded("conv", make, normal_batch(4, 3, 64, 64))
 
 
 def ops400(scale: float = 1.0) -> Workload:
@@ -117,4 +113,4 @@ def ops400(scale: float = 1.0) -> Workload:
         parts = ((nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(share(100, scale)))
         return nn.Sequential(*(layer for part in parts for layer in part))
 
-    return Workload("ops400", seeded(layers), normal_batch(16, 64), torch.sum)
+    return seeded("ops400", layers, normal_batch(16, 64), torch.sum)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.models.classic import residual_network
-from bench.models.workload import (
-    CPU_SCALE,
-    mean_square,
-    normal_batch,
-    seeded,
-    share,
-    side,
-    tokens,
-)
+from bench.models.workload import CPU_SCALE, normal_batch, seeded, share, side, tokens
 from examples.common.training import Workload
 from examples.gpt import Block, Shape
 
@@ -31,13 +25,8 @@ def resnet50(scale: float = CPU_SCALE) -> Workload:
         for index in range(count):
             stride = 2 if stage and not index else 1
             blocks.append(((width, 1, 1), (width, 3, stride), (4 * width, 1, 1)))
-    build = seeded(lambda: residual_network(first, nn.MaxPool2d(3, 2, 1), blocks, CLASSES))
-    images = normal_batch(share(BATCH, scale), 3, IMAGE, IMAGE)
-    return Workload("resnet50", build, images, mean_square)
-
-
-def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    make = lambda: residual_network(first, nn.MaxPool2d(3, 2, 1), blocks, CLASSES)  # noqa: E731
+    return seeded("resnet50", make, normal_batch(share(BATCH, scale), 3, IMAGE, IMAGE))
 
 
 class GPT2(nn.Module):
@@ -58,21 +47,23 @@ class GPT2(nn.Module):
         """The loss of tokens [batch, length]."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
-        return _next_token_loss(functional.linear(x, self.tokens.weight), tokens)
+        logits = functional.linear(x, self.tokens.weight)[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def gpt2(scale: float = CPU_SCALE) -> Workload:
     """GPT-2 (Radford et al., 2019), 124 M parameters in 148 tensors, on 8 x 1024 tokens."""
     width, vocabulary = side(768, scale, GPT2.heads), side(50257, scale)
     batch, length = share(8, scale), side(1024, scale)
-    build = seeded(lambda: GPT2(width, vocabulary, length))
-    return Workload("gpt2", build, tokens(vocabulary, batch, length), torch.mean)
+    make = partial(GPT2, width, vocabulary, length)
+    return seeded("gpt2", make, tokens(vocabulary, batch, length), torch.mean)
 
 
 class LlamaLayer(nn.Module):
     """RMSNorm, causal attention with 32 query heads on 8 keys, and a gated SiLU layer."""
 
     heads, key_heads = 32, 8
+    split = (heads, key_heads, key_heads)  # query, key and value
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -86,13 +77,10 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, width], as the input."""
         normed = self.norm1(x)
-        layers = (
-            (self.query, self.heads),
-            (self.key, self.key_heads),
-            (self.value, self.key_heads),
+        query, key, value = (
+            layer(normed).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, heads in zip((self.query, self.key, self.value), self.split, strict=True)
         )
-        split = (layer(normed).unflatten(-1, (n, -1)).transpose(1, 2) for layer, n in layers)
-        query, key, value = split
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )
@@ -106,5 +94,4 @@ def llama_layer(scale: float = CPU_SCALE) -> Workload:
     """A layer of Llama 3 8B (Dubey et al., 2024): 218 M parameters in 9 tensors, 2 x 512 tokens."""
     width = side(4096, scale, LlamaLayer.heads)
     hidden, length = side(14336, scale), share(512, scale)
-    build = seeded(lambda: LlamaLayer(width, hidden))
-    return Workload("llama_layer", build, normal_batch(2, length, width), mean_square)
+    return seeded("llama_layer", partial(LlamaLayer, width, hidden), normal_batch(2, length, width))

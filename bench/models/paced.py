@@ -9,12 +9,13 @@ fixed distances from the start of backward, as those of a device do that compute
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.models.workload import mean_square, normal_batch, seeded, side
+from bench.models.workload import normal_batch, seeded, side
 from examples.common.training import Workload
 
 LAYERS = 24
@@ -76,5 +77,4 @@ class Paced(nn.Module):
 def paced(scale: float = 1.0, seconds: float = 0.2) -> Workload:
     """24 x 1024 x 1024 = 25 M elements, and `seconds` of backward in which nothing computes."""
     width = side(WIDTH, scale)
-    build = seeded(lambda: Paced(LAYERS, width, seconds))
-    return Workload("paced", build, normal_batch(8, 16), mean_square)
+    return seeded("paced", partial(Paced, LAYERS, width, seconds), normal_batch(8, 16))

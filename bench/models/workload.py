@@ -8,18 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from examples.common.training import Workload
+
 WEIGHT_SEED = 20_13
 CPU_SCALE = 1 / 16  # of models of real size, so that two CPU cores take a fraction of a second
-
-
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Makes the same model at every call."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(WEIGHT_SEED)
-        return make()
-
-    return build
 
 
 def data_generator(rank: int, step: int) -> torch.Generator:
@@ -30,6 +22,21 @@ def data_generator(rank: int, step: int) -> torch.Generator:
 def mean_square(output: Tensor) -> Tensor:
     """A loss for models whose output is compared with nothing."""
     return output.pow(2).mean()
+
+
+def seeded(
+    name: str,
+    make: Callable[[], nn.Module],
+    batch: Callable[[int, int], Tensor],
+    loss: Callable[[Tensor], Tensor] = mean_square,
+) -> Workload:
+    """A model, made with the same weights at every call, and its data."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(WEIGHT_SEED)
+        return make()
+
+    return Workload(name, build, batch, loss)
 
 
 def normal_batch(*shape: int) -> Callable[[int, int], Tensor]:

@@ -20,14 +20,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.report.figures import charts
 from bench.report.formulas import held_table
 from bench.report.summary import summary
-from bench.report.tables import LAYOUTS, Point, link, link_title
+from bench.report.tables import LAYOUTS, Point, Result, link, link_title
 from examples.common.machine import describe
-from examples.common.ranks import Parser, argument, guarded
+from examples.common.ranks import Parser, argument
 from examples.common.text import render
 from examples.common.variants import BASELINE
 
@@ -40,8 +39,6 @@ GPU, SUMMARY, HELD = "gpu-", "summary", "held"
 NOT_MEASURED = "*not measured yet*"
 WIRES, LINKS = "links-wires", "links"  # a marker that shows a part of another result
 TORCH_WIRES = ("ddp", "ddp_fp16")
-
-Result = dict[str, Any]
 
 
 def documents(root: Path = ROOT) -> list[Path]:
@@ -175,13 +172,9 @@ def renewed() -> dict[Path, str]:
     return texts
 
 
-def parser() -> Parser:
-    """The command line."""
-    return Parser("bench report", __doc__, argument("--check", "only compare", action="store_true"))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded(lambda: _renew(parser().parse_args(argv).check))
+    check = argument("--check", "only compare", action="store_true")
+    return Parser("bench report", __doc__, check).run(lambda args: _renew(args.check), argv)
 
 
 def _renew(check: bool) -> int:

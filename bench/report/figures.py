@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bench.report.charts import Labels, Line, line_chart
+from bench.report.tables import Point, Result
 from examples.common.variants import FLOOR
 
-Result = dict[str, Any]
 
-
-def _in_first_scene(result: Result, depth: int) -> list[dict[str, Any]]:
+def _in_first_scene(result: Result, depth: int) -> list[Point]:
     """The points that share the first `depth` names of the first one."""
     points = result["points"]
     return [p for p in points if p["of"][:depth] == points[0]["of"][:depth]]

@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from examples.common.text import render
 from examples.common.variants import Variant
 from fastsync.planner.held import HELD
-
-if TYPE_CHECKING:
-    from fastsync.wire.formats import PowerSGD
+from fastsync.wire.formats import PowerSGD, Wire, make_codec
 
 
 def bus_factor(world: int) -> float:
@@ -58,8 +55,6 @@ def wire_bytes(
     the gather form it sends all it has to all others. PowerSGD sums its factors, and what it does
     not compress, in all-reduces.
     """
-    from fastsync.wire.formats import PowerSGD, Wire, make_codec
-
     codec = make_codec(wire)
     if isinstance(codec, PowerSGD):
         return bus_factor(world) * 4 * sum(_low_rank_numel(codec, shape) for shape in shapes)

@@ -17,6 +17,7 @@ from examples.common.variants import FLOOR
 CEILING = "copy"  # of kernels: a plain copy of as many bytes
 CODECS = ("encode", "reduce", "decode", "select")  # kernels of codecs, by the first word
 
+Result = dict[str, Any]  # as it stands in the JSON
 Point = dict[str, Any]
 Timings = dict[str, dict[str, Any]]
 

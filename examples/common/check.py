@@ -87,8 +87,7 @@ def train(
         batches = make_batches(workload, group, steps)
         lane = make_lane(workload, variant, group, optimizer, batches)
         start = _snapshot(lane.module)
-        for _ in range(steps):
-            lane.step()
+        lane.steps(steps)
         names = frozenset(name for name, _ in lane.module.named_parameters())
         return Trained(start, _snapshot(lane.module), names)
 

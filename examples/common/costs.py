@@ -36,6 +36,9 @@ STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
 PEAK_STEPS = 4  # until plan and optimizer are settled; as many are looked at
 PROBE_BYTES = 32 * 2**20
 SETTLE_TRIES, SETTLE_SECONDS = 50, 0.02
+# What the backends call their collectives in a profile, and what torch does.
+BACKENDS = ("gloo:", "nccl:")
+COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
 
 
 class _MallInfo(ctypes.Structure):
@@ -112,8 +115,7 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
         before = settled(read)
         model = variant.wrap(module, group.device)
         lane = Lane(workload, module, model, optimizer, batches, update=False)
-        for _ in range(STEPS):
-            lane.step()
+        lane.steps(STEPS)
         group.synchronize()
         grown = settled(read) - before
         gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -132,8 +134,7 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
         return None
     before = settled(read)
     lane = make()
-    for _ in range(PEAK_STEPS):
-        lane.step()
+    lane.steps(PEAK_STEPS)
     on_gpu = group.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(group.device)
@@ -156,9 +157,15 @@ def events_of(run: Callable[[], object]) -> list[str]:
     return [event.name for event in profiler.events() or []]
 
 
+def collectives(lane: Lane) -> int:
+    """Collectives of a lane's next step on this rank."""
+    names = events_of(lane.step)
+    by_backend = sum(name.startswith(BACKENDS) for name in names)
+    return by_backend or sum(name in COLLECTIVES for name in names)
+
+
 def dispatched_ops(workload: Workload, variant: Variant, group: Group) -> int:
     """CPU events of a zero_grad, forward and backward, after warm-up; the largest of all ranks."""
     lane = make_lane(workload, variant, group, optimizer=None)
-    for _ in range(WARMUP_STEPS):
-        lane.step()
+    lane.steps(WARMUP_STEPS)
     return int(group.most(len(events_of(lane.step))))

@@ -7,14 +7,13 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fastsync
 from examples.common.ranks import Group
 
 COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit, where the history is not at hand or files change
@@ -35,7 +34,7 @@ def environment(group: Group) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "fastsync": _fastsync_version(),
+        "fastsync": fastsync.__version__,
         "commit": commit(),
         "transport": group.transport,
         "ranks": group.world,
@@ -55,14 +54,14 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def command_line(arguments: Sequence[str] | None = None) -> str:
+def command_line() -> str:
     """This process's command with every path cut down to its last part."""
 
     def without_path(argument: str) -> str:
         option, equals, value = argument.rpartition("=")
         return f"{option}{equals}{os.path.basename(value.rstrip(os.sep))}"
 
-    return " ".join(map(without_path, sys.orig_argv if arguments is None else arguments))
+    return " ".join(map(without_path, sys.orig_argv))
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
@@ -78,14 +77,6 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _fastsync_version() -> str | None:
-    """The version of the package that is imported; a checkout need not be installed."""
-    version = getattr(sys.modules.get("fastsync"), "__version__", None)
-    with suppress(metadata.PackageNotFoundError):
-        return str(version or metadata.version("fastsync"))
-    return None
 
 
 def commit() -> str | None:

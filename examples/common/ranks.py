@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -83,6 +83,14 @@ class Group:
         """Waits for this rank's device; does nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """Seconds of a call, until this rank's device has done it."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -201,21 +209,6 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def guarded(run: Callable[[], int]) -> int:
-    """Runs a command and turns its expected errors into a line of text and an exit code."""
-    try:
-        return run()
-    except CheckFailed as error:
-        code, text = FAILED, f"correctness check failed: {error}"
-    except UsageError as error:
-        code, text = USAGE, f"error: {error}"
-    except MissingRights as error:
-        code, text = NO_RIGHTS, f"cannot run here: {error}"
-    if os.environ.get("RANK", "0") == "0":  # such an error comes up on every rank alike
-        print(text, file=sys.stderr)
-    return code
-
-
 Argument = tuple[str, dict[str, Any]]
 
 
@@ -244,6 +237,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
+    def run(
+        self, start: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
+    ) -> int:
+        """Starts a command; its expected errors become a line of text and an exit code."""
+        try:
+            return start(self.parse_args(argv))
+        except CheckFailed as error:
+            code, text = FAILED, f"correctness check failed: {error}"
+        except UsageError as error:
+            code, text = USAGE, f"error: {error}"
+        except MissingRights as error:
+            code, text = NO_RIGHTS, f"cannot run here: {error}"
+        if os.environ.get("RANK", "0") == "0":  # such an error comes up on every rank alike
+            print(text, file=sys.stderr)
+        return code
+
 
 def run_example(
     name: str,
@@ -254,9 +263,5 @@ def run_example(
 ) -> int:
     """The whole of an example's command line: `main` on every rank; returns the exit code."""
     how_many = argument("--ranks", "processes to start; torchrun's wins", ranks, type=whole)
-
-    def run() -> int:
-        args = Parser(f"examples.{name}", text, how_many, *arguments).parse_args()
-        return launch(lambda group: main(args, group), args.ranks)
-
-    return guarded(run)
+    parser = Parser(f"examples.{name}", text, how_many, *arguments)
+    return parser.run(lambda args: launch(lambda group: main(args, group), args.ranks))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from examples.common.check import check_variants
 from examples.common.ranks import Group
-from examples.common.text import Progress, Spread, milliseconds, quantile, ratio, render
+from examples.common.text import Progress, Spread, milliseconds, ratio, render
 from examples.common.training import Lane, Workload, make_lanes
 from examples.common.variants import BASELINE, FLOOR, Variant
 
@@ -98,7 +99,7 @@ class Timing:
     Attributes:
         step: of the slowest rank.
         ratio: to BASELINE in the same round.
-        exposed: step less that of no_sync in the same round, where no_sync ran.
+        exposed: step less that of FLOOR in the same round.
         check: the verdict of the correctness check.
         rounds: the median step of every round.
         exposed_ratio: exposed, to that of BASELINE in the same round.
@@ -108,11 +109,11 @@ class Timing:
     variant: str
     step: Spread
     ratio: Spread
-    exposed: Spread | None
+    exposed: Spread
     check: str
     rounds: tuple[float, ...]
-    exposed_ratio: Spread | None = None
-    sent_bytes: float = 0.0
+    exposed_ratio: Spread | None
+    sent_bytes: float
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Measured:
 def measure(
     workload: Workload, variants: tuple[Variant, ...], group: Group, settings: Settings
 ) -> list[Timing]:
-    """Checks, then times `variants`, BASELINE among them; the same result on every rank.
+    """Checks, then times `variants`, BASELINE and FLOOR among them; the same on every rank.
 
     Raises:
         CheckFailed: a variant trains other weights than default DDP.
@@ -157,7 +158,7 @@ def time_lanes(
     for name, lane in lanes.items():
         progress.show(f"{lane.workload.name}: warming up {name}")
         times = burst(lane, group, settings.warmup)[1:]
-        per_step += quantile(times, 0.5) if times else 0.0
+        per_step += median(times) if times else 0.0
     if settings.seconds is not None:
         fitting = int(settings.seconds / max(group.most(per_step) * (settings.steps + 1), 1e-9))
         rounds = min(rounds, max(fitting, FEWEST_ROUNDS))
@@ -171,7 +172,7 @@ def time_lanes(
     found = in_turn(lanes, lambda n: burst(lanes[n], group, settings.steps, meter), rounds, show)
     progress.clear()
     return {
-        name: Measured([quantile(row[1:], 0.5) for row in rows], [row[0] for row in rows])
+        name: Measured([median(row[1:]) for row in rows], [row[0] for row in rows])
         for name, rows in slowest(found, group).items()
     }
 
@@ -181,47 +182,36 @@ def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> lis
     counted; all of this rank."""
     dist.barrier()
     lane.step()
-    times = []
     before = meter()
-    for _ in range(steps):
-        group.synchronize()
-        start = time.perf_counter()
-        lane.step()
-        group.synchronize()
-        times.append(time.perf_counter() - start)
+    times = [group.timed(lane.step) for _ in range(steps)]
     sent = (meter() - before) / max(steps, 1)
     lane.optimizer.zero_grad(set_to_none=True)
     return [sent, *times]
 
 
 def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> list[Timing]:
-    """Compares variants with BASELINE round by round.
+    """Compares variants with BASELINE and FLOOR round by round.
 
     Args:
         verdicts: by variant, the correctness check's; may lack some.
     """
-    base = measured[BASELINE].seconds
-    floor = measured[FLOOR].seconds if FLOOR in measured else None
+    base, floor = measured[BASELINE].seconds, measured[FLOOR].seconds
+    of_base = less(base, floor)
     timings = []
     for name, result in measured.items():
-        exposed = exposed_ratio = None
-        if floor is not None:
-            of_base = less(base, floor)
-            exposed = Spread.of(less(result.seconds, floor))
-            if min(of_base) > 0.0:  # else the baseline is the floor, or no slower than it
-                exposed_ratio = Spread.of(over(less(result.seconds, floor), of_base))
-        timings.append(
-            Timing(
-                name,
-                Spread.of(result.seconds),
-                Spread.of(over(result.seconds, base)),
-                exposed,
-                verdicts.get(name, "not checked"),
-                tuple(result.seconds),
-                exposed_ratio,
-                quantile(result.sent_bytes, 0.5),
-            )
+        exposed = less(result.seconds, floor)
+        timing = Timing(
+            variant=name,
+            step=Spread.of(result.seconds),
+            ratio=Spread.of(over(result.seconds, base)),
+            exposed=Spread.of(exposed),
+            check=verdicts.get(name, "not checked"),
+            rounds=tuple(result.seconds),
+            # Means nothing where the baseline was once no slower than the floor.
+            exposed_ratio=Spread.of(over(exposed, of_base)) if min(of_base) > 0.0 else None,
+            sent_bytes=median(result.sent_bytes),
         )
+        timings.append(timing)
     return timings
 
 

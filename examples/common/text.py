@@ -7,23 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import quantiles
 
 from examples.common.ranks import Group
 
 PROGRESS_SECONDS = 15.0  # between lines where the output is no terminal
 
 Row = Sequence[str]
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """The quantile of unsorted samples, by linear interpolation."""
-    if not samples:
-        raise ValueError("expects at least one sample")
-    ordered = sorted(samples)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,9 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        return cls(quantile(samples, 0.5), quantile(samples, 0.25), quantile(samples, 0.75))
+        several = samples if len(samples) > 1 else [*samples, *samples]  # what quantiles expects
+        q1, middle, q3 = quantiles(several, n=4, method="inclusive")
+        return cls(middle, q1, q3)
 
     @property
     def width(self) -> float:
@@ -51,11 +43,14 @@ class Spread:
         return 1.57 * self.width / math.sqrt(samples)
 
 
-def milliseconds(spread: Spread | None) -> tuple[str, str]:
+def milliseconds(spread: Spread) -> tuple[str, str]:
     """The median and half the inter-quartile range in ms, of a spread in seconds."""
-    if spread is None:
-        return "-", "-"
     return f"{1e3 * spread.median:.2f}", f"{1e3 * spread.width / 2:.2f}"
+
+
+def times(value: float | None) -> str:
+    """A multiple of something, which may be unknown."""
+    return "n/a" if value is None else f"{value:.2f}x"
 
 
 def ratio(spread: Spread) -> tuple[str, str]:
@@ -90,8 +85,7 @@ class Progress:
         if not self.group.is_main:
             return
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self.last > PROGRESS_SECONDS:
             print(text, file=sys.stderr, flush=True)
             self.last = time.monotonic()
@@ -100,5 +94,4 @@ class Progress:
         """Makes room for a line that stays."""
         self.last = time.monotonic()
         if self.group.is_main and sys.stderr.isatty():
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +54,7 @@ class Lane:
 
     workload: Workload
     module: nn.Module
-    model: nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer
     batches: list[Tensor]
     update: bool
@@ -72,6 +74,17 @@ class Lane:
         if self.update:
             self.optimizer.step()
         return loss
+
+    def steps(self, count: int) -> None:
+        """Makes so many steps."""
+        for _ in range(count):
+            self.step()
+
+
+def rate_share(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
+    """Of the peak learning rate: a linear warm-up, then a cosine from 1 down to `floor`."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / warmup) * (floor + (1 - floor) * cosine)
 
 
 def make_batches(workload: Workload, group: Group, count: int = BATCHES) -> list[Tensor]:

@@ -43,7 +43,6 @@ class Variant:
     """One way to wrap a model; see WIRE_COSTS for its `bits` and `tolerance`.
 
     Attributes:
-        unavailable: says why this variant cannot run here, or None.
         wire: the wire format of fastsync's variants; None for torch's.
         by_name: runs where it is asked for, and is none of "all".
     """
@@ -52,7 +51,6 @@ class Variant:
     wrap: Wrap
     bits: float | None = 32.0
     tolerance: float = 0.0
-    unavailable: Callable[[], str | None] = lambda: None
     wire: str | None = None
     by_name: bool = False
 
@@ -62,38 +60,33 @@ class Variant:
         return self.tolerance > 0.0
 
 
-def _device_ids(device: torch.device) -> list[int] | None:
-    return None if device.type == "cpu" else [torch.cuda.current_device()]
+def _wrapper(kind: type[DistributedDataParallel], options: dict[str, Any]) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+        device_ids = None if device.type == "cpu" else [torch.cuda.current_device()]
+        return kind(module, device_ids=device_ids, **options)
+
+    return wrap
 
 
 def ddp(**options: Any) -> Wrap:
     """torch's DDP with these options."""
-
-    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
-        return DistributedDataParallel(module, device_ids=_device_ids(device), **options)
-
-    return wrap
+    return _wrapper(DistributedDataParallel, options)
 
 
 def fast_ddp(**options: Any) -> Wrap:
     """FastDDP with these options."""
-
-    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
-        return FastDDP(module, device_ids=_device_ids(device), **options)
-
-    return wrap
+    return _wrapper(FastDDP, options)
 
 
-def _ddp_fp16(module: nn.Module, device: torch.device) -> nn.Module:
-    wrapped = DistributedDataParallel(module, device_ids=_device_ids(device))
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    return wrapped
+def hooked(wrap: Wrap, hook: Callable[..., Any], state: Callable[[], Any] = lambda: None) -> Wrap:
+    """The same with a communication hook; `state` makes the hook's."""
 
+    def wrap_and_register(module: nn.Module, device: torch.device) -> nn.Module:
+        model: Any = wrap(module, device)
+        model.register_comm_hook(state(), hook)
+        return model  # type: ignore[no-any-return]
 
-def _lacks_batched() -> str | None:
-    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
-        return None
-    return f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
+    return wrap_and_register
 
 
 def _fastsync(wire: str) -> Variant:
@@ -107,20 +100,26 @@ _VARIANTS = (
     Variant(FLOOR, lambda module, device: module),
     Variant(BASELINE, ddp()),
     Variant("ddp_view", ddp(**_VIEW)),
-    Variant("ddp_batched", ddp(**_BATCHED), unavailable=_lacks_batched),
-    Variant("ddp_batched_view", ddp(**_BATCHED, **_VIEW), unavailable=_lacks_batched),
+    Variant("ddp_batched", ddp(**_BATCHED)),
+    Variant("ddp_batched_view", ddp(**_BATCHED, **_VIEW)),
     Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
-    Variant("ddp_fp16", _ddp_fp16, *WIRE_COSTS["fp16"]),
+    Variant("ddp_fp16", hooked(ddp(), fp16_compress_hook), *WIRE_COSTS["fp16"]),
     *map(_fastsync, wire_formats()),
     Variant(f"{OURS}_group", fast_ddp(shared_memory=False), by_name=True),
     *(Variant(f"{OURS}_zero{s}", fast_ddp(zero=s), by_name=True) for s in (1, 2)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
+# Why variants cannot run here.
+UNAVAILABLE = {
+    name: f"batched_grad_copy needs torch >= 2.13, this is {torch.__version__}"
+    for name in ("ddp_batched", "ddp_batched_view")
+    if "batched_grad_copy" not in inspect.signature(DistributedDataParallel).parameters
+}
 
 
 def available(*names: str) -> str:
     """Those of `names` that can run here, as `select` takes them: for defaults."""
-    return ",".join(name for name in names if VARIANTS[name].unavailable() is None)
+    return ",".join(name for name in names if name not in UNAVAILABLE)
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,9 @@ def select(names: str, required: Iterable[str] = ()) -> Selection:
     unknown = wanted - set(VARIANTS)
     if unknown:
         raise UsageError(f"unknown wrapper {sorted(unknown)}; expects one of {', '.join(VARIANTS)}")
-    ordered = [variant for name, variant in VARIANTS.items() if name in wanted | set(required)]
-    reasons = {variant.name: variant.unavailable() for variant in ordered}
-    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    wanted |= set(required)
+    skipped = {name: reason for name, reason in UNAVAILABLE.items() if name in wanted}
     if skipped and not everything:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
-    return Selection(tuple(v for v in ordered if v.name not in skipped), skipped)
+    kept = (v for name, v in VARIANTS.items() if name in wanted - set(skipped))
+    return Selection(tuple(kept), skipped)
