@@ -59,8 +59,8 @@ def test_a_codec_of_the_user_s():
         assert 1e-5 < max(errors) < 2e-3
 
 
-def bytes_of_steps(rank, world, wire, steps):
-    wrapped = FastDDP(model(), wire=wire, find_unused_parameters=False)
+def bytes_of_steps(rank, world, wire, steps, shared_memory):
+    wrapped = FastDDP(model(), wire=wire, find_unused_parameters=False, shared_memory=shared_memory)
     for step in range(steps):
         wrapped(inputs(step, rank)).square().mean().backward()
     coded = [bucket.coded.layout for bucket in wrapped._engine.plan.buckets]
@@ -68,12 +68,13 @@ def bytes_of_steps(rank, world, wire, steps):
     return wrapped.sync_stats(), numel, sum(layout.chunks for layout in coded)
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world, in_memory", [(4, True), (4, False), (6, False)])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_bytes_between_nodes(name, world):
+def test_bytes_between_nodes(name, world, in_memory):
     """2 (n-1)/n of the coded bucket over the ranks of a node, whatever the form between nodes."""
     nodes, fmt = world // LOCAL, FORMATS[name]
-    results = run_ranks(on_nodes, world, bytes_of_steps, hierarchical(name), 2, timeout=120)
+    wire = hierarchical(name)
+    results = run_ranks(on_nodes, world, bytes_of_steps, wire, 2, in_memory, timeout=120)
     for stats, numel, chunks in results:
         gathered = nodes == 2  # each chunk is then a whole shard
         padding = 16 * chunks
@@ -83,7 +84,7 @@ def test_bytes_between_nodes(name, world):
             assert formula == (nodes - 1) * coded / LOCAL
         sent = stats["between_nodes_bytes"] / 2
         assert formula <= sent <= formula + 2 * padding
-        in_node = 2 * (LOCAL - 1) / LOCAL * 4 * numel
+        in_node = 0 if in_memory else 2 * (LOCAL - 1) / LOCAL * 4 * numel
         assert stats["sent_bytes"] / 2 == sent + in_node
 
 
