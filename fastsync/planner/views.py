@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import TypeAlias
 
+from fastsync.page import make_page
 from fastsync.planner.arithmetic import HeldRow
 from fastsync.planner.links import Cluster
 from fastsync.planner.plan import SATURATED, Plan, saturation
@@ -170,20 +169,5 @@ def _advice_json(plan: Plan) -> Json:
 
 def html_page(plan: Plan) -> str:
     """The plan as one HTML page that needs nothing else."""
-    data = json.dumps(
-        {**plan_json(plan), "where": _cluster_text(plan.cluster)}, separators=(",", ":")
-    )
-    parts = {
-        "TITLE": escape(plan.title),
-        "CSS": _text("page.css"),
-        "JS": _text("page.js"),
-        "DATA": data.replace("<", "\\u003c"),
-    }
-    page = _text("page.html")
-    for name, text in parts.items():
-        page = page.replace(f"@{name}@", text)
-    return page
-
-
-def _text(name: str) -> str:
-    return (_PAGE / name).read_text(encoding="utf-8")
+    data = {**plan_json(plan), "where": _cluster_text(plan.cluster)}
+    return make_page(_PAGE, f"fastsync plan: {plan.title}", data)

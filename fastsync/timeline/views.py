@@ -6,13 +6,13 @@ The page is one file without any reference to a network; its sources are in fast
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
+from fastsync.page import make_page
 from fastsync.timeline.data import (
     BucketInfo,
     RankStep,
@@ -226,20 +226,7 @@ def html_page(run: Run) -> str:
     Raises:
         ValueError: no step is complete on all ranks.
     """
-    parts = {"CSS": _text("page.css"), "JS": _text("page.js"), "DATA": _embedded(_page_data(run))}
-    page = _text("page.html")
-    for name, text in parts.items():
-        page = page.replace(f"@{name}@", text)
-    return page
-
-
-def _text(name: str) -> str:
-    return (_PAGE / name).read_text(encoding="utf-8")
-
-
-def _embedded(data: Json) -> str:
-    """JSON that cannot end the script element it stands in, whatever a parameter is called."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return make_page(_PAGE, "fastsync timeline", _page_data(run))
 
 
 def _page_data(run: Run) -> Json:

@@ -1,19 +1,8 @@
-"use strict";
 (() => {
-  const plan = JSON.parse(document.getElementById("plan").textContent);
-  const $ = (id) => document.getElementById(id);
+  const plan = data;
   const color = (index) => `var(--c${index % 8})`;
   const curveColor = (index) => color([0, 1, 2, 3, 5, 6, 7][index % 7]); // c4 is too pale for a line
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
-
-  function el(parent, name, attributes = {}, text) {
-    const svg = parent.namespaceURI.endsWith("svg") || name === "svg";
-    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    if (text !== undefined) node.textContent = text;
-    parent.append(node);
-    return node;
-  }
 
   function bytes(count) {
     for (const [unit, factor] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
@@ -61,6 +50,7 @@
   // ---- head ----------------------------------------------------------------------------------------------------
 
   function drawHead() {
+    $("title").textContent = plan.title;
     $("facts").textContent = [plan.where, plan.device.name, plan.compute.source].join("  ·  ");
     for (const reason of plan.advice.reasons || []) el($("advice"), "p", {}, reason);
   }

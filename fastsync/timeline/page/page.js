@@ -1,7 +1,5 @@
-"use strict";
 (() => {
-  const run = JSON.parse(document.getElementById("run").textContent);
-  const $ = (id) => document.getElementById(id);
+  const run = data;
   const MS = 1e6; // nanoseconds
   const SHOWN_RANKS = 8;
   const NAMES = 8;
@@ -9,15 +7,6 @@
   const RIGHT = 12;
 
   // ---- small helpers -------------------------------------------------------------------------------------------
-
-  function el(parent, name, attributes = {}, text) {
-    const svg = parent.namespaceURI.endsWith("svg") || name === "svg";
-    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    if (text !== undefined) node.textContent = text;
-    parent.append(node);
-    return node;
-  }
 
   function duration(ns) {
     const us = Math.abs(ns) / 1e3;
