@@ -1,0 +1,129 @@
+"""Which pairs and which ranks are slow beside the others: pure rules, stated in `RULES`.
+
+[Note: a rank before its pairs]
+A rank whose link is slow makes all of its pairs slow: two of three pairs among three ranks, so that
+the median pair would be a slow one. So ranks are compared first, each by its best pair. Pairs of
+ranks that are slow themselves are left out when pairs are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high, median_low
+from typing import TypeVar
+
+from fastsync.doctor.finding import Finding, name_ranks, ok, warn
+from fastsync.doctor.schedule import Pair
+
+__all__ = ["RULES", "PairTime", "Slow", "check_compute", "check_pairs", "find_slow"]
+
+_RATE = 0.5  # of the median
+_LATENCY = 3.0  # times the median
+_NOISE = 50e-6  # seconds by which a latency must exceed it too
+_COMPUTE = 1.3  # times the median
+_FEWEST = 3  # ranks, or pairs, that can be compared
+RULES = (
+    f"A pair is slow if its rate is below {_RATE:g} of the median, or its latency above "
+    f"{_LATENCY:g} times the median. A rank is slow if that holds for its best pair, or if its "
+    f"matrix product takes {_COMPUTE:g} times the median. Pairs within a machine and between "
+    "machines are compared apart."
+)
+Key = TypeVar("Key", int, Pair)
+
+
+@dataclass(frozen=True)
+class PairTime:
+    """An exchange between two ranks, both directions at once.
+
+    Attributes:
+        latency: seconds for 8 bytes.
+        rate: bytes per second, in each direction.
+    """
+
+    latency: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Slow:
+    """What is slow beside the median: pairs of ranks that are slow are not listed."""
+
+    ranks: tuple[int, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+
+
+def find_slow(times: Mapping[Pair, PairTime], machine_of: Sequence[int]) -> Slow:
+    """Compares pairs within machines with each other, and pairs between machines.
+
+    Args:
+        machine_of: by rank, equal on those that share a machine.
+    """
+    within = {p: t for p, t in times.items() if machine_of[p[0]] == machine_of[p[1]]}
+    between = {p: t for p, t in times.items() if p not in within}
+    found = [_of_class(within), _of_class(between)]
+    ranks = tuple(sorted({rank for slow in found for rank in slow.ranks}))
+    return Slow(ranks, tuple(sorted(pair for slow in found for pair in slow.pairs)))
+
+
+def _of_class(times: Mapping[Pair, PairTime]) -> Slow:
+    best = {rank: _best(times, rank) for rank in sorted({r for pair in times for r in pair})}
+    ranks = _outliers(best)
+    rest = {p: t for p, t in times.items() if not ranks.intersection(p)}
+    return Slow(tuple(sorted(ranks)), tuple(sorted(_outliers(rest))))
+
+
+def _best(times: Mapping[Pair, PairTime], rank: int) -> PairTime:
+    its = [time for pair, time in times.items() if rank in pair]
+    return PairTime(min(t.latency for t in its), max(t.rate for t in its))
+
+
+def _outliers(times: Mapping[Key, PairTime]) -> set[Key]:
+    if len(times) < _FEWEST:
+        return set()
+    rate = median_high(time.rate for time in times.values())
+    latency = median_low(time.latency for time in times.values())
+    return {key for key, time in times.items() if _is_slow(time, PairTime(latency, rate))}
+
+
+def _is_slow(time: PairTime, usual: PairTime) -> bool:
+    late = time.latency > max(_LATENCY * usual.latency, usual.latency + _NOISE)
+    return late or time.rate < _RATE * usual.rate
+
+
+def check_pairs(slow: Slow, measured: int) -> list[Finding]:
+    """What `find_slow` has found, of so many pairs."""
+    found = []
+    if slow.ranks:
+        text = f"{name_ranks(slow.ranks)}: every pair is slow beside the others"
+        remedy = "Look at that machine's cable, switch port, interface speed and load"
+        found.append(warn("links", text, remedy))
+    if slow.pairs:
+        text = f"slow beside the others: {_named(slow.pairs)}"
+        remedy = "Look at the switches between their machines; place ranks that talk close by"
+        found.append(warn("links", text, remedy))
+    return found or [ok("links", f"no slow pair among {measured}")]
+
+
+def _named(pairs: Iterable[Pair], most: int = 8) -> str:
+    names = [f"{a}-{b}" for a, b in pairs]
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def check_compute(seconds: Sequence[float]) -> list[Finding]:
+    """By rank, what the same matrix product takes.
+
+    With two ranks the faster one is the measure.
+    """
+    if len(seconds) < 2:
+        return []
+    usual = median_low(seconds)
+    slow = [rank for rank, it in enumerate(seconds) if it > _COMPUTE * usual]
+    if not slow:
+        spread = max(seconds) / min(seconds)
+        return [ok("compute", f"the slowest rank takes {spread:.2f} times as long as the fastest")]
+    factor = max(seconds) / usual
+    text = f"{name_ranks(slow)} compute slower than the others, up to {factor:.1f} times"
+    remedy = "All wait for the slowest: look at its clock, temperature, other load and cores"
+    return [warn("compute", text, remedy)]
