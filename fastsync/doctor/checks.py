@@ -151,7 +151,8 @@ def check_variables(ranks: Ranks, backend: str) -> list[Finding]:
         for machine in machines_of(ranks):
             its = {rank: ranks[rank] for rank in machine}
             found += _differing(its, name, "Set it alike on the ranks of a machine")
-    return found or [ok("environment", f"{len(names)} variables are set, none differs")]
+    alike = ", alike on every rank" if len(ranks) > 1 else ""
+    return found or [ok("environment", f"{_count(len(names), 'variable')} set{alike}")]
 
 
 def _differing(ranks: Ranks, name: str, remedy: str) -> list[Finding]:
@@ -170,7 +171,7 @@ def check_devices(ranks: Ranks, backend: str) -> list[Finding]:
     lacking = [rank for rank, facts in ranks.items() if not facts.gpu]
     if lacking:
         remedy = "Start as many ranks per machine as it has GPUs; look at CUDA_VISIBLE_DEVICES"
-        findings.append(fail("devices", f"{name_ranks(lacking)} find no GPU of their own", remedy))
+        findings.append(fail("devices", f"no GPU is left for {name_ranks(lacking)}", remedy))
     elif len(kinds) > 1:
         remedy = "The slowest sets the pace: use one kind, or give the others more work"
         findings.append(warn("devices", f"different GPUs: {_listed(kinds)}", remedy))
@@ -208,12 +209,12 @@ def check_address(ranks: Ranks, backend: str) -> list[Finding]:
     alone = [rank for rank, route in routes.items() if is_loopback(route.address)]
     if nowhere and len(ranks) > 1:
         remedy = "Set GLOO_SOCKET_IFNAME to an interface with an address, as `ip address` lists it"
-        return [fail("network", f"{name_ranks(nowhere)} have no address", remedy)]
+        return [fail("network", f"there is no address for {name_ranks(nowhere)}", remedy)]
     if several and alone:
         interfaces = ", ".join(_candidates(ranks[alone[0]])) or "the one that leads to the others"
         text = (
-            f"{name_ranks(alone)} offer {routes[alone[0]].address}, an address that other machines "
-            "cannot reach, because their machine's name stands for it"
+            f"Gloo tells other machines to find {name_ranks(alone)} at {routes[alone[0]].address}, "
+            "which no other machine can reach; it is what the machine's name stands for"
         )
         remedy = f"Set GLOO_SOCKET_IFNAME on every rank of that machine: {interfaces}"
         return [fail("network", text, remedy)]

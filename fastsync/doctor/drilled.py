@@ -116,7 +116,7 @@ def judge(drill: Drill) -> list[Finding]:
         return found
     longest = max(drill.outcomes[rank].seconds for rank in passed)
     text = f"{name_ranks(passed)} said within {longest:.2f} s that rank {drill.rank}"
-    text += f" {drill.outcomes[passed[0]].reason}"
+    text += f" {'raised ' * (drill.fault == 'raise')}{drill.outcomes[passed[0]].reason}"
     if drill.fault == "stop":
         text += f"; the timeout was {drill.timeout:g} s"
     elif longest > _LATE:

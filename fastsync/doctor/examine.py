@@ -37,7 +37,6 @@ __all__ = ["Asked", "examine", "examine_alone"]
 _ALONE = 3  # ranks of a drill where there is no launcher
 _BUILD = 600.0  # seconds for facts, which may have to compile the extension
 _DRILL = 240.0  # seconds for a drill's outcome
-_TIMEOUT = 60.0  # seconds of the process group
 _SHARES = {"sweep": 0.45, "pairs": 0.45, "compute": 0.1}  # of the time for measuring
 
 
@@ -166,24 +165,25 @@ def _drill(
     return hear(asked.drill, victim, told, nanoseconds) if team.rank == 0 else None
 
 
-def _open_group(team: Team, backend: str, local_rank: int) -> list[Finding]:
+def _open_group(team: Team, asked: Asked, local_rank: int) -> list[Finding]:
     """The process group, or on all ranks alike the reason why there is none."""
     error = ""
     try:
-        if backend == "nccl":
+        if asked.backend == "nccl":
             torch.cuda.set_device(local_rank)
         dist.init_process_group(
-            backend,
+            asked.backend,
             store=PrefixStore("doctor/group", team.store),
             rank=team.rank,
             world_size=team.world,
-            timeout=timedelta(seconds=_TIMEOUT),
+            timeout=timedelta(seconds=asked.timeout),
         )
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
-    told = team.gather("group", error)
+    # Rank 0 may only come here when another rank has been here for the timeout.
+    told = team.gather("group", error, 2 * asked.timeout)
     failed = {rank: text for rank, text in enumerate(told) if text != ""}
-    if team.tell("group", "failed" if failed else "") == "":
+    if team.tell("group", "failed" if failed else "", 2 * asked.timeout) == "":
         return []
     remedy = "Look at firewalls between the machines, and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
     return [
@@ -207,7 +207,7 @@ def _measure(
     if team.world == 1:
         return None, []
     with _closed_at_end():
-        failed = _open_group(team, asked.backend, local_rank)
+        failed = _open_group(team, asked, local_rank)
         if failed:
             return None, failed
         with explained(default_group(), "the doctor's measurements"):

@@ -56,12 +56,14 @@ def check_skew(skews: Sequence[Skew | None]) -> list[Finding]:
     known = {rank: skew for rank, skew in enumerate(skews) if skew is not None}
     if len(known) < 2:
         return []
+    if not any(skew.error for skew in known.values()):
+        return [ok("clocks", "all ranks read one clock")]
     off = [rank for rank, skew in known.items() if abs(skew.seconds) - skew.error > _MOST]
     most = max(known.values(), key=lambda skew: abs(skew.seconds))
     amount = f"up to {_in_units(abs(most.seconds))} (known to {_in_units(most.error)})"
     if not off:
         return [ok("clocks", f"times of day differ by {amount}")]
-    text = f"the times of day of {name_ranks(off)} differ from rank 0's by {amount}"
+    text = f"beside rank 0's, the time of day is off by {amount} on {name_ranks(off)}"
     remedy = "Run chrony or another NTP client on every machine, or logs cannot be compared"
     return [warn("clocks", text, remedy)]
 

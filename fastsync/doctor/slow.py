@@ -102,7 +102,8 @@ def check_pairs(slow: Slow, measured: int) -> list[Finding]:
         text = f"slow beside the others: {_named(slow.pairs)}"
         remedy = "Look at the switches between their machines; place ranks that talk close by"
         found.append(warn("links", text, remedy))
-    return found or [ok("links", f"no slow pair among {measured}")]
+    alone = "one pair, which nothing can be compared with"
+    return found or [ok("links", f"no slow pair among {measured}" if measured > 1 else alone)]
 
 
 def _named(pairs: Iterable[Pair], most: int = 8) -> str:
@@ -124,6 +125,6 @@ def check_compute(seconds: Sequence[float]) -> list[Finding]:
         spread = max(seconds) / min(seconds)
         return [ok("compute", f"the slowest rank takes {spread:.2f} times as long as the fastest")]
     factor = max(seconds) / usual
-    text = f"{name_ranks(slow)} compute slower than the others, up to {factor:.1f} times"
+    text = f"the others compute up to {factor:.1f} times as fast as {name_ranks(slow)}"
     remedy = "All wait for the slowest: look at its clock, temperature, other load and cores"
     return [warn("compute", text, remedy)]
