@@ -18,7 +18,7 @@ from fastsync.doctor.drilled import FAULTS
 from fastsync.doctor.examine import Asked, examine
 from fastsync.doctor.report import report_json
 from fastsync.doctor.team import Team
-from fastsync.testing import run_ranks
+from fastsync.testing import RankError, run_ranks
 from fastsync.torch_private import group_store
 from tests.scripts import ROOT, environment, run_module
 
@@ -207,6 +207,19 @@ def test_a_group_that_cannot_be_made_is_told_on_rank_0():
     assert theirs == "rank 1: connection refused"
     assert ours.startswith("rank 0: "), "which has waited for it in vain"
     assert report["measured"] is None
+
+
+def ends_in_between(*args):
+    os._exit(7)
+
+
+def leaving():
+    rates.measure_pairs = ends_in_between
+
+
+def test_a_rank_that_dies_meanwhile_is_named():
+    with pytest.raises(RankError, match=r"SyncFault: fastsync: rank 1 exited with code 7"):
+        examine_ranks(2, leaving)
 
 
 def test_a_slow_rank_is_found():

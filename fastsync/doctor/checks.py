@@ -211,23 +211,24 @@ def check_address(ranks: Ranks, backend: str) -> list[Finding]:
         remedy = "Set GLOO_SOCKET_IFNAME to an interface with an address, as `ip address` lists it"
         return [fail("network", f"there is no address for {name_ranks(nowhere)}", remedy)]
     if several and alone:
-        interfaces = ", ".join(_candidates(ranks[alone[0]])) or "the one that leads to the others"
         text = (
             f"Gloo tells other machines to find {name_ranks(alone)} at {routes[alone[0]].address}, "
             "which no other machine can reach; it is what the machine's name stands for"
         )
-        remedy = f"Set GLOO_SOCKET_IFNAME on every rank of that machine: {interfaces}"
+        candidates = _by({rank: ranks[rank] for rank in alone}, _candidates)
+        remedy = f"Set GLOO_SOCKET_IFNAME on all ranks of a machine: {kinds_text(candidates)}"
         return [fail("network", text, remedy)]
     names = kinds_text(_by(ranks, lambda f: _interface_text(route_of(f, backend))))
     return [ok("network", f"{_count(len(machines_of(ranks)), 'machine')}; {names}")]
 
 
-def _candidates(facts: Facts) -> list[str]:
+def _candidates(facts: Facts) -> str:
     """Interfaces that may lead elsewhere, the one towards the store first."""
     names = [facts.store.interface.name]
     names += [i.name for i in facts.interfaces if i.up and i.addresses]
     loops = {i.name for i in facts.interfaces if any(map(is_loopback, i.addresses))}
-    return [name for name in dict.fromkeys(names) if name and name not in loops]
+    others = [name for name in dict.fromkeys(names) if name and name not in loops]
+    return " or ".join(others) or "the one that leads to the others"
 
 
 def _interface_text(route: Route) -> str:

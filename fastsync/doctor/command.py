@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from fastsync.build.env import has_rank
+from fastsync.build.env import Env, has_rank
 from fastsync.doctor.drilled import FAULTS
 from fastsync.doctor.examine import Asked, examine, examine_alone
 from fastsync.doctor.report import Report, report_json, report_text
@@ -84,7 +84,7 @@ def _among_ranks(asked: Asked, path: Path | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    args = _parser().parse_args(arguments)
+    args, rank = _parser().parse_args(arguments), Env.read().rank
     logging.getLogger("fastsync").setLevel(logging.WARNING)
     try:
         asked = _asked(args)
@@ -92,8 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _among_ranks(asked, args.json)
         return _show(examine_alone(asked), args.json)
     except KeyboardInterrupt:
-        print("fastsync doctor: interrupted", file=sys.stderr)
+        if rank == 0:
+            print("fastsync doctor: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"fastsync doctor: FAIL: {error}", file=sys.stderr)
+        # What makes no sense does so on all ranks; what goes wrong looks different from each.
+        if rank == 0 or not isinstance(error, ValueError):
+            print(f"fastsync doctor: FAIL on rank {rank}: {error}", file=sys.stderr)
         return _FAILED

@@ -125,7 +125,7 @@ def _pairs(report: Report) -> str:
     which = "all pairs" if report.world <= ALL_PAIRS else "each rank with those 1, 2, 4, ... behind"
     missed = pairs.planned - len(pairs.times)
     left = f"; no time for {missed} of {pairs.planned}: more --seconds" if missed else ""
-    what = f"exchanges of two ranks, both directions at once: {which}{left}"
+    what = f"exchanges of two ranks, both directions at once, best of several: {which}{left}"
     if report.world > ALL_PAIRS:
         return "\n".join([what, *_slowest(pairs.times, slow)])
     legend = f"  right of the diagonal: us for 8 B; left: GB/s each way for {_bytes(pairs.nbytes)}"

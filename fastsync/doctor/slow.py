@@ -34,7 +34,7 @@ Key = TypeVar("Key", int, Pair)
 
 @dataclass(frozen=True)
 class PairTime:
-    """An exchange between two ranks, both directions at once.
+    """Exchanges between two ranks, both directions at once: the best of several.
 
     Attributes:
         latency: seconds for 8 bytes.
