@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +176,21 @@ def test_another_variable_is_found():
     assert report["passed"] and report["measured"]
 
 
+def test_torchrun_fails_where_a_check_does(tmp_path):
+    """Its second rank is told of an interface that it does not have."""
+    script = tmp_path / "rank.sh"
+    lines = ['[ "$RANK" = 1 ] && export GLOO_SOCKET_IFNAME=nowhere7']
+    lines += [f'exec "{sys.executable}" -m fastsync.doctor --seconds 1']
+    script.write_text("\n".join(lines))
+    command = [sys.executable, "-m", *TORCHRUN, "2", "--no-python", "sh", str(script)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "FAIL  network: there is no address for rank 1" in done.stdout
+    assert "the launcher will call that a failure" in done.stdout
+
+
 def test_that_nobody_looks_out_is_found():
     report = examine_ranks(2, unwatched)
     assert found(report, "faults", "WARN") == [
@@ -323,9 +339,8 @@ def test_ctrl_c_ends_it_with_a_line(tmp_path):
     try:
         assert "drill" in process.stderr.readline()
         time.sleep(1)
-        children = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-        ).stdout.split()
+        tasks = Path("/proc", str(process.pid), "task")
+        children = " ".join(file.read_text() for file in tasks.glob("*/children")).split()
         assert len(children) == 3
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130

@@ -162,6 +162,8 @@ def test_sizes_of_packets_are_compared():
     jumbo = Route("10.1.0.1", FAST)
     found = the_bad(checks.check_mtu({0: on("a"), 1: on("b", gloo=jumbo), 2: on("c")}, "gloo"))
     assert found.text == "the MTU is 1500 on ranks 0, 2; 9000 on rank 1"
+    ours = Route("127.0.0.1", LO)
+    assert not checks.check_mtu({0: on("a", store=ours), 1: on("b")}, "nccl")
     unknown = Route("10.2.0.1", Interface(""))
     assert not checks.check_mtu({0: on("a"), 1: on("b", gloo=unknown)}, "gloo")
 
@@ -321,6 +323,14 @@ def test_microseconds_are_noise():
     times = pair_times(4, latency=2e-6)
     times[0, 2] = PairTime(3e-5, 1e9)
     assert slow.find_slow(times, [0] * 4) == slow.Slow()
+
+
+def test_thousands_of_ranks_are_compared_at_once():
+    world = 4096
+    pairs = [pair for its in schedule.pair_rounds(world) for pair in its]
+    slow_ones = {pair for pair in pairs if 77 in pair} | {(5, 6)}
+    times = {p: PairTime(1e-4, 1e8 if p in slow_ones else 1e9) for p in pairs}
+    assert slow.find_slow(times, [0] * world) == slow.Slow((77,), ((5, 6),))
 
 
 def test_slow_pairs_and_ranks_are_named():

@@ -210,7 +210,7 @@ def check_address(ranks: Ranks, backend: str) -> list[Finding]:
     if nowhere and len(ranks) > 1:
         remedy = "Set GLOO_SOCKET_IFNAME to an interface with an address, as `ip address` lists it"
         return [fail("network", f"there is no address for {name_ranks(nowhere)}", remedy)]
-    if several and alone:
+    if backend == "gloo" and several and alone:
         text = (
             f"Gloo tells other machines to find {name_ranks(alone)} at {routes[alone[0]].address}, "
             "which no other machine can reach; it is what the machine's name stands for"
@@ -245,7 +245,10 @@ def _count(number: int, noun: str) -> str:
 
 def check_mtu(ranks: Ranks, backend: str) -> list[Finding]:
     """Whether all machines have packets of one size."""
-    known = {r: f for r, f in ranks.items() if route_of(f, backend).interface.mtu}
+    routes = {rank: route_of(facts, backend) for rank, facts in ranks.items()}
+    known = {r: ranks[r] for r, it in routes.items() if it.interface.mtu}
+    if len(machines_of(ranks)) > 1:  # NCCL may be told the store's address, and take another
+        known = {r: f for r, f in known.items() if not is_loopback(routes[r].address)}
     groups = _by(known, lambda facts: str(route_of(facts, backend).interface.mtu))
     if len(groups) < 2:
         return []

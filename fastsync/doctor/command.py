@@ -76,9 +76,21 @@ def _show(report: Report, path: Path | None) -> int:
 def _among_ranks(asked: Asked, path: Path | None) -> int:
     team = Team.meet(asked.timeout)
     report = examine(team, asked)
-    code = _show(report, path) if report is not None else 0
+    code = 0 if report is None else _shown(report, path)
     code = int(team.tell("exit status", str(code)))
     team.part()
+    return code
+
+
+def _shown(report: Report, path: Path | None) -> int:
+    """As `_show`; the other ranks wait for it, whatever goes wrong."""
+    try:
+        code = _show(report, path)
+    except OSError as error:
+        print(f"fastsync doctor: FAIL: {error}", file=sys.stderr)
+        code = _FAILED
+    if code:
+        print(f"exit status {code}: the launcher will call that a failure of ranks", flush=True)
     return code
 
 

@@ -94,8 +94,10 @@ def examine(team: Team, asked: Asked) -> Report | None:
     victim = asked.victim(team.world) if asked.drill else 0
     local_rank = dist.get_node_local_rank(fallback_rank=0)
     _say_first(team, "facts of all ranks")
+    came = team.gather("roll call", "here")
+    absent = {rank for rank, said in enumerate(came) if said is None}
     mine = facts_of_this_rank(team.store, local_rank)
-    ranks = _parsed(team.gather("facts", mine.dump(), _BUILD))
+    ranks = _parsed(team.gather("facts", mine.dump(), _BUILD, absent))
     findings = check_facts(ranks, team.world, asked.backend) if team.rank == 0 else []
     if team.tell("go on", worst(findings).name, _BUILD) == Level.FAIL.name:
         return _first(team, Report(team.world, asked.backend, ranks, findings))
@@ -177,6 +179,7 @@ def _open_group(team: Team, asked: Asked, local_rank: int) -> list[Finding]:
             rank=team.rank,
             world_size=team.world,
             timeout=timedelta(seconds=asked.timeout),
+            device_id=torch.device("cuda", local_rank) if asked.backend == "nccl" else None,
         )
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]

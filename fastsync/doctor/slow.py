@@ -67,15 +67,18 @@ def find_slow(times: Mapping[Pair, PairTime], machine_of: Sequence[int]) -> Slow
 
 
 def _of_class(times: Mapping[Pair, PairTime]) -> Slow:
-    best = {rank: _best(times, rank) for rank in sorted({r for pair in times for r in pair})}
-    ranks = _outliers(best)
+    ranks = _outliers(_best_of_ranks(times))
     rest = {p: t for p, t in times.items() if not ranks.intersection(p)}
     return Slow(tuple(sorted(ranks)), tuple(sorted(_outliers(rest))))
 
 
-def _best(times: Mapping[Pair, PairTime], rank: int) -> PairTime:
-    its = [time for pair, time in times.items() if rank in pair]
-    return PairTime(min(t.latency for t in its), max(t.rate for t in its))
+def _best_of_ranks(times: Mapping[Pair, PairTime]) -> dict[int, PairTime]:
+    best: dict[int, PairTime] = {}
+    for pair, time in times.items():
+        for rank in pair:
+            it = best.get(rank, time)
+            best[rank] = PairTime(min(it.latency, time.latency), max(it.rate, time.rate))
+    return best
 
 
 def _outliers(times: Mapping[Key, PairTime]) -> set[Key]:

@@ -6,7 +6,7 @@ with its square. Each exchange has a deadline: ranks that are gone cost the othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -49,15 +49,22 @@ class Team:
         """A mailbox for one exchange, alike on all ranks."""
         return Mailbox(self.store, f"doctor/{topic}", timeout or self._timeout)
 
-    def gather(self, topic: str, text: str, timeout: float | None = None) -> list[str | None]:
+    def gather(
+        self, topic: str, text: str, timeout: float | None = None, absent: Container[int] = ()
+    ) -> list[str | None]:
         """What every rank says, on rank 0; None for ranks that did not come in time.
+
+        Args:
+            absent: ranks that are not waited for.
 
         Returns:
             On the other ranks, nothing.
         """
         mail = self.mail(topic, timeout)
         mail.put(str(self.rank), text)
-        return [_taken(mail, rank) for rank in range(self.world)] if self.rank == 0 else []
+        if self.rank != 0:
+            return []
+        return [None if r in absent else _taken(mail, r) for r in range(self.world)]
 
     def tell(self, topic: str, text: str, timeout: float | None = None) -> str:
         """What rank 0 says, on every rank.
