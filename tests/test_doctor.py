@@ -250,18 +250,21 @@ def test_clocks_that_differ_are_found():
 
 
 def absent(rank, world):
+    """Rank 1 does not come; the others have a second for that."""
     store = group_store(dist.group.WORLD)
     dist.barrier()
     if rank == 1:
         return None
-    team = Team(store, rank, world, 1.0)
-    return [team.gather("facts", "{}"), team.tell("go on", "no")]
+    report = examine(Team(store, rank, world, 1.0), Asked("gloo", 1.0, 1.0))
+    return report if report is None else report_json(report)
 
 
-def test_a_rank_that_does_not_come_costs_a_deadline_and_is_known():
-    first, _, third = run_ranks(absent, 3)
-    assert first == [["{}", None, "{}"], "no"]
-    assert third == [[], "no"]
+def test_a_rank_that_does_not_come_is_named_and_not_waited_for():
+    """Facts have ten minutes, but nobody waits for those of a rank that missed the roll call."""
+    report, _, third = run_ranks(absent, 3, timeout=60.0)
+    assert found(report, "ranks", "FAIL") == ["rank 1 did not come"]
+    assert sorted(report["ranks"]) == [0, 2]
+    assert report["measured"] is None and third is None
 
 
 def test_alone_it_checks_this_process(tmp_path):
