@@ -18,6 +18,7 @@ from fastsync.doctor import facts, rates
 from fastsync.doctor.drilled import FAULTS
 from fastsync.doctor.examine import Asked, examine
 from fastsync.doctor.report import report_json
+from fastsync.doctor.slow import PairTime
 from fastsync.doctor.team import Team
 from fastsync.testing import RankError, run_ranks
 from fastsync.torch_private import group_store
@@ -154,6 +155,20 @@ def test_all_ranks_know_all_pairs():
     pairs, nbytes = results[0]
     assert list(pairs.times) == [(0, 1), (0, 2), (1, 2)]
     assert nbytes == 1 << 22, "4 MiB, as it would travel in a hundredth of a second or less"
+
+
+def second_look(rank, world):
+    bad = PairTime(9.0, 1.0)
+    pairs = rates.Pairs({(0, 1): bad, (0, 2): bad, (1, 2): bad}, 1 << 16, 3)
+    return rates.look_again(pairs, [(0, 2)], torch.device("cpu"))
+
+
+def test_pairs_that_seem_slow_are_measured_again():
+    results = run_ranks(second_look, 3)
+    assert all(its == results[0] for its in results)
+    times = results[0].times
+    assert times[0, 1] == times[1, 2] == PairTime(9.0, 1.0), "not in doubt"
+    assert times[0, 2].latency < 9.0 and times[0, 2].rate > 1.0
 
 
 def sweep_in(rank, world, budget):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fastsync.doctor import checks, drilled, report, schedule, skew, slow
+from fastsync.doctor.examine import Asked
 from fastsync.doctor.facts import Facts, Route
 from fastsync.doctor.finding import Level, name_ranks, warn
 from fastsync.doctor.network import Interface, find_interface, gloo_address, is_loopback
@@ -192,6 +193,8 @@ def test_more_threads_than_cores():
     many = replace(BASE, threads=8)
     found = the_bad(checks.check_threads({0: many, 1: many}, "gloo"))
     assert found.remedy == "Set OMP_NUM_THREADS=4"
+    crowded = checks.check_threads(dict.fromkeys(range(9), BASE), "gloo")
+    assert the_bad(crowded).remedy == "Start fewer ranks there"
     assert not checks.check_threads({0: many}, "gloo"), "one rank may have them all"
     assert not checks.check_threads({0: on("a", threads=8), 1: on("b", threads=8)}, "gloo")
 
@@ -311,12 +314,21 @@ def test_machines_are_compared_apart():
 
 
 @pytest.mark.parametrize(
-    ("latency", "bad"), [(1e-4, False), (2.9e-4, False), (3.1e-4, True), (1e-2, True)]
+    ("latency", "machines", "bad"),
+    [
+        (1e-4, [0, 1, 2, 3], False),
+        (2.9e-4, [0, 1, 2, 3], False),
+        (3.1e-4, [0, 1, 2, 3], True),
+        (1e-2, [0, 1, 2, 3], True),
+        (2e-3, [0, 0, 0, 0], False),
+        (2.2e-3, [0, 0, 0, 0], True),
+    ],
 )
-def test_a_late_pair_is_slow(latency, bad):
+def test_a_late_pair_is_slow(latency, machines, bad):
+    """Within a machine threads that wait for a core are later than links."""
     times = pair_times(4)
     times[0, 2] = PairTime(latency, 1e9)
-    assert slow.find_slow(times, [0] * 4).pairs == (((0, 2),) if bad else ())
+    assert slow.find_slow(times, machines).pairs == (((0, 2),) if bad else ())
 
 
 def test_microseconds_are_noise():
@@ -331,6 +343,13 @@ def test_thousands_of_ranks_are_compared_at_once():
     slow_ones = {pair for pair in pairs if 77 in pair} | {(5, 6)}
     times = {p: PairTime(1e-4, 1e8 if p in slow_ones else 1e9) for p in pairs}
     assert slow.find_slow(times, [0] * world) == slow.Slow((77,), ((5, 6),))
+
+
+def test_what_gets_a_second_look():
+    times = pair_times(5)
+    found = slow.suspects(times, slow.Slow((0,), ((2, 4),)))
+    assert found == [(0, 1), (0, 2), (0, 3), (0, 4), (2, 4)]
+    assert slow.suspects(times, slow.Slow()) == []
 
 
 def test_slow_pairs_and_ranks_are_named():
@@ -368,6 +387,19 @@ def test_skew_is_that_of_times_of_day():
     assert levels(skew.check_skew([skew.Skew(0, 0), skew.Skew(0.4, 0.01)])) == [Level.OK]
     wide = skew.check_skew([skew.Skew(0, 0), skew.Skew(0.6, 0.2)])
     assert levels(wide) == [Level.OK], "it may be less than the measure's error"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "victim"),
+    [(None, 3, 2), (0, 2, 0), (3, 3, None), (-1, 3, None), (0, 1, None)],
+)
+def test_whom_a_drill_hits(rank, world, victim):
+    asked = Asked("gloo", 1.0, 1.0, "kill", rank)
+    if victim is None:
+        with pytest.raises(ValueError, match=r"none of the 3 ranks|two ranks or more"):
+            asked.victim(world)
+    else:
+        assert asked.victim(world) == victim
 
 
 def drill_of(fault, **changes):
@@ -443,6 +475,8 @@ def test_a_report_of_any_size_marks_what_is_slow(world):
     findings = [warn("links", "slow", "Mend it")]
     one = report.Report(world, "gloo", facts, findings, (), measured(world, [(0, 1)]))
     text = report.report_text(one)
+    assert "* is slow" in text or world > 16
+    assert "A pair is slow if its rate is below 0.5 of the median" in text
     assert "*" in text and "1 WARN" in text and "-> Mend it" in text
     assert max(map(len, text.splitlines())) <= 112
     assert len(text.splitlines()) < 60, "also with many ranks"

@@ -196,7 +196,8 @@ def check_threads(ranks: Ranks, backend: str) -> list[Finding]:
         cores = max(ranks[rank].cores for rank in machine)
         if len(machine) > 1 and threads > cores:
             text = f"{name_ranks(machine)} have {threads} threads together on {cores} cores"
-            remedy = f"Set OMP_NUM_THREADS={max(1, cores // len(machine))}"
+            each = cores // len(machine)
+            remedy = f"Set OMP_NUM_THREADS={each}" if each else "Start fewer ranks there"
             findings.append(warn("threads", text, remedy))
     return findings
 

@@ -24,7 +24,7 @@ from fastsync.doctor.facts import Facts, facts_of_this_rank
 from fastsync.doctor.finding import Finding, Level, fail, name_ranks, ok, warn, worst
 from fastsync.doctor.report import Measured, Report
 from fastsync.doctor.skew import Skew, check_skew, find_skew, wall_lead
-from fastsync.doctor.slow import check_compute, check_pairs, find_slow
+from fastsync.doctor.slow import check_compute, check_pairs, find_slow, suspects
 from fastsync.doctor.team import Team, present
 from fastsync.engine.memory import offer_memory
 from fastsync.engine.watch import explained, open_watch
@@ -37,6 +37,7 @@ __all__ = ["Asked", "examine", "examine_alone"]
 _ALONE = 3  # ranks of a drill where there is no launcher
 _BUILD = 600.0  # seconds for facts, which may have to compile the extension
 _DRILL = 240.0  # seconds for a drill's outcome
+_DOUBTFUL = 32  # pairs that get a second look
 _SHARES = {"sweep": 0.45, "pairs": 0.45, "compute": 0.1}  # of the time for measuring
 
 
@@ -61,8 +62,10 @@ class Asked:
         """The rank that has the fault.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: there is no such rank, or no other that could notice.
         """
+        if world < 2:
+            raise ValueError("a drill needs two ranks or more, of which one notices the fault")
         rank = world - 1 if self.rank is None else self.rank
         if not 0 <= rank < world:
             raise ValueError(f"--rank {rank} is none of the {world} ranks")
@@ -235,6 +238,14 @@ def _services(backend: str) -> list[Finding]:
     return findings
 
 
+def _looked_twice(
+    pairs: rates.Pairs, machine_of: Sequence[int], device: torch.device
+) -> rates.Pairs:
+    """Pairs that seem slow are measured again, as all ranks know alike which."""
+    doubtful = suspects(pairs.times, find_slow(pairs.times, machine_of))
+    return rates.look_again(pairs, doubtful[:_DOUBTFUL], device)
+
+
 def _rates(
     team: Team, asked: Asked, machine_of: Sequence[int], local_rank: int
 ) -> tuple[Measured, list[Finding]]:
@@ -247,6 +258,7 @@ def _rates(
     pairs = rates.measure_pairs(
         device, _SHARES["pairs"] * asked.seconds, rate, lambda text: _say_first(team, text)
     )
+    pairs = _looked_twice(pairs, machine_of, device)
     _say_first(team, "computing")
     seconds = rates.compute_seconds(device, _SHARES["compute"] * asked.seconds)
     slow = find_slow(pairs.times, machine_of)

@@ -127,10 +127,11 @@ def _pairs(report: Report) -> str:
     left = f"; no time for {missed} of {pairs.planned}: more --seconds" if missed else ""
     what = f"exchanges of two ranks, both directions at once, best of several: {which}{left}"
     if report.world > ALL_PAIRS:
-        return "\n".join([what, *_slowest(pairs.times, slow)])
+        return "\n".join([what, *_slowest(pairs.times, slow), _wrapped(RULES, "  ")])
     legend = f"  right of the diagonal: us for 8 B; left: GB/s each way for {_bytes(pairs.nbytes)}"
     marked = "; * is slow" if slow.pairs or slow.ranks else ""
-    return "\n".join([what, legend + marked, *_matrix(report.world, pairs.times, slow)])
+    matrix = _matrix(report.world, pairs.times, slow)
+    return "\n".join([what, legend + marked, *matrix, _wrapped(RULES, "  ")])
 
 
 def _matrix(world: int, times: Mapping[Pair, PairTime], slow: Slow) -> Iterable[str]:

@@ -16,18 +16,21 @@ from typing import TypeVar
 from fastsync.doctor.finding import Finding, name_ranks, ok, warn
 from fastsync.doctor.schedule import Pair
 
-__all__ = ["RULES", "PairTime", "Slow", "check_compute", "check_pairs", "find_slow"]
+__all__ = ["RULES", "PairTime", "Slow", "check_compute", "check_pairs", "find_slow", "suspects"]
 
 _RATE = 0.5  # of the median
 _LATENCY = 3.0  # times the median
-_NOISE = 50e-6  # seconds by which a latency must exceed it too
+# Seconds by which a latency must exceed it too: on a machine with more threads than cores they wait
+# for each other that long.
+_NOISE_WITHIN, _NOISE_BETWEEN = 2e-3, 2e-4
 _COMPUTE = 1.3  # times the median
 _FEWEST = 3  # ranks, or pairs, that can be compared
 RULES = (
     f"A pair is slow if its rate is below {_RATE:g} of the median, or its latency above "
-    f"{_LATENCY:g} times the median. A rank is slow if that holds for its best pair, or if its "
-    f"matrix product takes {_COMPUTE:g} times the median. Pairs within a machine and between "
-    "machines are compared apart."
+    f"{_LATENCY:g} times the median, and above it by {1e3 * _NOISE_BETWEEN:g} ms "
+    f"({1e3 * _NOISE_WITHIN:g} ms within a machine). A rank is slow if that holds for "
+    f"its best pair, or if its matrix product takes {_COMPUTE:g} times the median. Pairs within a "
+    f"machine and between machines are compared apart, {_FEWEST} of them at least."
 )
 Key = TypeVar("Key", int, Pair)
 
@@ -61,15 +64,15 @@ def find_slow(times: Mapping[Pair, PairTime], machine_of: Sequence[int]) -> Slow
     """
     within = {p: t for p, t in times.items() if machine_of[p[0]] == machine_of[p[1]]}
     between = {p: t for p, t in times.items() if p not in within}
-    found = [_of_class(within), _of_class(between)]
+    found = [_of_class(within, _NOISE_WITHIN), _of_class(between, _NOISE_BETWEEN)]
     ranks = tuple(sorted({rank for slow in found for rank in slow.ranks}))
     return Slow(ranks, tuple(sorted(pair for slow in found for pair in slow.pairs)))
 
 
-def _of_class(times: Mapping[Pair, PairTime]) -> Slow:
-    ranks = _outliers(_best_of_ranks(times))
+def _of_class(times: Mapping[Pair, PairTime], noise: float) -> Slow:
+    ranks = _outliers(_best_of_ranks(times), noise)
     rest = {p: t for p, t in times.items() if not ranks.intersection(p)}
-    return Slow(tuple(sorted(ranks)), tuple(sorted(_outliers(rest))))
+    return Slow(tuple(sorted(ranks)), tuple(sorted(_outliers(rest, noise))))
 
 
 def _best_of_ranks(times: Mapping[Pair, PairTime]) -> dict[int, PairTime]:
@@ -81,17 +84,23 @@ def _best_of_ranks(times: Mapping[Pair, PairTime]) -> dict[int, PairTime]:
     return best
 
 
-def _outliers(times: Mapping[Key, PairTime]) -> set[Key]:
+def _outliers(times: Mapping[Key, PairTime], noise: float) -> set[Key]:
     if len(times) < _FEWEST:
         return set()
     rate = median_high(time.rate for time in times.values())
     latency = median_low(time.latency for time in times.values())
-    return {key for key, time in times.items() if _is_slow(time, PairTime(latency, rate))}
+    return {key for key, time in times.items() if _is_slow(time, PairTime(latency, rate), noise)}
 
 
-def _is_slow(time: PairTime, usual: PairTime) -> bool:
-    late = time.latency > max(_LATENCY * usual.latency, usual.latency + _NOISE)
+def _is_slow(time: PairTime, usual: PairTime, noise: float) -> bool:
+    late = time.latency > max(_LATENCY * usual.latency, usual.latency + noise)
     return late or time.rate < _RATE * usual.rate
+
+
+def suspects(times: Mapping[Pair, PairTime], slow: Slow) -> list[Pair]:
+    """The pairs that may be slow: marked themselves, or by a rank of theirs."""
+    marked = set(slow.ranks)
+    return [p for p in sorted(times) if p in slow.pairs or not marked.isdisjoint(p)]
 
 
 def check_pairs(slow: Slow, measured: int) -> list[Finding]:
