@@ -16,6 +16,7 @@ PACKAGE_LAYERS = [
     ["integrations"],
     ["planner"],
     ["__init__"],
+    ["doctor"],
     ["run", "startup"],
     ["testing"],
 ]
@@ -23,6 +24,15 @@ PACKAGE_LAYERS = [
 # know of each other.
 MODULE_LAYERS = {
     "build": [["env", "guard", "recipe", "trust"], ["extension"]],
+    "doctor": [
+        ["finding", "network", "schedule", "__init__"],
+        ["facts", "drilled", "skew", "slow", "team"],
+        ["checks", "drill_rank", "rates"],
+        ["drill", "report"],
+        ["examine"],
+        ["command"],
+        ["__main__"],
+    ],
     "engine": [
         ["core", "agreement", "unused"],
         ["memory", "shares", "state", "watch"],
@@ -33,7 +43,10 @@ MODULE_LAYERS = {
         ["buffers", "mixed_precision", "nonfinite", "logging_data", "request", "stages"],
         ["torch_faces"],
     ],
-    "ranks": [["clocks", "consensus", "faults", "leaving", "links", "meeting"], ["farewell"]],
+    "ranks": [
+        ["clocks", "consensus", "faults", "leaving", "links", "machines", "meeting"],
+        ["farewell"],
+    ],
     "plan": [["layout", "topology"], ["policy"], ["buckets"]],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],

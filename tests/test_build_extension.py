@@ -42,6 +42,15 @@ def test_a_prebuilt_extension_must_be_for_this_torch(monkeypatch, tmp_path):
     assert extension._prebuilt() is None
 
 
+def test_where_it_has_come_from(monkeypatch):
+    found = extension.origin()
+    assert str(found.file) == extension.load().__file__
+    monkeypatch.setattr(extension, "_PACKAGE", found.file.parent)
+    assert extension.origin().prebuilt, "it lies in the package"
+    monkeypatch.setattr(extension, "_PACKAGE", found.file.parent / "elsewhere")
+    assert not extension.origin().prebuilt
+
+
 def test_a_broken_library_says_what_to_do(tmp_path):
     (tmp_path / "_C.so").write_text("not a library")
     with pytest.raises(BuildError, match="Delete that file"):

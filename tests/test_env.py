@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsync.build.env import Env
+from fastsync.build.env import Env, has_rank, inherited, set_variables
 
 
 def test_defaults():
@@ -54,3 +54,21 @@ def test_nonsense_is_named(name, value):
     with pytest.raises(ValueError, match=name) as caught:
         Env.read({name: value})
     assert value in str(caught.value)
+
+
+def test_variables_of_ranks_are_those_of_fastsync_and_the_backends():
+    given = {"NCCL_ALGO": "Ring", "FASTSYNC_SHM": "0", "HOME": "/h", "OMP_NUM_THREADS": "1"}
+    given |= {"GLOO_SOCKET_IFNAME": "eth0", "MY_NCCL_KEY": "secret"}
+    wanted = ["FASTSYNC_SHM", "GLOO_SOCKET_IFNAME", "NCCL_ALGO", "OMP_NUM_THREADS"]
+    assert list(set_variables(given)) == wanted
+
+
+def test_a_launcher_says_who_this_is_and_where_the_others_are():
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    assert has_rank(place)
+    for name in place:
+        assert not has_rank({**place, name: ""}), name
+
+
+def test_what_another_process_inherits():
+    assert inherited({"A": "2"}, {"A": "1", "B": "3"}) == {"A": "2", "B": "3"}

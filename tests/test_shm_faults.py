@@ -213,7 +213,7 @@ def no_mapping():
 
 
 def elsewhere():
-    memory._host = lambda: "another machine"
+    memory.network_space = lambda: "another machine"
 
 
 @pytest.mark.parametrize(

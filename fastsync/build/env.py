@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DDP_OPTIONS", "Env", "ask_to_replace", "ddp_environment", "ddp_options"]
+__all__ = [
+    "DDP_OPTIONS",
+    "Env",
+    "ask_to_replace",
+    "ddp_environment",
+    "ddp_options",
+    "has_rank",
+    "inherited",
+    "set_variables",
+]
 
 _REPLACE = "FASTSYNC_REPLACE_DDP"
 _STARTUP = Path(__file__).resolve().parents[1] / "startup"  # its `sitecustomize` reads the variable
@@ -36,6 +45,9 @@ DDP_OPTIONS: Mapping[str, type] = {
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
 _SWITCH = ("auto", "0", "1")
+# Begin the names of variables that change what ranks say to each other.
+_OF_RANKS = ("FASTSYNC_", "NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "UCX_", "FI_")
+_OF_RANKS_TOO = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,27 @@ def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> di
         names["nccl_nthreads"] = "NCCL_NTHREADS"
         names["nccl_ib_timeout"] = "NCCL_IB_TIMEOUT"
     return {key: environ.get(name, "N/A") for key, name in names.items()}
+
+
+def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of fastsync, of the backends and of their libraries that are set."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_OF_RANKS) or name in _OF_RANKS_TOO
+    }
+
+
+def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has told this process which rank it is, and how to find the others."""
+    return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def inherited(
+    changes: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """This process's environment for one that it starts, with `changes`."""
+    return {**environ, **changes}
 
 
 def _choice(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:

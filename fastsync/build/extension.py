@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,7 @@ from fastsync.build.env import Env
 from fastsync.build.recipe import BuildError
 from fastsync.build.trust import make_private, why_not_ours
 
-__all__ = ["BuildError", "load"]
+__all__ = ["BuildError", "Origin", "load", "origin"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
@@ -54,6 +55,28 @@ def load() -> ModuleType:
         BuildError: it has to be compiled and cannot be; the text carries the remedy.
     """
     return _import(_prebuilt() or _built(Env.read()))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the extension of this process has come from.
+
+    Attributes:
+        prebuilt: ``pip install`` compiled it; else the first import did.
+    """
+
+    file: Path
+    prebuilt: bool
+
+
+def origin() -> Origin:
+    """Of the extension, which is loaded first.
+
+    Raises:
+        BuildError: as `load`.
+    """
+    file = Path(str(load().__file__))
+    return Origin(file, file.parent == _PACKAGE)
 
 
 def _prebuilt() -> Path | None:

@@ -7,18 +7,17 @@ memory, and tell each other whether they could. So they come to the same result.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
+from fastsync.ranks.machines import network_space
 from fastsync.torch_private import gather_objects, gloo_threads, group_store, group_timeout
 
-__all__ = ["share_memory"]
+__all__ = ["offer_memory", "share_memory"]
 
 _log = logging.getLogger("fastsync")
 # Addresses, not memory: pages come into being when buckets ask for them.
@@ -51,15 +50,23 @@ def share_memory(group: dist.ProcessGroup, param_bytes: int) -> core.SharedMemor
     """
     if group.size() == 1 or group_store(group) is None:
         return None
+    memory, refusal = offer_memory(group, param_bytes)
+    if group.rank() == 0:
+        way = f"the process group: {refusal}" if refusal else "memory that the ranks share"
+        _log.info("fastsync: gradients travel through %s", way)
+    return memory
+
+
+def offer_memory(
+    group: dist.ProcessGroup, param_bytes: int
+) -> tuple[core.SharedMemory | None, str]:
+    """As `share_memory`, and why there is none, alike on all ranks; empty where there is."""
     memory, offer = _make_offer(group, param_bytes)
     offers = gather_objects(offer, group)
     refusal = _why_not(offers)
     if memory is not None and not refusal:
         refusal = next(filter(None, gather_objects(_connect(memory, offers, group), group)), "")
-    if group.rank() == 0:
-        way = f"the process group: {refusal}" if refusal else "memory that the ranks share"
-        _log.info("fastsync: gradients travel through %s", way)
-    return None if refusal else memory
+    return (None if refusal else memory), refusal
 
 
 def _make_offer(
@@ -70,19 +77,12 @@ def _make_offer(
     try:
         if not Env.read().shared_memory:
             return None, _Offer("", None, "FASTSYNC_SHM is 0")
-        host = _host()
+        host = network_space()
         size = max(_ADDRESSES // group.size(), _BUFFERS * param_bytes)
         memory = core.make_memory(size)
     except (OSError, RuntimeError, ValueError) as error:
         return None, _Offer("", None, str(error))
     return memory, _Offer(host, memory.address())
-
-
-def _host() -> str:
-    """Containers with a network of their own count as machines: whoever made them meant that."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
-    return f"{boot} {spaces}"
 
 
 def _why_not(offers: Sequence[_Offer]) -> str:

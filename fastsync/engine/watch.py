@@ -11,14 +11,12 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -26,7 +24,8 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
-from fastsync.torch_private import PrefixStore, Store, TCPStore, gather_objects, group_store
+from fastsync.ranks.machines import own_address, process_space
+from fastsync.torch_private import Store, gather_objects, group_store
 
 __all__ = ["explained", "open_watch", "watch_of"]
 
@@ -61,27 +60,30 @@ def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
     return _watches().get(group)
 
 
-def open_watch(group: dist.ProcessGroup) -> None:
+def open_watch(group: dist.ProcessGroup) -> str:
     """Has the ranks of `group` look out for each other, from its first model on. Collective.
 
-    Without effect where any rank sets ``FASTSYNC_WATCH=0`` or cannot listen, which rank 0 logs.
+    Returns:
+        Why they do not, which rank 0 logs: a rank sets ``FASTSYNC_WATCH=0`` or cannot listen.
+        Empty where they do, or there is nobody to look out for.
     """
     store = group_store(group)
     if group.size() == 1 or store is None or group in _watches():
-        return
+        return ""
     watch, offer = _make_offer(store)
     offers = gather_objects(offer, group)
     refusal = _why_not(offers)
     if watch is None or refusal:
         if group.rank() == 0:
             _log.info("fastsync: nobody looks out for faults: %s", refusal)
-        return
+        return refusal
     addresses = [(*o.address, o.process, o.machine) for o in offers if o.address is not None]
     missing = watch.connect(addresses, group.rank())
     if missing:
         _log.warning("fastsync: no connection for news of faults to ranks %s", missing)
     _watches()[group] = watch
     before_leaving(watch)
+    return ""
 
 
 @contextlib.contextmanager
@@ -105,13 +107,13 @@ def explained(group: dist.ProcessGroup, place: str) -> Iterator[None]:
 
 
 def _make_offer(store: Store) -> tuple[core.FaultWatch | None, _Offer]:
-    process, machine = os.getpid(), _machine()
+    process, machine = os.getpid(), process_space()
     env = Env.read()
     if not env.watch:
         return None, _Offer(None, process, machine, "FASTSYNC_WATCH is 0")
     try:
         stacks = _Stacks.of_main_thread()
-        watch = core.make_watch(_own_host(store), env.stall_warn, stacks.file, stacks.signal)
+        watch = core.make_watch(own_address(store), env.stall_warn, stacks.file, stacks.signal)
     except (OSError, RuntimeError) as error:
         return None, _Offer(None, process, machine, str(error))
     return watch, _Offer(watch.address(), process, machine)
@@ -125,25 +127,6 @@ def _why_not(offers: Sequence[_Offer]) -> str:
         if alone and any(other.machine != offer.machine for other in offers):
             return f"rank {rank} has only found an address of its own machine, {offer.address[0]}"
     return ""
-
-
-def _own_host(store: Store) -> str:
-    """This machine's address on the way to the store, where all ranks have been."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))
-        return str(probe.getsockname()[0])
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {socket.gethostname()}"
-    except OSError:
-        return socket.gethostname()
 
 
 @dataclass(frozen=True)

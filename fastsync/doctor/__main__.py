@@ -1,0 +1,5 @@
+"""python -m fastsync.doctor"""
+
+from fastsync.doctor.command import main
+
+raise SystemExit(main())

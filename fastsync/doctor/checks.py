@@ -1,0 +1,339 @@
+"""What the facts of all ranks say, compared by rank 0: each check takes them and returns findings.
+
+A new check is one more function in `CHECKS`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fastsync.doctor.facts import Facts, Route
+from fastsync.doctor.finding import Finding, fail, name_ranks, ok, warn
+from fastsync.doctor.network import is_loopback
+
+__all__ = ["CHECKS", "Ranks", "check_facts", "check_shared", "machines_of", "route_of"]
+
+Ranks = Mapping[int, Facts]  # by rank
+Check = Callable[[Ranks, str], list[Finding]]
+
+# Variables that say where something of one rank is, or what it prints.
+_PER_RANK = {
+    "CUDA_VISIBLE_DEVICES",
+    "FASTSYNC_CACHE_DIR",
+    "FASTSYNC_VERBOSE",
+    "NCCL_DEBUG",
+    "NCCL_DEBUG_FILE",
+    "NCCL_HOSTID",
+    "UCX_LOG_FILE",
+}
+# Those that name devices and files of a machine.
+_PER_MACHINE = {
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_CONF_FILE",
+    "NCCL_CROSS_NIC",
+    "NCCL_GRAPH_FILE",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_TOPO_FILE",
+    "OMP_NUM_THREADS",
+    "UCX_NET_DEVICES",
+}
+# Of versions, those that may differ, with a warning.
+_MAY_DIFFER = {"python"}
+_LEAST_FREE = 1.0  # GiB
+# Refusals of shared memory that somebody wants, or that are no fault.
+_MEANT = ("FASTSYNC_SHM is 0", "the ranks are on several machines")
+_FASTER = 2.0  # times as fast an interface that lies idle
+
+
+def check_facts(ranks: Ranks, world: int, backend: str) -> list[Finding]:
+    """All findings.
+
+    Args:
+        ranks: those that came.
+        world: how many there should be.
+        backend: that they will use.
+    """
+    findings = _absent(ranks, world)
+    for check in CHECKS:
+        findings += check(ranks, backend)
+    return findings
+
+
+def machines_of(ranks: Ranks) -> list[list[int]]:
+    """The ranks of each machine, in the order of their first ranks."""
+    return list(_by(ranks, lambda facts: facts.machine).values())
+
+
+def route_of(facts: Facts, backend: str) -> Route:
+    """How other ranks reach this one. NCCL leaves the loopback interface out by itself."""
+    return facts.gloo if backend == "gloo" else facts.store
+
+
+def _by(ranks: Ranks, key: Callable[[Facts], str]) -> dict[str, list[int]]:
+    """Ranks with the same `key`."""
+    found: dict[str, list[int]] = {}
+    for rank, facts in sorted(ranks.items()):
+        found.setdefault(key(facts), []).append(rank)
+    return found
+
+
+def _listed(groups: Mapping[str, Sequence[int]]) -> str:
+    """ "2.11 on ranks 0-2; 2.13 on rank 3"."""
+    return "; ".join(f"{value} on {name_ranks(its)}" for value, its in groups.items())
+
+
+def _absent(ranks: Ranks, world: int) -> list[Finding]:
+    absent = set(range(world)) - set(ranks)
+    if not absent:
+        return []
+    remedy = "Look at what they printed; see whether their machines reach MASTER_ADDR:MASTER_PORT"
+    return [fail("ranks", f"{name_ranks(absent)} did not come", remedy)]
+
+
+def check_versions(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether all ranks have the same of everything that takes part."""
+    found = []
+    names = dict.fromkeys(name for facts in ranks.values() for name in facts.versions)
+    for name in names:
+        groups = _by(ranks, lambda facts: facts.versions.get(name, "none"))  # noqa: B023
+        if len(groups) > 1:
+            state = warn if name in _MAY_DIFFER else fail
+            remedy = "Give all ranks one environment, such as one container image"
+            found.append(state("versions", f"{name} is {_listed(groups)}", remedy))
+    first = next(iter(ranks.values()), None)
+    if found or first is None:
+        return found
+    said = ", ".join(f"{k} {v}" for k, v in first.versions.items() if k != "fastsync's sources")
+    return [ok("versions", said + (" on every rank" if len(ranks) > 1 else ""))]
+
+
+def check_build(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether there is an extension, and where from."""
+    broken = _by({r: f for r, f in ranks.items() if f.build_error}, lambda f: f.build_error)
+    if broken:
+        remedy = "Install a compiler, or an extension that fits: pip install --no-build-isolation ."
+        return [fail("build", f"{name_ranks(its)}: {why}", remedy) for why, its in broken.items()]
+    groups = _by(ranks, _origin)
+    findings = [ok("build", f"the extension was {kinds_text(groups)}")]
+    lacking = [rank for rank, facts in ranks.items() if not facts.cuda_kernels]
+    if backend == "nccl" and lacking:
+        remedy = "Install the CUDA toolkit, and have FASTSYNC_CUDA=1 insist on its use"
+        text = f"the extension of {name_ranks(lacking)} has no CUDA kernels"
+        findings = [fail("build", text, remedy)]
+    low = [r for r, f in ranks.items() if not f.prebuilt and f.cache[1] < _LEAST_FREE]
+    if low:
+        text = f"less than {_LEAST_FREE:g} GiB are free for {ranks[low[0]].cache[0]}"
+        remedy = "Point FASTSYNC_CACHE_DIR at a folder with room"
+        findings.append(warn("build", f"{text} on {name_ranks(low)}", remedy))
+    return findings
+
+
+def _origin(facts: Facts) -> str:
+    if facts.prebuilt:
+        return "compiled when fastsync was installed"
+    return f"compiled at the first import, and is kept under {facts.cache[0]}"
+
+
+def kinds_text(groups: Mapping[str, Sequence[int]]) -> str:
+    """One kind by itself, several with their ranks."""
+    return next(iter(groups), "") if len(groups) < 2 else _listed(groups)
+
+
+def check_variables(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether variables that change what ranks say to each other are the same."""
+    names = sorted({name for facts in ranks.values() for name in facts.variables})
+    differ = [name for name in names if name not in _PER_RANK | _PER_MACHINE]
+    found = [f for name in differ for f in _differing(ranks, name, "Set it alike on every rank")]
+    for name in sorted(_PER_MACHINE.intersection(names)):
+        for machine in machines_of(ranks):
+            its = {rank: ranks[rank] for rank in machine}
+            found += _differing(its, name, "Set it alike on the ranks of a machine")
+    alike = ", alike on every rank" if len(ranks) > 1 else ""
+    return found or [ok("environment", f"{_count(len(names), 'variable')} set{alike}")]
+
+
+def _differing(ranks: Ranks, name: str, remedy: str) -> list[Finding]:
+    groups = _by(ranks, lambda facts: facts.variables.get(name, "not set"))
+    if len(groups) < 2:
+        return []
+    return [warn("environment", f"{name} is {_listed(groups)}", remedy)]
+
+
+def check_devices(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether each rank has a GPU of its own, and all ranks the same kind; or none has any."""
+    kinds = _by(ranks, lambda facts: facts.gpu or ("no GPU left" if facts.gpus else "no GPU"))
+    if backend != "nccl":
+        return []
+    findings = []
+    lacking = [rank for rank, facts in ranks.items() if not facts.gpu]
+    if lacking:
+        remedy = "Start as many ranks per machine as it has GPUs; look at CUDA_VISIBLE_DEVICES"
+        findings.append(fail("devices", f"no GPU is left for {name_ranks(lacking)}", remedy))
+    elif len(kinds) > 1:
+        remedy = "The slowest sets the pace: use one kind, or give the others more work"
+        findings.append(warn("devices", f"different GPUs: {_listed(kinds)}", remedy))
+    return findings or [ok("devices", f"every rank has a GPU of its own, {next(iter(kinds), '')}")]
+
+
+def check_backend(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether every rank's torch has the backend."""
+    lacking = [rank for rank, facts in ranks.items() if backend not in facts.backends]
+    if lacking:
+        remedy = f"Install a build of torch with {backend}, or choose another with --backend"
+        return [fail("backend", f"torch on {name_ranks(lacking)} has no {backend}", remedy)]
+    have = kinds_text(_by(ranks, lambda facts: ", ".join(facts.backends)))
+    return [ok("backend", f"{backend} is used; torch has {have}")]
+
+
+def check_threads(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether the ranks of a machine have more threads than it has cores."""
+    findings = []
+    for machine in machines_of(ranks):
+        threads = sum(ranks[rank].threads for rank in machine)
+        cores = max(ranks[rank].cores for rank in machine)
+        if len(machine) > 1 and threads > cores:
+            text = f"{name_ranks(machine)} have {threads} threads together on {cores} cores"
+            each = cores // len(machine)
+            remedy = f"Set OMP_NUM_THREADS={each}" if each else "Start fewer ranks there"
+            findings.append(warn("threads", text, remedy))
+    return findings
+
+
+def check_address(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether the others can reach each rank at the address that it takes."""
+    several = len(machines_of(ranks)) > 1
+    routes = {rank: route_of(facts, backend) for rank, facts in ranks.items()}
+    nowhere = [rank for rank, route in routes.items() if not route.address]
+    alone = [rank for rank, route in routes.items() if is_loopback(route.address)]
+    if nowhere and len(ranks) > 1:
+        remedy = "Set GLOO_SOCKET_IFNAME to an interface with an address, as `ip address` lists it"
+        return [fail("network", f"there is no address for {name_ranks(nowhere)}", remedy)]
+    if backend == "gloo" and several and alone:
+        text = (
+            f"Gloo tells other machines to find {name_ranks(alone)} at {routes[alone[0]].address}, "
+            "which no other machine can reach; it is what the machine's name stands for"
+        )
+        candidates = _by({rank: ranks[rank] for rank in alone}, _candidates)
+        remedy = f"Set GLOO_SOCKET_IFNAME on all ranks of a machine: {kinds_text(candidates)}"
+        return [fail("network", text, remedy)]
+    names = kinds_text(_by(ranks, lambda f: _interface_text(route_of(f, backend))))
+    return [ok("network", f"{_count(len(machines_of(ranks)), 'machine')}; {names}")]
+
+
+def _candidates(facts: Facts) -> str:
+    """Interfaces that may lead elsewhere, the one towards the store first."""
+    names = [facts.store.interface.name]
+    names += [i.name for i in facts.interfaces if i.up and i.addresses]
+    loops = {i.name for i in facts.interfaces if any(map(is_loopback, i.addresses))}
+    others = [name for name in dict.fromkeys(names) if name and name not in loops]
+    return " or ".join(others) or "the one that leads to the others"
+
+
+def _interface_text(route: Route) -> str:
+    interface = route.interface
+    if not interface.name:
+        return route.address or "no network is needed"
+    speed = f", {interface.speed / 1000:g} Gbit/s" if interface.speed else ""
+    return f"interface {interface.name} (MTU {interface.mtu}{speed})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s'[: number != 1]}"
+
+
+def check_mtu(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether all machines have packets of one size."""
+    routes = {rank: route_of(facts, backend) for rank, facts in ranks.items()}
+    known = {r: ranks[r] for r, it in routes.items() if it.interface.mtu}
+    if len(machines_of(ranks)) > 1:  # NCCL may be told the store's address, and take another
+        known = {r: f for r, f in known.items() if not is_loopback(routes[r].address)}
+    groups = _by(known, lambda facts: str(route_of(facts, backend).interface.mtu))
+    if len(groups) < 2:
+        return []
+    remedy = "Set one MTU on all of them and on the switches: ip link set dev NAME mtu 9000"
+    return [warn("network", f"the MTU is {_listed(groups)}", remedy)]
+
+
+def check_idle(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether ranks on several machines leave a faster interface idle."""
+    if len(machines_of(ranks)) < 2:
+        return []
+    findings = []
+    for key, its in _by(ranks, lambda facts: _faster(facts, backend)).items():
+        if key:
+            remedy = f"Name it in {backend.upper()}_SOCKET_IFNAME"
+            findings.append(warn("network", f"{name_ranks(its)}: {key}", remedy))
+    return findings
+
+
+def _faster(facts: Facts, backend: str) -> str:
+    used = route_of(facts, backend).interface
+    others = [i for i in facts.interfaces if i.up and i.addresses and i.name != used.name]
+    best = max(others, key=lambda i: i.speed, default=used)
+    if not used.speed or best.speed < _FASTER * used.speed:
+        return ""
+    speeds = f"{used.speed / 1000:g} Gbit/s, while {best.name} with {best.speed / 1000:g} is idle"
+    return f"{used.name} has {speeds}"
+
+
+def check_memory(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether each rank can have memory that others map."""
+    if backend != "gloo" or len(ranks) > 1:  # several ranks try it, see `check_shared`
+        return []
+    errors = _by(
+        {r: f for r, f in ranks.items() if f.memory_error and not f.build_error},
+        lambda facts: facts.memory_error,
+    )
+    if not errors:
+        return [ok("shared memory", "the system lets ranks have memory that others can map")]
+    remedy = "CPU gradients take the process group instead, which is slower"
+    return [warn("shared memory", f"{name_ranks(r)}: {why}", remedy) for why, r in errors.items()]
+
+
+def check_shared(refusal: str) -> list[Finding]:
+    """Whether CPU gradients travel in memory where they could.
+
+    Args:
+        refusal: why not, as `fastsync.engine.memory.offer_memory` says it; empty if they do.
+    """
+    if not refusal:
+        return [ok("shared memory", "CPU gradients travel through memory that the ranks share")]
+    text = f"CPU gradients travel through the process group: {refusal}"
+    if refusal.endswith(_MEANT):
+        return [ok("shared memory", text)]
+    remedy = "Run the ranks of a machine as one user in one container, which speeds them up"
+    return [warn("shared memory", text, remedy)]
+
+
+def _spread(ranks: Ranks) -> Iterable[int]:
+    return (len(machine) for machine in machines_of(ranks))
+
+
+def check_balance(ranks: Ranks, backend: str) -> list[Finding]:
+    """Whether all machines have as many ranks."""
+    sizes = Counter(_spread(ranks))
+    if len(sizes) < 2:
+        return []
+    text = ", ".join(
+        f"{_count(n, 'machine')} with {_count(size, 'rank')}" for size, n in sizes.items()
+    )
+    remedy = "The hierarchical wire form needs machines of equal size; start as many on each"
+    return [warn("ranks", text, remedy)]
+
+
+CHECKS: tuple[Check, ...] = (
+    check_versions,
+    check_build,
+    check_backend,
+    check_devices,
+    check_variables,
+    check_threads,
+    check_balance,
+    check_address,
+    check_mtu,
+    check_idle,
+    check_memory,
+)

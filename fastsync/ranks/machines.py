@@ -1,0 +1,56 @@
+"""What tells machines apart, and this machine's address on the way to the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from fastsync.torch_private import PrefixStore, Store, TCPStore
+
+__all__ = ["network_space", "own_address", "process_space", "served_at"]
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def process_space() -> str:
+    """Equal on ranks for which process numbers mean the same."""
+    try:
+        boot = _BOOT.read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {socket.gethostname()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def network_space() -> str:
+    """Equal on ranks that see each other's processes and share a network.
+
+    Containers with a network of their own count as machines: whoever made them meant that.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    boot = _BOOT.read_text(encoding="ascii").strip()
+    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+    return f"{boot} {spaces}"
+
+
+def own_address(store: Store) -> str:
+    """This machine's address on the way to the store, where all ranks have been.
+
+    Raises:
+        OSError: there is no way.
+    """
+    place = served_at(store)
+    if place is None:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def served_at(store: Store) -> tuple[str, int] | None:
+    """Host and port of the process that serves a store; None for stores that are files."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None

@@ -1,0 +1,324 @@
+"""The doctor's rules, which are pure: facts, times and outcomes in, findings out."""
+
+from dataclasses import replace
+
+import pytest
+
+from fastsync.doctor import checks, drilled, skew
+from fastsync.doctor.examine import Asked
+from fastsync.doctor.facts import Facts, Route
+from fastsync.doctor.finding import Level, name_ranks
+from fastsync.doctor.network import Interface, find_interface, gloo_address, is_loopback
+from fastsync.ranks.clocks import ClockOffset
+
+LO = Interface("lo", ("127.0.0.1", "::1"), 65536, 0)
+ETH = Interface("eth0", ("10.0.0.1",), 1500, 10_000)
+FAST = Interface("eth1", ("10.1.0.1",), 9000, 100_000)
+BASE = Facts(
+    host="node1",
+    machine="one",
+    versions={"python": "3.11.7", "torch": "2.13.0", "fastsync's sources": "abc"},
+    extension="/x/_C.so",
+    prebuilt=True,
+    backends=("gloo",),
+    variables={"NCCL_ALGO": "Ring"},
+    cores=8,
+    threads=1,
+    gloo=Route("10.0.0.1", ETH),
+    store=Route("10.0.0.1", ETH),
+    interfaces=(LO, ETH),
+)
+
+
+def on(machine, **changes):
+    return replace(BASE, machine=machine, host=machine, **changes)
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def the_bad(findings):
+    """The one finding that is not OK."""
+    (found,) = [finding for finding in findings if finding.level > Level.OK]
+    assert found.remedy, "what is wrong has a remedy"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0, 1"),
+        ([0, 1, 2, 5], "ranks 0-2, 5"),
+        (range(8), "ranks 0-7"),
+        ([0, 2, 4, 5, 6], "ranks 0, 2, 4-6"),
+    ],
+)
+def test_ranks_are_listed_in_runs(ranks, text):
+    assert name_ranks(ranks) == text
+
+
+def test_facts_travel_as_text():
+    facts = on("one", interfaces=(LO, ETH, FAST), cache=("/cache", 3.5))
+    assert Facts.parse(facts.dump()) == facts
+
+
+def test_ranks_alike_are_fine():
+    findings = checks.check_facts({0: BASE, 1: BASE}, 2, "gloo")
+    assert set(levels(findings)) == {Level.OK}
+    assert "torch 2.13.0" in findings[0].text
+    assert "sources" not in findings[0].text, "a digest tells people nothing"
+
+
+def test_an_absent_rank_is_named():
+    found = the_bad(checks.check_facts({0: BASE, 2: BASE}, 4, "gloo"))
+    assert found.level == Level.FAIL
+    assert found.text == "ranks 1, 3 did not come"
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("torch", Level.FAIL), ("fastsync's sources", Level.FAIL), ("python", Level.WARN)],
+)
+def test_another_version_is_named_with_its_ranks(name, level):
+    other = replace(BASE, versions={**BASE.versions, name: "other"})
+    found = the_bad(checks.check_versions({0: BASE, 1: other, 2: BASE}, "gloo"))
+    assert found.level == level
+    assert f"{name} is {BASE.versions[name]} on ranks 0, 2; other on rank 1" == found.text
+
+
+def test_a_build_that_fails_is_told_with_its_error():
+    broken = replace(BASE, build_error="no compiler", prebuilt=False, extension="")
+    found = the_bad(checks.check_build({0: BASE, 1: broken}, "gloo"))
+    assert (found.level, found.text) == (Level.FAIL, "rank 1: no compiler")
+
+
+def test_a_full_disk_matters_where_something_is_compiled():
+    full = replace(BASE, cache=("/cache", 0.1))
+    assert levels(checks.check_build({0: full}, "gloo")) == [Level.OK]
+    found = the_bad(checks.check_build({0: replace(full, prebuilt=False)}, "gloo"))
+    assert found.level == Level.WARN
+    assert "/cache on rank 0" in found.text
+
+
+def test_gpus_need_kernels():
+    assert levels(checks.check_build({0: BASE}, "gloo")) == [Level.OK]
+    assert the_bad(checks.check_build({0: BASE}, "nccl")).level == Level.FAIL
+    assert levels(checks.check_build({0: replace(BASE, cuda_kernels=True)}, "nccl")) == [Level.OK]
+
+
+DIFFERENT = [
+    # name, values by rank, machines by rank, whether it is a fault
+    ("NCCL_ALGO", ("Ring", "Tree"), "ab", True),
+    ("NCCL_ALGO", ("Ring", None), "aa", True),
+    ("FASTSYNC_SHM", (None, "0"), "aa", True),
+    ("FASTSYNC_CACHE_DIR", ("/a", "/b"), "aa", False),
+    ("CUDA_VISIBLE_DEVICES", ("0", "1"), "aa", False),
+    ("NCCL_HOSTID", ("a", "b"), "aa", False),
+    ("GLOO_SOCKET_IFNAME", ("eth0", "eth1"), "aa", True),
+    ("GLOO_SOCKET_IFNAME", ("eth0", "ens3"), "ab", False),
+    ("GLOO_SOCKET_IFNAME", ("eth0", "ens3", "ens4"), "abb", True),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "machines", "bad"), DIFFERENT)
+def test_variables_that_differ(name, values, machines, bad):
+    ranks = {
+        rank: on(machine, variables={} if value is None else {name: value})
+        for rank, (value, machine) in enumerate(zip(values, machines, strict=True))
+    }
+    findings = checks.check_variables(ranks, "gloo")
+    if not bad:
+        assert levels(findings) == [Level.OK]
+        return
+    found = the_bad(findings)
+    assert found.text.startswith(f"{name} is ")
+    last = f"{values[-1] or 'not set'} on rank {len(values) - 1}"
+    assert last in found.text
+
+
+def test_loopback_is_a_fault_between_machines_alone():
+    loop = {"gloo": Route("127.0.1.1", LO)}
+    assert levels(checks.check_address({0: on("a", **loop), 1: on("a", **loop)}, "gloo")) == [0]
+    found = the_bad(checks.check_address({0: on("a"), 1: on("b", **loop)}, "gloo"))
+    assert found.level == Level.FAIL
+    assert "find rank 1 at 127.0.1.1" in found.text
+    assert "GLOO_SOCKET_IFNAME" in found.remedy
+    assert found.remedy.endswith(": eth0")
+    # NCCL takes another interface by itself.
+    assert levels(checks.check_address({0: on("a"), 1: on("b", **loop)}, "nccl")) == [0]
+
+
+def test_no_address_is_a_fault_between_ranks_alone():
+    lost = replace(BASE, gloo=Route())
+    assert levels(checks.check_address({0: lost}, "gloo")) == [Level.OK]
+    assert the_bad(checks.check_address({0: BASE, 1: lost}, "gloo")).level == Level.FAIL
+
+
+def test_sizes_of_packets_are_compared():
+    jumbo = Route("10.1.0.1", FAST)
+    found = the_bad(checks.check_mtu({0: on("a"), 1: on("b", gloo=jumbo), 2: on("c")}, "gloo"))
+    assert found.text == "the MTU is 1500 on ranks 0, 2; 9000 on rank 1"
+    ours = Route("127.0.0.1", LO)
+    assert not checks.check_mtu({0: on("a", store=ours), 1: on("b")}, "nccl")
+    unknown = Route("10.2.0.1", Interface(""))
+    assert not checks.check_mtu({0: on("a"), 1: on("b", gloo=unknown)}, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "machines", "bad"),
+    [
+        ((LO, ETH, FAST), "ab", True),
+        ((LO, ETH, FAST), "aa", False),
+        ((LO, ETH), "ab", False),
+        ((LO, ETH, replace(FAST, up=False)), "ab", False),
+        ((LO, ETH, replace(FAST, addresses=())), "ab", False),
+        ((LO, ETH, replace(FAST, speed=12_000)), "ab", False),
+        ((LO, ETH, replace(FAST, speed=0)), "ab", False),
+    ],
+)
+def test_a_faster_interface_that_lies_idle(interfaces, machines, bad):
+    ranks = {rank: on(m, interfaces=interfaces) for rank, m in enumerate(machines)}
+    findings = checks.check_idle(ranks, "gloo")
+    assert bool(findings) == bad
+    if bad:
+        assert findings[0].text == "ranks 0, 1: eth0 has 10 Gbit/s, while eth1 with 100 is idle"
+
+
+def test_more_threads_than_cores():
+    many = replace(BASE, threads=8)
+    found = the_bad(checks.check_threads({0: many, 1: many}, "gloo"))
+    assert found.remedy == "Set OMP_NUM_THREADS=4"
+    crowded = checks.check_threads(dict.fromkeys(range(9), BASE), "gloo")
+    assert the_bad(crowded).remedy == "Start fewer ranks there"
+    assert not checks.check_threads({0: many}, "gloo"), "one rank may have them all"
+    assert not checks.check_threads({0: on("a", threads=8), 1: on("b", threads=8)}, "gloo")
+
+
+def test_machines_of_unequal_size():
+    found = the_bad(checks.check_balance({0: on("a"), 1: on("a"), 2: on("b")}, "gloo"))
+    assert found.text == "1 machine with 2 ranks, 1 machine with 1 rank"
+    assert not checks.check_balance({0: on("a"), 1: on("b")}, "gloo")
+
+
+def test_a_gpu_for_each_rank():
+    one = on("a", gpus=2, gpu="H100")
+    assert levels(checks.check_devices({0: one, 1: one}, "nccl")) == [Level.OK]
+    third = on("a", gpus=2, gpu="")
+    found = the_bad(checks.check_devices({0: one, 1: one, 2: third}, "nccl"))
+    assert (found.level, found.text) == (Level.FAIL, "no GPU is left for rank 2")
+    mixed = {0: one, 1: on("b", gpus=1, gpu="A100")}
+    assert the_bad(checks.check_devices(mixed, "nccl")).level == Level.WARN
+    assert not checks.check_devices({0: BASE}, "gloo")
+
+
+def test_torch_has_the_backend():
+    assert the_bad(checks.check_backend({0: BASE}, "nccl")).level == Level.FAIL
+
+
+@pytest.mark.parametrize(
+    ("refusal", "level"),
+    [
+        ("", Level.OK),
+        ("on rank 1, FASTSYNC_SHM is 0", Level.OK),
+        ("the ranks are on several machines", Level.OK),
+        ("rank 0 cannot map the others' memory: Permission denied", Level.WARN),
+    ],
+)
+def test_shared_memory_is_missed_where_it_could_be(refusal, level):
+    (found,) = checks.check_shared(refusal)
+    assert found.level == level
+    assert refusal in found.text
+
+
+def test_interfaces_of_addresses():
+    assert find_interface("10.0.0.1", (LO, ETH)) == ETH
+    assert find_interface("127.0.1.1", (LO, ETH)) == LO, "Debian gives it to the machine's name"
+    assert find_interface("10.9.9.9", (LO, ETH)) is None
+    assert is_loopback("::1") and not is_loopback("10.0.0.1") and not is_loopback("")
+    assert gloo_address("eth0,eth1", (LO, ETH)) == "10.0.0.1"
+    assert gloo_address("eth7", (LO, ETH)) == ""
+
+
+def test_skew_is_that_of_times_of_day():
+    """Rank 1's steady clock began later; its time of day is 2 s ahead of rank 0's."""
+    second = 10**9
+    leads = [1000 * second, 1502 * second, None]
+    offsets = [ClockOffset(0, 0), ClockOffset(500 * second, 1000), ClockOffset(0, 0)]
+    skews = skew.find_skew(leads, offsets)
+    assert skews == [skew.Skew(0.0, 0.0), skew.Skew(2.0, 1e-6), None]
+    found = the_bad(skew.check_skew(skews))
+    assert found.text.endswith("on rank 1") and "2.00 s" in found.text
+    assert levels(skew.check_skew([skew.Skew(0, 0), skew.Skew(0.4, 0.01)])) == [Level.OK]
+    wide = skew.check_skew([skew.Skew(0, 0), skew.Skew(0.6, 0.2)])
+    assert levels(wide) == [Level.OK], "it may be less than the measure's error"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "victim"),
+    [(None, 3, 2), (0, 2, 0), (3, 3, None), (-1, 3, None), (0, 1, None)],
+)
+def test_whom_a_drill_hits(rank, world, victim):
+    asked = Asked("gloo", 1.0, 1.0, "kill", rank)
+    if victim is None:
+        with pytest.raises(ValueError, match=r"none of the 3 ranks|two ranks or more"):
+            asked.victim(world)
+    else:
+        assert asked.victim(world) == victim
+
+
+def drill_of(fault, **changes):
+    """Rank 1 of three has the fault; rank 2 ends as `changes` say."""
+    words = {
+        "kill": "was killed by SIGKILL",
+        "stop": "is stopped (SIGSTOP, SIGTSTP)",
+        "raise": "DrillError: a drill",
+        "exit": "exited with code 3 without a word",
+    }[fault]
+    text = f"rank 1 {'raised ' * (fault == 'raise')}{words} in the backward"
+    good = drilled.Outcome("SyncFault", (1,), words, text, 0.2, False, "exit code 1")
+    ends = {"kill": "SIGKILL", "stop": "SIGSTOP", "raise": "exit code 1", "exit": "exit code 3"}
+    faulty = drilled.Outcome(ended=ends[fault])
+    return drilled.Drill(fault, 1, 6.0, [good, faulty, replace(good, **changes)])
+
+
+@pytest.mark.parametrize("fault", drilled.FAULTS)
+def test_a_drill_passes_where_all_name_the_rank(fault):
+    (found,) = drilled.judge(drill_of(fault))
+    assert found.level == Level.OK
+    assert found.text.startswith("ranks 0, 2 said within 0.20 s that rank 1 ")
+
+
+@pytest.mark.parametrize("fault", drilled.FAULTS)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"ended": "hung"}, "did not end by itself"),
+        (
+            {"error": "", "ended": "exit code 0", "text": ""},
+            "did not notice the fault: exit code 0",
+        ),
+        ({"error": "RuntimeError"}, "raised RuntimeError, which does not name"),
+        ({"ranks": (0,)}, "blames ranks [0]"),
+        ({"ranks": (0, 1)}, "blames ranks [0, 1]"),
+        ({"text": "rank 1 is gone"}, "does not say what happened"),
+    ],
+)
+def test_a_drill_fails_where_one_does_not(fault, changes, why):
+    passed, failed = drilled.judge(drill_of(fault, **changes))
+    assert passed.level == Level.OK and "rank 0 said" in passed.text
+    assert failed.level == Level.FAIL
+    assert failed.text.startswith(f"rank 2 {why}")
+
+
+def test_a_drill_without_its_fault_shows_nothing():
+    drill = drill_of("kill")
+    unhurt = replace(drill, outcomes=[drill.outcomes[0], drilled.Outcome(ended="hung")])
+    assert "should have had its fault" in drilled.judge(unhurt)[1].text
+
+
+def test_news_that_come_late_are_a_warning():
+    late = drill_of("kill", seconds=9.0)
+    assert the_bad(drilled.judge(late)).level == Level.WARN
+    assert levels(drilled.judge(drill_of("stop", seconds=9.0))) == [Level.OK]
