@@ -33,7 +33,7 @@ from fastsync.planner.quantities import gigabytes, shown_seconds
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario
 from fastsync.planner.simulate import job_of, simulate
-from fastsync.planner.strategy import engine_plan, named
+from fastsync.planner.strategy import Carrier, engine_plan, named
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
 from fastsync.planner.tracing import trace_model
 
@@ -190,7 +190,7 @@ def predicted(row: Iteration, record: Record, device: Device) -> float:
     compute = from_record(record, device, 28.0 * record.numel)
     accumulate = row.whole // row.gpus // row.micro
     strategy = replace(named("0", row.gpus, row.gpus), accumulate=accumulate)
-    plan, _ = engine_plan(record, strategy, device="cuda")
+    plan, _ = engine_plan(record, strategy, carrier=Carrier.DEVICES)
     cluster = nvlink(row.gpus)
     return simulate(job_of(record, strategy, plan, compute, cluster, device)).mean
 

@@ -31,7 +31,7 @@ from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
 from fastsync.planner.measure import measure
-from fastsync.planner.memory import memory_of
+from fastsync.planner.memory import peak_of, phases_of
 from fastsync.planner.profile import Profile, Sample, fit
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario
@@ -61,7 +61,7 @@ def predicted_peak(record: Record, stage: int) -> float:
     """Bytes per byte of parameters."""
     strategy = named(str(stage), RANKS, RANKS)
     plan = engine_plan(record, strategy, buckets=BucketPolicy.from_mb(CAP_MB))
-    return memory_of(record, strategy, plan, adamw).total / record.nbytes
+    return peak_of(phases_of(record, strategy, plan, adamw)).total / record.nbytes
 
 
 def measured_peaks(group: Group, name: str) -> list[float | None]:

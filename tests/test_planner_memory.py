@@ -15,8 +15,8 @@ from examples.common.variants import Variant, fast_ddp
 from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.arithmetic import held_rows
 from fastsync.planner.held import Held, held_by
-from fastsync.planner.memory import memory_of
-from fastsync.planner.strategy import Strategy, engine_plan, named, shard_units
+from fastsync.planner.memory import peak_of, phases_of
+from fastsync.planner.strategy import Carrier, Strategy, engine_plan, named, shard_units
 from fastsync.planner.tracing import TraceError, find_blocks, trace_model, trace_optimizer
 from fastsync.shard.layout import cut_by_elements
 from fastsync.testing import run_ranks
@@ -30,9 +30,12 @@ def traced(name, **options):
     return trace_model(workload.build, shape, loss=lambda out, _: workload.loss(out), **options)
 
 
-def planned(record, strategy, cap=CAP_MB):
-    plan = engine_plan(record, strategy, buckets=BucketPolicy.from_mb(cap))
-    return memory_of(record, strategy, plan, lambda s: trace_optimizer("adamw", s, False))
+def planned(record, strategy, cap=CAP_MB, carrier=Carrier.MEMORY):
+    plan = engine_plan(record, strategy, carrier=carrier, buckets=BucketPolicy.from_mb(cap))
+    phases = phases_of(
+        record, strategy, plan, lambda s: trace_optimizer("adamw", s, False), carrier
+    )
+    return peak_of(phases)
 
 
 def test_seventy_billion_parameters_on_eight_gpus():
@@ -165,7 +168,7 @@ def test_stages_share_what_they_say():
     assert hybrid["parameters"] == of[3]["parameters"]
 
 
-def peaks(rank, world, name):
+def peaks(rank, world, name, shared_memory):
     """Bytes per byte of parameters, by stage."""
     torch.set_num_threads(1)
     group = Group(rank, world, torch.device("cpu"))
@@ -173,18 +176,20 @@ def peaks(rank, world, name):
     make_lane(workload, Variant("warm", fast_ddp()), group, "adamw").step()
 
     def peak(stage):
-        variant = Variant("run", fast_ddp(zero=stage, bucket_cap_mb=CAP_MB, shared_memory=False))
+        wrap = fast_ddp(zero=stage, bucket_cap_mb=CAP_MB, shared_memory=shared_memory)
+        variant = Variant("run", wrap)
         return peak_memory(lambda: make_lane(workload, variant, group, "adamw"), group)
 
     return {stage: peak(stage) for stage in (0, 1)}
 
 
+@pytest.mark.parametrize("carrier", [Carrier.MEMORY, Carrier.MESSAGES])
 @pytest.mark.parametrize("name", ["wide", "gpt2", "transformer"])
-def test_the_peak_is_that_of_a_real_step(name):
-    measured = run_ranks(peaks, 2, name, timeout=240.0)[0]
+def test_the_peak_is_that_of_a_real_step(name, carrier):
+    measured = run_ranks(peaks, 2, name, carrier is Carrier.MEMORY, timeout=240.0)[0]
     record = traced(name)
     for stage in (0, 1):
-        total = planned(record, named(str(stage), 2, 2)).total / record.nbytes
+        total = planned(record, named(str(stage), 2, 2), carrier=carrier).total / record.nbytes
         if measured[stage] is None:
             pytest.skip("the allocator cannot be asked")
         # Shared gradients may arrive before they are waited for: then less is held.

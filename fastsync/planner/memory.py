@@ -6,11 +6,12 @@ is what exists for a part of a step: activations, gradients that wait for their 
 under way. The trace has the order of allocations and gradients, so the replay walks through it with
 a small model of each transport's memory beside it, and the peak is where their sum is largest.
 Buckets of shared gradients are taken not to arrive before they are waited for, which is the most.
+What other ranks of a machine have sent is read where it lies, in memory that they share.
 
 | transport | persistent | for a part of the step |
 |---|---|---|
 | all-reduce | flat buffers, whose views are the gradients | a gradient until it is packed |
-| scattered (stages 1, 2) | shards | likewise; what is sent and received of three buckets at most |
+| scattered (stages 1, 2) | shards | likewise; what is sent, and received, of three buckets |
 | coded | gradients, codes sent and received, residuals | |
 | units (stage 3) | shards | two gathered units, and gradients of two |
 """
@@ -25,9 +26,9 @@ import torch
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
 from fastsync.plan.layout import ALIGNMENT, PayloadLayout, align_up
 from fastsync.planner.record import Allocations, Record
-from fastsync.planner.strategy import Strategy, Unit
+from fastsync.planner.strategy import Carrier, Strategy, Unit
 
-__all__ = ["ITEMS", "Memory", "OptimizerTrace", "memory_of", "phases_of"]
+__all__ = ["ITEMS", "Memory", "OptimizerTrace", "peak_of", "phases_of"]
 
 ITEMS = (
     *("parameters", "gradients", "optimizer state", "master weights"),
@@ -35,7 +36,10 @@ ITEMS = (
 )
 # A CPU packs a gradient of so many bytes on arrival (csrc/transport/flat.h).
 _EARLY_BYTES = 512 << 10
-_MOST_UNDER_WAY = 2  # buckets of shared gradients (csrc/engine/reducer.h)
+# Buckets of shared gradients at most (at_a_time() in csrc/comm). In memory one is under way and one
+# may still be read by others.
+_UNDER_WAY = 2
+_MUCH_LARGER = 4  # times as much as is asked for (csrc/ops/pool.cpp)
 _WIDE = torch.float32.itemsize
 
 # Traces a step of the optimizer on parameters of these shapes and dtypes.
@@ -73,12 +77,12 @@ class _Pool:
         return sum(self.lent) + sum(self.free)
 
     def take(self, size: int) -> int:
-        fitting = [kept for kept in self.free if size <= kept < 2 * size]
+        fitting = [kept for kept in self.free if size <= kept < _MUCH_LARGER * size]
         if fitting:
             size = min(fitting)
             self.free.remove(size)
         else:
-            self.free.clear()
+            self.free = [kept for kept in self.free if kept >= size]
         self.lent.append(size)
         return size
 
@@ -91,10 +95,10 @@ class _Pool:
 class _Transports:
     """What buckets hold for a part of a step: gradients that wait, and buffers under way."""
 
-    def __init__(self, plan: BucketPlan, scattered: bool, on_cpu: bool, ranks: int) -> None:
-        self.plan, self.scattered, self.on_cpu, self.ranks = plan, scattered, on_cpu, ranks
+    def __init__(self, plan: BucketPlan, scattered: bool, carrier: Carrier, ranks: int) -> None:
+        self.plan, self.scattered, self.carrier, self.ranks = plan, scattered, carrier, ranks
         self.bucket_of = {p: n for n, bucket in enumerate(plan.buckets) for p in bucket.params}
-        self.pool = _Pool(keeps=on_cpu)
+        self.pool = _Pool(keeps=carrier.on_cpu)
         self.begin()
 
     def begin(self) -> None:
@@ -102,7 +106,7 @@ class _Transports:
         self.missing = [len(bucket.params) for bucket in self.plan.buckets]
         self.waiting = [0.0] * len(self.missing)
         self.sent: dict[int, int] = {}
-        self.under_way: list[tuple[int, int]] = []  # what is sent, and room for what comes
+        self.under_way: list[list[int]] = []  # what is sent, and room for what comes
         self.next = 0
 
     @property
@@ -114,7 +118,7 @@ class _Transports:
         """One is complete."""
         number = self.bucket_of[param]
         self.missing[number] -= 1
-        if self.on_cpu and size >= _EARLY_BYTES:
+        if self.carrier.on_cpu and size >= _EARLY_BYTES:
             self._ensure_sent(number)
         else:
             self.waiting[number] += size
@@ -134,7 +138,7 @@ class _Transports:
     def _size(self, bucket: PlannedBucket) -> int:
         flags = 2 * len(bucket.params) + 1
         chunk = align_up(bucket.layout.numel // self.ranks + flags, ALIGNMENT)
-        chunks = self.ranks - 1 if self.on_cpu else self.ranks  # CPUs keep their own
+        chunks = self.ranks - 1 if self.carrier.on_cpu else self.ranks  # CPUs keep their own
         return chunks * chunk * bucket.dtype.itemsize
 
     def _ensure_sent(self, number: int) -> None:
@@ -143,26 +147,15 @@ class _Transports:
 
     def _launch(self, number: int) -> None:
         if self.scattered:
-            if len(self.under_way) >= _MOST_UNDER_WAY:
+            if len(self.under_way) >= _UNDER_WAY:
                 self._finish()
             self._ensure_sent(number)
             size = self._size(self.plan.buckets[number])
-            room = self.pool.take(size if self.on_cpu else size // self.ranks)
-            self.under_way.append((self.sent.pop(number), room))
+            buffers = [self.sent.pop(number)]
+            if self.carrier is not Carrier.MEMORY:
+                buffers.append(self.pool.take(size if self.carrier.on_cpu else size // self.ranks))
+            self.under_way.append(buffers)
         self.waiting[number] = 0.0
-
-
-def memory_of(
-    record: Record,
-    strategy: Strategy,
-    planned: tuple[BucketPlan, list[Unit]],
-    optimizer: OptimizerTrace,
-    on_cpu: bool = True,
-    framework: float = 0.0,
-) -> Memory:
-    """The peak of a rank in a step; arguments as those of `phases_of`."""
-    phases = phases_of(record, strategy, planned, optimizer, on_cpu, framework)
-    return max(phases, key=lambda memory: memory.total)
 
 
 def phases_of(
@@ -170,7 +163,7 @@ def phases_of(
     strategy: Strategy,
     planned: tuple[BucketPlan, list[Unit]],
     optimizer: OptimizerTrace,
-    on_cpu: bool = True,
+    carrier: Carrier = Carrier.MEMORY,
     framework: float = 0.0,
 ) -> tuple[Memory, Memory]:
     """The most of forward and backward, and of the optimizer's step, once both have settled.
@@ -184,7 +177,7 @@ def phases_of(
     state = _optimizer_of(record, strategy, planned[1], optimizer)
     kept["optimizer state"] = float(state.kept)
     kept["framework"] = framework
-    within, pool = _peak_within(record, strategy, planned[0], on_cpu)
+    within, pool = _peak_within(record, strategy, planned[0], carrier)
     stepping = {
         **kept,
         "optimizer workspace": float(state.peak) + _wide_gradients(record, strategy),
@@ -194,6 +187,11 @@ def phases_of(
     for name, value in within.items():
         kept[name] += value
     return Memory(_ordered(kept), "backward"), Memory(_ordered(stepping), "optimizer")
+
+
+def peak_of(phases: tuple[Memory, Memory]) -> Memory:
+    """The larger one."""
+    return max(phases, key=lambda memory: memory.total)
 
 
 def _ordered(items: dict[str, float]) -> dict[str, float]:
@@ -287,11 +285,11 @@ def _optimizer_of(
 
 
 def _peak_within(
-    record: Record, strategy: Strategy, plan: BucketPlan, on_cpu: bool
+    record: Record, strategy: Strategy, plan: BucketPlan, carrier: Carrier
 ) -> tuple[dict[str, float], int]:
     """The most that forward and backward add, by item, and what the pool keeps after them."""
     scattered = any(bucket.shards for bucket in plan.buckets)
-    transports = _Transports(plan, scattered, on_cpu, strategy.shards)
+    transports = _Transports(plan, scattered, carrier, strategy.shards)
     replays = strategy.stage < 3
     last = {mark.place: at for at, mark in enumerate(record.marks) if mark.kind == "grad"}
     best = dict.fromkeys(ITEMS, 0.0)

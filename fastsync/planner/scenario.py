@@ -8,15 +8,16 @@ from functools import cache
 
 import torch
 
+from fastsync.plan.buckets import BucketPlan
 from fastsync.plan.policy import BucketPolicy
 from fastsync.plan.topology import Network
 from fastsync.planner.compute import Compute, from_record
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
-from fastsync.planner.memory import Memory, OptimizerTrace, phases_of
+from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.simulate import StepTime, job_of, simulate
-from fastsync.planner.strategy import Strategy, engine_plan, named
+from fastsync.planner.strategy import Carrier, Strategy, Unit, engine_plan, named
 
 __all__ = ["Candidate", "Scenario", "cached_optimizer"]
 
@@ -118,7 +119,7 @@ class Scenario:
             with_batch: find the largest batch as well, which traces the model once more.
         """
         phases = self._phases(strategy, self.samples)
-        memory = max(phases, key=lambda phase: phase.total)
+        memory = peak_of(phases)
         fits = memory.total <= self.device.memory
         largest = self._largest_batch(strategy, phases) if with_batch else 0
         samples = self.samples * strategy.world * strategy.accumulate
@@ -127,18 +128,27 @@ class Scenario:
     def _phases(self, strategy: Strategy, samples: int) -> tuple[Memory, Memory]:
         """The peaks of a rank with a batch of `samples`."""
         record = self.record(samples, strategy.checkpointing)
-        planned = engine_plan(record, strategy, self._network(strategy), buckets=self.buckets)
-        device = self.device
-        return phases_of(record, strategy, planned, self.optimizer, device.on_cpu, device.framework)
+        planned, carrier = self._planned(record, strategy), self._carrier(strategy)
+        framework = self.device.framework
+        return phases_of(record, strategy, planned, self.optimizer, carrier, framework)
+
+    def _planned(self, record: Record, strategy: Strategy) -> tuple[BucketPlan, list[Unit]]:
+        network, carrier = self._network(strategy), self._carrier(strategy)
+        return engine_plan(record, strategy, network, carrier, self.buckets)
+
+    def _carrier(self, strategy: Strategy) -> Carrier:
+        if not self.device.on_cpu:
+            return Carrier.DEVICES
+        one = self.cluster.of(strategy.world).nodes == 1
+        return Carrier.MEMORY if one else Carrier.MESSAGES
 
     def time(self, strategy: Strategy) -> StepTime:
         """The step of all ranks."""
         record = self.record(self.samples, strategy.checkpointing)
         cluster = self.cluster.of(strategy.world)
-        kind = "cpu" if self.device.on_cpu else "cuda"
-        planned = engine_plan(record, strategy, self._network(strategy), kind, self.buckets)
+        plan, _ = self._planned(record, strategy)
         compute = self._compute(strategy)
-        job = job_of(record, strategy, planned[0], compute, cluster, self.device)
+        job = job_of(record, strategy, plan, compute, cluster, self.device)
         return simulate(job, self.jitter, self.device.contention)
 
     def _compute(self, strategy: Strategy) -> Compute:

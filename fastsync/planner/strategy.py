@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from fastsync.plan.buckets import BucketPlan, ParamSpec, PlannedBucket, ShardSlot, make_plan
 from fastsync.plan.layout import FlatLayout
@@ -13,7 +14,21 @@ from fastsync.planner.record import Record
 from fastsync.shard.layout import element_regions
 from fastsync.wire.formats import Wire, make_codec
 
-__all__ = ["Strategy", "Unit", "engine_plan", "named", "shard_units"]
+__all__ = ["Carrier", "Strategy", "Unit", "engine_plan", "named", "shard_units"]
+
+
+class Carrier(Enum):
+    """How regions of gradients travel: through memory that the ranks of a machine share, as
+    messages between CPUs, or between devices."""
+
+    MEMORY = "memory"
+    MESSAGES = "messages"
+    DEVICES = "devices"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether gradients lie there."""
+        return self is not Carrier.DEVICES
 
 
 @dataclass(frozen=True)
@@ -114,20 +129,21 @@ def engine_plan(
     record: Record,
     strategy: Strategy,
     network: Network | None = None,
-    device: str = "cpu",
+    carrier: Carrier = Carrier.MEMORY,
     buckets: BucketPolicy | None = None,
 ) -> tuple[BucketPlan, list[Unit]]:
     """The plan that the engine makes after its first step, and its units where ranks share.
 
     Args:
         network: as the first step measures it; None: nothing follows from it.
-        device: kind of the parameters' device.
     """
     seen = network or Network()
-    specs = _specs(record, strategy.wire, device)
+    specs = _specs(record, strategy.wire, "cpu" if carrier.on_cpu else "cuda")
     policy = SyncPolicy(wire=Wire(strategy.wire), network=seen)
-    caps = (buckets or BucketPolicy.from_mb(None)).on(seen)
-    plan = make_plan(specs, record.order, caps, policy, strategy.world)
+    caps = buckets or BucketPolicy.from_mb(None)
+    if strategy.stage in (1, 2) and carrier is Carrier.MEMORY:
+        caps = caps.in_memory()
+    plan = make_plan(specs, record.order, caps.on(seen), policy, strategy.world)
     if strategy.stage not in (1, 2) or strategy.wire != "fp32":
         return plan, []
     units = shard_units(record, plan, strategy.shards)
