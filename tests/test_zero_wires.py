@@ -86,6 +86,46 @@ def test_weights_of_two_nodes(name):
     compare(name, 4, Wire(name, form="hierarchical"), local=2)
 
 
+class Mixed(nn.Module):
+    """fp64, which no wire codes, and what is too small for codes, beside what travels in them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.coded = nn.Linear(40, 33)
+        self.small = nn.Parameter(torch.randn(21))
+        self.wide = nn.Parameter(torch.randn(5, 17, dtype=torch.float64))
+
+    def forward(self, x):
+        rest = x.mean() * (self.small.square().sum() + self.wide.pow(3).sum())
+        return self.coded(x).square().mean() + rest
+
+
+def beside_codes(rank, world, wire, zero):
+    """Weights of what is not coded, after steps; whether buckets are coded."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    module = Mixed()
+    model = FastDDP(module, zero=zero, wire=wire, find_unused_parameters=True)
+    optimizer = optim.SGD(model.parameters(), LR)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(9 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 40, generator=generator)).backward()
+        optimizer.step()
+    coded = {bucket.coded is not None for bucket in model._engine.plan.buckets}
+    return [module.small.detach().clone(), module.wide.detach().clone()], coded
+
+
+def test_what_is_not_coded_reaches_its_owner_from_other_nodes():
+    wire = Wire("int8", form="hierarchical", min_bytes=512)
+    wanted, _ = run_ranks(beside_codes, 4, wire, 0)[0]
+    for zero in (1, 2):
+        for found, coded in run_ranks(beside_codes, 4, wire, zero):
+            assert coded == {True, False}
+            pairs = zip(found, wanted, strict=True)
+            assert all(torch.allclose(a, b, rtol=1e-5) for a, b in pairs)
+
+
 def test_weights_with_a_codec_of_the_user_s():
     compare("fp16", 3, Halves())
     compare("fp16", 4, Wire(Halves(), form="hierarchical"), local=2)

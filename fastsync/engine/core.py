@@ -136,8 +136,8 @@ class Sender:
         rank: this one's, in the process group that averages.
         nodes: this rank's place in the hierarchical form; None in the others.
         gradients: of the units whose gradients the ranks share, by number.
-        owners: the rank that owns each of the chunks that these travel in, in their order; empty:
-            that of the ranks.
+        owners: the rank that owns each of the chunks that these travel in from node to node, in
+            their order; empty: that of the ranks, as wherever nodes do not matter.
     """
 
     wire: Wire
@@ -331,7 +331,8 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
 def _scatter_spec(bucket: PlannedBucket, sender: Sender) -> _C.ScatterSpec:
     regions, first = bucket.regions, bucket.shards[0]
     assert regions is not None
-    owners = sender.owners or range(regions.ranks)
+    in_nodes = bucket.coded is not None and bucket.coded.node_ranks > 1
+    owners = (in_nodes and sender.owners) or range(regions.ranks)
     chunk_of = {rank: chunk for chunk, rank in enumerate(owners)}
     spec = _C.ScatterSpec(
         gradients=sender.gradients[first.unit],

@@ -31,7 +31,6 @@ def bf16(state, bucket):
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-SPARSE_HOOKS = ("allreduce", "averaged")
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -140,8 +139,9 @@ def draw(rng, world, theme=None):
 
 def _draw_hook(rng, shape, options):
     hook = rng.choice(tuple(HOOKS))
-    # torch has no sum of sparse fp16 tensors on the CPU, and hooks of a user's see flat buffers.
-    without = set() if hook in SPARSE_HOOKS else {"sparse"}
+    # A hook of torch's sums sparse tensors over Gloo, in which torch crashes sooner or later: see
+    # docs/decisions.md. tests/test_alternating.py has sparse gradients beside a hook.
+    without = {"sparse"}
     if hook[:4] in ("fp16", "bf16"):
         without |= {"complex", "conj"}  # there are no complex numbers of 16 bits
     kinds = tuple(kind for kind in KINDS if kind not in without)

@@ -256,7 +256,9 @@ class _Parameter:
 
     def _nothing_lost(self, missing, grads, owed, before):
         size = grads.abs().sum(0) * self.scale + owed.abs().sum(0) + before.abs().sum(0)
-        allowed = (2**-19 + 2 * self._eps()) * (size + size.norm() * self._is_low_rank())
+        if self._is_low_rank():
+            size = size + size.norm()
+        allowed = (2**-19 + 2 * self._eps()) * size
         # What is infinite has been left out, but makes the bound meaningless.
         assert bool(((missing.abs() <= allowed + 1e-37) | (missing == 0)).all()), (
             f"{self.where}: {float(missing.abs().max())} was lost or came twice, "
