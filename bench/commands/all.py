@@ -43,6 +43,8 @@ class Part:
 
 
 CLASSIC_MODELS = "small,transformer,wide,conv"
+WITH_GROUP = "--wrappers all,fastsync_group"  # beside the memory that ranks of a machine share
+WAYS = "--wrappers ddp_view,ddp_batched,ddp_static_view,fastsync,fastsync_group,fastsync_int8"
 
 _EVERY = (
     Part("ops", 15, "ops"),
@@ -56,7 +58,8 @@ _EVERY = (
     Part("timeline", 140, "timeline"),
     Part("kernels", 240, "kernels"),
     Part("scale", 50, "scale"),
-    Part("step", 240, f"step --models {CLASSIC_MODELS} --rounds 9 --seconds 45"),
+    Part("step", 260, f"step --models {CLASSIC_MODELS} {WITH_GROUP} --rounds 9 --seconds 45"),
+    Part("step-four", 200, f"step --models {CLASSIC_MODELS} --ranks 4 {WAYS} --seconds 40"),
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
     Part("step-real", 140, "step --models resnet50,gpt2 --seconds 10 --check-steps 1"),
     Part("buckets", 90, "buckets --seconds 30"),

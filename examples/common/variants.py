@@ -104,8 +104,9 @@ _VARIANTS = (
     Variant("ddp_batched_view", ddp(**_BATCHED, **_VIEW)),
     Variant("ddp_static_view", ddp(static_graph=True, **_VIEW)),
     Variant("ddp_fp16", hooked(ddp(), fp16_compress_hook), *WIRE_COSTS["fp16"]),
-    *map(_fastsync, wire_formats()),
+    _fastsync("fp32"),
     Variant(f"{OURS}_group", fast_ddp(shared_memory=False), by_name=True),
+    *(_fastsync(wire) for wire in wire_formats() if wire != "fp32"),
     *(Variant(f"{OURS}_zero{s}", fast_ddp(zero=s), by_name=True) for s in (1, 2)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
@@ -131,24 +132,25 @@ class Selection:
 
 
 def select(names: str, required: Iterable[str] = ()) -> Selection:
-    """Parses a comma-separated list of variants, or "all".
+    """Parses a comma-separated list of variants.
 
     Args:
-        names: "all" takes every variant that can run here and skips the others.
+        names: "all" among them takes every usual one that can run here and skips the others.
         required: variants to add where they were not named.
 
     Raises:
         UsageError: a name is unknown, or a variant asked for by name cannot run here.
     """
-    everything = names == "all"
-    usual = {name for name, variant in VARIANTS.items() if not variant.by_name}
-    wanted = usual if everything else {name.strip() for name in names.split(",")}
-    unknown = wanted - set(VARIANTS)
+    named = {name.strip() for name in names.split(",")}
+    usual = {name for name, variant in VARIANTS.items() if "all" in named and not variant.by_name}
+    named = (named - {"all"}) | set(required)
+    unknown = named - set(VARIANTS)
     if unknown:
         raise UsageError(f"unknown wrapper {sorted(unknown)}; expects one of {', '.join(VARIANTS)}")
-    wanted |= set(required)
+    if named & set(UNAVAILABLE):
+        reasons = (f"{name}: {UNAVAILABLE[name]}" for name in sorted(named & set(UNAVAILABLE)))
+        raise UsageError("; ".join(reasons))
+    wanted = named | usual
     skipped = {name: reason for name, reason in UNAVAILABLE.items() if name in wanted}
-    if skipped and not everything:
-        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     kept = (v for name, v in VARIANTS.items() if name in wanted - set(skipped))
     return Selection(tuple(kept), skipped)
