@@ -44,6 +44,10 @@ class Part:
 
 CLASSIC_MODELS = "small,transformer,wide,conv"
 WITH_GROUP = "--wrappers all,fastsync_group"  # beside the memory that ranks of a machine share
+NODES = (
+    "--per-node 2 --wrappers ddp,ddp_view,ddp_static_view,fastsync,fastsync_nodes_fp32,"
+    "fastsync_nodes_fp32_group,fastsync_int8,fastsync_nodes_int8,fastsync_nodes_int8_group"
+)
 WAYS = "--wrappers ddp_view,ddp_batched,ddp_static_view,fastsync,fastsync_group,fastsync_int8"
 
 _EVERY = (
@@ -67,6 +71,7 @@ _EVERY = (
     Part("links", 210, "links --seconds 30", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
+    Part("links-nodes", 90, f"links --links 1gbit --ranks 4 {NODES} --seconds 45", True),
     Part("overlap", 280, "overlap --links 1gbit,10gbit,loopback --seconds 16", True),
 )
 PARTS = {part.name: part for part in _EVERY}

@@ -62,6 +62,7 @@ def measure(
     record: dict[str, Any] = {
         "link": name.name,
         "ranks": group.world,
+        "per_node": args.per_node,
         "model": model.name,
         "rate_bytes_per_second": rate,
         **model_record(model, summarise(measured, {})),
@@ -75,7 +76,7 @@ def measure(
 
 
 @b.benchmark(
-    *(b.links("1gbit,10gbit,veth,loopback"), b.ranks(), b.SCALE, b.wrappers("all")),
+    *(b.links("1gbit,10gbit,veth,loopback"), b.ranks(), b.PER_NODE, b.SCALE, b.wrappers("all")),
     argument("--model", ", ".join(WORKLOADS), "wide", choices=tuple(WORKLOADS), metavar="NAME"),
     *(b.seconds(45.0), b.rounds(9), b.steps(1), b.warmup(1), b.check_steps(2)),
     kind=KIND,

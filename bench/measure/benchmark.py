@@ -93,6 +93,7 @@ check_steps = _option("--check-steps", "steps of the correctness check; 0: none"
 seconds = _option("--seconds", "that the rounds of one table may take, about", positive)
 links = _option("--links", "rates such as 100mbit, veth, loopback", parse_links)
 wrappers = _option("--wrappers", f"all, or of {', '.join(VARIANTS)}", _wrappers)
+PER_NODE = argument("--per-node", "ranks behind each link, as on one machine", 1, type=whole)
 RANKS = argument("--ranks", "processes to start; torchrun's wins", 2, type=whole)
 _SHARE = "share of a model's parameters, 1: its true size; unset: what suits machine and link"
 SCALE = argument("--scale", _SHARE, type=positive)
@@ -170,7 +171,11 @@ def default_jobs(args: argparse.Namespace) -> list[Job]:
     kinds = [k for k in (True, False) if any(link.on_links == k for link in wanted)]
     sockets = getattr(args, "sockets", False)
     worlds = args.ranks if isinstance(args.ranks, tuple) else (args.ranks,)
-    return [Job(world, on_links, sockets) for world in worlds for on_links in kinds]
+    per_node = getattr(args, "per_node", 1)
+    for world in worlds:
+        if world % per_node:
+            raise UsageError(f"--ranks {world} cannot be divided into nodes of {per_node}")
+    return [Job(world, on_links, sockets, per_node) for world in worlds for on_links in kinds]
 
 
 def one_process(args: argparse.Namespace) -> list[Job]:

@@ -28,13 +28,15 @@ class Job:
 
     Attributes:
         world: how many ranks; 0: none, the work is done in the process that the user started.
-        on_links: each rank lives in a namespace of its own, joined by links that can be shaped.
+        on_links: ranks live in namespaces of their own, joined by links that can be shaped.
         over_sockets: ranks on GPUs talk as if each had a host of its own, and may share a GPU.
+        per_node: so many ranks share a namespace, as those of one machine.
     """
 
     world: int
     on_links: bool = False
     over_sockets: bool = False
+    per_node: int = 1
 
 
 def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
@@ -75,7 +77,11 @@ def _start(job: Job, threads: int, main: Main) -> int:
         torch.set_num_threads(threads)
         return main(ranks.Group(0, 1, torch.device("cpu")))
     if job.on_links:
-        with netns.network(job.world) as seats:
-            return ranks.launch(main, job.world, threads, lambda rank: seats[rank].placement())
+        with netns.network(job.world // job.per_node) as seats:
+
+            def seated(rank: int) -> ranks.Placement:
+                return seats[rank // job.per_node].placement(rank % job.per_node, job.per_node)
+
+            return ranks.launch(main, job.world, threads, seated)
     place = ranks.over_sockets if job.over_sockets else ranks.anywhere
     return ranks.launch(main, job.world, threads, place)

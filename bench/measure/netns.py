@@ -1,8 +1,8 @@
 """Shaped links between ranks of one machine: network namespaces joined by veth pairs.
 
-Two ranks get one pair between their namespaces. More ranks are joined by a bridge in a namespace of
-its own. A rate is set by a token bucket (tc's tbf) at both ends of every pair, so that each rank is
-shaped in both directions.
+A namespace stands for a machine, with one rank or several. Two get one pair between them. More are
+joined by a bridge in a namespace of its own. A rate is set by a token bucket (tc's tbf) at both
+ends of every pair, so that each machine is shaped in both directions.
 
 Namespaces have no names and belong to processes: each lasts as long as there is one in it. The one
 that holds it waits for the end of a pipe, so it ends when the benchmark does, even by a SIGKILL.
@@ -100,16 +100,18 @@ def missing_rights() -> str | None:
 
 
 class Seat(NamedTuple):
-    """Where one rank lives: the process that holds its namespace, in which its end of the link is
-    DEVICE, and where the other end of its veth pair is."""
+    """Where ranks of one machine live: the process that holds their namespace, in which their end
+    of the link is DEVICE, and where the other end of its veth pair is."""
 
     holder: str
     far_holder: str
     far_device: str
 
-    def placement(self) -> Placement:
+    def placement(self, local_rank: int, local_ranks: int) -> Placement:
         """How to start a rank inside the namespace, with Gloo bound to its link."""
         environment = {
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_ranks),
             "MASTER_ADDR": f"{SUBNET}.1",
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": DEVICE,
@@ -120,17 +122,17 @@ class Seat(NamedTuple):
 
 
 @contextmanager
-def network(ranks: int) -> Iterator[tuple[Seat, ...]]:
-    """Namespaces and links for at least two ranks: the seat of each.
+def network(machines: int) -> Iterator[tuple[Seat, ...]]:
+    """Namespaces and links for at least two machines: the seat of each.
 
     Raises:
         subprocess.CalledProcessError: on entry, where the system refuses; nothing is left behind.
     """
-    if ranks < 2:
-        raise UsageError(f"a link joins at least two ranks, but got {ranks}")
+    if machines < 2:
+        raise UsageError(f"a link joins at least two machines, but got {machines}")
     with ExitStack() as opened:
-        holders = [opened.enter_context(_namespace()) for _ in range(ranks)]
-        if ranks == 2:
+        holders = [opened.enter_context(_namespace()) for _ in range(machines)]
+        if machines == 2:
             seats = tuple(Seat(holders[r], holders[1 - r], DEVICE) for r in range(2))
             _join(seats[0])
         else:
@@ -143,9 +145,9 @@ def network(ranks: int) -> Iterator[tuple[Seat, ...]]:
                 _in(switch, "ip", "link", "set", seat.far_device, "master", "bridge", "up")
         # Neighbour discovery of IPv6 would be counted as traffic of the benchmark.
         quiet = f"echo 1 > /proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6 2>/dev/null || true"
-        for rank, holder in enumerate(holders):
+        for number, holder in enumerate(holders, 1):
             _in(holder, "sh", "-c", quiet)
-            _in(holder, "ip", "addr", "add", f"{SUBNET}.{rank + 1}/24", "dev", DEVICE)
+            _in(holder, "ip", "addr", "add", f"{SUBNET}.{number}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 _in(holder, "ip", "link", "set", device, "up")
         yield seats
@@ -190,14 +192,16 @@ class Link:
     def here(cls, world: int) -> Link:
         """The link of the rank that asks: what `network` placed it on, else loopback."""
         value = os.environ.get(LINK_VARIABLE)
-        return cls(DEVICE, Seat(*value.split(",")), 1) if value else cls("lo", None, world)
+        if not value:
+            return cls("lo", None, world)
+        return cls(DEVICE, Seat(*value.split(",")), int(os.environ["LOCAL_WORLD_SIZE"]))
 
     def shape(self, rate: str | None) -> None:
-        """Collective. Limits both directions of every rank to `rate`; None lifts the limit.
+        """Collective. Limits both directions of every machine to `rate`; None lifts the limit.
 
-        With two ranks each one shapes its own end, which is the other's far end.
+        Of two machines each one shapes its own end, which is the other's far end.
         """
-        if self.seat is not None:
+        if self.seat is not None and dist.get_node_local_rank() == 0:
             _shape(self.seat.holder, DEVICE, rate)
             if self.seat.far_device != DEVICE:
                 _shape(self.seat.far_holder, self.seat.far_device, rate)

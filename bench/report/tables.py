@@ -73,8 +73,10 @@ def link(timings: Timings, markdown: bool = False) -> str:
 def link_title(record: dict[str, Any]) -> str:
     """What was measured on a link, in a line."""
     rate = record["rate_bytes_per_second"] * 8e-9
+    per_node = record.get("per_node", 1)
+    shared = f" ({per_node} behind each link)" if per_node > 1 else ""
     return (
-        f"{record['link']}, {record['ranks']} ranks, {record['model']}: "
+        f"{record['link']}, {record['ranks']} ranks{shared}, {record['model']}: "
         f"{record['gradient_bytes'] / 1e6:.1f} MB of gradients; all-reduce {rate:.3f} Gbit/s"
     )
 
