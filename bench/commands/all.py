@@ -53,6 +53,7 @@ WAYS = "--wrappers ddp_view,ddp_batched,ddp_static_view,fastsync,fastsync_group,
 _EVERY = (
     Part("ops", 15, "ops"),
     Part("memory", 40, "memory --models transformer,wide"),
+    Part("allreduce", 20, "allreduce"),
     Part("parity", 150, f"parity --steps 50 --models {CLASSIC_MODELS}"),
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
