@@ -44,11 +44,8 @@ class Part:
 
 CLASSIC_MODELS = "small,transformer,wide,conv"
 WITH_GROUP = "--wrappers all,fastsync_group"  # beside the memory that ranks of a machine share
-NODES = (
-    "--per-node 2 --wrappers ddp,ddp_view,ddp_static_view,fastsync,fastsync_nodes_fp32,"
-    "fastsync_nodes_fp32_group,fastsync_int8,fastsync_nodes_int8,fastsync_nodes_int8_group"
-)
 WAYS = "--wrappers ddp_view,ddp_batched,ddp_static_view,fastsync,fastsync_group,fastsync_int8"
+NODES = f"{WAYS},fastsync_nodes,fastsync_nodes_group,fastsync_nodes_int8 --per-node 2"
 
 _EVERY = (
     Part("ops", 15, "ops"),
@@ -64,7 +61,7 @@ _EVERY = (
     Part("kernels", 240, "kernels"),
     Part("scale", 50, "scale"),
     Part("step", 260, f"step --models {CLASSIC_MODELS} {WITH_GROUP} --rounds 9 --seconds 45"),
-    Part("step-four", 200, f"step --models {CLASSIC_MODELS} --ranks 4 {WAYS} --seconds 40"),
+    Part("step-four", 140, f"step --models {CLASSIC_MODELS} --ranks 4 {WAYS} --seconds 25"),
     # Batches this small make ResNet-50's normalisation amplify any rounding from step to step.
     Part("step-real", 140, "step --models resnet50,gpt2 --seconds 10 --check-steps 1"),
     Part("buckets", 90, "buckets --seconds 30"),
@@ -72,7 +69,7 @@ _EVERY = (
     Part("links", 210, "links --seconds 30", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
-    Part("links-nodes", 90, f"links --links 1gbit --ranks 4 {NODES} --seconds 45", True),
+    Part("links-nodes", 60, f"links --links 1gbit --ranks 4 {NODES} --seconds 30", True),
     Part("overlap", 280, "overlap --links 1gbit,10gbit,loopback --seconds 16", True),
 )
 PARTS = {part.name: part for part in _EVERY}

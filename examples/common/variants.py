@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,10 @@ def _fastsync(wire: str) -> Variant:
     return Variant(name, fast_ddp(wire=wire), *cost, wire=wire)
 
 
-def _in_nodes(wire: str) -> Iterator[Variant]:
-    """The hierarchical form: with ranks of a node in memory, and without."""
-    tolerance = WIRE_COSTS[wire][1]
-    for suffix, shared in (("", True), ("_group", False)):
-        wrap = fast_ddp(wire=Wire(wire, form="hierarchical"), shared_memory=shared)
-        yield Variant(f"{OURS}_nodes_{wire}{suffix}", wrap, None, tolerance, by_name=True)
+def _in_nodes(suffix: str, wire: str, **options: Any) -> Variant:
+    """FastDDP in the hierarchical form."""
+    wrap = fast_ddp(wire=Wire(wire, form="hierarchical"), **options)
+    return Variant(f"{OURS}_nodes{suffix}", wrap, None, WIRE_COSTS[wire][1], by_name=True)
 
 
 _VIEW, _BATCHED = {"gradient_as_bucket_view": True}, {"batched_grad_copy": True}
@@ -115,8 +113,9 @@ _VARIANTS = (
     _fastsync("fp32"),
     Variant(f"{OURS}_group", fast_ddp(shared_memory=False), by_name=True),
     *(_fastsync(wire) for wire in wire_formats() if wire != "fp32"),
-    *_in_nodes("fp32"),
-    *_in_nodes("int8"),
+    _in_nodes("", "fp32"),
+    _in_nodes("_group", "fp32", shared_memory=False),
+    _in_nodes("_int8", "int8"),
     *(Variant(f"{OURS}_zero{s}", fast_ddp(zero=s), by_name=True) for s in (1, 2)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
