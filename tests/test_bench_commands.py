@@ -28,6 +28,7 @@ COMMANDS = {
     "overlap": ("--links", "loopback", "--backward", "1,2", "--scale", "0.01", "--rounds", "1"),
     "buckets": ("--models", "wide", "--scale", "0.01", "--sizes", "0.1,1", "--rounds", "1"),
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
+    "allreduce": ("--sizes", "0.01,0.5", "--rounds", "2"),
     "hooks": ("--scale", "0.02", "--rounds", "1"),
     "freezing": ("--scale", "0.01", "--rounds", "1"),
     "zero": ("--models", "small,transformer", "--scale", "0.01", "--rounds", "1"),
@@ -35,7 +36,7 @@ COMMANDS = {
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = ("step", "links", "overlap", "buckets", "hooks", "freezing", "zero")
+IN_RANKS = ("allreduce", "step", "links", "overlap", "buckets", "hooks", "freezing", "zero")
 
 
 def run_rank(rank, world, name, arguments):
@@ -100,6 +101,13 @@ def check_scale(result):
     assert names(result, 0) == {"fake group", "loopback"}
     assert names(result, 1) == {"2 ranks", "4096 ranks"}
     assert {"plan", "wrap", "backward", "ddp", "fastsync"} <= names(result, 2)
+
+
+def check_allreduce(result):
+    assert [row[0] for row in result["rows"]] == ["0.01", "0.5"]
+    for _, gloo, ours, ratio, share in result["rows"]:
+        assert float(gloo) > 0 < float(ours)
+        assert ratio.endswith("x") and share.endswith("%")
 
 
 def check_hooks(result):

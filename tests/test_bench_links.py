@@ -70,6 +70,20 @@ def test_ranks_meet_over_a_shaped_link(tmp_path, ranks):
 
 
 @needs_links
+def test_ranks_of_a_machine_share_its_link_and_its_memory(tmp_path):
+    """The hierarchical form sends 2(n-1)/n of a rank's share of the gradients to other machines."""
+    path = tmp_path / "links.json"
+    nodes = ("--ranks", "4", "--per-node", "2", "--wrappers", "ddp,fastsync_nodes")
+    done = links("--links", "veth", *nodes, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    (record,) = json.loads(path.read_text())["links"]
+    assert (record["ranks"], record["per_node"]) == (4, 2)
+    sent = record["variants"]["fastsync_nodes"]["sent_bytes"] / (record["gradient_bytes"] / 2)
+    assert 0.99 < sent < 1.5
+    assert links("--links", "veth", "--ranks", "3", "--per-node", "2").returncode == USAGE
+
+
+@needs_links
 def test_links_and_ranks_end_when_the_benchmark_is_stopped():
     command = [sys.executable, "-m", "bench", "links", *TINY, "--links", "1gbit", "--seconds", "60"]
     process = subprocess.Popen([*command, "--rounds", "10000"], cwd=ROOT, stderr=subprocess.PIPE)
