@@ -5,12 +5,17 @@ and the newest of them.
 """
 
 from fastsync.torch_private.callers import caller, caller_level
+from fastsync.torch_private.composable import is_replicated, register_sharded
 from fastsync.torch_private.dtensors import (
     DTensorSpec,
+    local_gradient,
     local_of,
     make_dtensor,
     make_spec,
     set_local,
+    shard_spec,
+    spec_of,
+    with_dtype,
 )
 from fastsync.torch_private.graphs import (
     at_end_of_backward,
@@ -42,7 +47,7 @@ from fastsync.torch_private.parallel import (
     front_accepts,
     untraced,
 )
-from fastsync.torch_private.tensors import WrapperTensor, map_tensors
+from fastsync.torch_private.tensors import WrapperTensor, accumulate_hooks, map_tensors
 
 __all__ = [
     "BuiltinCommHookType",
@@ -53,6 +58,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "WrapperTensor",
+    "accumulate_hooks",
     "at_end_of_backward",
     "backend_name",
     "backward_is_running",
@@ -69,13 +75,19 @@ __all__ = [
     "group_timeout",
     "has_python_reducer",
     "is_registered",
+    "is_replicated",
+    "local_gradient",
     "local_of",
     "make_dtensor",
     "make_spec",
     "map_tensors",
+    "register_sharded",
     "resolvable_name",
     "set_local",
+    "shard_spec",
+    "spec_of",
     "split_graphs_at_buckets",
     "untraced",
+    "with_dtype",
     "without_modes",
 ]

@@ -147,7 +147,7 @@ class Strand:
             raise RuntimeError(
                 f"parameter {member.name!r} was exchanged for a {type(found).__name__} of sizes "
                 f"{tuple(found.shape)}, where fully_shard() needs a DTensor of sizes "
-                f"{tuple(member.shape.sizes)}; load DTensors, or use "
+                f"{tuple(member.sharded.shape)}; load DTensors, or use "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict()"
             )
         member.sharded = found
@@ -198,8 +198,7 @@ class Strand:
             self._core = core.make_unit(self._links.core, members, dtypes, device, tag)
             self._core.set_shard(self.shard, self._core_layout())
             for index, member in enumerate(self.members):
-                whole = self._core.whole(index)
-                member.whole = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
+                member.make_whole(self._core.whole(index))
         return self._core
 
     def start_gather(self) -> None:
@@ -262,3 +261,6 @@ class Strand:
         for member, local in zip(members, self._way().deliver(layout, sums, before), strict=True):
             if local is not None:
                 member.set_gradient(local)
+        for index, member in enumerate(members):
+            if member.has_hooks() and sums[laid.flags + index] != 0:
+                member.call_hooks()
