@@ -61,7 +61,8 @@ MODULE_LAYERS = {
         ["__init__", "__main__"],
     ],
     "torch_private": [
-        ["callers", "composable", "dtensors", "graphs", "groups", "optimizers", "parallel", "tensors"],
+        ["callers", "composable", "dtensors", "graphs"],
+        ["groups", "optimizers", "parallel", "tensors"],
         ["__init__"],
     ],
     "units": [
@@ -69,6 +70,7 @@ MODULE_LAYERS = {
         ["mesh"],
         ["member"],
         ["strand"],
+        ["raw"],
         ["unit"],
         ["context"],
         ["state"],

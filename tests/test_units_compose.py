@@ -230,3 +230,61 @@ def resharded_to(rank, world, number):
 
 def test_resharding_to_a_number_of_ranks():
     assert run_ranks(resharded_to, 4, 2) == [(True, 0)] * 4
+
+
+class Coded(nn.Module):
+    """A frozen matrix in codes, and what is trained beside it."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        codes = torch.randint(-8, 8, (7, 5)).to(dtype)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(7))
+        self.rest = nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.rest(torch.tanh(x @ self.codes.to(x.dtype).t() * self.gain))
+
+
+def with_codes(rank, world, dtype):
+    model, alone = (nn.Sequential(Coded(dtype), Coded(dtype)) for _ in range(2))
+    fully_shard(model[0])
+    fully_shard(model)
+    kinds = {type(m.codes) for m in model}, {tuple(m.codes.to_local().shape) for m in model}
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1) for m in (model, alone)
+    ]
+    for step in range(3):
+        model(torch.full((2, 5), 0.1 * (rank + step))).sum().backward()
+        for row in range(world):
+            (alone(torch.full((2, 5), 0.1 * (row + step))).sum() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        again = farthest([model(torch.ones(1, 5))], [alone(torch.ones(1, 5))])
+    kept = {name: p.dtype for name, p in model.state_dict().items() if "codes" in name}
+    return kinds, again, set(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn])
+def test_frozen_parameters_of_dtypes_without_gradients(dtype):
+    for rank, (kinds, apart, kept) in enumerate(run_ranks(with_codes, 2, dtype)):
+        assert kinds == ({DTensor}, {(4 - rank, 5)})
+        assert apart < 1e-6
+        assert kept == {dtype}
+
+
+def loaded_by_parts(rank, world):
+    """Assigning a state dict gives a unit's parameters memory one module after another."""
+    with torch.device("meta"):
+        model = apply(fully_shard, net())
+    source = apply(fully_shard, net())
+    model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
+    return farthest([model(words(rank, 0))], [source(words(rank, 0))])
+
+
+def test_a_state_dict_is_assigned_to_a_model_on_the_meta_device():
+    assert run_ranks(loaded_by_parts, 2) == [0, 0]

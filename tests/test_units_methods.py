@@ -218,10 +218,10 @@ def test_a_step_that_fails_half_way():
     assert run_ranks(fail_once, 2) == [0, 0]
 
 
-class Int(nn.Module):
+class Complex(nn.Module):
     def __init__(self):
         super().__init__()
-        self.codes = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+        self.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
 def refuse(rank, world):
@@ -246,7 +246,7 @@ def refuse(rank, world):
         layer,
         shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None,
     )
-    check(NotImplementedError, "'codes' is torch.int8", Int)
+    check(NotImplementedError, "'waves' is torch.complex64 and requires", Complex)
     check(NotImplementedError, "DTensor already", lambda: torchs(layer()))
     check(
         NotImplementedError,

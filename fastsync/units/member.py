@@ -102,6 +102,11 @@ class Member:
     def set_gradient(self, local: torch.Tensor) -> None:
         self.sharded.grad = make_dtensor(local, self.spec)
 
+    def whole_local(self) -> torch.Tensor:
+        """This rank's tensor of the whole, where that is a DTensor; else the whole."""
+        assert self.whole is not None
+        return self.whole if self.inner is None else local_of(self.whole)
+
     def call_hooks(self) -> None:
         """Those that run when autograd has set a gradient."""
         for hook in accumulate_hooks(self.sharded):

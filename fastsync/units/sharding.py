@@ -28,6 +28,7 @@ from fastsync.units.layout import Shape
 from fastsync.units.member import Home, Member, find_homes
 from fastsync.units.mesh import Place, default_mesh, ranks_of
 from fastsync.units.module import shard_class
+from fastsync.units.raw import TRAINABLE
 from fastsync.units.state import State, state_of
 from fastsync.units.strand import MixedDTypes
 from fastsync.units.unit import Unit
@@ -38,7 +39,6 @@ T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 # On a parameter that is shared: its unit and member, for modules outside that are tied to it.
 _OWNER = "_fastsync_owner"
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def fully_shard(
@@ -215,10 +215,10 @@ def _cut(
         )
     if isinstance(param, DTensor):
         _check_dtensor(name, param, place)
-    if param.dtype not in _FLOATS:
+    if param.requires_grad and param.dtype not in TRAINABLE:
         raise NotImplementedError(
-            f"parameter {name!r} is {param.dtype}: fastsync.fully_shard knows "
-            "float32, float64, float16 and bfloat16; put it into ignored_params"
+            f"parameter {name!r} is {param.dtype} and requires a gradient: fastsync.fully_shard "
+            "trains float32, float64, float16 and bfloat16; put it into ignored_params"
         )
     if not _local(param).is_contiguous():
         raise NotImplementedError(

@@ -123,8 +123,9 @@ class Strand:
             found = member.homes[0].get()
             if found is not member.whole and found is not member.sharded:
                 self._take_in(member, found)
-        if self._is_settled():
-            return
+        on_meta = {member.local.is_meta for member in self.members}
+        if len(on_meta) > 1 or self._is_settled():
+            return  # the others are still to be loaded
         dtypes = {member.sharded.dtype for member in self.members}
         if len(dtypes) != 1:
             names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.members)

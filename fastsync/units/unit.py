@@ -21,6 +21,7 @@ from torch import nn
 
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
+from fastsync.units.raw import TRAINABLE, RawStrand
 from fastsync.units.strand import Links, MixedDTypes, Strand
 
 __all__ = ["Moment", "Switches", "Unit"]
@@ -97,7 +98,10 @@ class Unit:
         by_dtype: dict[torch.dtype, list[Member]] = {}
         for member in members:
             by_dtype.setdefault(member.sharded.dtype, []).append(member)
-        strands = [Strand(alike, place, mixed) for alike in by_dtype.values()]
+        strands = [
+            (Strand if dtype in TRAINABLE else RawStrand)(alike, place, mixed)
+            for dtype, alike in by_dtype.items()
+        ]
         unit = cls(tuple(modules), place, strands)
         unit.show_sharded()
         return unit

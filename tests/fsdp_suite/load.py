@@ -57,11 +57,11 @@ def load_tests(suite: Suite, folder: Path) -> dict[str, Case]:
 
 def _import(suite: Suite, path: Path) -> ModuleType:
     module = ModuleType(f"fsdp_suite_rewritten.{path.stem}")
-    table = {**STAND_INS, "missing": Missing}
+    table = {**STAND_INS, **suite.wrapper.names, "missing": Missing}
     names = {SUITE: _Tested(suite), TABLE: table, DEVICES: device_module}
     module.__dict__.update(names, __file__=str(path))
     sys.modules[module.__name__] = module  # classes in it can be pickled
-    code = compile(rewrite(path.read_text()), str(path), "exec", dont_inherit=True)
+    code = compile(rewrite(path.read_text(), set(table)), str(path), "exec", dont_inherit=True)
     exec(code, module.__dict__)
     return module
 

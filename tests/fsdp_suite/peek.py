@@ -6,16 +6,21 @@ for there, fastsync knows by other names.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 import fastsync
 from fastsync.units.member import Member
-from fastsync.units.state import State, state_of
+from fastsync.units.sharding import _managed, _walk
+from fastsync.units.state import State, _UnitEnd, state_of
+from fastsync.units.strand import Strand
 from fastsync.units.unit import Unit
 
-__all__ = ["let_modules_peek", "peek"]
+__all__ = ["PEEKED", "let_modules_peek", "peek"]
 
 
 class _Group:
@@ -27,6 +32,19 @@ class _Group:
     @property
     def is_unsharded(self) -> bool:
         return self._unit.is_whole
+
+    @property
+    def _orig_dtype(self) -> torch.dtype:
+        return self._trained().dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._trained().reduce
+
+    def _trained(self) -> Strand:
+        """The strand that can get gradients."""
+        (found,) = (s for s in self._unit.strands if s.dtype.is_floating_point)
+        return found
 
     @property
     def _module_fqn(self) -> str:
@@ -85,6 +103,25 @@ class _State:
         return set() if alone else self._state._missing
 
 
+@contextlib.contextmanager
+def _patched_end(new: Callable[..., object]) -> Iterator[None]:
+    """Has another function run where a unit's backward ends."""
+    end: Any = _UnitEnd
+    before = end.__dict__["backward"]
+    end.backward = staticmethod(new)
+    try:
+        yield
+    finally:
+        end.backward = before
+
+
+def _managed_states(
+    modules: list[nn.Module],
+) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    params, buffers = _managed(modules, set())
+    return list(params.values()), buffers
+
+
 def peek(module: nn.Module) -> Any:
     """In place of `fully_shard.state`."""
     found = state_of(module)
@@ -95,3 +132,12 @@ def let_modules_peek() -> None:
     """Gives modules torch's internal method."""
     owner: Any = fastsync.FSDPModule
     owner._get_fsdp_state = peek
+
+
+# What takes the place of names of torch's internals.
+PEEKED: dict[str, Any] = {
+    "_get_managed_modules": lambda modules: list(_walk(modules)),
+    "_get_managed_states": _managed_states,
+    "RegisterPostBackwardFunction": _UnitEnd,
+    "patch_register_post_backward_hook_backward": _patched_end,
+}

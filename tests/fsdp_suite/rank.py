@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal import common_utils
 
 from tests.fsdp_suite.load import Case
-from tests.fsdp_suite.stand_ins import MOST_RANKS, device_module, meet
+from tests.fsdp_suite.stand_ins import MOST_RANKS, RankTest, device_module, meet
 from tests.fsdp_suite.wrappers import Suite
 from tests.torch_suite.rank import RankResult, finish, outcome_of, prepare
 
@@ -33,11 +33,11 @@ def run_rank(suite: Suite, case: Case, rank: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def _run(test: unittest.TestCase, case: Case) -> None:
+def _run(test: RankTest, case: Case) -> None:
     if case.asks > MOST_RANKS:
         raise unittest.SkipTest(f"asks for {case.asks} devices")
     common_utils.set_rng_seed()
+    test.perThreadSetUp()
     test.setUp()
-    test.perThreadSetUp()  # type: ignore[attr-defined]  # a RankTest
     getattr(test, case.method)()
     test.tearDown()

@@ -8,6 +8,7 @@ The file is parsed, changed as a syntax tree, and compiled; nothing of it is kep
   ranks a test wants, classes of tests run in ranks that exist;
 * a name that the installed torch does not have skips the tests that use it, instead of the file;
 * `torch.cuda`, `torch.accelerator` and `torch.get_device_module(...)` are a `DeviceModule`;
+* decorators that skip where `TEST_CUDA` and its kin are false go away;
 * "cuda", "cuda:1" and the like become "cpu", "nccl" becomes "gloo", `x.cuda()` becomes `x.cpu()`,
   `torch.device(...)` one of the CPU unless it is "meta";
 * `device_ids=` and `output_device=` become None;
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Set
 
 from tests.fsdp_suite.stand_ins import STAND_INS
 
@@ -33,9 +35,13 @@ _BACKENDS = ("nccl", "hccl", "xccl")
 _MODULES = tuple(f"torch.{name}" for name in (*_ACCELERATORS, "accelerator"))
 
 
-def rewrite(source: str) -> ast.Module:
-    """The changed syntax tree of a file of tests."""
-    fixed: ast.Module = ast.fix_missing_locations(_Rules().visit(ast.parse(source)))
+def rewrite(source: str, table: Set[str] = frozenset(STAND_INS)) -> ast.Module:
+    """The changed syntax tree of a file of tests.
+
+    Args:
+        table: names that are taken from the table of stand-ins.
+    """
+    fixed: ast.Module = ast.fix_missing_locations(_Rules(table).visit(ast.parse(source)))
     return fixed
 
 
@@ -52,12 +58,12 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def _guarded(module: str, alias: ast.alias) -> list[ast.stmt]:
+def _guarded(module: str, alias: ast.alias, table: Set[str]) -> list[ast.stmt]:
     """Imports one name, and says what it stands for."""
     name = alias.asname or alias.name
     if alias.name in _TESTED:
         return ast.parse(f"{name} = {SUITE}.{alias.name}").body
-    if alias.name in STAND_INS:
+    if alias.name in table:
         return ast.parse(f"{name} = {TABLE}[{alias.name!r}]").body
     missing = f"{TABLE}['missing']({f'{module}.{alias.name}'!r})"
     return ast.parse(
@@ -66,16 +72,35 @@ def _guarded(module: str, alias: ast.alias) -> list[ast.stmt]:
     ).body
 
 
+def _asks_for_gpu(decorator: ast.expr) -> bool:
+    """Whether it is `unittest.skipIf(not TEST_CUDA, ...)` or the like."""
+    text = ast.unparse(decorator)
+    return "skipIf(not TEST_" in text or "skipUnless(TEST_" in text
+
+
 class _Rules(ast.NodeTransformer):
+    def __init__(self, table: Set[str]) -> None:
+        self._table = table
+
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
         module = node.module or ""
         if node.level or not module.startswith("torch"):
             return node
-        return [statement for alias in node.names for statement in _guarded(module, alias)]
+        return [
+            statement for alias in node.names for statement in _guarded(module, alias, self._table)
+        ]
 
     def visit_Import(self, node: ast.Import) -> ast.AST | None:
         node.names = [alias for alias in node.names if alias.name != "torch_npu"]
         return node if node.names else None
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = [d for d in node.decorator_list if not _asks_for_gpu(d)]
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.decorator_list = [d for d in node.decorator_list if not _asks_for_gpu(d)]
+        return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, str):

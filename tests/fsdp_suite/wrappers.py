@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch.distributed.fsdp
@@ -12,7 +12,7 @@ from torch.testing._internal import common_fsdp
 
 import fastsync
 from tests.fsdp_suite.counting import note_modules
-from tests.fsdp_suite.peek import let_modules_peek, peek
+from tests.fsdp_suite.peek import PEEKED, let_modules_peek, peek
 
 __all__ = ["WRAPPERS", "Suite", "Wrapper"]
 
@@ -23,12 +23,14 @@ class Wrapper:
 
     Attributes:
         state: in place of `fully_shard.state`.
+        names: what else tests import that is to be another thing.
     """
 
     fully_shard: Callable[..., Any]
     state: Callable[[nn.Module], Any]
     register_fsdp_forward_method: Callable[..., Any]
     share_comm_ctx: Callable[..., Any] | None
+    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _summing(module: Any, **arguments: Any) -> Any:
@@ -49,8 +51,8 @@ WRAPPERS = {
         torch.distributed.fsdp.register_fsdp_forward_method,
         getattr(torch.distributed.fsdp, "share_comm_ctx", None),
     ),
-    "fastsync": Wrapper(fastsync.fully_shard, peek, _REGISTER, _SHARE),
-    "broken-sum": Wrapper(_summing, peek, _REGISTER, _SHARE),
+    "fastsync": Wrapper(fastsync.fully_shard, peek, _REGISTER, _SHARE, PEEKED),
+    "broken-sum": Wrapper(_summing, peek, _REGISTER, _SHARE, PEEKED),
 }
 
 
