@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.fsdp_suite.rewrite import rewrite
+from tests.torch_suite.record import Lists
 
 ROOT = Path(__file__).parent.parent
+LISTS = Lists(ROOT / "tests" / "fsdp_suite")
+CASES = json.loads((ROOT / "tests" / "fsdp_suite" / "cases.json").read_text())
 # Written as torch's tests are.
 SAMPLE = """
 import torch
@@ -175,3 +178,22 @@ def test_a_folder_without_tests(tmp_path):
 )
 def test_rules(source, expected):
     assert ast.unparse(rewrite(source)).strip() == expected
+
+
+def test_the_lists_hold_what_they_say():
+    names = LISTS.baseline("gloo")
+    exceptions = LISTS.exceptions()
+    assert len(names) == 108
+    assert len(exceptions) == 10
+    assert set(exceptions) <= set(names)
+    assert all(exceptions.values())
+
+
+def test_each_case_of_torchs_has_a_test_of_ours():
+    assert set(CASES) == set(LISTS.baseline("gloo"))
+    for case, ours in CASES.items():
+        assert ours, case
+        for test in ours:
+            file, name = test.split("::")
+            source = (ROOT / "tests" / f"{file}.py").read_text()
+            assert f"def {name}(" in source, f"{case}: there is no {test}"

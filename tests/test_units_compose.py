@@ -288,3 +288,19 @@ def loaded_by_parts(rank, world):
 
 def test_a_state_dict_is_assigned_to_a_model_on_the_meta_device():
     assert run_ranks(loaded_by_parts, 2) == [0, 0]
+
+
+def forward_mode(rank, world):
+    """The first forward runs inside torch.func.jvp."""
+    torch.manual_seed(0)
+    model, alone = nn.Linear(3, 4), nn.Linear(3, 4)
+    alone.load_state_dict(model.state_dict())
+    fully_shard(model, reshard_after_forward=False)
+    inp, tangent = torch.ones(2, 3), torch.full((2, 3), 0.5)
+    found, wanted = (torch.func.jvp(m, (inp,), (tangent,)) for m in (model, alone))
+    model(inp.requires_grad_()).sum().backward()
+    return farthest(found, wanted), tuple(model.weight.grad.full_tensor().shape)
+
+
+def test_forward_mode_differentiation():
+    assert run_ranks(forward_mode, 2) == [(0, (4, 3))] * 2

@@ -30,7 +30,7 @@ from fastsync.units.mesh import Place, default_mesh, ranks_of
 from fastsync.units.module import shard_class
 from fastsync.units.raw import TRAINABLE
 from fastsync.units.state import State, state_of
-from fastsync.units.strand import MixedDTypes
+from fastsync.units.strand import EXTENSION, MixedDTypes
 from fastsync.units.unit import Unit
 
 __all__ = ["fully_shard"]
@@ -213,6 +213,8 @@ def _cut(
             "fully_shard doesn't support scalar parameters. "
             f"Change {name} to a 1D tensor with numel equal to 1."
         )
+    if hasattr(_local(param), "fsdp_pre_all_gather"):
+        raise NotImplementedError(EXTENSION.format(name))
     if isinstance(param, DTensor):
         _check_dtensor(name, param, place)
     if param.requires_grad and param.dtype not in TRAINABLE:

@@ -16,8 +16,12 @@ from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 
-__all__ = ["Links", "MixedDTypes", "Strand"]
+__all__ = ["EXTENSION", "Links", "MixedDTypes", "Strand"]
 
+EXTENSION = (
+    "parameter {!r} has fsdp_pre_all_gather(), and fastsync.fully_shard does not call extensions "
+    "of tensor subclasses; use torch's fully_shard for this model, or plain parameters"
+)
 # A share of so many bytes is worth a message of its own.
 DIRECT_BYTES = 128 << 10
 
@@ -161,6 +165,7 @@ class Strand:
         """
         Raises:
             RuntimeError: some parameters are still on the meta device, or on another than the mesh.
+            NotImplementedError: one has got an extension that wants to take part in gathers.
         """
         on_meta = [m.name for m in self.members if m.local.is_meta]
         if on_meta:
@@ -170,6 +175,9 @@ class Strand:
                 "module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
+        for member in self.members:
+            if hasattr(member.local, "fsdp_pre_all_gather"):
+                raise NotImplementedError(EXTENSION.format(member.name))
         elsewhere = [m.name for m in self.members if m.local.device != self.place.device]
         if elsewhere:
             raise RuntimeError(
