@@ -314,6 +314,21 @@ def test_a_step_dispatches_few_operations():
         assert sharded - alone <= 200
 
 
+def buffers(rank, world):
+    """What a unit was told before the first forward holds for the model, whose largest counts."""
+    model = apply(fully_shard, net())
+    model.blocks[1].set_reduce_scatter_max_input_buffers(3)
+    alike = apply(fully_shard, net())
+    for each in (model, alike):
+        loss_of(each, words(rank, 0)).backward()
+    grads = [whole([p.grad for p in each.parameters()]) for each in (model, alike)]
+    return state_of(model).context.most_in_flight, farthest(*grads)
+
+
+def test_gradients_of_several_units_in_flight():
+    assert run_ranks(buffers, 2) == [(3, 0), (3, 0)]
+
+
 def in_another_order(rank, world):
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     units = [fully_shard(layer) for layer in model]

@@ -177,6 +177,7 @@ class State:
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on."""
+        context.most_in_flight = max(context.most_in_flight, self.context.most_in_flight)
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:

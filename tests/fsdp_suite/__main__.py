@@ -1,6 +1,7 @@
 """The command: `python -m tests.fsdp_suite UPSTREAM`.
 
-Which tests have to pass is read from baseline.json.
+Which tests have to pass is read from baseline.json; `--measure-baseline` runs torch's own
+fully_shard first, instead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -42,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not jobs:
         print("no test matches", file=sys.stderr)
         return 2
-    extension.load()  # built before the ranks fork
     start = time.monotonic()
-    results = follow(run_tests(jobs, options.jobs, options.timeout), len(jobs), options.quiet)
+    results = _run(jobs, options)
     if options.json:
         write_json(options.json, results)
     return _judge(results, options, time.monotonic() - start)
@@ -62,6 +62,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for one test")
     add("--quiet", action="store_true", help="no tracebacks")
+    add(
+        "--measure-baseline", action="store_true", help="run torch's own first, to know what to run"
+    )
     add("--write-baseline", action="store_true", help="record what passes (with --wrapper torch)")
     options = parser.parse_args(arguments)
     if options.write_baseline and (options.wrapper != "torch" or options.only):
@@ -70,15 +73,34 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
-    suite = Suite(WRAPPERS[options.wrapper])
+    if options.all or options.wrapper == "torch":
+        return _made(options, options.wrapper, None)
+    if options.measure_baseline:
+        print("what torch's own fully_shard passes:", flush=True)
+        results = _run(_made(options, "torch", None), options)
+        print(f"\nwhat {options.wrapper} passes of these:", flush=True)
+        return _made(options, options.wrapper, {r.name for r in results if r.status == "passed"})
+    return _made(options, options.wrapper, set(_LISTS.baseline(_BACKEND)))
+
+
+def _made(options: argparse.Namespace, wrapper: str, known: Set[str] | None) -> list[Job]:
+    """The tests of the folder that are known, or all."""
+    suite = Suite(WRAPPERS[wrapper])
     cases = load_tests(suite, options.upstream)
-    is_all = options.all or options.wrapper == "torch"
-    known = set(cases) if is_all else set(_LISTS.baseline(_BACKEND))
+    lacking = set() if known is None else set(known) - set(cases)
+    if lacking:
+        print(f"{options.upstream} lacks {len(lacking)} of the baseline's {len(known or ())} tests")
     return [
         Job(name, case.ranks, partial(run_rank, suite, case))
         for name, case in cases.items()
-        if name in known and (not options.only or re.search(options.only, name))
+        if known is None or name in known
+        if not options.only or re.search(options.only, name)
     ]
+
+
+def _run(jobs: Sequence[Job], options: argparse.Namespace) -> list[TestResult]:
+    extension.load()  # built before the ranks fork
+    return follow(run_tests(jobs, options.jobs, options.timeout), len(jobs), options.quiet)
 
 
 def _judge(results: Sequence[TestResult], options: argparse.Namespace, seconds: float) -> int:
