@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -174,11 +174,6 @@ def _for_each_device(cls: type[Any], scope: dict[str, Any], **unused: object) ->
     made = scope.get(f"{cls.__name__}CPU")
     if made is not None:
         made.device_type, made._primary_device = "cpu", "cpu"
-
-
-@contextlib.contextmanager
-def _unpatched(*unused: object) -> Iterator[None]:
-    yield
 
 
 def _no_time(*unused: object, **named: object) -> float:
