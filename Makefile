@@ -15,7 +15,7 @@ PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup extension install demo test test-all torch-suite bench bench-all bench-links bench-overlap \
+.PHONY: help setup extension install demo test test-all torch-suite fsdp-suite bench bench-all bench-links bench-overlap \
   bench-unused docs gpu bench-kernels bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
@@ -66,6 +66,10 @@ test-all: extension ## run all cases too: a quarter of an hour (ARGS='-m slow': 
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)
+
+fsdp-suite: $(STAMP) ## run torch's own FSDP2 tests against fully_shard (UPSTREAM=folder with its test_fully_shard_*.py)
+	$(if $(UPSTREAM),,$(error UPSTREAM=folder is missing: where torch's test/distributed/_composable/fsdp/test_fully_shard_*.py are))
+	$(IN_CHECKOUT) -m tests.fsdp_suite $(UPSTREAM) $(ARGS)
 
 bench: $(STAMP) ## step times of all variants, into out/step.json
 	$(IN_CHECKOUT) -m bench step --json out/step.json $(ARGS)

@@ -74,13 +74,16 @@ MODULE_LAYERS = {
         ["__init__", "__main__"],
     ],
     "torch_private": [
-        ["callers", "dtensors", "graphs", "groups", "optimizers", "parallel", "tensors"],
+        ["callers", "composable", "dtensors", "graphs"],
+        ["groups", "optimizers", "parallel", "tensors"],
         ["__init__"],
     ],
     "units": [
-        ["choosing", "layout", "mesh", "nested"],
+        ["choosing", "errors", "layout", "nested"],
+        ["mesh"],
         ["member"],
         ["strand"],
+        ["raw"],
         ["unit"],
         ["context"],
         ["state"],

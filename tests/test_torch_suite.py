@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch_suite.record import read_baseline, read_exceptions
+from tests.torch_suite.record import LISTS
 from tests.torch_suite.rewrite import find_ddp_tests, rewrite
 
 ROOT = Path(__file__).parent.parent
@@ -65,15 +65,15 @@ def test_without_a_list_torchs_own_class_is_asked(tmp_path):
     status, results, output = run_suite(tmp_path, "fastddp", only, "--measure-baseline")
     assert status == 0, output
     assert "DataParallelCPU" in "".join(results)
-    listed = [name for name in read_baseline("gloo") if name in results]
+    listed = [name for name in LISTS.baseline("gloo") if name in results]
     assert sorted(results) == sorted(listed), "torch fails most of mixed precision on the CPU"
-    assert read_baseline("no such backend") == []
+    assert LISTS.baseline("no such backend") == []
 
 
 def test_the_lists_hold_what_they_say():
-    names = read_baseline("gloo")
+    names = LISTS.baseline("gloo")
     assert len(names) == 73
-    exceptions = read_exceptions()
+    exceptions = LISTS.exceptions()
     assert set(exceptions) <= set(names)
     assert len(exceptions) <= 5
     assert all(exceptions.values())

@@ -218,10 +218,10 @@ def test_a_step_that_fails_half_way():
     assert run_ranks(fail_once, 2) == [0, 0]
 
 
-class Int(nn.Module):
+class Complex(nn.Module):
     def __init__(self):
         super().__init__()
-        self.codes = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+        self.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
 def refuse(rank, world):
@@ -234,7 +234,8 @@ def refuse(rank, world):
     scalar.one = nn.Parameter(torch.tensor(1.0))
     twice = fully_shard(layer())
     check(ValueError, "scalar parameters", lambda: scalar)
-    check(ValueError, "applied to this FSDPLinear before", lambda: twice)
+    check(ValueError, "already been applied to this FSDPLinear", lambda: twice)
+    check(AssertionError, "already been applied to this FSDPLinear", lambda: twice)
     check(ValueError, "containers that do not implement forward", nn.ModuleList)
     check(ValueError, "factor of 2, not 3", layer, reshard_after_forward=3)
     check(ValueError, "bool or an int", layer, reshard_after_forward="no")
@@ -245,7 +246,7 @@ def refuse(rank, world):
         layer,
         shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None,
     )
-    check(NotImplementedError, "'codes' is torch.int8", Int)
+    check(NotImplementedError, "'waves' is torch.complex64 and requires", Complex)
     check(NotImplementedError, "DTensor already", lambda: torchs(layer()))
     check(
         NotImplementedError,
@@ -255,13 +256,12 @@ def refuse(rank, world):
     for call in (
         lambda: twice.set_custom_all_gather(None),
         lambda: twice.set_symm_mem_for_comm(),
-        lambda: twice.set_all_reduce_hook(lambda t: None, stream=object()),
     ):
         with pytest.raises(NotImplementedError):
             call()
     with pytest.raises(ValueError, match="Expects FSDPModule"):
         twice.set_modules_to_forward_prefetch([layer()])
-    with pytest.raises(RuntimeError, match="cannot be copied"):
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
         copy.deepcopy(twice)
     with pytest.raises(TypeError, match="must be an int"):
         twice.set_reduce_scatter_max_input_buffers(True)
@@ -314,6 +314,21 @@ def test_a_step_dispatches_few_operations():
         assert sharded - alone <= 200
 
 
+def buffers(rank, world):
+    """What a unit was told before the first forward holds for the model, whose largest counts."""
+    model = apply(fully_shard, net())
+    model.blocks[1].set_reduce_scatter_max_input_buffers(3)
+    alike = apply(fully_shard, net())
+    for each in (model, alike):
+        loss_of(each, words(rank, 0)).backward()
+    grads = [whole([p.grad for p in each.parameters()]) for each in (model, alike)]
+    return state_of(model).context.most_in_flight, farthest(*grads)
+
+
+def test_gradients_of_several_units_in_flight():
+    assert run_ranks(buffers, 2) == [(3, 0), (3, 0)]
+
+
 def in_another_order(rank, world):
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     units = [fully_shard(layer) for layer in model]
@@ -359,8 +374,9 @@ def test_meshes_are_checked():
 
 
 def check_meshes(rank, world):
-    with pytest.raises(ValueError, match="to have names"):
-        refuse_mesh(rank, world)
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match="with mesh_dim_names specified"):
+            refuse_mesh(rank, world)
     cube = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2, 1))
     with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
         fully_shard(nn.Linear(2, 2), mesh=cube)

@@ -5,18 +5,25 @@ and the newest of them.
 """
 
 from fastsync.torch_private.callers import caller, caller_level
+from fastsync.torch_private.composable import is_replicated, register_sharded
 from fastsync.torch_private.dtensors import (
     DTensorSpec,
+    local_gradient,
     local_of,
     make_dtensor,
     make_spec,
     set_local,
+    shard_spec,
+    spec_of,
+    with_dtype,
 )
 from fastsync.torch_private.graphs import (
     at_end_of_backward,
     backward_is_running,
     has_python_reducer,
+    outside_transforms,
     split_graphs_at_buckets,
+    transforms_are_active,
     without_modes,
 )
 from fastsync.torch_private.groups import (
@@ -42,7 +49,7 @@ from fastsync.torch_private.parallel import (
     front_accepts,
     untraced,
 )
-from fastsync.torch_private.tensors import WrapperTensor, map_tensors
+from fastsync.torch_private.tensors import WrapperTensor, accumulate_hooks, map_tensors
 
 __all__ = [
     "BuiltinCommHookType",
@@ -53,6 +60,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "WrapperTensor",
+    "accumulate_hooks",
     "at_end_of_backward",
     "backend_name",
     "backward_is_running",
@@ -69,13 +77,21 @@ __all__ = [
     "group_timeout",
     "has_python_reducer",
     "is_registered",
+    "is_replicated",
+    "local_gradient",
     "local_of",
     "make_dtensor",
     "make_spec",
     "map_tensors",
+    "outside_transforms",
+    "register_sharded",
     "resolvable_name",
     "set_local",
+    "shard_spec",
+    "spec_of",
     "split_graphs_at_buckets",
+    "transforms_are_active",
     "untraced",
+    "with_dtype",
     "without_modes",
 ]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["DTensorSpec", "local_of", "make_dtensor", "make_spec", "set_local"]
+__all__ = [
+    "DTensorSpec",
+    "local_gradient",
+    "local_of",
+    "make_dtensor",
+    "make_spec",
+    "set_local",
+    "shard_spec",
+    "spec_of",
+    "with_dtype",
+]
 
 
 def make_spec(
@@ -23,6 +35,49 @@ def make_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
+def shard_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], inner: DTensorSpec
+) -> DTensorSpec:
+    """Of a DTensor whose local tensors are cut once more, over another mesh.
+
+    Args:
+        mesh: the other one, which comes first.
+        placements: of the local tensors there.
+        inner: of the DTensor.
+    """
+    whole = DeviceMesh._concatenate([mesh, inner.mesh])
+    outer = tuple(_around(each, inner) for each in placements)
+    return DTensorSpec(whole, (*outer, *inner.placements), tensor_meta=inner.tensor_meta)
+
+
+def _around(placement: Placement, inner: DTensorSpec) -> Placement:
+    """Says where a dimension was cut by `inner` before."""
+    if not isinstance(placement, Shard):
+        return placement
+    pieces = math.prod(
+        inner.mesh.size(dim)
+        for dim, each in enumerate(inner.placements)
+        if isinstance(each, Shard | _StridedShard) and each.dim == placement.dim
+    )
+    return placement if pieces == 1 else _StridedShard(placement.dim, split_factor=pieces)
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    """Mesh, placements, global sizes and dtype of a DTensor."""
+    return cast(DTensor, tensor)._spec
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same with another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)
+    )
+
+
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of which this rank has `local`: the same memory."""
     return DTensor(local, spec, requires_grad=False)
@@ -31,6 +86,15 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor itself, without autograd."""
     return cast(DTensor, tensor)._local_tensor
+
+
+def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """That of a DTensor's gradient, placed as the DTensor. Collective where it is not."""
+    placed = cast(DTensor, gradient)
+    if placed.placements != spec.placements:
+        placed = placed.redistribute(placements=spec.placements)
+    local: object = placed._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else cast(torch.Tensor, local)
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,9 @@ __all__ = [
     "at_end_of_backward",
     "backward_is_running",
     "has_python_reducer",
+    "outside_transforms",
     "split_graphs_at_buckets",
+    "transforms_are_active",
     "without_modes",
 ]
 
@@ -25,6 +27,16 @@ __all__ = [
 def without_modes() -> AbstractContextManager[object]:
     """Hides what is called inside from the dispatch modes that a user has entered."""
     return _disable_current_modes()
+
+
+def transforms_are_active() -> bool:
+    """Whether this runs inside of a function that torch.func transforms: jvp, vmap, grad."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Hides what is called inside from the transforms of torch.func."""
+    return torch._C._DisableFuncTorch() if transforms_are_active() else nullcontext()
 
 
 def backward_is_running() -> bool:

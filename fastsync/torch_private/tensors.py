@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["WrapperTensor", "map_tensors"]
+__all__ = ["WrapperTensor", "accumulate_hooks", "map_tensors"]
 
 T = TypeVar("T", bound="WrapperTensor")
 
@@ -26,6 +26,11 @@ class WrapperTensor(torch.Tensor):
             cls, like.shape, strides=like.stride(), dtype=kind.dtype, device=kind.device
         )
         return made
+
+
+def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
+    """Those of `register_post_accumulate_grad_hook()`, for gradients that autograd does not set."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:

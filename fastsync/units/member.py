@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fastsync.torch_private import DTensorSpec, local_of, make_dtensor, make_spec
+from fastsync.torch_private import (
+    DTensorSpec,
+    accumulate_hooks,
+    local_gradient,
+    local_of,
+    make_dtensor,
+    spec_of,
+    with_dtype,
+)
 from fastsync.units.layout import Shape
 from fastsync.units.mesh import Place
 
@@ -43,12 +51,15 @@ class Member:
 
     Attributes:
         homes: every place where modules have it; several where it is tied.
-        shape: of the whole, and how it is cut.
+        shape: of the whole, and how it is cut; of this rank's local tensor where the parameter is
+            a DTensor by itself (tensor parallelism).
         sharded: what optimizers see: a DTensor of which this rank has a share.
         whole: what modules compute with; its memory comes and goes. None before the first time.
         partial: a gradient that has been accumulated without communication in the dtype in which
             gradients are reduced, where that is not the one in which they arrive.
         name: in the root module, once that is known.
+        inner: of the whole, where that is a DTensor.
+        spec: of the shares and their gradients.
     """
 
     homes: list[Home]
@@ -58,16 +69,22 @@ class Member:
     whole: nn.Parameter | None = None
     partial: torch.Tensor | None = None
     name: str = ""
+    inner: DTensorSpec | None = None
     spec: DTensorSpec = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.homes[0].name
-        self.set_spec(self.sharded.dtype)
+        self.spec = spec_of(self.sharded)
 
     def set_spec(self, dtype: torch.dtype) -> None:
         """Parameters and gradients are of `dtype`."""
-        placements = self.place.placements(self.shape.dim)
-        self.spec = make_spec(self.place.mesh, placements, self.shape.sizes, dtype)
+        self.spec = with_dtype(self.spec, dtype)
+
+    def make_whole(self, memory: torch.Tensor) -> None:
+        """Computes with what is in `memory`."""
+        if self.inner is not None:
+            memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
+        self.whole = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
 
     @property
     def local(self) -> torch.Tensor:
@@ -85,11 +102,31 @@ class Member:
     def set_gradient(self, local: torch.Tensor) -> None:
         self.sharded.grad = make_dtensor(local, self.spec)
 
-    def take_whole_gradient(self) -> torch.Tensor | None:
-        """What this rank has accumulated for the whole parameter, which it then has no more."""
+    def whole_local(self) -> torch.Tensor:
+        """This rank's tensor of the whole, where that is a DTensor; else the whole."""
+        assert self.whole is not None
+        return self.whole if self.inner is None else local_of(self.whole)
+
+    def call_hooks(self) -> None:
+        """Those that run when autograd has set a gradient."""
+        for hook in accumulate_hooks(self.sharded):
+            hook(self.sharded)
+
+    def has_hooks(self) -> bool:
+        return bool(accumulate_hooks(self.sharded))
+
+    def _fresh_gradient(self) -> torch.Tensor | None:
+        """What autograd has accumulated, which it then has no more."""
         if self.whole is None:
             return None
         fresh, self.whole.grad = self.whole.grad, None
+        if fresh is None or self.inner is None:
+            return fresh
+        return local_gradient(fresh, self.inner)
+
+    def take_whole_gradient(self) -> torch.Tensor | None:
+        """What this rank has accumulated for the whole parameter, which it then has no more."""
+        fresh = self._fresh_gradient()
         partial, self.partial = self.partial, None
         if partial is None or fresh is None:
             return fresh if partial is None else partial
@@ -97,15 +134,13 @@ class Member:
 
     def keep_whole_gradient(self, dtype: torch.dtype) -> None:
         """Has what was accumulated wait in `dtype` for later backwards."""
-        if self.whole is not None and self.whole.grad is not None:
-            if self.partial is None and self.whole.grad.dtype == dtype:
-                return
-            self.partial = (
-                self.whole.grad.to(dtype)
-                if self.partial is None
-                else self.partial.add_(self.whole.grad)
-            )
-            self.whole.grad = None
+        if self.whole is None or self.whole.grad is None:
+            return
+        if self.partial is None and self.whole.grad.dtype == dtype:
+            return
+        fresh = self._fresh_gradient()
+        assert fresh is not None
+        self.partial = fresh.to(dtype) if self.partial is None else self.partial.add_(fresh)
 
     def show_sharded(self) -> None:
         for home in self.homes:

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fastsync.torch_private import backend_name, default_group
+from fastsync.units.errors import RefusedError
 
-__all__ = ["Place", "default_mesh"]
+__all__ = ["Place", "default_mesh", "ranks_of"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,9 @@ class Place:
         if mesh.ndim not in (1, 2):
             raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
         if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-            raise ValueError(
-                "fully_shard expects a 2D DeviceMesh, which replicates along its first dimension "
-                "and shards along its second, to have names: pass mesh_dim_names to "
-                "init_device_mesh()"
+            raise RefusedError(
+                "Please init the 2D mesh for HSDP with mesh_dim_names specified: fully_shard "
+                "replicates along its first dimension and shards along its second"
             )
         group = mesh.get_group(mesh.ndim - 1)
         replicas = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -73,6 +73,11 @@ def default_mesh() -> DeviceMesh:
     size = default_group().size()
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh("cpu" if found is None else found.type, (size,))
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """All that are in a mesh."""
+    return [int(rank) for rank in mesh.mesh.flatten()]
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

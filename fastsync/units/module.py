@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import UnshardHandle
 
+from fastsync.units.errors import RefusedError
 from fastsync.units.state import State, state_of
 from fastsync.units.unit import Unit
 
@@ -156,15 +157,20 @@ class _Reducing:
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], object], *, stream: object = None
+        self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
     ) -> None:
-        """Calls `hook` with this rank's sums, one-dimensional, before they become gradients."""
-        if stream is not None:
-            raise NotImplementedError(
-                "set_all_reduce_hook() calls hooks on the current stream; leave out `stream`"
-            )
+        """Calls `hook` with this rank's sums, one-dimensional, before they become gradients.
+
+        Args:
+            stream: that is current meanwhile; the current one by default.
+
+        Raises:
+            ValueError: there is a `stream`, and ranks repeat each other (HSDP).
+        """
         for unit in _units(self, recurse=False):
-            unit.switches.hook = hook
+            if stream is not None and unit.place.replicas is not None:
+                raise ValueError("stream cannot be set when using native HSDP")
+            unit.switches.hook, unit.switches.hook_stream = hook, stream
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -244,9 +250,9 @@ class FSDPModule(_Gathering, _Reducing, TorchModule):
         return made
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise RuntimeError(
-            "modules of fully_shard() cannot be copied; copy the module before, or load its state "
-            "dict into another one"
+        raise RefusedError(
+            "FSDP does not support deepcopy: copy the module before fully_shard(), or load its "
+            "state dict into another one"
         )
 
 

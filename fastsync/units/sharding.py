@@ -14,13 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fastsync.torch_private import make_dtensor, make_spec
+from fastsync.torch_private import (
+    is_replicated,
+    local_of,
+    make_dtensor,
+    make_spec,
+    register_sharded,
+    shard_spec,
+    spec_of,
+)
+from fastsync.units.errors import RefusedError
 from fastsync.units.layout import Shape
 from fastsync.units.member import Home, Member, find_homes
-from fastsync.units.mesh import Place, default_mesh
+from fastsync.units.mesh import Place, default_mesh, ranks_of
 from fastsync.units.module import shard_class
+from fastsync.units.raw import TRAINABLE
 from fastsync.units.state import State, state_of
-from fastsync.units.strand import MixedDTypes
+from fastsync.units.strand import EXTENSION, MixedDTypes
 from fastsync.units.unit import Unit
 
 __all__ = ["fully_shard"]
@@ -29,7 +39,6 @@ T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 # On a parameter that is shared: its unit and member, for modules outside that are tied to it.
 _OWNER = "_fastsync_owner"
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def fully_shard(
@@ -54,7 +63,8 @@ def fully_shard(
         mesh: of one dimension: the ranks that share. Of two: ranks share along the second, and
             repeat each other along the first (HSDP). All ranks by default.
         reshard_after_forward: whether whole parameters are freed between forward and backward.
-            By default they are, but for the root, whose backward comes next.
+            By default they are, but for the root, whose backward comes next. A number of ranks
+            between these, which FSDP2 gathers backward's parameters from, stands for True here.
         shard_placement_fn: the dimension, as `Shard(dim)`, along which a parameter is cut; None:
             the first. Another dimension than the first must be divisible by the number of ranks.
         mp_policy: dtypes to compute in, to reduce gradients in, and of outputs.
@@ -91,6 +101,7 @@ def fully_shard(
     state = State(modules, unit, mixed, reshard_after_forward is None)
     state.use(tied)
     for each in modules:
+        register_sharded(each)
         each.__class__ = shard_class(cast("Hashable", type(each)))
     return module
 
@@ -114,8 +125,9 @@ def _check_module(module: nn.Module) -> None:
             f"fully_shard does not support containers that do not implement forward: {module}"
         )
     if state_of(module) is not None:
-        raise ValueError(
-            f"fully_shard was applied to this {type(module).__name__} before; apply it once"
+        raise RefusedError(
+            "Each distinct composable distributed API can only be applied to a module once. "
+            f"fully_shard has already been applied to this {type(module).__name__}"
         )
 
 
@@ -140,18 +152,13 @@ def _check_reshard(given: bool | int | None, place: Place) -> bool:
             "If passing reshard_after_forward as an int, it should be a factor of "
             f"{place.world}, not {given}"
         )
-    if given not in (1, place.world):
-        raise NotImplementedError(
-            f"fastsync.fully_shard does not reshard to {given} of {place.world} ranks yet: pass "
-            "True, or False to keep whole parameters between forward and backward"
-        )
     if given == 1:
         warnings.warn(
             "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead "
             "of reshard_after_forward=True (bool)",
             stacklevel=3,
         )
-    return given == place.world
+    return given > 1 or place.world == 1
 
 
 def _walk(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -159,7 +166,8 @@ def _walk(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     seen: set[int] = set()
 
     def visit(module: nn.Module, top: bool) -> Iterator[nn.Module]:
-        if id(module) in seen or (not top and state_of(module) is not None):
+        taken = is_replicated(module) or (not top and state_of(module) is not None)
+        if id(module) in seen or taken:
             return
         seen.add(id(module))
         for child in module.children():
@@ -205,17 +213,16 @@ def _cut(
             "fully_shard doesn't support scalar parameters. "
             f"Change {name} to a 1D tensor with numel equal to 1."
         )
+    if hasattr(_local(param), "fsdp_pre_all_gather"):
+        raise NotImplementedError(EXTENSION.format(name))
     if isinstance(param, DTensor):
+        _check_dtensor(name, param, place)
+    if param.requires_grad and param.dtype not in TRAINABLE:
         raise NotImplementedError(
-            f"parameter {name!r} is a DTensor already: fastsync.fully_shard does not combine with "
-            "tensor parallelism, nor with torch's fully_shard, yet"
+            f"parameter {name!r} is {param.dtype} and requires a gradient: fastsync.fully_shard "
+            "trains float32, float64, float16 and bfloat16; put it into ignored_params"
         )
-    if param.dtype not in _FLOATS:
-        raise NotImplementedError(
-            f"parameter {name!r} is {param.dtype}: fastsync.fully_shard knows "
-            "float32, float64, float16 and bfloat16; put it into ignored_params"
-        )
-    if not param.is_contiguous():
+    if not _local(param).is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet: {name!r} has "
             f"{param.shape=} {param.stride()=}"
@@ -223,20 +230,43 @@ def _cut(
     return _checked_shape(name, param, placement_fn(param) if placement_fn else None, place)
 
 
+def _check_dtensor(name: str, param: DTensor, place: Place) -> None:
+    kind = param.device_mesh.device_type
+    if kind != place.device.type:
+        raise ValueError(
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{kind} for DTensor and {place.device.type} for FSDP: parameter {name!r}"
+        )
+    if len(set(ranks_of(param.device_mesh)) & set(ranks_of(place.mesh))) > 1:
+        raise NotImplementedError(
+            f"parameter {name!r} is a DTensor already over ranks that are to share it; "
+            "fastsync.fully_shard takes DTensors of tensor parallelism, whose mesh crosses its own"
+        )
+
+
 def _checked_shape(name: str, param: nn.Parameter, chosen: object, place: Place) -> Shape:
+    sizes = tuple(_local(param).shape)
     if chosen is None:
-        return Shape(tuple(param.shape))
+        return Shape(sizes)
     if not isinstance(chosen, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {chosen}")
     dim = chosen.dim + param.ndim if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < param.ndim:
-        raise ValueError(f"Shard dim {chosen.dim} is invalid for {name!r} of sizes {param.shape}")
-    if dim > 0 and param.size(dim) % place.world:
+        raise RefusedError(
+            f"Shard dim {chosen.dim} is invalid for {param.ndim}D tensor {name!r} of sizes "
+            f"{tuple(param.shape)}"
+        )
+    if dim > 0 and sizes[dim] % place.world:
         raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {name!r} has {param.size()} "
+            f"FSDP does not support uneven sharding on dim {dim}: {name!r} has {sizes} "
             f"(world size: {place.world})"
         )
-    return Shape(tuple(param.shape), dim)
+    return Shape(sizes, dim)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter: all, unless it is a DTensor by itself."""
+    return local_of(param) if isinstance(param, DTensor) else param.detach()
 
 
 def _move(
@@ -285,7 +315,12 @@ def _make_members(
 def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Place) -> Member:
     each = shape.count(0, place.world)
     begin = min(each * place.rank, shape.sizes[shape.dim])
-    share = param.detach().narrow(shape.dim, begin, shape.count(place.rank, place.world))
-    spec = make_spec(place.mesh, place.placements(shape.dim), shape.sizes, param.dtype)
+    share = _local(param).narrow(shape.dim, begin, shape.count(place.rank, place.world))
+    inner = spec_of(param) if isinstance(param, DTensor) else None
+    placements = place.placements(shape.dim)
+    if inner is None:
+        spec = make_spec(place.mesh, placements, shape.sizes, param.dtype)
+    else:
+        spec = shard_spec(place.mesh, placements, inner)
     sharded = nn.Parameter(make_dtensor(share, spec), requires_grad=param.requires_grad)
-    return Member(homes, shape, place, sharded)
+    return Member(homes, shape, place, sharded, inner=inner)

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fastsync.torch_private import at_end_of_backward, backward_is_running, untraced
+from fastsync.torch_private import (
+    at_end_of_backward,
+    backward_is_running,
+    outside_transforms,
+    transforms_are_active,
+    untraced,
+)
 from fastsync.units.context import Context
 from fastsync.units.member import Member
 from fastsync.units.nested import grad_tensors, map_tensors
@@ -31,16 +37,47 @@ def state_of(module: nn.Module) -> State | None:
 class _UnitEnd(torch.autograd.Function):
     """Passes a forward's inputs on; its backward runs when the unit's backward has been done."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, state: State, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
-        ctx.state = state
-        ctx.set_materialize_grads(False)
+    def forward(state: State, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[State, ...], output: object) -> None:  # type: ignore[no-untyped-def]
+        ctx.state = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+        return tangents
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[no-untyped-def]
         ctx.state.reached_end()
         return (None, *gradients)
+
+
+class _UnitStart(torch.autograd.Function):
+    """Passes an output on; its backward runs when the unit's backward begins."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: State, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[State, ...], output: object) -> None:  # type: ignore[no-untyped-def]
+        ctx.state = inputs[0]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[no-untyped-def]
+        return None, ctx.state.before_backward(gradient)
+
+    @staticmethod
+    def jvp(ctx, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return tangent.view_as(tangent)
 
 
 class State:
@@ -140,6 +177,7 @@ class State:
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on."""
+        context.most_in_flight = max(context.most_in_flight, self.context.most_in_flight)
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:
@@ -187,9 +225,10 @@ class State:
         return args, kwargs
 
     def _gather(self) -> None:
-        for unit in self.uses:
-            unit.finish_gather()
-            self.context.arrived(unit)
+        with outside_transforms():
+            for unit in self.uses:
+                unit.finish_gather()
+                self.context.arrived(unit)
 
     def _begin_root_forward(self) -> None:
         self.become_root()
@@ -208,11 +247,12 @@ class State:
                 unit.running = 0
 
     def _prefetch_forward(self) -> None:
-        for state in self.forward_next:
-            if state.unit is not None:
-                self.context.prefetch(state.unit)
-        if self.unit is not None and not self.forward_next and not backward_is_running():
-            self.context.enter(self.unit)
+        with outside_transforms():
+            for state in self.forward_next:
+                if state.unit is not None:
+                    self.context.prefetch(state.unit)
+            if self.unit is not None and not self.forward_next and not backward_is_running():
+                self.context.enter(self.unit)
 
     def _mark_end(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Has the backward say when it is through with this forward."""
@@ -293,6 +333,10 @@ class State:
                     stacklevel=2,
                 )
             tensor.register_hook(self.before_backward)
+        if transforms_are_active():  # tensors in there may require gradients outside alone
+            start = cast("Callable[..., torch.Tensor]", _UnitStart.apply)
+            passed = lambda t: t if t.requires_grad or not t.is_floating_point() else start(self, t)  # noqa: E731
+            return map_tensors(passed, output)
         return output
 
     @untraced

@@ -16,8 +16,12 @@ from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 
-__all__ = ["Links", "MixedDTypes", "Strand"]
+__all__ = ["EXTENSION", "Links", "MixedDTypes", "Strand"]
 
+EXTENSION = (
+    "parameter {!r} has fsdp_pre_all_gather(), and fastsync.fully_shard does not call extensions "
+    "of tensor subclasses; use torch's fully_shard for this model, or plain parameters"
+)
 # A share of so many bytes is worth a message of its own.
 DIRECT_BYTES = 128 << 10
 
@@ -123,8 +127,9 @@ class Strand:
             found = member.homes[0].get()
             if found is not member.whole and found is not member.sharded:
                 self._take_in(member, found)
-        if self._is_settled():
-            return
+        on_meta = {member.local.is_meta for member in self.members}
+        if len(on_meta) > 1 or self._is_settled():
+            return  # the others are still to be loaded
         dtypes = {member.sharded.dtype for member in self.members}
         if len(dtypes) != 1:
             names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.members)
@@ -147,7 +152,7 @@ class Strand:
             raise RuntimeError(
                 f"parameter {member.name!r} was exchanged for a {type(found).__name__} of sizes "
                 f"{tuple(found.shape)}, where fully_shard() needs a DTensor of sizes "
-                f"{tuple(member.shape.sizes)}; load DTensors, or use "
+                f"{tuple(member.sharded.shape)}; load DTensors, or use "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict()"
             )
         member.sharded = found
@@ -160,6 +165,7 @@ class Strand:
         """
         Raises:
             RuntimeError: some parameters are still on the meta device, or on another than the mesh.
+            NotImplementedError: one has got an extension that wants to take part in gathers.
         """
         on_meta = [m.name for m in self.members if m.local.is_meta]
         if on_meta:
@@ -169,6 +175,9 @@ class Strand:
                 "module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
+        for member in self.members:
+            if hasattr(member.local, "fsdp_pre_all_gather"):
+                raise NotImplementedError(EXTENSION.format(member.name))
         elsewhere = [m.name for m in self.members if m.local.device != self.place.device]
         if elsewhere:
             raise RuntimeError(
@@ -198,8 +207,7 @@ class Strand:
             self._core = core.make_unit(self._links.core, members, dtypes, device, tag)
             self._core.set_shard(self.shard, self._core_layout())
             for index, member in enumerate(self.members):
-                whole = self._core.whole(index)
-                member.whole = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
+                member.make_whole(self._core.whole(index))
         return self._core
 
     def start_gather(self) -> None:
@@ -262,3 +270,6 @@ class Strand:
         for member, local in zip(members, self._way().deliver(layout, sums, before), strict=True):
             if local is not None:
                 member.set_gradient(local)
+        for index, member in enumerate(members):
+            if member.has_hooks() and sums[laid.flags + index] != 0:
+                member.call_hooks()

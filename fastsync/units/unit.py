@@ -21,6 +21,7 @@ from torch import nn
 
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
+from fastsync.units.raw import TRAINABLE, RawStrand
 from fastsync.units.strand import Links, MixedDTypes, Strand
 
 __all__ = ["Moment", "Switches", "Unit"]
@@ -46,6 +47,7 @@ class Switches:
     gather_in_backward: bool = True
     divisor: float | None = None
     hook: Callable[[torch.Tensor], object] | None = None
+    hook_stream: torch.Stream | None = None
 
 
 @dataclass
@@ -96,7 +98,10 @@ class Unit:
         by_dtype: dict[torch.dtype, list[Member]] = {}
         for member in members:
             by_dtype.setdefault(member.sharded.dtype, []).append(member)
-        strands = [Strand(alike, place, mixed) for alike in by_dtype.values()]
+        strands = [
+            (Strand if dtype in TRAINABLE else RawStrand)(alike, place, mixed)
+            for dtype, alike in by_dtype.items()
+        ]
         unit = cls(tuple(modules), place, strands)
         unit.show_sharded()
         return unit
@@ -172,10 +177,21 @@ class Unit:
             if self.place.replicas is not None:
                 self._add_up(strand, sums)
                 continue
-            if self.switches.hook is not None:
-                self.switches.hook(sums)
+            self._call_hook(sums)
             strand.deliver(sums)
         self._reducing = []
+
+    def _call_hook(self, sums: torch.Tensor) -> None:
+        if self.switches.hook is None:
+            return
+        if self.switches.hook_stream is None:
+            self.switches.hook(sums)
+            return
+        device, stream = torch.get_device_module(self.place.device), self.switches.hook_stream
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream):
+            self.switches.hook(sums)
+        device.current_stream().wait_stream(stream)
 
     def _add_up(self, strand: Strand, sums: torch.Tensor) -> None:
         if strand.partial is not None:
@@ -192,8 +208,7 @@ class Unit:
         for summing in self._summing:
             if summing.work is not None:
                 summing.work.wait()
-            if self.switches.hook is not None:
-                self.switches.hook(summing.sums)
+            self._call_hook(summing.sums)
             summing.strand.deliver(summing.sums)
         self._summing = []
 

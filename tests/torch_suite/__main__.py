@@ -7,14 +7,12 @@ from baseline.json; where that has no list for the backend, torch's own class is
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 # Asks the driver without starting CUDA in this process, whose forks use it.
@@ -25,12 +23,13 @@ import torch._dynamo  # imported by the first optimizer; once here instead of in
 
 from fastsync.build import extension
 from tests.torch_suite.load import Tests, load_tests
-from tests.torch_suite.record import read_baseline, read_exceptions, write_baseline
-from tests.torch_suite.runner import TestResult, run_tests
+from tests.torch_suite.rank import run_rank
+from tests.torch_suite.record import LISTS
+from tests.torch_suite.report import follow, summarise, write_json
+from tests.torch_suite.runner import Job, TestResult, run_tests
 from tests.torch_suite.wrappers import WRAPPERS, Suite
 
 _WORLD_SIZE = 2
-_TEXT_SHOWN = 3000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,11 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     results = _run(tests, names, options)
     if options.json:
-        rows = [asdict(result) for result in results]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(options.json, results)
     if options.write_baseline:
-        write_baseline(options.backend, [r.name for r in results if r.status == "passed"])
-    return _summarise(results, options, time.monotonic() - start)
+        LISTS.write_baseline(options.backend, [r.name for r in results if r.status == "passed"])
+    return _judge(results, options, time.monotonic() - start)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -94,7 +92,7 @@ def _known(options: argparse.Namespace) -> list[str] | None:
     """The tests that torch's own class passes; None where that is not asked for."""
     if options.wrapper == "ddp" or options.all:
         return None
-    listed = [] if options.measure_baseline else read_baseline(options.backend)
+    listed = [] if options.measure_baseline else LISTS.baseline(options.backend)
     if listed:
         return listed
     print(f"what torch's own class passes on {options.backend}:", flush=True)
@@ -109,37 +107,16 @@ def _matching(names: Sequence[str], options: argparse.Namespace) -> list[str]:
 
 
 def _run(tests: Tests, names: Sequence[str], options: argparse.Namespace) -> list[TestResult]:
-    results = []
-    for result in run_tests(tests, names, _WORLD_SIZE, options.jobs, options.timeout):
-        results.append(result)
-        _show(result, len(results), len(names), options.quiet)
-    return results
+    jobs = [Job(name, _WORLD_SIZE, partial(run_rank, tests, name)) for name in names]
+    return follow(run_tests(jobs, options.jobs, options.timeout), len(jobs), options.quiet)
 
 
-def _show(result: TestResult, done: int, total: int, quiet: bool) -> None:
-    print(f"{done:3}/{total} {result.status:9} {result.seconds:5.1f} s  {result.name}", flush=True)
-    if result.status in ("passed", "not run"):
-        return
-    if quiet:
-        print(f"      rank {result.rank}: {result.last_line[:300]}", flush=True)
-    else:
-        text = result.text[-_TEXT_SHOWN:].rstrip().replace("\n", "\n    ")
-        print(f"    rank {result.rank}:\n    {text}", flush=True)
-
-
-def _summarise(results: Sequence[TestResult], options: argparse.Namespace, seconds: float) -> int:
-    counts = Counter(result.status for result in results)
-    text = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    print(f"\n{options.wrapper} on {options.backend}: {text}; {seconds:.0f} s")
-    if options.wrapper == "ddp" and not options.only:
+def _judge(results: Sequence[TestResult], options: argparse.Namespace, seconds: float) -> int:
+    is_baseline = options.wrapper == "ddp" and not options.only
+    excepted = {} if is_baseline else LISTS.exceptions()
+    missed = summarise(f"{options.wrapper} on {options.backend}", results, excepted, seconds)
+    if is_baseline:
         return 0
-    excepted = read_exceptions()
-    missed = [r for r in results if r.status != "passed" and r.name not in excepted]
-    for result in results:
-        if result.name in excepted:
-            print(f"  excepted, {result.status}: {result.name} ({excepted[result.name]})")
-    for result in missed:
-        print(f"  {result.status}: {result.name}")
     if options.must_fail is None:
         return 1 if missed else 0
     share = len(missed) / len(results)

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 import unittest
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.testing._internal import common_distributed, common_utils
 
 from tests.torch_suite.load import Tests
 
-__all__ = ["RankResult", "run_rank"]
+__all__ = ["RankResult", "finish", "outcome_of", "prepare", "run_rank"]
 
 _DEFAULT_TIMEOUT = 60
 
@@ -46,11 +47,7 @@ def run_rank(tests: Tests, name: str, rank: int, folder: Path) -> None:
 
     The folder belongs to this test alone; the ranks meet there.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    _redirect(folder / f"output-{rank}")
-    os.environ.update(TEMP_DIR=str(folder), MASTER_ADDR="127.0.0.1", RANK=str(rank))
-    tempfile.tempdir = str(folder)  # some tests write files of fixed names
-    torch.set_num_threads(1)
+    prepare(rank, folder)
     case = tests.case(name)
     case.rank = rank
     case.file_name = str(folder / "store")
@@ -62,14 +59,27 @@ def run_rank(tests: Tests, name: str, rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=tests.timeouts.get(name, _DEFAULT_TIMEOUT)),
     )
     case._barrier()
-    outcome, text = _outcome(case, name)
-    result = RankResult(outcome, text, tests.suite.built, time.time())
-    (folder / f"result-{rank}").write_text(json.dumps(asdict(result)))
-    if outcome == "failed":
-        os._exit(1)  # the others may wait in a collective; they are ended
+    outcome, text = outcome_of(getattr(case, name))
+    finish(RankResult(outcome, text, tests.suite.built, time.time()), rank, folder)
     case._barrier(timeout=30)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def prepare(rank: int, folder: Path) -> None:
+    """What a forked process does before it is a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    _redirect(folder / f"output-{rank}")
+    os.environ.update(TEMP_DIR=str(folder), MASTER_ADDR="127.0.0.1", RANK=str(rank))
+    tempfile.tempdir = str(folder)  # some tests write files of fixed names
+    torch.set_num_threads(1)
+
+
+def finish(result: RankResult, rank: int, folder: Path) -> None:
+    """Leaves the result for the parent; ends the process where the test failed."""
+    (folder / f"result-{rank}").write_text(json.dumps(asdict(result)))
+    if result.outcome == "failed":
+        os._exit(1)  # the others may wait in a collective; they are ended
 
 
 def _redirect(path: Path) -> None:
@@ -78,11 +88,12 @@ def _redirect(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _outcome(case: unittest.TestCase, name: str) -> tuple[str, str]:
+def outcome_of(test: Callable[[], object]) -> tuple[str, str]:
+    """Runs `test`: "passed", "failed" or "skipped", and the traceback or the reason."""
     skips = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
     common_utils.set_rng_seed()
     try:
-        getattr(case, name)()
+        test()
     except unittest.SkipTest as reason:
         return "skipped", str(reason)
     except SystemExit as end:

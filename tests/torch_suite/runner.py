@@ -12,13 +12,25 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from tests.torch_suite.load import Tests
-from tests.torch_suite.rank import RankResult, run_rank
+from tests.torch_suite.rank import RankResult
 
-__all__ = ["TestResult", "run_tests"]
+__all__ = ["Job", "TestResult", "run_tests"]
 
 _GRACE = 3.0  # seconds that ranks may live on after another one failed
 _OUTPUT_SHOWN = 4000
+
+
+@dataclass(frozen=True)
+class Job:
+    """One test.
+
+    Attributes:
+        run_rank: called in each rank with the rank and a folder, in which it leaves a `RankResult`.
+    """
+
+    name: str
+    ranks: int
+    run_rank: Callable[[int, Path], None]
 
 
 @dataclass(frozen=True)
@@ -26,8 +38,8 @@ class TestResult:
     """How one test ended.
 
     Attributes:
-        status: "passed", "failed", "not run" (skipped, or the class was never built), "crashed"
-            (a rank died without a word) or "timed out".
+        status: "passed", "failed", "not run" (skipped, or what is under test was never built),
+            "crashed" (a rank died without a word) or "timed out".
         rank: the rank that failed first, or -1.
         text: that rank's traceback, the reason, or the end of its output.
     """
@@ -46,16 +58,14 @@ class TestResult:
         return (errors or lines or [""])[-1]
 
 
-def run_tests(
-    tests: Tests, names: Sequence[str], world_size: int, jobs: int, timeout: float
-) -> Iterator[TestResult]:
-    """Runs tests, `jobs` at a time, and yields results as they come; leaves no process behind."""
-    waiting = list(reversed(names))
+def run_tests(jobs: Sequence[Job], at_once: int, timeout: float) -> Iterator[TestResult]:
+    """Runs tests, `at_once` at a time, and yields results as they come; leaves no process."""
+    waiting = list(reversed(jobs))
     running: list[_Running] = []
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_Running(tests, waiting.pop(), world_size, timeout))
+            while waiting and len(running) < at_once:
+                running.append(_Running(waiting.pop(), timeout))
             sentinels = [p.sentinel for test in running for p in test.alive()]
             multiprocessing.connection.wait(sentinels, timeout=0.2)
             for test in [test for test in running if test.over()]:
@@ -69,9 +79,7 @@ def run_tests(
 
 @dataclass
 class _Running:
-    tests: Tests
-    name: str
-    world_size: int
+    job: Job
     timeout: float
     processes: list[ForkProcess] = field(default_factory=list)
     timed_out: bool = False
@@ -85,9 +93,9 @@ class _Running:
         for sub in ("barrier", "test_dir", "init_dir"):
             (self._folder / sub).mkdir()
         context = multiprocessing.get_context("fork")
-        for rank in range(self.world_size):
-            args = (self.tests, self.name, rank, self._folder)
-            process = context.Process(target=run_rank, args=args, daemon=True)
+        for rank in range(self.job.ranks):
+            args = (rank, self._folder)
+            process = context.Process(target=self.job.run_rank, args=args, daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -107,9 +115,9 @@ class _Running:
         return not self.alive()
 
     def result(self) -> TestResult:
-        ranks = [self._read(rank) for rank in range(self.world_size)]
+        ranks = [self._read(rank) for rank in range(self.job.ranks)]
         status, rank, text = self._judge(ranks)
-        return TestResult(self.name, status, time.monotonic() - self._start, rank, text)
+        return TestResult(self.job.name, status, time.monotonic() - self._start, rank, text)
 
     def close(self) -> None:
         self._kill()
@@ -147,7 +155,7 @@ class _Running:
         if skipped:
             return "not run", -1, skipped[0]
         if not any(r and r.built for r in ranks):
-            return "not run", -1, "never built the class"
+            return "not run", -1, "never built what is under test"
         return "passed", -1, ""
 
     def _crash(self, died: Callable[[int], bool]) -> tuple[str, int, str] | None:

@@ -1,0 +1,97 @@
+"""Members of dtypes without kernels, as integers and fp8: gathered bit by bit, never trained."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastsync.units.member import Member
+from fastsync.units.strand import Strand
+
+__all__ = ["TRAINABLE", "RawStrand"]
+
+# Dtypes that strands cast, sum and scale.
+TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class RawStrand(Strand):
+    """A strand whose whole members have the bits of their shares, whatever the dtypes of its unit.
+
+    The collective is that of the process group; what it sends is not among the unit's counters.
+    """
+
+    _gathered: torch.Tensor | None = None
+    _work: dist.Work | None = None
+    _has_memory = False
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.dtype
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return self.dtype
+
+    def _direct_from(self, dtype: torch.dtype) -> int | None:
+        return None
+
+    def trained(self) -> tuple[int, ...]:
+        """None.
+
+        Raises:
+            RuntimeError: a member wants a gradient since.
+        """
+        for member in self.members:
+            if member.sharded.requires_grad:
+                raise RuntimeError(
+                    f"parameter {member.name!r} was of a dtype that cannot be trained when "
+                    "fully_shard() was applied; convert the module before"
+                )
+        return ()
+
+    def start_gather(self) -> None:
+        if self._has_memory or self._work is not None:
+            return
+        self.check_memory()
+        chunk = self.shard.view(torch.uint8)
+        self._gathered = chunk.new_empty(self.place.world * chunk.numel())
+        group = self.place.group
+        self._work = dist.all_gather_into_tensor(self._gathered, chunk, group, async_op=True)
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        gathered, self._gathered, self._work = self._gathered, None, None
+        assert gathered is not None
+        chunks = gathered.view(self.dtype).view(self.place.world, -1)
+        for index, member in enumerate(self.members):
+            self._fill(member, self._layout().offsets[index], chunks)
+        self._has_memory = True
+
+    def _fill(self, member: Member, offset: int, chunks: torch.Tensor) -> None:
+        """Copies every rank's share of a member from where it begins in their chunks."""
+        whole = self._memory_of(member)
+        begin = 0
+        for rank in range(self.place.world):
+            sizes = member.shape.local(rank, self.place.world)
+            share = chunks[rank, offset:].narrow(0, 0, torch.Size(sizes).numel()).view(sizes)
+            count = sizes[member.shape.dim]
+            whole.narrow(member.shape.dim, begin, count).copy_(share)
+            begin += count
+
+    def _memory_of(self, member: Member) -> torch.Tensor:
+        """A member's whole, whose memory is there, without autograd's noticing that it changes."""
+        if member.whole is None or member.whole.dtype != self.dtype:
+            member.make_whole(self.shard.new_empty(member.shape.sizes))
+        whole = member.whole_local()
+        whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+        return whole.data
+
+    def release(self) -> None:
+        self.finish_gather()
+        for member in self.members:
+            if member.whole is not None:
+                member.whole_local().untyped_storage().resize_(0)
+        self._has_memory = False

@@ -1,0 +1,57 @@
+"""CommDebugMode that counts what units gather and reduce, too.
+
+fastsync's gathers and reductions do not pass torch's dispatcher, where CommDebugMode looks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fastsync.units.context import Context
+from fastsync.units.state import state_of
+
+__all__ = ["CountingMode", "note_modules"]
+
+_GATHER, _REDUCE = torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_
+_modules: list[nn.Module] = []
+
+
+def note_modules(modules: nn.Module | list[nn.Module]) -> None:
+    """Has what these gather and reduce counted from now on."""
+    _modules.extend([modules] if isinstance(modules, nn.Module) else modules)
+
+
+def _counters() -> dict[Any, int]:
+    contexts: dict[int, Context[Any]] = {}
+    for module in _modules:
+        state = state_of(module)
+        if state is not None:
+            contexts[id(state.context)] = state.context
+    found: dict[Any, int] = defaultdict(int)
+    alone = dist.get_world_size() == 1
+    for context in contexts.values():
+        for counted in context.counters():
+            found[_GATHER] += counted["gathers"]
+            found[_REDUCE] += 0 if alone else counted["reductions"]
+    return found
+
+
+class CountingMode(CommDebugMode):
+    """Counts between `__enter__` and `__exit__`, in addition to what torch counts."""
+
+    def __enter__(self) -> CountingMode:
+        super().__enter__()
+        self._before = _counters()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        for kind, count in _counters().items():
+            if count > self._before[kind]:
+                self.comm_counts[kind] += count - self._before[kind]
