@@ -47,8 +47,11 @@ def test_powersgd_sends_factors_and_what_is_not_compressed():
 
 
 def test_every_variant_has_a_formula():
+    """But the hierarchical ones, whose bytes follow from how the ranks lie on machines."""
     for name, variant in VARIANTS.items():
-        assert variant_bytes(variant, SHAPES, 2, CPU) > 0, name
+        found = variant_bytes(variant, SHAPES, 2, CPU)
+        assert (found is None) == name.startswith("fastsync_nodes"), name
+        assert found is None or found > 0, name
     assert variant_bytes(VARIANTS["ddp_fp16"], SHAPES, 4, CPU) == 1.5 * 2 * NUMEL
     assert set(PER_ELEMENT) | {"topk", "powersgd"} <= set(wire_formats())
 
