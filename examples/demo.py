@@ -42,8 +42,7 @@ SHOWN = "no_sync,ddp,ddp_view,ddp_static_view,fastsync,fastsync_bf16,fastsync_in
 REPORTS = 10
 WIDTH, HEIGHT = 64, 10  # of the curve
 PROMPT = b"def "
-SAMPLE_BYTES = 300
-TEMPERATURE = 0.6
+SAMPLE_BYTES, TEMPERATURE = 300, 0.6
 
 
 def say(group: Group, text: str = "") -> None:

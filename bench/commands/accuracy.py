@@ -25,8 +25,7 @@ WORLDS = (2, 8, 64)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Of one rounding to nearest, relative to the number.
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}
-SEED = 5
-ELEMENTS = 1 << 18  # of each gradient
+SEED, ELEMENTS = 5, 1 << 18  # of each gradient
 
 Grown = dict[str, list[tuple[int, float, float]]]  # by way: world size, error, share of the bound
 

@@ -31,18 +31,13 @@ from examples.common.training import rate_share
 from fastsync import FastDDP, PowerSGD, TopK, Wire
 from fastsync.wire.formats import wire_formats
 
-REFERENCE = "fp32"
-NUDGED = "fp32, nudged"
-NUDGE = 1e-4
-CHOSEN = ", recommended"
+REFERENCE, CHOSEN = "fp32", ", recommended"
+NUDGED, NUDGE = "fp32, nudged", 1e-4
 TOLERANCE = 0.01
-STEPS = 400
+STEPS, WARMUP_STEPS = 400, 20
 POINTS = 24  # of a curve
-WARMUP_STEPS = 20
-CLASSES = 10
-SIDE = 32
-WAVES = 4.0
-NOISE = 1.0
+CLASSES, SIDE = 10, 32
+WAVES, NOISE = 4.0, 1.0
 MISLABELLED = 0.3  # keeps the loss above 0, where shares of it mean something
 BUCKET_MIB = 0.5  # several buckets also in a small model
 

@@ -33,8 +33,7 @@ UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 # The bucket's depth: less than this loses throughput at 1 Gbit/s, where a timer's tick is 32 KiB.
 BURST, QUEUE = "256kb", "4mb"
 LOOPBACK, UNSHAPED = "loopback", "veth"
-SLOW = 500e6  # bit/s
-SLOW_SCALE = 0.125
+SLOW, SLOW_SCALE = 500e6, 0.125  # bit/s; of models there
 LINK_VARIABLE = "BENCH_LINK"  # tells a rank its seat
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 

@@ -38,7 +38,6 @@ MARKED = re.compile(
 GPU, SUMMARY, HELD = "gpu-", "summary", "held"
 NOT_MEASURED = "*not measured yet*"
 WIRES, LINKS = "links-wires", "links"  # a marker that shows a part of another result
-TORCH_WIRES = ("ddp", "ddp_fp16")
 
 
 def documents(root: Path = ROOT) -> list[Path]:
@@ -109,7 +108,7 @@ def _wires_report(result: Result) -> str:
     records = result["links"]
     rows = []
     for name, first in records[0]["variants"].items():
-        if name in TORCH_WIRES or name.startswith("fastsync"):
+        if name in ("ddp", "ddp_fp16") or name.startswith("fastsync"):
             ratios = (f"{r['variants'][name]['ratio']['median']:.2f}" for r in records)
             rows.append((f"`{name}`", f"{first['sent_bytes'] / 1e6:.1f}", *ratios))
     headings = (f"{r['link']}, {r['ranks']} ranks" for r in records)
@@ -122,8 +121,7 @@ def _wires_report(result: Result) -> str:
 
 
 def _table_report(result: Result) -> str:
-    table = render(result["headers"], result["rows"], True)
-    title = result["title"]
+    table, title = render(result["headers"], result["rows"], True), result["title"]
     return f"{table}\n\n{title[:1].upper()}{title[1:]}."
 
 

@@ -13,8 +13,7 @@ from examples.common.variants import FLOOR
 SOURCES = ("step", "links", "memory", "ops", "parity")
 VARIANTS = ("ddp", "fastsync", "fastsync_int8")
 HEADERS = ("", "torch's DDP", "FastDDP", "FastDDP, int8")
-MODEL, LINK = "wide", "1gbit"
-LINK_NAME = "1 Gbit/s"
+MODEL, LINK, LINK_NAME = "wide", "1gbit", "1 Gbit/s"
 CAPTION = "Step times of FastDDP as parts of DDP's in the same round; memory per byte of gradients."
 LOSSES = "[losses](docs/wire.md#training)"
 
@@ -33,9 +32,10 @@ def summary(results: Path) -> str | None:
         (f"step time, {LINK_NAME}, {size}", *_timings(link["variants"])),
         ("memory of gradients and buckets", *_column(found["memory"], MODEL)),
         ("operators dispatched to synchronise 400 parameters", *_dispatched(found["ops"])),
-        (_title(found["parity"]), "reference", _parity(found["parity"]), LOSSES),
+        _parity(found["parity"]),
     ]
-    machines = dict.fromkeys(_machine(result) for result in found.values())
+    facts = (describe(result["environment"]) for result in found.values())
+    machines = dict.fromkeys(fact.rpartition("; commit")[0] for fact in facts)
     return f"{render(HEADERS, rows, True)}\n\n{CAPTION}\n{'; '.join(machines)}."
 
 
@@ -58,15 +58,8 @@ def _dispatched(table: dict[str, Any]) -> list[str]:
     return [str(cells[name] - cells[FLOOR]) for name in VARIANTS]
 
 
-def _title(table: dict[str, Any]) -> str:
-    return f"{table['title'].partition(',')[0]}, {len(table['headers']) - 1} trainings"
-
-
-def _parity(table: dict[str, Any]) -> str:
+def _parity(table: dict[str, Any]) -> tuple[str, ...]:
     """What the columns say of FastDDP: one verdict, or all that there are."""
-    row = next(row for row in table["rows"] if row[0] == "fastsync")
-    return ", ".join(dict.fromkeys(row[1:]))
-
-
-def _machine(result: dict[str, Any]) -> str:
-    return describe(result["environment"]).rpartition("; commit")[0]
+    title = f"{table['title'].partition(',')[0]}, {len(table['headers']) - 1} trainings"
+    _, *verdicts = next(row for row in table["rows"] if row[0] == "fastsync")
+    return title, "reference", ", ".join(dict.fromkeys(verdicts)), LOSSES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ WIRE_COSTS: dict[str, tuple[float | None, float]] = {
 }
 # Formats that send a part of the gradient, and the rest in later steps, have not come far after a
 # few: this only tells that their weights do not run away.
-UNKNOWN_WIRE: tuple[float | None, float] = (None, 2.0)
+UNKNOWN_WIRE = (None, 2.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Variant:
         return self.tolerance > 0.0
 
 
-def _wrapper(kind: type[DistributedDataParallel], options: dict[str, Any]) -> Wrap:
+def _wrapper(kind: type[DistributedDataParallel], **options: Any) -> Wrap:
     def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
         device_ids = None if device.type == "cpu" else [torch.cuda.current_device()]
         return kind(module, device_ids=device_ids, **options)
@@ -68,14 +69,9 @@ def _wrapper(kind: type[DistributedDataParallel], options: dict[str, Any]) -> Wr
     return wrap
 
 
-def ddp(**options: Any) -> Wrap:
-    """torch's DDP with these options."""
-    return _wrapper(DistributedDataParallel, options)
-
-
-def fast_ddp(**options: Any) -> Wrap:
-    """FastDDP with these options."""
-    return _wrapper(FastDDP, options)
+# Called with the wrapper's options.
+ddp = partial(_wrapper, DistributedDataParallel)
+fast_ddp = partial(_wrapper, FastDDP)
 
 
 def hooked(wrap: Wrap, hook: Callable[..., Any], state: Callable[[], Any] = lambda: None) -> Wrap:

@@ -22,6 +22,7 @@ import re
 from collections.abc import Set
 
 from tests.fsdp_suite.stand_ins import STAND_INS
+from tests.syntax import dotted, expression
 
 __all__ = ["DEVICES", "SUITE", "TABLE", "rewrite"]
 
@@ -43,19 +44,6 @@ def rewrite(source: str, table: Set[str] = frozenset(STAND_INS)) -> ast.Module:
     """
     fixed: ast.Module = ast.fix_missing_locations(_Rules(table).visit(ast.parse(source)))
     return fixed
-
-
-def _expression(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        owner = _dotted(node.value)
-        return f"{owner}.{node.attr}" if owner else ""
-    return ""
 
 
 def _guarded(module: str, alias: ast.alias, table: Set[str]) -> list[ast.stmt]:
@@ -111,11 +99,11 @@ class _Rules(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        name = _dotted(node)
+        name = dotted(node)
         if name in _MODULES:
-            return _expression(DEVICES)
+            return expression(DEVICES)
         if name.startswith("torch.distributed") and node.attr in _TESTED:
-            return _expression(f"{SUITE}.{node.attr}")
+            return expression(f"{SUITE}.{node.attr}")
         return self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
@@ -125,14 +113,14 @@ class _Rules(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """Guards compare DISTRIBUTED_BACKEND with a literal, which has to stay."""
-        if _dotted(node.left) == "DISTRIBUTED_BACKEND":
+        if dotted(node.left) == "DISTRIBUTED_BACKEND":
             return node
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = _dotted(node.func)
+        name = dotted(node.func)
         if name == "torch.get_device_module":
-            return _expression(DEVICES)
+            return expression(DEVICES)
         if name == "torch.device":
             return self._device(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr in _ACCELERATORS:
@@ -145,4 +133,4 @@ class _Rules(ast.NodeTransformer):
             return node
         if isinstance(first, ast.Call):  # torch.device(get_devtype())
             return self.generic_visit(node)
-        return _expression("torch.device('cpu')")
+        return expression("torch.device('cpu')")

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import ast
 
+from tests.syntax import dotted, expression
+
 __all__ = ["SUITE_NAME", "find_ddp_tests", "rewrite"]
 
 # What the rewritten source calls the object that builds the class under test.
@@ -99,36 +101,22 @@ def _is_class(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == _CLASS
 
 
-def _expression(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
-def _dotted(node: ast.AST) -> str:
-    """ "torch.cuda.synchronize" for such an expression, "" for any that is no dotted name."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        owner = _dotted(node.value)
-        return f"{owner}.{node.attr}" if owner else ""
-    return ""
-
-
 class _ClassRule(ast.NodeTransformer):
     """The rules that hold on every machine."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if _is_class(node.func):
-            node.func = _expression(f"{SUITE_NAME}.build")
-        if _dotted(node.func) == "torch.load":
+            node.func = expression(f"{SUITE_NAME}.build")
+        if dotted(node.func) == "torch.load":
             node.keywords = [k for k in node.keywords if k.arg != "weights_only"]
             node.keywords.append(ast.keyword("weights_only", ast.Constant(False)))
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        return _expression(f"{SUITE_NAME}.wrapper") if _is_class(node) else self.generic_visit(node)
+        return expression(f"{SUITE_NAME}.wrapper") if _is_class(node) else self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return _expression(f"{SUITE_NAME}.wrapper") if _is_class(node) else node
+        return expression(f"{SUITE_NAME}.wrapper") if _is_class(node) else node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name == "test_ddp_uneven_inputs":
@@ -141,7 +129,7 @@ class _SmallerImage(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         dims = [arg for arg in node.args if isinstance(arg, ast.Name) and arg.id == "dim"]
-        if _dotted(node.func) == "torch.ones" and len(dims) == 2:
+        if dotted(node.func) == "torch.ones" and len(dims) == 2:
             node.args = [*node.args[:2], ast.Constant(100), ast.Constant(100)]
         return self.generic_visit(node)
 
@@ -158,7 +146,7 @@ class _DeviceRules(ast.NodeTransformer):
 
     def _is_guard(self, decorator: ast.expr) -> bool:
         call = decorator if isinstance(decorator, ast.Call) else None
-        if _dotted(call.func if call else decorator) not in GPU_GUARDS:
+        if dotted(call.func if call else decorator) not in GPU_GUARDS:
             return False
         asked = call.args[-1] if call and call.args else None
         count = asked.value if isinstance(asked, ast.Constant) else None
@@ -172,16 +160,16 @@ class _DeviceRules(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = _dotted(node.func)
+        name = dotted(node.func)
         if name.startswith("torch.cuda."):
             return self._cuda_call(node, name.removeprefix("torch.cuda."))
         if name == "torch.device":
-            return _expression("torch.device('cpu')")
+            return expression("torch.device('cpu')")
         if name == "init_multigpu_helper":
-            return _expression("{rank: [rank] for rank in range(dist.get_world_size())}")
+            return expression("{rank: [rank] for rank in range(dist.get_world_size())}")
         if name == "init_device_mesh":
             node.args[0] = ast.Constant("cpu")
-        if name == "self.assertEqual" and _dotted(node.args[1]) == "self.rank":
+        if name == "self.assertEqual" and dotted(node.args[1]) == "self.rank":
             self._expect_on_cpu(node)
         if isinstance(node.func, ast.Attribute):
             self._move(node, node.func)
@@ -193,7 +181,7 @@ class _DeviceRules(ast.NodeTransformer):
         if name == "current_device":
             return ast.Constant("cpu")
         if name in _CUDA_RENAMED:
-            node.func = _expression(f"torch.{_CUDA_RENAMED[name]}")
+            node.func = expression(f"torch.{_CUDA_RENAMED[name]}")
         return self.generic_visit(node)
 
     @staticmethod
@@ -207,7 +195,7 @@ class _DeviceRules(ast.NodeTransformer):
         if method.attr == "cuda":
             method.attr, node.args, node.keywords = "cpu", [], []
         elif method.attr == "to" and len(node.args) == 1 and not node.keywords:
-            target = _dotted(node.args[0])
+            target = dotted(node.args[0])
             is_device = not target.startswith("torch.") and "dtype" not in target
             if is_device or isinstance(node.args[0], ast.Call):
                 node.args = [ast.Constant("cpu")]
