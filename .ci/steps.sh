@@ -130,7 +130,7 @@ prebuilt() {
   replaced_in_spawned_processes "$cache" -m fastsync.run --with wire=bf16
   FASTSYNC_REPLACE_DDP=wire=bf16 replaced_in_spawned_processes "$cache" -m fastsync.run
   # Pages are files beside the modules, which a package may lack.
-  PYTHONPATH=$WORK/site "$ROOT/.venv/bin/python" -m fastsync.plan --params 7e9 --gpus 8 --quiet --html plan.html
+  PYTHONPATH=$WORK/site "$ROOT/.venv/bin/python" -m fastsync.plan --params 7e9 --batch 1x512 --quiet --html plan.html
   grep -q "</html>" plan.html
   if [[ -n $(ls -A "$cache") ]]; then
     echo "error: importing the installed package compiled something into the cache"

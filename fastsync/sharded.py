@@ -8,10 +8,6 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -106,10 +102,14 @@ class ShardedDDP(FastDDP, zero=3):
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """That of torch.distributed.checkpoint: this rank's shares, by parameter name."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         return cast("dict[str, Any]", get_optimizer_state_dict(self.module, optimizer))
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
         """Goes on with what `optimizer_state_dict()` returned. Collective."""
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
         set_optimizer_state_dict(self.module, optimizer, cast("dict[str, Any]", state))
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:

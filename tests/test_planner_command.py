@@ -55,6 +55,19 @@ def test_the_arithmetic_alone(capsys):
     assert totals == ["840", "350", "227.5", "105"]
 
 
+def test_the_arithmetic_of_several_numbers_of_ranks_is_written(tmp_path, capsys):
+    data = tmp_path / "held.json"
+    assert plan("--params", "7B", "--gpus", "8,64", "--json", data, "--quiet") == 0
+    assert not capsys.readouterr().out
+    rows = json.loads(data.read_text())["rows"]
+    totals = {(r["strategy"], r["gpus"]): sum(r["items"].values()) for r in rows}
+    assert {gpus for _, gpus in totals} == {8, 64}
+    assert totals["zero=3", 64] == totals["zero=3", 8] / 8
+    assert plan("--params", "7B", "--gpus", "8,64") == 0
+    text = capsys.readouterr().out
+    assert text.index(", 8 ranks") < text.index(", 64 ranks")
+
+
 def test_a_model_is_planned_and_written(train, tmp_path, capsys):
     page, data = tmp_path / "plan.html", tmp_path / "plan.json"
     model = ("--model", f"{train}:build_model", "--loss", f"{train}:loss", "--batch", "8x64")
@@ -100,6 +113,7 @@ def test_links_and_compute_come_from_a_recording(tmp_path, capsys):
         (("--params", "many"), "--params"),
         (("--params", "7B", "--gpus", "12", "--batch", "1x8"), "--gpus"),
         (("--params", "7B", "--batch", "8"), "--batch"),
+        (("--params", "7B", "--html", "plan.html"), "--html"),
         (("--params", "7B", "--intra", "fast"), "--intra"),
         (("--params", "7B", "--strategies", "4"), "--strategies"),
         (("--params", "7B", "--from", "run.json"), "--from"),

@@ -57,6 +57,8 @@ def wants_time(args: argparse.Namespace) -> bool:
         raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
     if args.params and args.batch and len(args.batch) != 2:
         raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
+    if args.params and not args.batch and args.html:
+        raise ValueError("--html shows times, too: add --batch SAMPLESxTOKENS to --params")
     return not args.params or args.batch is not None
 
 

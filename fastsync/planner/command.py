@@ -24,7 +24,7 @@ from fastsync.planner.arithmetic import held_rows
 from fastsync.planner.asked import cluster_of, device_of, recorded_plan, scenario_of, wants_time
 from fastsync.planner.held import held_by
 from fastsync.planner.plan import Plan, make_plan_of
-from fastsync.planner.views import held_text, html_page, plan_json, plan_text
+from fastsync.planner.views import held_json, held_text, html_page, plan_json, plan_text
 from fastsync.wire.formats import make_codec
 
 __all__ = ["main"]
@@ -114,20 +114,27 @@ def _plan(args: argparse.Namespace) -> Plan:
     return make_plan_of(scenario_of(args, device, cluster_of(args, device)), args.gpus)
 
 
-def _arithmetic(args: argparse.Namespace) -> str:
+def _arithmetic(args: argparse.Namespace) -> None:
+    """The formulas' tables, one for each number of ranks."""
     itemsize = (args.dtype or q.DTYPES["bf16"]).itemsize
     held = held_by(itemsize, 8.0, args.master_weights)
-    world = args.gpus[0]
-    rows = held_rows(args.params, held, world, args.per_node, args.strategies)
     states = "Adam's states in fp32" + (", fp32 master weights" if held.master else "")
-    title = f"{args.params / 1e9:g} B parameters of {itemsize} bytes, {states}, {world} ranks"
-    return held_text(title, rows)
+    title = f"{args.params / 1e9:g} B parameters of {itemsize} bytes, {states}"
+    tables = {
+        world: held_rows(args.params, held, world, args.per_node, args.strategies)
+        for world in args.gpus
+    }
+    if not args.quiet:
+        print(held_text(title, tables))
+    if args.json:
+        _write(args.json, json.dumps(held_json(title, tables), indent=1) + "\n", args.quiet)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, quiet: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print(f"wrote {path}")
+    if not quiet:
+        print(f"wrote {path}")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -137,15 +144,15 @@ def _run(args: argparse.Namespace) -> None:
         measure_to(args.measure)
         return
     if not wants_time(args):
-        print(_arithmetic(args))
+        _arithmetic(args)
         return
     plan = _plan(args)
     if not args.quiet:
         print(plan_text(plan))
     if args.json:
-        _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n")
+        _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n", args.quiet)
     if args.html:
-        _write(args.html, html_page(plan))
+        _write(args.html, html_page(plan), args.quiet)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

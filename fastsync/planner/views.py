@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
@@ -14,7 +14,7 @@ from fastsync.planner.plan import SATURATED, Plan, saturation
 from fastsync.planner.quantities import gigabytes, shown_seconds
 from fastsync.planner.scenario import Candidate
 
-__all__ = ["held_text", "html_page", "plan_json", "plan_text"]
+__all__ = ["held_json", "held_text", "html_page", "plan_json", "plan_text"]
 
 Json: TypeAlias = dict[str, object]
 
@@ -35,8 +35,28 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def held_text(title: str, rows: Sequence[HeldRow]) -> str:
-    """The formulas' table."""
+def held_text(title: str, tables: Mapping[int, Sequence[HeldRow]]) -> str:
+    """The formulas' tables by number of ranks."""
+    shown = (f"{title}, {world} ranks\n\n{_held_table(rows)}" for world, rows in tables.items())
+    note = (
+        "What a rank holds from step to step, by the formulas of ZeRO. Activations, buffers and "
+        "the framework come on top: add --batch SAMPLESxTOKENS for an estimate, or plan your own "
+        "model with --model."
+    )
+    return "\n\n".join([*shown, note])
+
+
+def held_json(title: str, tables: Mapping[int, Sequence[HeldRow]]) -> Json:
+    """The same for programs; bytes."""
+    rows = [
+        {"strategy": row.strategy.name, "gpus": world, "items": row.items, "sent": row.sent}
+        for world, found in tables.items()
+        for row in found
+    ]
+    return {"format": "fastsync memory", "version": 1, "title": title, "rows": rows}
+
+
+def _held_table(rows: Sequence[HeldRow]) -> str:
     names = [name for name in rows[0].items if any(row.items[name] for row in rows)]
     headers = ("per rank", *names, "total", "sent per step")
     body = [
@@ -48,12 +68,7 @@ def held_text(title: str, rows: Sequence[HeldRow]) -> str:
         )
         for row in rows
     ]
-    note = (
-        "What a rank holds from step to step, by the formulas of ZeRO. Activations, buffers and "
-        "the framework come on top: add --batch SAMPLESxTOKENS for an estimate, or plan your own "
-        "model with --model."
-    )
-    return "\n".join([title, "", *_table(headers, body), "", note])
+    return "\n".join(_table(headers, body))
 
 
 def _cluster_text(cluster: Cluster) -> str:
