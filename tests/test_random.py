@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.random_cases.team import Tally, check_cases
+from tests.random_cases.team import FAMILIES, Tally, check_cases
 
 FIXED = 60
 SLOW = 240
@@ -37,8 +37,14 @@ def test_cases_of_this_run():
     check_cases(range(start, start + DRAWN))
 
 
+@pytest.mark.parametrize("start", range(0, FIXED, SHARD))
+def test_fixed_cases_of_units(start):
+    check_cases(range(start, start + SHARD), family="units")
+
+
 def main():
     parser = argparse.ArgumentParser(description="runs random cases, by number or until one fails")
+    parser.add_argument("--of", choices=FAMILIES, default="models", help="what is drawn")
     parser.add_argument("--case", type=int, help="run this one only")
     parser.add_argument("--start", type=int, default=FIXED + SLOW, help="the first one")
     parser.add_argument("--seconds", type=float, default=60, help="begin no more after this long")
@@ -46,11 +52,11 @@ def main():
     args = parser.parse_args()
     tally = Tally()
     if args.case is not None:
-        check_cases([args.case], tally)
+        check_cases([args.case], tally, args.of)
         return print(f"case {args.case} passed: {', '.join(tally.kinds)}")
     seed, end = args.start, time.monotonic() + args.seconds
     while time.monotonic() < end:
-        check_cases(range(seed, seed + 96), tally)
+        check_cases(range(seed, seed + 96), tally, args.of)
         seed += 96
         print(f"cases {args.start} to {seed - 1} passed: {tally}", flush=True)
     if args.kinds:

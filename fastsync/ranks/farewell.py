@@ -23,7 +23,7 @@ from fastsync.ranks.faults import SyncFault
 
 __all__ = ["Leaver", "before_leaving", "in_words"]
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen ")
 _LONGEST = 500  # characters of an exception's text
 
 

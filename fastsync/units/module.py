@@ -124,7 +124,10 @@ class _Gathering:
         """Gathers wait for the current stream in any case."""
 
     def reset_iter_state(self) -> None:
-        """Forgets a forward or backward that failed, gradients included; for the root alone."""
+        """Forgets a forward or backward that failed; for the root alone.
+
+        Gradients that had been reduced by then stay: call zero_grad().
+        """
         _state(self).reset()
 
 

@@ -18,7 +18,6 @@ from fastsync.torch_private import (
     untraced,
 )
 from fastsync.units.context import Context
-from fastsync.units.member import Member
 from fastsync.units.nested import grad_tensors, map_tensors
 from fastsync.units.unit import Moment, Unit
 
@@ -40,22 +39,22 @@ class _UnitEnd(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(state: State, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(state: State, counted: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[State, ...], output: object) -> None:  # type: ignore[no-untyped-def]
-        ctx.state = inputs[0]
+    def setup_context(ctx, inputs: tuple[object, ...], output: object) -> None:  # type: ignore[no-untyped-def]
+        ctx.state, ctx.counted = inputs[:2]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def jvp(ctx, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+    def jvp(ctx, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
         return tangents
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        ctx.state.reached_end()
-        return (None, *gradients)
+        ctx.state.reached_end(ctx.counted)
+        return (None, None, *gradients)
 
 
 class _UnitStart(torch.autograd.Function):
@@ -108,34 +107,40 @@ class State:
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
+        self._dictated: set[nn.Module] = set()  # whose state dicts have hooks
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             self._hook(module)
+        self._hook_dicts(self.uses)
 
     def _hook(self, module: nn.Module) -> None:
         before = cast("Callable[..., None]", self.before_forward)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         grouped = len(self.modules) > 1
         module.register_forward_hook(self.after_forward, prepend=False, always_call=grouped)
-        for home in {home.module for m in self._members() for home in m.homes}:
+
+    def _hook_dicts(self, units: Iterable[Unit]) -> None:
+        """State dicts show shares, wherever in these modules a parameter of `units` is."""
+        inside = {below for module in self.modules for below in module.modules()}
+        homes = {home.module for unit in units for m in unit.members for home in m.homes}
+        for home in (homes & inside) - self._dictated:
             home.register_state_dict_pre_hook(self._before_state_dict)
             home.register_load_state_dict_pre_hook(self._before_state_dict)
             home.register_load_state_dict_post_hook(self._after_load)
+            self._dictated.add(home)
 
     def use(self, units: Sequence[Unit]) -> None:
         """Its forwards need these, too."""
         self.uses.extend(units)
-
-    def _members(self) -> Iterable[Member]:
-        return self.unit.members if self.unit is not None else ()
+        self._hook_dicts(units)
 
     def _before_state_dict(self, *unused: object) -> None:
-        if self.unit is not None:
-            self.unit.reshard()
+        for unit in self.uses:
+            unit.reshard()
 
     def _after_load(self, *unused: object) -> None:
-        if self.unit is not None:
-            self.unit.settle()
+        for unit in self.uses:
+            unit.settle()
 
     # --- the first forward
 
@@ -256,14 +261,15 @@ class State:
 
     def _mark_end(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Has the backward say when it is through with this forward."""
-        if not backward_is_running():  # else checkpointing computes again what has been counted
-            for unit in self.uses:
-                unit.expected += 1
+        # Checkpointing computes again in backward, what has been counted or ran without gradients.
+        counted = not backward_is_running()
+        for unit in self.uses:
+            unit.expected += counted
         inputs = grad_tensors((args, kwargs))
         if not inputs:
             return args, kwargs
         apply = cast("Callable[..., Iterable[torch.Tensor]]", _UnitEnd.apply)
-        marked = iter(apply(self, *inputs))
+        marked = iter(apply(self, counted, *inputs))
         return map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
 
     @untraced
@@ -361,11 +367,11 @@ class State:
         return gradient
 
     @untraced
-    def reached_end(self) -> None:
-        """A backward is through with one forward."""
+    def reached_end(self, counted: bool) -> None:
+        """A backward is through with one forward, which was counted among those expected or not."""
         self.moment = Moment.IDLE
         for unit in self.uses:
-            unit.expected -= 1
+            unit.expected -= counted
             if unit.expected <= 0:
                 self.after_backward(unit)
             else:

@@ -227,10 +227,11 @@ class Strand:
         return tuple(i for i, m in enumerate(self.members) if m.sharded.requires_grad)
 
     def has_gradients(self) -> bool:
-        """Whether this rank has any that have not travelled."""
+        """Whether this rank has any that have not travelled, of what is trained."""
         return any(
             m.partial is not None or (m.whole is not None and m.whole.grad is not None)
             for m in self.members
+            if m.sharded.requires_grad
         )
 
     def keep_gradients(self) -> None:

@@ -6,7 +6,7 @@ A unit's states::
 
 Modules have the whole parameters registered while the unit is whole, and the sharded ones
 otherwise. Each step of a backward that reaches the unit's end takes its gradients to the ranks
-that keep them: `start_reduce()`, then, behind the units that follow, `finish_reduce()`.
+that keep them: `start_reduce()`, then, after the units that follow have started, `finish_reduce()`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Unit:
         running: forwards that have begun and not ended.
         kept_by_default: between forward and backward, without anybody's having asked for that.
         expected: forwards whose backward has not reached the unit's end.
+        owes: a backward has left gradients to a later one. So it has on every rank, while gradients
+            of this rank may be missing: its batch may have needed none of the parameters.
         places: of its forwards in the order of all units' forwards, those without backward so far.
     """
 
@@ -81,6 +83,7 @@ class Unit:
     kept_by_default: bool = False
     expected: int = 0
     touched: bool = False
+    owes: bool = False
     places: list[int] = field(default_factory=list)
     name: str = ""
     _reducing: list[Strand] = field(default_factory=list)
@@ -159,14 +162,18 @@ class Unit:
         return bool(self._reducing)
 
     def has_gradients(self) -> bool:
-        return any(strand.has_gradients() for strand in self.strands)
+        """Whether there is anything to reduce."""
+        return self.owes or any(strand.has_gradients() for strand in self.strands)
 
     def keep_gradients(self) -> None:
+        """Leaves them to a later backward."""
+        self.owes = True
         for strand in self.strands:
             strand.keep_gradients()
 
     def start_reduce(self) -> None:
         """Sends what has been accumulated. Collective."""
+        self.owes = False
         scale = 1.0 / (self.switches.divisor or self.place.ranks)
         self._reducing = [strand for strand in self.strands if strand.start_reduce(scale)]
 
@@ -222,6 +229,7 @@ class Unit:
             if summing.work is not None:
                 summing.work.wait()
         self._summing = []
+        self.owes = False
         for strand in self.strands:
             strand.partial = None
         for member in self.members:

@@ -259,6 +259,8 @@ class _Parameter:
         if self._is_low_rank():
             size = size + size.norm()
         allowed = (2**-19 + 2 * self._eps()) * size
+        if self.wrapped.drawn.rounds_sums:
+            allowed = allowed + _sum_bound(self.wrapped, self.param) * self.added.sum(0)
         # What is infinite has been left out, but makes the bound meaningless.
         assert bool(((missing.abs() <= allowed + 1e-37) | (missing == 0)).all()), (
             f"{self.where}: {float(missing.abs().max())} was lost or came twice, "

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from fastsync.testing import RankError, run_ranks
 from tests.random_cases.case import Case
 from tests.random_cases.wrapped import Seat
+from tests.random_units.case import UnitCase
 
 __all__ = ["Tally", "check_cases", "world_of"]
 
+# What is drawn: models under FastDDP, or trees of modules under fully_shard().
+FAMILIES = {"models": Case, "units": UnitCase}
 CASES_PER_TEAM = 60
 SECONDS_PER_CASE = 60  # a case that takes longer hangs
 
@@ -49,7 +52,7 @@ def world_of(seed):
     return {7: 4, 3: 3, 11: 3}.get(seed % 16, 2)
 
 
-def run_cases(rank, world, seeds, folder):
+def run_cases(rank, world, seeds, folder, family="models"):
     """Runs cases one after the other, and leaves the number of the current one in a file.
 
     Returns:
@@ -68,7 +71,7 @@ def run_cases(rank, world, seeds, folder):
             file.truncate()
             log = []
             note(file, log, str(seed))
-            Case(seed, seat, partial(note, file, log)).run()
+            FAMILIES[family](seed, seat, partial(note, file, log)).run()
             done.append((seed, time.monotonic() - start, log[1:]))
     return done
 
@@ -79,25 +82,26 @@ def note(file, log, entry):
     print(entry, file=file, flush=True)
 
 
-def check_cases(seeds, tally=None):
+def check_cases(seeds, tally=None, family="models"):
     """Runs cases; a failure names the first case that failed, and the command that repeats it."""
     tally = tally or Tally()
     for world in (2, 3, 4):
         mine = [seed for seed in seeds if world_of(seed) == world]
         for start in range(0, len(mine), CASES_PER_TEAM):
-            for entry in check_team(world, mine[start : start + CASES_PER_TEAM]):
+            for entry in check_team(world, mine[start : start + CASES_PER_TEAM], family):
                 tally.add(*entry)
     return tally
 
 
-def check_team(world, seeds):
+def check_team(world, seeds, family):
     with tempfile.TemporaryDirectory() as folder:
         timeout = SECONDS_PER_CASE + len(seeds)
         try:
-            return run_ranks(run_cases, world, seeds, Path(folder), timeout=timeout)[0]
+            return run_ranks(run_cases, world, seeds, Path(folder), family, timeout=timeout)[0]
         except RankError as error:
             logs = [path.read_text().splitlines() for path in Path(folder).iterdir()]
             first = min(logs, key=lambda log: seeds.index(int(log[0])), default=[str(seeds[0])])
-            command = f"python -m tests.test_random --case {first[0]}"
+            of = "" if family == "models" else f" --of {family}"
+            command = f"python -m tests.test_random{of} --case {first[0]}"
             said = ", ".join(first[1:])
             raise AssertionError(f"again with: {command}\n({said})\n{error}") from None

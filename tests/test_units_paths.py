@@ -1,0 +1,119 @@
+"""Ways through a model that differ by rank or by micro-batch, and parameters tied across units."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fastsync import fully_shard
+from fastsync.testing import run_ranks
+
+SIDE = 4
+
+
+class Layer(nn.Module):
+    """One weight, perhaps somebody else's; `use` decides whether a forward needs it."""
+
+    def __init__(self, weight=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIDE, SIDE)) if weight is None else weight
+
+    def forward(self, x, use=True):
+        return torch.tanh(x @ self.weight) if use else x
+
+
+class Chain(nn.Module):
+    """Layers one after the other, perhaps checkpointed."""
+
+    def __init__(self, *layers, way=None):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.way = way
+
+    def forward(self, x, use=True, layers=None):
+        for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
+            if self.way is None:
+                x = x + layer(x, use)
+            else:
+                x = x + checkpoint(layer, x, use, use_reentrant=self.way == "reentrant")
+        return x
+
+
+def batch(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(2, SIDE, generator=generator).requires_grad_()
+
+
+def distances(model, twin, world):
+    """How far each gradient is from the average of the copies'."""
+    found = []
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
+        dist.all_reduce(wanted)
+        found.append(float((ours.grad.full_tensor() - wanted / world).abs().max()))
+    return found
+
+
+def owed_by_one(rank, world):
+    """Of two micro-batches only the first, on one rank, needs the first layer."""
+    torch.manual_seed(0)
+    model = Chain(Layer(), Layer())
+    twin = copy.deepcopy(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    for each in (model, twin):
+        each(batch(rank), use=rank == 0).sum().backward()
+    model.set_requires_gradient_sync(True)
+    for each in (model, twin):
+        each(batch(rank), layers=[1]).sum().backward()
+    return distances(model, twin, world)
+
+
+def test_gradients_that_one_rank_alone_has_kept_are_reduced_by_all():
+    for found in run_ranks(owed_by_one, 2):
+        assert max(found) < 1e-6
+
+
+def tied(way):
+    """The first layer of the root has the weight of the last one, which is a unit."""
+    torch.manual_seed(0)
+    last = Layer()
+    return Chain(Chain(Layer(last.weight), way=way), Chain(last, way=way))
+
+
+def tied_and_checkpointed(rank, world, way):
+    model = tied(way)
+    twin = copy.deepcopy(model)
+    fully_shard(model.layers[1].layers[0])
+    fully_shard(model, reshard_after_forward=True)
+    for _ in range(2):
+        for each in (model, twin):
+            each(batch(rank)).sum().backward()
+    return distances(model, twin, world)
+
+
+@pytest.mark.parametrize("way", [None, "reentrant", "other"])
+def test_a_tied_weight_stays_until_its_last_use(way):
+    for found in run_ranks(tied_and_checkpointed, 2, way):
+        assert max(found) < 1e-6
+
+
+def dictated(rank, world):
+    model = tied(None)
+    fully_shard(model.layers[1].layers[0], reshard_after_forward=False)
+    fully_shard(model)
+    model(batch(rank))
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    wanted = dict(tied(None).named_parameters(remove_duplicate=False))
+    return [torch.equal(value.full_tensor(), wanted[name]) for name, value in state.items()]
+
+
+def test_state_dicts_hold_shares_wherever_a_weight_is_tied():
+    assert run_ranks(dictated, 2) == [[True, True]] * 2
