@@ -32,8 +32,7 @@ from examples.common.text import Progress, times
 from examples.common.training import Workload, rate_share
 from examples.common.variants import BASELINE, OURS, VARIANTS, Variant, select
 
-BATCH = 12
-STEPS, QUICK_STEPS = 120, 60
+BATCH, STEPS, QUICK_STEPS = 12, 120, 60
 PEAK_RATE, WARMUP_STEPS = 4e-3, 20
 PARITY_STEPS = 20
 MEASURED = Settings(rounds=12, steps=3, seconds=8.0, optimizer="adamw")
