@@ -122,7 +122,7 @@ def _time(seconds: float) -> str:
 def _pairs(report: Report) -> str:
     assert report.measured is not None
     pairs, slow = report.measured.pairs, report.measured.slow
-    which = "all pairs" if report.world <= ALL_PAIRS else "each rank with those 1, 2, 4, ... behind"
+    which = "all pairs" if report.world <= ALL_PAIRS else "each rank with those 1, 2, 4, ... on"
     missed = pairs.planned - len(pairs.times)
     left = f"; no time for {missed} of {pairs.planned}: more --seconds" if missed else ""
     what = f"exchanges of two ranks, both directions at once, best of several: {which}{left}"

@@ -1,7 +1,7 @@
 """Which pairs of ranks are measured, and which of them at the same time.
 
 Few ranks: all pairs, one after another, so that none disturbs another. Many: each rank with those
-1, 2, 4, ... behind it, which are the ring and the hops of tree algorithms; pairs that have no rank
+1, 2, 4, ... places on, which are the ring and the hops of tree algorithms; pairs that have no rank
 in common are measured together, so that the number of rounds grows with the logarithm alone.
 """
 

@@ -27,7 +27,7 @@ class Device:
         efficiency: share of the peak that matrix products reach.
         streaming: share of the bandwidth that other operators reach.
         overhead: seconds that an operator takes at least, as its launch does.
-        contention: seconds of computing lost per second of communication behind it, where both
+        contention: seconds of computing lost per second of communication beside it, where both
             need the same processor.
     """
 

@@ -20,7 +20,7 @@ class DeviceRates:
 
     Attributes:
         overhead: seconds that an operator takes at least.
-        contention: seconds of computing lost per second of communication behind it.
+        contention: seconds of computing lost per second of communication beside it.
     """
 
     flops: float

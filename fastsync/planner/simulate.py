@@ -55,7 +55,7 @@ class Job:
 
     Attributes:
         costs: seconds of each bucket's collectives, in order; `ready`: when its gradients are.
-        after: seconds of collectives behind the optimizer's step.
+        after: seconds of collectives after the optimizer's step.
         units: in the order of use in the forward; stage 3 alone.
         sent: bytes that a rank sends in a step.
     """
@@ -203,7 +203,7 @@ def simulate(job: Job, jitter: float = 0.0, contention: float = 0.0) -> StepTime
 
     Args:
         jitter: standard deviation of the logarithm of a rank's speed, from step to step.
-        contention: seconds of computing lost per second of communication behind it.
+        contention: seconds of computing lost per second of communication beside it.
     """
     step = _of_units if job.units else _of_buckets
     lengths = [step(job, slow) for slow in _slowest(job.strategy.world, jitter)]
