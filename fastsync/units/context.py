@@ -7,10 +7,13 @@ same on every rank too.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsync.engine import core
 from fastsync.ranks.links import new_cpu_group
@@ -90,11 +93,31 @@ class Context(Generic[S]):
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
         if self._follows and at + 1 < len(self._order):
+            self._order[at + 1].refresh()
             self.prefetch(self._order[at + 1])
 
     def arrived(self, unit: Unit) -> None:
         """Somebody uses what was gathered."""
         self._ahead.discard(id(unit))
+
+    def watch_steps(self) -> None:
+        """Has units know when their shares have changed.
+
+        Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
+        """
+        me = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, *_: object) -> None:
+            alive = me()
+            if alive is not None:
+                alive._outdate(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def _outdate(self, optimizer: Optimizer) -> None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for unit in self.units():
+            unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
 
     def prefetch(self, unit: Unit) -> None:
         if not unit.is_whole:

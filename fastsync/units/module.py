@@ -72,6 +72,7 @@ class _Gathering:
         state = _state(self)
         if state.unit is not None:
             state.connect()
+            state.unit.refresh()
             state.unit.start_gather()
         handle = _Handle(state)
         if async_op:

@@ -179,6 +179,7 @@ class State:
             self.unit.kept_by_default = True
         self._name()
         self.connect()
+        self.context.watch_steps()
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on."""
@@ -218,6 +219,7 @@ class State:
         first = self.moment is not Moment.FORWARD or self.context.root_forward is self
         if first:
             self._begin_root_forward()
+            self._refresh()
         self.moment = Moment.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         self._gather()
@@ -228,6 +230,11 @@ class State:
                 args, kwargs = self._mark_end(args, kwargs)
             self._prefetch_forward()
         return args, kwargs
+
+    def _refresh(self) -> None:
+        if not backward_is_running():  # which computes with what forward had
+            for unit in self.uses:
+                unit.refresh()
 
     def _gather(self) -> None:
         with outside_transforms():
@@ -255,6 +262,7 @@ class State:
         with outside_transforms():
             for state in self.forward_next:
                 if state.unit is not None:
+                    state.unit.refresh()
                     self.context.prefetch(state.unit)
             if self.unit is not None and not self.forward_next and not backward_is_running():
                 self.context.enter(self.unit)
@@ -400,6 +408,8 @@ class State:
             left = unit.moment is not Moment.AFTER_BACKWARD and (unit.expected or unit.touched)
             if left or (unit.switches.reduce and unit.has_gradients()):
                 state.after_backward(unit)
+            elif unit.switches.reshard_after_backward and not unit.running:
+                unit.reshard()  # what a forward has kept that this backward does not reach
             unit.end_backward()
         self.context.end_backward()
 

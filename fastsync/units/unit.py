@@ -70,6 +70,7 @@ class Unit:
         expected: forwards whose backward has not reached the unit's end.
         owes: a backward has left gradients to a later one. So it has on every rank, while gradients
             of this rank may be missing: its batch may have needed none of the parameters.
+        stale: an optimizer has stepped since the gather, so the next forward gathers again.
         places: of its forwards in the order of all units' forwards, those without backward so far.
     """
 
@@ -84,6 +85,7 @@ class Unit:
     expected: int = 0
     touched: bool = False
     owes: bool = False
+    stale: bool = False
     places: list[int] = field(default_factory=list)
     name: str = ""
     _reducing: list[Strand] = field(default_factory=list)
@@ -126,6 +128,11 @@ class Unit:
             strand.settle()
         self.show_sharded()
 
+    def refresh(self) -> None:
+        """Lets go of whole parameters, there or on the way, that an optimizer has outdated."""
+        if self.stale and not self.running:
+            self.reshard()
+
     def start_gather(self) -> None:
         """Collective, unless the unit is whole or on the way."""
         if not self.is_whole:
@@ -149,6 +156,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Modules have the shares; the whole parameters have no memory."""
+        self.stale = False
         if self.is_whole:
             self.show_sharded()
             self.is_whole = False
