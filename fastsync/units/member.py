@@ -57,6 +57,7 @@ class Member:
         whole: what modules compute with; its memory comes and goes. None before the first time.
         partial: a gradient that has been accumulated without communication in the dtype in which
             gradients are reduced, where that is not the one in which they arrive.
+        trained: whether it wanted a gradient when last looked at.
         name: in the root module, once that is known.
         inner: of the whole, where that is a DTensor.
         spec: of the shares and their gradients.
@@ -71,8 +72,10 @@ class Member:
     name: str = ""
     inner: DTensorSpec | None = None
     spec: DTensorSpec = field(init=False)
+    trained: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.trained = self.sharded.requires_grad
         self.name = self.name or self.homes[0].name
         self.spec = spec_of(self.sharded)
 
@@ -142,14 +145,22 @@ class Member:
         assert fresh is not None
         self.partial = fresh.to(dtype) if self.partial is None else self.partial.add_(fresh)
 
+    def freeze_alike(self) -> None:
+        """Share and whole want a gradient alike: a script may freeze or thaw either."""
+        if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
+            wanted = not self.trained  # which one of them has been set to
+            self.whole.requires_grad_(wanted)
+            self.sharded.requires_grad_(wanted)
+        self.trained = self.sharded.requires_grad
+
     def show_sharded(self) -> None:
+        self.freeze_alike()
         for home in self.homes:
             home.put(self.sharded)
 
     def show_whole(self) -> None:
         assert self.whole is not None
-        if self.whole.requires_grad != self.sharded.requires_grad:
-            self.whole.requires_grad_(self.sharded.requires_grad)
+        self.freeze_alike()
         for home in self.homes:
             home.put(self.whole)
 

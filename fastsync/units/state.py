@@ -361,6 +361,7 @@ class State:
             self.context.ends_queued = True
             at_end_of_backward(self.end_of_backward)
         for unit in reversed(self.uses):
+            unit.busy.add(id(self))
             if unit.moment is Moment.BEFORE_BACKWARD and unit.is_whole:
                 continue
             unit.moment, unit.touched = Moment.BEFORE_BACKWARD, True
@@ -380,7 +381,8 @@ class State:
         self.moment = Moment.IDLE
         for unit in self.uses:
             unit.expected -= counted
-            if unit.expected <= 0:
+            unit.busy.discard(id(self))
+            if unit.expected <= 0 and not unit.busy:
                 self.after_backward(unit)
             else:
                 unit.moment = Moment.IDLE  # that of another forward begins

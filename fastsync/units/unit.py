@@ -68,6 +68,8 @@ class Unit:
         running: forwards that have begun and not ended.
         kept_by_default: between forward and backward, without anybody's having asked for that.
         expected: forwards whose backward has not reached the unit's end.
+        busy: who computes its backward with these parameters: the module's state, or that of one
+            with a tied weight.
         owes: a backward has left gradients to a later one. So it has on every rank, while gradients
             of this rank may be missing: its batch may have needed none of the parameters.
         stale: an optimizer has stepped since the gather, so the next forward gathers again.
@@ -84,6 +86,7 @@ class Unit:
     kept_by_default: bool = False
     expected: int = 0
     touched: bool = False
+    busy: set[int] = field(default_factory=set)
     owes: bool = False
     stale: bool = False
     places: list[int] = field(default_factory=list)
@@ -129,9 +132,15 @@ class Unit:
         self.show_sharded()
 
     def refresh(self) -> None:
-        """Lets go of whole parameters, there or on the way, that an optimizer has outdated."""
+        """Before a forward: lets go of whole parameters that an optimizer has outdated.
+
+        Those that stay are frozen or thawed as their shares are.
+        """
         if self.stale and not self.running:
             self.reshard()
+        if self.is_whole:
+            for member in self.members:
+                member.freeze_alike()
 
     def start_gather(self) -> None:
         """Collective, unless the unit is whole or on the way."""
@@ -248,3 +257,4 @@ class Unit:
 
     def end_backward(self) -> None:
         self.moment, self.expected, self.touched, self.running = Moment.IDLE, 0, False, 0
+        self.busy.clear()
