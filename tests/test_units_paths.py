@@ -117,3 +117,42 @@ def dictated(rank, world):
 
 def test_state_dicts_hold_shares_wherever_a_weight_is_tied():
     assert run_ranks(dictated, 2) == [[True, True]] * 2
+
+
+def outdated(rank, world, keep):
+    """An optimizer steps while a forward without a backward has left whole parameters."""
+    torch.manual_seed(0)
+    model = Chain(Layer(), Layer())
+    fully_shard(model.layers[0], reshard_after_forward=not keep)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(batch(rank)).sum().backward()
+    model(batch(rank))
+    optimizer.step()
+    found = model(batch(rank))
+    with torch.no_grad():
+        model.reshard()
+        model.layers[0].reshard()
+        return torch.equal(found, model(batch(rank)))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_no_forward_computes_with_weights_of_before_a_step(keep):
+    assert run_ranks(outdated, 2, keep) == [True, True]
+
+
+def frozen_while_whole(rank, world, thaw):
+    torch.manual_seed(0)
+    model = Chain(Layer(), Layer())
+    model.layers[0].weight.requires_grad_(not thaw)
+    weights = dict(fully_shard(model).named_parameters())
+    model(batch(rank))  # the root keeps its parameters for a backward that never comes
+    weights["layers.0.weight"].requires_grad_(thaw)
+    model(batch(rank)).sum().backward()
+    return {name: weight.grad is not None for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("thaw", [True, False])
+def test_what_is_frozen_or_thawed_between_forwards_is_so_in_the_next(thaw):
+    for found in run_ranks(frozen_while_whole, 2, thaw):
+        assert found == {"layers.0.weight": thaw, "layers.1.weight": True}
