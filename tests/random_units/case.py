@@ -249,7 +249,7 @@ class UnitCase:
         dtypes = [self.params[name].dtype, *([LOW] if self.low else [])]
         bound = 16 * max(torch.finfo(dtype).eps for dtype in dtypes) * (size + wanted.abs())
         # Memory lies elsewhere in the copy, and with it the order of sums inside a product.
-        bound = bound + (2**-6 * (1 + size.sum()) if self.low else 2**-44)
+        bound = bound + (2**-6 if self.low else 2**-44) * (1 + size.sum())
         off = (found - wanted).abs()
         assert bool((off <= bound).all()), (
             f"{name} {tuple(found.shape)} is off by {float((off - bound).max()):.3g} more than "
