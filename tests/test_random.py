@@ -17,6 +17,7 @@ FIXED = 60
 SLOW = 240
 DRAWN = 6
 SHARD = 60
+UNITS = 20  # fixed cases that are drawn of units
 
 
 @pytest.mark.parametrize("start", range(0, FIXED, SHARD))
@@ -37,9 +38,13 @@ def test_cases_of_this_run():
     check_cases(range(start, start + DRAWN))
 
 
-@pytest.mark.parametrize("start", range(0, FIXED, SHARD))
-def test_fixed_cases_of_units(start):
-    check_cases(range(start, start + SHARD), family="units")
+def test_fixed_cases_of_units():
+    check_cases(range(UNITS), family="units")
+
+
+@pytest.mark.slow
+def test_more_fixed_cases_of_units():
+    check_cases(range(UNITS, UNITS + SHARD), family="units")
 
 
 def main():

@@ -179,8 +179,10 @@ class Unit:
         return bool(self._reducing)
 
     def has_gradients(self) -> bool:
-        """Whether there is anything to reduce."""
-        return self.owes or any(strand.has_gradients() for strand in self.strands)
+        """Whether there is anything to reduce, or for replicas to add up."""
+        if self.owes or any(strand.has_gradients() for strand in self.strands):
+            return True
+        return self.switches.all_reduce and any(s.partial is not None for s in self.strands)
 
     def keep_gradients(self) -> None:
         """Leaves them to a later backward."""

@@ -49,6 +49,7 @@ class UnitCase:
         dtypes = (torch.float32, torch.float32, LOW)  # nothing turns fp64 into 16 bits
         self.model = build(self.rng, note, dtypes if self.low else (torch.float64, *dtypes))
         self.twin = copy.deepcopy(self.model)
+        self.checkpoints = any(filter(None, self.model.all_ways()))
         self.sums, self.divisor = {}, seat.world
         self.cut()
         self.params = dict(self.model.named_parameters())
@@ -166,7 +167,10 @@ class UnitCase:
     def losses(self, fault=None):
         """Of the model and of its copy, which sits a fault out."""
         numbers = [part.number for part in modules_of(self.model)]
-        uses = Uses(self.rng, self.mine, numbers, fault)
+        # What is computed again gathers when the first of its weights is needed, in an order that
+        # ranks have in common if they need the same ones.
+        own = self.rng if self.checkpoints else self.mine
+        uses = Uses(self.rng, own, numbers, fault)
         x = torch.randn(WIDTH, dtype=torch.float64, generator=self.inputs)
         ours = self.model(x.clone().requires_grad_(), uses).double().sum()
         theirs = self.twin(x.clone().requires_grad_(), uses).double().sum() if not fault else None

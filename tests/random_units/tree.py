@@ -105,6 +105,11 @@ class Node(_Part):
                 x = x + checkpoint(part, x, uses, use_reentrant=way == "reentrant")
         return x
 
+    def all_ways(self):
+        """Of this node and those below."""
+        below = [part for part in modules_of(self) if isinstance(part, Node)]
+        return [way for part in below for way in part.ways]
+
 
 def build(rng, note, dtypes):
     """A tree with weights of these dtypes, some tied, some frozen."""
