@@ -63,7 +63,7 @@ _EVERY = (
     Part("scale", 50, "scale"),
     Part("step", 260, f"step --models {CLASSIC_MODELS} {WITH_GROUP} --rounds 9 --seconds 45"),
     # Batches this small make normalisation amplify any rounding from step to step.
-    Part("step-four", 240, f"step {FOUR} {WAYS} --seconds 25 --check-steps 1"),
+    Part("step-four", 200, f"step {FOUR} {WAYS} --seconds 25 --check-steps 1"),
     Part("step-real", 140, "step --models resnet50,gpt2 --seconds 10 --check-steps 1"),
     Part("buckets", 90, "buckets --seconds 30"),
     Part("zero", 190, "zero --seconds 20"),
