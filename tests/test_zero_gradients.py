@@ -283,3 +283,34 @@ def zero_on_one_rank(rank, world):
 def test_gradients_that_one_rank_alone_has_zeroed_are_an_error():
     with pytest.raises(RankError, match=r"1 of 2 ranks had a gradient of an earlier backward"):
         run_ranks(zero_on_one_rank, 2)
+
+
+def norms_of_what_is_scaled(rank, world):
+    """Whatever has been done to a gradient in place, its norm is that of what it is now."""
+    model = FastDDP(nn.Linear(8, 8), zero=1)
+    optimizer = optim.SGD(model.parameters(), 0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    grad = model.module.weight.grad  # of ones, twice
+    norms = [grad.norm().item()]
+    changes = (
+        lambda: grad.mul_(0.5),
+        lambda: grad.data.div_(2.0),
+        lambda: torch._foreach_mul_([grad], 0.5),
+        lambda: torch._amp_foreach_non_finite_check_and_unscale_(
+            [grad], torch.zeros(1), torch.tensor(0.5)
+        ),
+        lambda: grad.clamp_(max=0.0625),
+        lambda: grad.zero_(),
+    )
+    for change in changes:
+        change()
+        norms.append(grad.norm().item())
+    return norms
+
+
+def test_norms_follow_what_is_done_in_place():
+    wanted = [16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0]
+    assert run_ranks(norms_of_what_is_scaled, 2) == [pytest.approx(wanted)] * 2

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from fastsync.engine import core
 from fastsync.ranks.meeting import MeetingPlace
@@ -237,6 +238,8 @@ class GradientShards:
         self.dtype = first.dtype
         self.shard = torch.zeros(space.layout.region, dtype=first.dtype, device=first.device)
         self._ranges = space.owned_ranges()
+        # Made once: a view that is made while torch dispatches has a version of its own.
+        self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
         self.faces: list[torch.Tensor] = [self._face(i) for i in range(len(self.params))]
         me = weakref.ref(self)
         self.core = core.make_sharded_gradients(
@@ -252,8 +255,7 @@ class GradientShards:
         return [face.share for face in self.faces if isinstance(face, ShardedGradient)]
 
     def _face(self, index: int) -> ShardedGradient:
-        start, numel, begin = self._ranges[index]
-        share = Share(self, index, self.shard[start : start + numel], begin)
+        share = Share(self, index, self._pieces[index], self._ranges[index][2])
         return ShardedGradient(self.params[index], share)
 
     def release(self, index: int) -> None:
@@ -334,6 +336,11 @@ def _is_scalar(value: object) -> bool:
     )
 
 
+def _changed(faces: Sequence[ShardedGradient]) -> None:
+    """Their averages have been written to here, where torch does not count that."""
+    increment_version([face.share.piece for face in faces])
+
+
 def _averages(values: Sequence[object]) -> bool:
     """Whether each is a gradient that is spread, with nothing beside it."""
     return all(isinstance(v, ShardedGradient) and v.share.is_average for v in values)
@@ -350,6 +357,7 @@ def _zero(func: Any, face: ShardedGradient) -> Any:
         return NotImplemented
     face.share.pending = None
     face.share.piece.zero_()
+    _changed([face])
     return face
 
 
@@ -390,6 +398,7 @@ def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
     if not _averages([face]) or not all(map(_is_scalar, others)):
         return NotImplemented
     func(face.share.piece, *others, **named)
+    _changed([face])
     return face
 
 
@@ -405,6 +414,7 @@ def _elementwise_all(func: Any, faces: Sequence[Any], other: Any) -> Any:
     if not _averages(faces) or not _is_scalar(other):
         return NotImplemented
     func([face.share.piece for face in faces], other)
+    _changed(faces)
     return None
 
 
@@ -441,5 +451,6 @@ def _unscale(
     sharers = faces[0].share.shards().sharers
     sharers.meet("gradients to be unscaled")
     func([face.share.piece for face in faces], found_inf, inv_scale)
+    _changed(faces)
     dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=sharers.group)
     return None
