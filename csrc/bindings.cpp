@@ -4,6 +4,7 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <map>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "check.h"
 #include "comm/python_hook.h"
 #include "comm/shm_collective.h"
+#include "comm/shm_words.h"
 #include "engine/reducer.h"
 #include "ops/lossy_ops.h"
 #include "ops/norms.h"
@@ -309,6 +311,15 @@ void bind_memory(py::module_& m) {
           },
           release, py::arg("addresses"), py::arg("rank"), py::arg("timeout"))
       .def("make_flat", &SharedMemory::make_flat, release, py::arg("numel"), py::arg("dtype"));
+  using comm::SharedWords;
+  py::class_<SharedWords, std::shared_ptr<SharedWords>>(m, "SharedWords")
+      .def(py::init([](const SharedMemory& memory, size_t channel, double timeout) {
+             const auto limit = std::chrono::duration<double>(timeout);
+             return std::make_shared<SharedWords>(
+                 memory, channel, std::chrono::duration_cast<std::chrono::milliseconds>(limit));
+           }),
+           py::arg("memory"), py::arg("channel"), py::arg("timeout"))
+      .def("exchange", &SharedWords::exchange, release, py::arg("said"), py::arg("number"));
   py::class_<ShmCollective, std::shared_ptr<ShmCollective>>(m, "SharedCollective")
       .def(py::init<std::shared_ptr<SharedMemory>, size_t>(), release, py::arg("memory"),
            py::arg("channel"))

@@ -326,7 +326,9 @@ class FastDDP(StagedFront):
         Raises:
             RuntimeError: it is not finite and `error_if_nonfinite`, or ranks do not come.
         """
-        return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        sharded = cast(FrontReducer, self.reducer).sharded
+        sharers = None if sharded is None else sharded.sharers
+        return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, sharers)
 
     def set_wire(self, wire: Wire | Choice) -> None:
         """Has gradients travel as `wire` from the next step on.

@@ -183,9 +183,9 @@ void Channel::notify() {
   if (common().sleepers.load() > 0) futex_wake_all(common().changes);
 }
 
-void Channel::meet(const Sum& sum) {
+void Channel::meet(const Sum& sum, const std::string& what) {
   const auto end = Clock::now() + timeout_;
-  check_in_time(sum, sleep_until(sum, [&] { return all_joined(sum); }, end));
+  check_in_time(sum, sleep_until(sum, [&] { return all_joined(sum); }, end), what);
 }
 
 void Channel::wait(const Sum& sum) {
@@ -195,14 +195,14 @@ void Channel::wait(const Sum& sum) {
   check_in_time(sum, sleep_until(sum, [&] { return is_finished(sum); }, end));
 }
 
-void Channel::check_in_time(const Sum& sum, bool done) const {
+void Channel::check_in_time(const Sum& sum, bool done, const std::string& what) const {
   if (done) return;
   const std::vector<size_t> late = absent(sum);
   const double seconds = std::chrono::duration<double>(timeout_).count();
-  FS_CHECK(late.empty(), "rank ", rank_, " waited ", seconds, " s for a sum over ranks, but ",
-           list(late), " did not come");
-  FS_CHECK(false, "rank ", rank_, " waited ", seconds,
-           " s for a sum over ranks that another rank has begun and does not finish");
+  FS_CHECK(late.empty(), "rank ", rank_, " waited ", seconds, " s for ", what, ", but ", list(late),
+           " did not come");
+  FS_CHECK(false, "rank ", rank_, " waited ", seconds, " s for ", what,
+           " that another rank has begun and does not finish");
 }
 
 bool Channel::wait_for(const Sum& sum, std::chrono::milliseconds time, Until until) {

@@ -38,6 +38,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../kernels/pack.h"
@@ -82,7 +83,8 @@ class Channel {
   // This rank's fair part of the work.
   int64_t share(const Sum& sum) const;
   // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
-  void meet(const Sum& sum);
+  // `what`: that they are waited for, as it reads in the error.
+  void meet(const Sum& sum, const std::string& what = "a sum over ranks");
   // Returns once it is finished, and does what is left of a sum for that. Throws likewise.
   void wait(const Sum& sum);
   // Throws as wait() does where time is up.
@@ -125,7 +127,7 @@ class Channel {
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
   void notify();
-  void check_in_time(const Sum& sum, bool done) const;
+  void check_in_time(const Sum& sum, bool done, const std::string& what = "a sum over ranks") const;
   template <class Done>
   bool sleep_until(const Sum& sum, const Done& done, Clock::time_point end);
   void check_ranks(const Sum& sum) const;

@@ -22,7 +22,12 @@ void SharedMemory::connect(const std::vector<SegmentAddress>& addresses, int64_t
 }
 
 std::shared_ptr<Channel> SharedMemory::make_channel(size_t index) const {
-  return std::make_shared<Channel>(segments_, rank_, timeout_, index);
+  return make_channel(index, timeout_);
+}
+
+std::shared_ptr<Channel> SharedMemory::make_channel(size_t index,
+                                                    std::chrono::milliseconds timeout) const {
+  return std::make_shared<Channel>(segments_, rank_, timeout, index);
 }
 
 at::Tensor SharedMemory::make_flat(int64_t numel, at::ScalarType dtype) const {

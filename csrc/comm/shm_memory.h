@@ -27,6 +27,7 @@ class SharedMemory {
   int size() const { return static_cast<int>(segments_.size()); }
   // Channels, 0 to Segment::kChannels - 1, know nothing of each other. Each is made once.
   std::shared_ptr<Channel> make_channel(size_t index) const;
+  std::shared_ptr<Channel> make_channel(size_t index, std::chrono::milliseconds timeout) const;
 
   // Zeros in this rank's segment.
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype) const;

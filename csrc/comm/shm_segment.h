@@ -31,7 +31,7 @@ struct SegmentAddress {
 class Segment {
  public:
   // Always there, zero-filled, in front of everything that take() returns: room for so many channels' words.
-  static constexpr size_t kChannels = 2;
+  static constexpr size_t kChannels = 3;
   static constexpr size_t kChannelBytes = 32 << 10;
   static constexpr size_t kHeaderBytes = (kChannels + 1) * kChannelBytes;
 

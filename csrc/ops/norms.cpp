@@ -17,9 +17,6 @@
 namespace fastsync::ops {
 namespace {
 
-// What one thread sums up by itself.
-constexpr int64_t kBlock = int64_t{1} << 16;
-
 // The elements, in any order: real, one after the other in memory.
 at::Tensor elements_of(const at::Tensor& tensor) {
   at::Tensor dense = tensor.is_sparse() ? tensor.coalesce().values() : tensor;
@@ -29,45 +26,53 @@ at::Tensor elements_of(const at::Tensor& tensor) {
   return dense.is_complex() ? at::view_as_real(dense) : dense;
 }
 
-// Calls run(begin, numel, block) for each block of `tensor`, on the intra-op threads.
-template <typename Run>
-void for_each_block(const at::Tensor& tensor, const Run& run) {
-  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
-  const int64_t numel = tensor.numel();
-  parallel_ranges((numel + kBlock - 1) / kBlock, kBlock, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) {
-      const int64_t begin = block * kBlock;
-      const auto bytes = static_cast<int64_t>(tensor.itemsize());
-      run(data + begin * bytes, std::min(kBlock, numel - begin), static_cast<size_t>(block));
+// Consecutive elements of a tensor.
+struct Block {
+  const void* data = nullptr;
+  kernels::DType dtype = kernels::DType::kFloat32;
+  int64_t numel = 0;
+  size_t tensor = 0;
+};
+
+// Those of all tensors, which must stay.
+std::vector<Block> blocks_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Block> blocks;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto* data = static_cast<const char*>(tensors[i].const_data_ptr());
+    const auto bytes = static_cast<int64_t>(tensors[i].itemsize());
+    const kernels::DType dtype = kernel_dtype(tensors[i].scalar_type());
+    const int64_t numel = tensors[i].numel();
+    for (int64_t begin = 0; begin < numel; begin += kSquareBlock) {
+      blocks.push_back({data + begin * bytes, dtype, std::min(kSquareBlock, numel - begin), i});
+    }
+  }
+  return blocks;
+}
+
+// What run(block) returns, for each block, on the intra-op threads.
+template <typename Result, typename Run>
+std::vector<Result> for_each_block(const std::vector<Block>& blocks, const Run& run) {
+  int64_t elements = 0;
+  for (const Block& block : blocks) elements += block.numel;
+  std::vector<Result> results(blocks.size());
+  const auto count = static_cast<int64_t>(blocks.size());
+  parallel_ranges(count, elements / std::max<int64_t>(1, count), [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      results[i] = run(blocks[i]);
     }
   });
+  return results;
 }
 
-double square_sum(const at::Tensor& tensor) {
-  const at::Tensor elements = elements_of(tensor);
-  const kernels::DType dtype = kernel_dtype(elements.scalar_type());
-  std::vector<double> sums(static_cast<size_t>((elements.numel() + kBlock - 1) / kBlock));
-  for_each_block(elements, [&](const void* data, int64_t numel, size_t block) {
-    sums[block] = kernels::square_sum_cpu(data, dtype, numel);
-  });
-  double total = 0.0;
-  for (const double sum : sums) total += sum;
-  return total;
-}
-
-bool is_finite(const at::Tensor& tensor) {
-  const at::Tensor elements = elements_of(tensor);
-  const kernels::DType dtype = kernel_dtype(elements.scalar_type());
-  std::vector<char> finite(static_cast<size_t>((elements.numel() + kBlock - 1) / kBlock));
-  for_each_block(elements, [&](const void* data, int64_t numel, size_t block) {
-    finite[block] = kernels::all_finite_cpu(data, dtype, numel) ? 1 : 0;
-  });
-  return std::all_of(finite.begin(), finite.end(), [](char one) { return one != 0; });
+std::vector<at::Tensor> elements_of_all(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> elements;
+  elements.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) elements.push_back(elements_of(tensor));
+  return elements;
 }
 
 std::vector<bool> finite_by_torch(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> elements;
-  for (const at::Tensor& tensor : tensors) elements.push_back(elements_of(tensor));
+  const std::vector<at::Tensor> elements = elements_of_all(tensors);
   const double largest = std::numeric_limits<double>::infinity();
   const at::Tensor known = at::isfinite(at::stack(at::_foreach_norm(elements, largest))).cpu();
   const bool* values = known.const_data_ptr<bool>();
@@ -78,11 +83,16 @@ std::vector<bool> finite_by_torch(const std::vector<at::Tensor>& tensors) {
 
 std::vector<double> square_sums(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
-  std::vector<double> sums;
   for (const at::Tensor& tensor : tensors) {
     FS_CHECK_VALUE(tensor.is_cpu(), "expects tensors on a CPU, but one is on ", tensor.device());
-    sums.push_back(square_sum(tensor));
   }
+  const std::vector<at::Tensor> elements = elements_of_all(tensors);
+  const std::vector<Block> blocks = blocks_of(elements);
+  const auto squares = for_each_block<double>(blocks, [](const Block& block) {
+    return kernels::square_sum_cpu(block.data, block.dtype, block.numel);
+  });
+  std::vector<double> sums(tensors.size());
+  for (size_t i = 0; i < blocks.size(); ++i) sums[blocks[i].tensor] += squares[i];
   return sums;
 }
 
@@ -90,8 +100,15 @@ std::vector<bool> all_finite(const std::vector<at::Tensor>& tensors) {
   if (tensors.empty()) return {};
   const at::NoGradGuard no_grad;
   if (!tensors.front().is_cpu()) return finite_by_torch(tensors);
-  std::vector<bool> finite;
-  for (const at::Tensor& tensor : tensors) finite.push_back(is_finite(tensor));
+  const std::vector<at::Tensor> elements = elements_of_all(tensors);
+  const std::vector<Block> blocks = blocks_of(elements);
+  const auto clean = for_each_block<char>(blocks, [](const Block& block) {
+    return kernels::all_finite_cpu(block.data, block.dtype, block.numel) ? 1 : 0;
+  });
+  std::vector<bool> finite(tensors.size(), true);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (clean[i] == 0) finite[blocks[i].tensor] = false;
+  }
   return finite;
 }
 

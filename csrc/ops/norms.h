@@ -3,9 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace fastsync::ops {
+
+// Elements whose squares are summed up by themselves, on one thread, before the sums of a tensor's blocks are added in order.
+constexpr int64_t kSquareBlock = int64_t{1} << 16;
 
 // The sum of the squares of each tensor's elements, on a CPU: in fp64, and the same on every rank that has the same elements,
 // however many threads it has. Sparse tensors count with their values.

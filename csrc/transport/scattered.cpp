@@ -2,15 +2,22 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "../check.h"
 #include "../ops/buffers.h"
+#include "../ops/norms.h"
 #include "../ops/ops.h"
+#include "../ops/parallel.h"
 #include "flat.h"
 
 namespace fastsync::engine {
 namespace {
+
+// Elements that stay in a core's own cache between two readings.
+constexpr size_t kBatch = size_t{1} << 17;
 
 // What one rank owns of a slot.
 struct Part {
@@ -36,6 +43,7 @@ class Scattered final : public Transport {
 
   void begin() override {
     for (size_t i = 0; i < slots_.size(); ++i) {
+      gradients_.squares.forget(spec_.members[i]);
       if (face(i).is_same(slots_[i].grad())) {
         places_[i].faced = true;
         slots_[i].param->tensor.mutable_grad() = std::exchange(pending(i), at::Tensor());
@@ -82,15 +90,18 @@ class Scattered final : public Transport {
   bool adds(size_t index) const override { return places_[index].faced; }
 
   void deliver(const std::vector<bool>& used) override {
-    std::vector<ops::Item> fresh;
-    std::vector<ops::Item> accumulated;
+    std::vector<size_t> fresh;
+    std::vector<size_t> accumulated;
     for (size_t i = 0; i < slots_.size(); ++i) {
-      if (used[i]) deliver_slot(i, places_[i].faced ? accumulated : fresh);
+      if (!used[i]) continue;
+      if (!places_[i].faced) make_fresh(i);
+      (places_[i].faced ? accumulated : fresh).push_back(i);
     }
-    regions_->sum(fresh, regions_->leaves_own());
-    if (own_.defined()) ops::unpack(accumulated, own_, 1.0, true);
-    regions_->sum(accumulated, true);
-    gradients_.shard.unsafeGetTensorImpl()->bump_version();
+    Squares squares;
+    add_up(fresh, regions_->leaves_own(), squares);
+    if (own_.defined()) ops::unpack(items_of(accumulated), own_, 1.0, true);
+    add_up(accumulated, true, squares);
+    bump_version(squares);
     if (!kept_.empty()) put_back_residuals(used);
     end(/*in_flight=*/false);
     for (size_t i = 0; i < slots_.size(); ++i) {
@@ -170,11 +181,26 @@ class Scattered final : public Transport {
     bool faced = false;  // it is added to what was there before
     at::Tensor kept;     // a gradient that this rank did not use
   };
-  // What this rank keeps of a slot: elements of the shard, and where they lie in its chunk.
-  struct Mine {
+  // Consecutive elements of the shard, and where they lie in this rank's chunk.
+  struct Block {
     at::Tensor elements;
+    ops::SlotLayout in_chunk;
+  };
+  // What this rank keeps of a slot; no blocks where that is nothing.
+  struct Mine {
     ops::SlotLayout in_shard;
     ops::SlotLayout in_chunk;
+    std::vector<Block> blocks;
+  };
+  // Sums of squares of members' averages.
+  struct Squares {
+    std::vector<size_t> members;
+    std::vector<double> sums;
+  };
+  // Blocks whose averages are summed up at once.
+  struct Batch {
+    std::vector<ops::Item> items;
+    std::vector<size_t> entries;  // of Squares, by item
   };
 
   at::Tensor& face(size_t slot) const { return gradients_.faces.at(spec_.members[slot]); }
@@ -190,9 +216,23 @@ class Scattered final : public Transport {
          ops::SlotLayout::run(part.chunk * layout.numel + part.place, part.numel), mine});
     if (!mine) return;
     const int64_t first = slots_[part.slot].layout.offset + part.begin - spec_.first;
-    const auto in_shard = ops::SlotLayout::run(first, part.numel);
-    mine_[part.slot] = {ops::view_of(gradients_.shard, in_shard, dtype()), in_shard,
-                        ops::SlotLayout::run(part.place, part.numel)};
+    Mine& kept = mine_[part.slot];
+    kept.in_shard = ops::SlotLayout::run(first, part.numel);
+    kept.in_chunk = ops::SlotLayout::run(part.place, part.numel);
+    for (int64_t begin = 0; begin < part.numel; begin += ops::kSquareBlock) {
+      const int64_t numel = std::min(ops::kSquareBlock, part.numel - begin);
+      const auto in_shard = ops::SlotLayout::run(first + begin, numel);
+      kept.blocks.push_back({ops::view_of(gradients_.shard, in_shard, dtype()),
+                             ops::SlotLayout::run(part.place + begin, numel)});
+    }
+  }
+
+  std::vector<ops::Item> items_of(const std::vector<size_t>& slots) const {
+    std::vector<ops::Item> items;
+    for (const size_t i : slots) {
+      for (const Block& block : mine_[i].blocks) items.push_back({block.elements, &block.in_chunk});
+    }
+    return items;
   }
 
   // A gradient in its slot's order; undefined where there is none.
@@ -268,13 +308,50 @@ class Scattered final : public Transport {
     if (gradients_.is_held(member)) gradients_.release(member);
   }
 
-  void deliver_slot(size_t index, std::vector<ops::Item>& items) {
-    if (!places_[index].faced) {
-      if (!regions_->leaves_own()) let_go(index);
-      pending(index) = at::Tensor();
+  // Its averages take the place of what was there.
+  void make_fresh(size_t index) {
+    if (!regions_->leaves_own()) let_go(index);
+    pending(index) = at::Tensor();
+  }
+
+  // Sums over ranks, of slots. See [Note: squares].
+  void add_up(const std::vector<size_t>& slots, bool accumulate, Squares& squares) const {
+    if (!gradients_.squares.wanted() || !device().is_cpu()) {
+      return regions_->sum(items_of(slots), accumulate);
     }
-    const Mine& mine = mine_[index];
-    if (mine.elements.defined()) items.push_back({mine.elements, &mine.in_chunk});
+    const size_t most = regions_->works_on_parts()
+                            ? kBatch * static_cast<size_t>(at::get_num_threads())
+                            : std::numeric_limits<size_t>::max();
+    Batch batch;
+    int64_t elements = 0;
+    for (const size_t i : slots) {
+      squares.members.push_back(spec_.members[i]);
+      squares.sums.push_back(0.0);
+      for (const Block& block : mine_[i].blocks) {
+        batch.items.push_back({block.elements, &block.in_chunk});
+        batch.entries.push_back(squares.sums.size() - 1);
+        elements += block.in_chunk.numel;
+        if (static_cast<size_t>(elements) < most) continue;
+        add_up_batch(std::exchange(batch, Batch{}), accumulate, squares);
+        elements = 0;
+      }
+    }
+    add_up_batch(batch, accumulate, squares);
+  }
+
+  void add_up_batch(const Batch& batch, bool accumulate, Squares& squares) const {
+    regions_->sum(batch.items, accumulate);
+    std::vector<at::Tensor> tensors;
+    for (const ops::Item& item : batch.items) tensors.push_back(item.tensor);
+    const std::vector<double> sums = ops::square_sums(tensors);
+    for (size_t i = 0; i < sums.size(); ++i) squares.sums[batch.entries[i]] += sums[i];
+  }
+
+  void bump_version(const Squares& squares) const {
+    auto* const impl = gradients_.shard.unsafeGetTensorImpl();
+    const uint32_t before = impl->version_counter().current_version();
+    impl->bump_version();
+    gradients_.squares.take(gradients_.shard, before, squares.members, squares.sums);
   }
 
   void end(bool in_flight) {

@@ -16,26 +16,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
 #include "regions.h"
+#include "shared_gradients.h"
 #include "transport.h"
 
 namespace fastsync::engine {
-
-// A unit's gradients on this rank. Outlives plans: buckets of several may carry them.
-struct ShardedGradients {
-  at::Tensor shard;               // [region], the averages
-  std::vector<at::Tensor> faces;  // by member
-  // What this rank alone has accumulated since, by member; undefined where nothing was.
-  std::vector<at::Tensor> pending;
-  // Whether anybody holds a member's face, besides `param.grad`.
-  std::function<bool(size_t)> is_held;
-  // Makes another face, in `faces`, and leaves that one its values.
-  std::function<void(size_t)> release;
-};
 
 struct ScatterSpec {
   std::shared_ptr<ShardedGradients> gradients;

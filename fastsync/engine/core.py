@@ -27,11 +27,13 @@ from fastsync.wire.plugins import PluginCodec
 if TYPE_CHECKING:
     from fastsync import _C
     from fastsync._C import FaultWatch as FaultWatch
+    from fastsync._C import GradientSquares as GradientSquares
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
     from fastsync._C import SharedCollective as SharedCollective
     from fastsync._C import SharedMemory as SharedMemory
+    from fastsync._C import SharedWords as SharedWords
     from fastsync._C import Timeline as Timeline
     from fastsync._C import Unit as Unit
     from fastsync._C import UnitLayout as UnitLayout
@@ -55,6 +57,7 @@ __all__ = [
     "all_finite",
     "bucket_spec",
     "check_backend",
+    "known_squares",
     "load",
     "low_rank_spec",
     "make_collective",
@@ -67,6 +70,7 @@ __all__ = [
     "make_unit_layout",
     "make_unit_links",
     "make_watch",
+    "make_words",
     "square_sums",
     "supports",
 ]
@@ -215,6 +219,30 @@ def make_collective(memory: SharedMemory, channel: int) -> SharedCollective:
         channel: 0 or 1, and another one than anybody else's.
     """
     return _C.SharedCollective(memory, channel)
+
+
+def make_words(memory: SharedMemory, timeout: float) -> SharedWords:
+    """Where the ranks that share `memory` meet, and tell each other a number. One for each memory.
+
+    Args:
+        timeout: seconds that a rank waits for the others.
+    """
+    return _C.SharedWords(memory, 2, timeout)
+
+
+def known_squares(
+    params: Sequence[torch.Tensor], units: Sequence[ShardedGradients]
+) -> GradientSquares | None:
+    """The sums of the squares of these parameters' gradients, on a CPU.
+
+    Args:
+        units: whose gradients the ranks share. What this rank has of them is not read.
+
+    Returns:
+        None where a sum of those is not known, or a gradient is something else than a plain
+        tensor.
+    """
+    return _C.known_squares(params, units)
 
 
 def make_sharded_gradients(

@@ -92,6 +92,14 @@ class Shares:
             self._links = new_cpu_group(self._group, "shards") if on_cpu else self._group
             self._core.use_shards(resolvable_name(self._links))
 
+    def make_words(self, timeout: float) -> core.SharedWords | None:
+        """Where the ranks tell each other words and numbers; None: they share no memory. Once.
+
+        Args:
+            timeout: seconds that a rank waits for the others.
+        """
+        return None if self._memory is None else core.make_words(self._memory, timeout)
+
     def start_gather(self, flat: torch.Tensor) -> None:
         """Every rank sends its region of a buffer, one of equal ones, to all. Collective.
 

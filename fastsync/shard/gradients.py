@@ -43,13 +43,29 @@ class Sharers:
     Args:
         group: the ranks.
         place: where they meet before they exchange anything.
+        words: where they meet instead, if they share memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, place: MeetingPlace) -> None:
-        self.group, self._place = group, place
+    def __init__(
+        self, group: dist.ProcessGroup, place: MeetingPlace, words: core.SharedWords | None
+    ) -> None:
+        self.group, self._place, self._words = group, place, words
         self.units: list[GradientShards] = []
+        self._clips = False
         self._norms: dict[int, list[torch.Tensor]] = {}
         self._norms_of: tuple[object, ...] = ()
+
+    def take(self, units: Sequence[GradientShards]) -> None:
+        """These, and no others."""
+        self.units = list(units)
+        if self._clips:
+            self.expect_clips()
+
+    def expect_clips(self) -> None:
+        """Squares of averages are summed up with these from now on."""
+        self._clips = True
+        for unit in self.units:
+            unit.core.want_squares()
 
     def meet(self, wish: str) -> None:
         """Returns once every rank wants to exchange the same.
@@ -57,19 +73,35 @@ class Sharers:
         Raises:
             RuntimeError: some do not come, or want something else.
         """
-        reason = f"the others to ask for {wish}"
-        if not self._place.meet(reason, wish, _REMEDY):
-            raise RuntimeError(
-                f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something "
-                f"else. {_REMEDY}"
-            )
+        if self._words is not None:
+            self._tell(self._words, wish, 0.0)
+        elif not self._place.meet(f"the others to ask for {wish}", wish, _REMEDY):
+            raise self._disagreement(wish)
 
     def sum(self, wish: str, mine: float) -> float:
         """Of what the ranks have. Collective; see `meet`."""
+        if self._words is not None:
+            return sum(self._tell(self._words, wish, mine))
         self.meet(wish)
         total = torch.tensor([mine], dtype=torch.float64, device=self.units[0].shard.device)
         dist.all_reduce(total, group=self.group)
         return total.item()
+
+    def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
+        """What each rank has, in their order."""
+        try:
+            everyones = words.exchange(wish, mine)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {_REMEDY}") from error
+        if everyones is None:
+            raise self._disagreement(wish)
+        return everyones
+
+    def _disagreement(self, wish: str) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something else. "
+            f"{_REMEDY}"
+        )
 
     def norm(self, share: Share, order: float) -> torch.Tensor:
         """The norm of one gradient. Those of all others come with it, in one exchange."""

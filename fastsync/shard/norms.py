@@ -1,28 +1,60 @@
-"""The norm of all gradients, and clipping to it: one read of each element that a rank has."""
+"""The norm of all gradients, and clipping to it.
+
+Of what the ranks share, whoever adds the averages up sums their squares too: from the second clip
+on nothing is read here. Other gradients are read once, and written only if they are too large.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 from fastsync.engine import core
-from fastsync.shard.gradients import ShardedGradient
+from fastsync.shard.gradients import ShardedGradient, Sharers
 
 __all__ = ["clip_norm"]
 
 _EPSILON = 1e-6  # as in torch
 _LAYOUTS = (torch.strided, torch.sparse_coo)
+_WIDE = (torch.float64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """What this rank knows of gradients.
+
+    Attributes:
+        owned: the sum of the squares of elements that this rank alone has.
+        common: of those that every rank has.
+        sharers: the ranks that gradients are spread over; None where each has all of them.
+        wide: whether fp64 is among them.
+        tensors: that hold them.
+    """
+
+    owned: float
+    common: float
+    sharers: Sharers | None
+    wide: bool
+    tensors: Sequence[torch.Tensor]
 
 
 def clip_norm(
-    params: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    params: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    sharers: Sharers | None,
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is `max_norm` at most.
 
     Collective where gradients are spread over ranks. What is not a 2-norm on a CPU is torch's.
+
+    Args:
+        sharers: the ranks that these may be spread over.
 
     Returns:
         The total norm before, zero-dimensional: fp32, or fp64 where a gradient is.
@@ -31,11 +63,15 @@ def clip_norm(
         RuntimeError: it is not finite, and the caller wants an error then.
     """
     params = list(params)
-    grads = [param.grad for param in params if param.grad is not None]
-    if norm_type != 2.0 or not all(map(_is_plain, grads)):
+    if sharers is not None:
+        sharers.expect_clips()
+    squares = _known(params, sharers) or _read(params) if norm_type == 2.0 else None
+    if squares is None:
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-    mine = [_elements(grad) for grad in grads]
-    norm = math.sqrt(_total(grads, core.square_sums(mine)))
+    total = squares.common
+    if squares.sharers is not None:
+        total += squares.sharers.sum("the norm of all gradients", squares.owned)
+    norm = math.sqrt(total)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -43,10 +79,40 @@ def clip_norm(
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     share = max_norm / (norm + _EPSILON)
-    if mine and not share >= 1.0:  # nor where it is NaN
-        torch._foreach_mul_(mine, share)
-    wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in mine)
-    return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
+    if squares.tensors and not share >= 1.0:  # nor where it is NaN
+        torch._foreach_mul_(list(squares.tensors), share)
+    return torch.tensor(norm, dtype=torch.float64 if squares.wide else torch.float32)
+
+
+def _known(params: Sequence[torch.Tensor], sharers: Sharers | None) -> _Squares | None:
+    """Without reading what is spread; None where that cannot be."""
+    units = [] if sharers is None else sharers.units
+    known = core.known_squares(params, [unit.core for unit in units])
+    if known is None:
+        return None
+    tensors = known.tensors
+    if known.all_spread:
+        tensors += [unit.shard for unit in units]
+    elif known.spread:
+        grads = (param.grad for param in params)
+        tensors += [grad.share.piece for grad in grads if isinstance(grad, ShardedGradient)]
+    spread_over = sharers if known.spread else None
+    return _Squares(known.owned, known.common, spread_over, known.wide, tensors)
+
+
+def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
+    """None where gradients are something else than elements on this CPU."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if not all(map(_is_plain, grads)):
+        return None
+    tensors = [_elements(grad) for grad in grads]
+    total = {True: 0.0, False: 0.0}
+    for grad, square in zip(grads, core.square_sums(tensors), strict=True):
+        total[isinstance(grad, ShardedGradient)] += square
+    spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
+    spread_over = next((grad.share.shards().sharers for grad in spread), None)
+    wide = any(tensor.dtype in _WIDE for tensor in tensors)
+    return _Squares(total[True], total[False], spread_over, wide, tensors)
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
@@ -59,14 +125,3 @@ def _is_plain(grad: torch.Tensor) -> bool:
 
 def _elements(grad: torch.Tensor) -> torch.Tensor:
     return grad.share.piece if isinstance(grad, ShardedGradient) else grad
-
-
-def _total(grads: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
-    """The sum of all squares, of which each rank has some twice and some not at all."""
-    total = {True: 0.0, False: 0.0}
-    for grad, square in zip(grads, squares, strict=True):
-        total[isinstance(grad, ShardedGradient)] += square
-    sharded = next((grad for grad in grads if isinstance(grad, ShardedGradient)), None)
-    if sharded is not None:
-        total[True] = sharded.share.shards().sharers.sum("the norm of all gradients", total[True])
-    return total[True] + total[False]

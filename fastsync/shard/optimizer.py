@@ -61,10 +61,10 @@ class ShardedOptimizers(StepWatcher):
     def __init__(self, engine: Engine, policy: ZeroPolicy) -> None:
         self.engine, self.unit, self.masters = engine, policy.unit, policy.masters
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
-        self.place = MeetingPlace(engine.group, "sharded optimizer", Env.read().agree_timeout)
-        self._sharers = Sharers(
-            engine.group, MeetingPlace(engine.group, "gradients", Env.read().agree_timeout)
-        )
+        timeout = Env.read().agree_timeout
+        self.place = MeetingPlace(engine.group, "sharded optimizer", timeout)
+        meeting = MeetingPlace(engine.group, "gradients", timeout)
+        self.sharers = Sharers(engine.group, meeting, engine.shares.make_words(timeout))
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -121,9 +121,9 @@ class ShardedOptimizers(StepWatcher):
         """Has the ranks share the gradients of what is cut by elements, too. Collective."""
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
             return
-        ours = [unit for unit in self._sharers.units if unit.space.is_intact()]
+        ours = [unit for unit in self.sharers.units if unit.space.is_intact()]
         fresh = [space for space in spaces if space.shares_gradients]
-        self._sharers.units = ours + [GradientShards(space, self._sharers) for space in fresh]
+        self.sharers.take(ours + [GradientShards(space, self.sharers) for space in fresh])
         self.engine.shard(
             [
                 ShardedUnit(
@@ -132,7 +132,7 @@ class ShardedOptimizers(StepWatcher):
                     unit.space.layout.region,
                     unit.core,
                 )
-                for unit in self._sharers.units
+                for unit in self.sharers.units
             ]
         )
 

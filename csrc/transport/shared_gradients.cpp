@@ -1,0 +1,86 @@
+#include "shared_gradients.h"
+
+#include <unordered_map>
+
+#include "../ops/norms.h"
+
+namespace fastsync::engine {
+namespace {
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+bool is_plain(const at::Tensor& grad) {
+  const bool known = grad.layout() == at::kStrided || grad.layout() == at::kSparse;
+  return grad.is_cpu() && known && !grad.key_set().has(c10::DispatchKey::Python);
+}
+
+struct Member {
+  const ShardedGradients* unit = nullptr;
+  size_t index = 0;
+};
+
+std::unordered_map<const at::TensorImpl*, Member> members_by_face(const ShardedUnits& units) {
+  std::unordered_map<const at::TensorImpl*, Member> members;
+  for (const auto& unit : units) {
+    for (size_t i = 0; i < unit->faces.size(); ++i) {
+      members[unit->faces[i].unsafeGetTensorImpl()] = {unit.get(), i};
+    }
+  }
+  return members;
+}
+
+bool is_wide(const at::Tensor& tensor) {
+  return c10::toRealValueType(tensor.scalar_type()) == at::kDouble;
+}
+
+}  // namespace
+
+void SquareSums::forget(size_t member) {
+  if (member < sums_.size()) sums_[member].reset();
+}
+
+void SquareSums::take(const at::Tensor& shard, uint32_t before, const std::vector<size_t>& members,
+                      const std::vector<double>& sums) {
+  if (before != version_) sums_.clear();
+  version_ = version_of(shard);
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i] >= sums_.size()) sums_.resize(members[i] + 1);
+    sums_[members[i]] = sums[i];
+  }
+}
+
+std::optional<double> SquareSums::of(const at::Tensor& shard, size_t member) const {
+  if (member >= sums_.size() || version_of(shard) != version_) return {};
+  return sums_[member];
+}
+
+std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
+                                             const ShardedUnits& units) {
+  const auto members = members_by_face(units);
+  GradientSquares result;
+  size_t faces = 0;
+  for (const at::Tensor& param : params) {
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined()) continue;
+    result.wide = result.wide || is_wide(grad);
+    const auto found = members.find(grad.unsafeGetTensorImpl());
+    if (found == members.end()) {
+      if (!is_plain(grad)) return {};
+      result.tensors.push_back(grad);
+      continue;
+    }
+    const auto [unit, index] = found->second;
+    const std::optional<double> sum = unit->squares.of(unit->shard, index);
+    if (!sum || unit->pending[index].defined()) return {};
+    result.owned += *sum;
+    ++faces;
+  }
+  for (const double sum : ops::square_sums(result.tensors)) result.common += sum;
+  result.spread = faces > 0;
+  result.all_spread = faces == members.size();
+  return result;
+}
+
+}  // namespace fastsync::engine

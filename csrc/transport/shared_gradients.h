@@ -1,0 +1,71 @@
+// Gradients whose averages are spread over the ranks: what one of them keeps of a unit, and the sums of their squares.
+//
+// [Note: squares]
+// Who clips gradients by their norm needs the sum of their squares. From the first clip on, owners take it while they add up
+// averages, block by block in the caches, so that nobody has to read the gradients once more. A sum is true as long as the
+// shard's version is the one that it was taken at: scripts reach averages through faces alone, whose operations count. The
+// plain twin is ops::square_sums(), which gives the same bits.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace fastsync::engine {
+
+// See [Note: squares].
+class SquareSums {
+ public:
+  // From the next averages on.
+  void want() { wanted_ = true; }
+  bool wanted() const { return wanted_; }
+
+  // The averages of a member are about to change.
+  void forget(size_t member);
+  // Of members whose averages are new in `shard`, which was at version `before` until then.
+  void take(const at::Tensor& shard, uint32_t before, const std::vector<size_t>& members,
+            const std::vector<double>& sums);
+  // Nothing where it is not known for what `shard` holds now.
+  std::optional<double> of(const at::Tensor& shard, size_t member) const;
+
+ private:
+  bool wanted_ = false;
+  uint32_t version_ = 0;                     // of the shard
+  std::vector<std::optional<double>> sums_;  // by member
+};
+
+// A unit's gradients on this rank. Outlives plans: buckets of several may carry them.
+struct ShardedGradients {
+  at::Tensor shard;               // [region], the averages
+  std::vector<at::Tensor> faces;  // by member
+  // What this rank alone has accumulated since, by member; undefined where nothing was.
+  std::vector<at::Tensor> pending;
+  SquareSums squares;
+  // Whether anybody holds a member's face, besides `param.grad`.
+  std::function<bool(size_t)> is_held;
+  // Makes another face, in `faces`, and leaves that one its values.
+  std::function<void(size_t)> release;
+};
+
+using ShardedUnits = std::vector<std::shared_ptr<ShardedGradients>>;
+
+// Of the gradients of some parameters.
+struct GradientSquares {
+  double owned = 0.0;               // of elements that this rank alone has
+  double common = 0.0;              // of gradients that every rank has; the same bits everywhere
+  bool wide = false;                // fp64 is among them
+  std::vector<at::Tensor> tensors;  // that every rank has
+  bool spread = false;              // some are spread over the ranks
+  bool all_spread = false;          // all that the units have
+};
+
+// Without a read of what is spread over the ranks. Nothing where a sum is not known, this rank has added to a gradient, or one is
+// neither a face of these units nor a plain tensor on a CPU.
+std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
+                                             const ShardedUnits& units);
+
+}  // namespace fastsync::engine
