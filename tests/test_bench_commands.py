@@ -11,14 +11,16 @@ import torch
 
 from bench import __main__ as command
 from bench.commands import all as run_everything
-from bench.commands import zero
+from bench.commands import clip, zero
 from bench.models import WORKLOADS
 from bench.report import documents
 from examples.common.ranks import USAGE, CheckFailed, Group
+from examples.common.variants import VARIANTS
 from fastsync.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 OURS = {"fastsync", "fastsync_bf16", "fastsync_fp16"}
+CLIPPED = re.compile(r"[+-]\d+\.\d\d % \([+-]\d+\.\d\d to [+-]\d+\.\d\d\)")
 SOME = ("--wrappers", "ddp,ddp_fp16,fastsync,fastsync_bf16")
 
 COMMANDS = {
@@ -32,16 +34,19 @@ COMMANDS = {
     "hooks": ("--scale", "0.02", "--rounds", "1"),
     "freezing": ("--scale", "0.01", "--rounds", "1"),
     "zero": ("--models", "small,transformer", "--scale", "0.01", "--rounds", "1"),
+    "zero3": ("--stages", "3", "--models", "gpt2", "--scale", "0.01", "--rounds", "1"),
+    "clip": ("--models", "gpt2", "--scale", "0.002", "--rounds", "8"),
 }
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
 IN_RANKS = ("allreduce", "step", "links", "overlap", "buckets", "hooks", "freezing", "zero")
+IN_RANKS += ("zero3", "clip")
 
 
 def run_rank(rank, world, name, arguments):
     """What one rank of a command does."""
-    benchmark = command.module_of(name).main
+    benchmark = command.module_of("zero" if name == "zero3" else name).main
     group = Group(rank, world, torch.device("cpu"))
     assert benchmark.on_rank(benchmark.parser().parse_args(arguments), group) == 0
 
@@ -128,22 +133,44 @@ def check_freezing(result):
 
 def check_zero(result):
     """The fastest of torch's ways is the base; what nobody counts is left out."""
-    assert [row[0].strip("`") for row in result["rows"]] == list(zero.WAYS)
+    stages, rows = zero.STAGES["1,2"], {row[0].strip("`"): row for row in result["rows"]}
+    assert list(rows) == [*stages.others, *stages.wrapped]
     assert result["headers"][1:3] == ["small", "transformer"]
     for column in (1, 2):
-        cells = [row[column] for row in result["rows"]]
-        assert [" ms" in cell for cell in cells].count(True) == 1
-        assert not any(" ms" in cell for cell in cells[len(zero.TORCHS) :])
-    sent = [row[-1] for row in result["rows"]]
-    assert sent[: len(zero.TORCHS)] == ["-"] * len(zero.TORCHS)
-    assert all(1 <= float(cell) < 1.05 for cell in sent[len(zero.TORCHS) :])
+        assert [" ms" in row[column] for row in rows.values()].count(True) == 1
+        assert any(" ms" in rows[name][column] for name in stages.others)
+    for name, row in rows.items():
+        if name in stages.others:
+            assert row[-2] == "-"
+        else:  # gradients of 8 of 32 bits, and parameters of 32
+            wanted = 0.625 if name.endswith("int8") else 1.0
+            assert wanted <= float(row[-2]) < 1.05 * wanted
+    assert 0 <= int(rows["fastsync_zero2"][-1]) < 60 < int(rows["FSDP2, not resharded"][-1])
+
+
+def check_zero3(result):
+    """Beside DDP and beside FSDP2. The root's parameters are gathered once, all others twice."""
+    rows = {row[0].strip("`"): row for row in result["rows"]}
+    assert list(rows) == [zero.DDP, "FSDP2", "fastsync.fully_shard", "fastsync_zero3"]
+    assert result["headers"][1:3] == [f"gpt2 / {zero.DDP}", "gpt2 / FSDP2"]
+    assert " ms" in rows[zero.DDP][1] and " ms" in rows["FSDP2"][2]
+    assert 1.0 < float(rows["fastsync_zero3"][-2]) <= 1.5
+    assert int(rows["fastsync_zero3"][-1]) < int(rows["FSDP2"][-1])
+
+
+def check_clip(result):
+    ways = [clip.NONE, *(name + how for how in clip.LIMITS for name in clip.CLIPS)]
+    named = [(f"`zero={stage}`", way) for stage in clip.STAGES for way in ways]
+    assert [tuple(row[:2]) for row in result["rows"]] == named
+    for _, way, cost, whole in result["rows"]:
+        assert whole == "8 blocks" if way == clip.NONE else CLIPPED.fullmatch(cost)
 
 
 def wrong_weights(rank, world):
     group = Group(rank, world, torch.device("cpu"))
     workload = WORKLOADS["small"](scale=0.01)
-    makes = {zero.DDP: zero.WAYS[zero.DDP], "alone": zero.by_variant("no_sync")}
-    lanes = {name: make(workload, group) for name, make in makes.items()}
+    makes = {zero.DDP: VARIANTS[zero.DDP], "alone": VARIANTS["no_sync"]}
+    lanes = {name: zero.by(variant)(workload, group) for name, variant in makes.items()}
     try:
         zero.check(lanes, group, 2)
     except CheckFailed as error:
@@ -152,6 +179,40 @@ def wrong_weights(rank, world):
 
 def test_a_way_that_trains_other_weights_is_not_timed():
     assert all("alone: weights are" in text for text in run_ranks(wrong_weights, 2))
+
+
+def wrong_clips(rank, world, how):
+    group = Group(rank, world, torch.device("cpu"))
+    lane = clip.make(WORKLOADS["small"](scale=0.01), "1", group)
+    wrong = {
+        "half": lambda norm, lane: lane.model.clip_grad_norm_(norm) / 2,
+        "none": lambda norm, lane: torch.zeros(()),
+    }
+    clip.CLIPS["torch's"] = wrong[how]
+    args = clip.main.parser().parse_args(["--rounds", "2"])
+    try:
+        clip.blocks(lane, group, args)
+    except CheckFailed as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", ["half", "none"])
+def test_clipping_to_another_norm_is_not_timed(how):
+    assert all("find norms that differ" in text for text in run_ranks(wrong_clips, 2, how))
+
+
+def test_what_clipping_costs_is_told_apart_from_the_noise_of_backward():
+    """Medians, and the 40th and the 61st of 100 differences, whatever backward took."""
+    backward = [1.0 + 0.5 * (index % 7) for index in range(100)]
+    extra = [0.001 * (1 + index * 37 % 100) for index in range(100)]
+    steps = {
+        clip.NONE: [(seconds + 0.5, 0.5) for seconds in backward],
+        "other": [(s + 0.5 + e, 0.5 + e) for s, e in zip(reversed(backward), extra, strict=True)],
+    }
+    found, base = clip.cells(steps), 1.0 + 0.5 * 3 + 0.5
+    assert found[clip.NONE] == (f"{1e3 * base:.1f} ms", "100 blocks")
+    low, middle, high = (f"+{100 * cost / base:.2f}" for cost in (0.040, 0.0505, 0.061))
+    assert found["other"][0] == f"{middle} % ({low} to {high})"
 
 
 @pytest.mark.parametrize("name", IN_RANKS)

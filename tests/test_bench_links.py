@@ -12,6 +12,7 @@ import pytest
 
 from bench.measure import netns
 from bench.measure.netns import LinkName, parse_links
+from bench.models import WORKLOADS
 from examples.common.ranks import INTERRUPTED, NO_RIGHTS, USAGE, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,21 @@ def test_ranks_of_a_machine_share_its_link_and_its_memory(tmp_path):
     sent = record["variants"]["fastsync_nodes"]["sent_bytes"] / (record["gradient_bytes"] / 2)
     assert 0.99 < sent < 1.5
     assert links("--links", "veth", "--ranks", "3", "--per-node", "2").returncode == USAGE
+
+
+@needs_links
+def test_stages_of_zero_over_a_shaped_link(tmp_path):
+    """A step of DDP takes as long as its gradients on the link, but for the bucket's depth."""
+    path, rate, burst = tmp_path / "zero.json", 20e6 / 8, 256e3
+    command = [sys.executable, "-m", "bench", "zero", "--stages", "3", "--link", "20mbit"]
+    command += ["--models", "small", "--scale", "0.25", "--rounds", "1", "--warmup", "1"]
+    command += ["--steps", "1", "--check-steps", "1", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert "(20mbit)" in result["title"]
+    nbytes = sum(p.nbytes for p in WORKLOADS["small"](scale=0.25).build().parameters())
+    assert float(result["rows"][0][1].removesuffix(" ms")) > 1e3 * (nbytes - burst) / rate
 
 
 @needs_links

@@ -15,7 +15,6 @@ TINY = {
     "manual_parallel": ("--help",),
     "ring_allreduce": ("--ranks", "2", "--numel", "10"),
     "training": ("--help",),
-    "visualise": ("--help",),
 }
 
 

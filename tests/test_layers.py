@@ -270,7 +270,7 @@ MEASURING_MODULES = {
     "bench.report": [["charts", "formulas", "summary", "tables"], ["figures"], ["documents"]],
     "examples": [
         ["checkpoint", "data", "manual_parallel", "ring_allreduce", "shapes"],
-        ["gpt", "training", "visualise"],
+        ["gpt", "training"],
         ["demo"],
     ],
     "examples.common": [

@@ -75,9 +75,44 @@ def test_repeated_blocks_become_units():
     assert named(large) == [["blocks.0"], ["blocks.1"], ["blocks.2"]]
     assert named(Net(8, 120)) == [[f"blocks.{i + j}" for j in range(4)] for i in (0, 4)]
     assert named(net()) == []
+    # Whose forward also uses the weight of an embedding: both stay with the root.
+    positions = nn.ModuleDict({"words": nn.Embedding(999, 300), "places": nn.Embedding(999, 300)})
+    assert named(nn.ModuleDict({"embed": positions, "net": large})) == [
+        [f"net.blocks.{i}"] for i in range(3)
+    ]
     assert named(large, ["blocks.1"]) == [["blocks.1"]]
     with pytest.raises(ValueError, match="'nowhere' is no module of the model"):
         named(large, ["nowhere"])
+
+
+class Tied(nn.Module):
+    """As GPT-2: embeddings of words and places, the former of which also makes the output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(3000, 100), nn.Embedding(8, 100)
+        self.blocks = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+
+    def forward(self, batch):
+        x = self.blocks(self.words(batch) + self.places.weight[: batch.shape[1]])
+        return nn.functional.linear(x, self.words.weight)
+
+
+def tied(rank, world, zero):
+    model = FastDDP(Tied(), zero=zero)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, words(rank, step)).backward()
+        optimizer.step()
+    return whole(model.parameters())
+
+
+def test_a_root_may_compute_with_the_weight_of_an_embedding():
+    wanted = run_ranks(tied, 2, 0)
+    for found, theirs in zip(run_ranks(tied, 2, 3), wanted, strict=True):
+        assert farthest(found, theirs) <= 1e-5
 
 
 def facts(rank, world):

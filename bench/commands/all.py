@@ -42,36 +42,39 @@ class Part:
     on_links: bool = False
 
 
-CLASSIC_MODELS = "small,transformer,wide,conv"
-WITH_GROUP = "--wrappers all,fastsync_group"  # beside the memory that ranks of a machine share
+MODELS = "--models small,transformer,wide,conv"
 WAYS = "--wrappers ddp_view,ddp_batched,ddp_static_view,fastsync,fastsync_group,fastsync_int8"
-FOUR = f"--models {CLASSIC_MODELS} --ranks 4"
+SHARED = "--models gpt2,wide --check-steps 2"
 NODES = f"{WAYS},fastsync_nodes,fastsync_nodes_group,fastsync_nodes_int8 --per-node 2"
 
 _EVERY = (
     Part("ops", 15, "ops"),
     Part("memory", 40, "memory --models transformer,wide"),
     Part("allreduce", 20, "allreduce"),
-    Part("parity", 150, f"parity --steps 50 --models {CLASSIC_MODELS}"),
+    Part("parity", 150, f"parity --steps 50 {MODELS}"),
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
-    Part("unused", 110, "unused"),
-    Part("hooks", 80, "hooks"),
+    Part("unused", 75, "unused --rounds 60"),
+    Part("hooks", 60, "hooks --rounds 40"),
     Part("freezing", 60, "freezing"),
-    Part("timeline", 140, "timeline"),
-    Part("kernels", 240, "kernels"),
+    Part("timeline", 95, "timeline --rounds 250"),
+    Part("kernels", 170, "kernels --rounds 7"),
     Part("scale", 50, "scale"),
-    Part("step", 260, f"step --models {CLASSIC_MODELS} {WITH_GROUP} --rounds 9 --seconds 45"),
+    Part("step", 200, f"step {MODELS} --wrappers all,fastsync_group --rounds 9 --seconds 30"),
     # Batches this small make normalisation amplify any rounding from step to step.
-    Part("step-four", 200, f"step {FOUR} {WAYS} --seconds 25 --check-steps 1"),
+    Part("step-four", 180, f"step --ranks 4 {MODELS} {WAYS} --seconds 20 --check-steps 1"),
     Part("step-real", 140, "step --models resnet50,gpt2 --seconds 10 --check-steps 1"),
     Part("buckets", 90, "buckets --seconds 30"),
-    Part("zero", 190, "zero --seconds 20"),
-    Part("links", 210, "links --seconds 30", True),
+    Part("zero", 110, f"zero {SHARED} --seconds 15"),
+    Part("zero-1gbit", 130, f"zero {SHARED} --link 1gbit --steps 2 --seconds 20", True),
+    Part("zero3", 60, "zero --stages 3 --models gpt2 --check-steps 2 --seconds 20"),
+    Part("zero3-1gbit", 70, "zero --stages 3 --models gpt2 --link 1gbit --seconds 30", True),
+    Part("clip", 150, "clip --seconds 45"),
+    Part("links", 170, "links --seconds 20", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
     Part("links-nodes", 60, f"links --links 1gbit --ranks 4 {NODES} --seconds 30", True),
-    Part("overlap", 280, "overlap --links 1gbit,10gbit,loopback --seconds 16", True),
+    Part("overlap", 226, "overlap --links 1gbit,10gbit,loopback --seconds 10", True),
 )
 PARTS = {part.name: part for part in _EVERY}
 

@@ -26,8 +26,7 @@ TORCH = "ddp_batched_view"
 
 def variant(family: str, cap: float | None) -> Variant:
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": cap}
-    if TORCH not in UNAVAILABLE:
-        options["batched_grad_copy"] = True
+    options |= {} if TORCH in UNAVAILABLE else {"batched_grad_copy": True}
     label = "default" if cap is None else f"{cap:g} MiB"
     return Variant(f"{family}|{label}", (fast_ddp if family == OURS else ddp)(**options))
 

@@ -85,8 +85,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         for skip, kind in zip((False, True), KINDS, strict=True)
         for name, lane in make_lanes(stack(args, skip), VARIANTS, group).items()
     }
-    measured = time_lanes(lanes, group, b.settings_of(args))
-    seconds = {key: found.seconds for key, found in measured.items()}
+    seconds = {k: m.seconds for k, m in time_lanes(lanes, group, b.settings_of(args)).items()}
     rows = []
     for name in (variant.name for variant in VARIANTS):
         pair, spread = [f"{name}, {kind}" for kind in KINDS], cost(seconds, name)

@@ -1,44 +1,51 @@
 """Steps with AdamW where ranks share the optimizer's state, and gradients: ours and torch's ways.
 
     python -m bench zero --models gpt2,small --json out/zero.json
+    python -m bench zero --stages 3 --link 1gbit --models gpt2 --json out/zero3.json
 
-Every way trains the same weights, which is checked first. Ratios are to the fastest of torch's
-ways, in the same round. Bytes are those that FastDDP's engine counts in a step through the process
-group, over what an all-reduce of the gradients takes. FSDP2 has at most UNITS units besides the
-model.
+Every way trains the same weights, which is checked first; those that round gradients, with SGD, as
+`bench step` does. Ratios are to the fastest of torch's ways, in the same round; those of stage 3,
+where ranks share parameters too, to DDP and FSDP2. Bytes are those that fastsync's engine counts in
+a step through the process group, over what an all-reduce of the gradients takes; the most of all
+models. Operators are what zero_grad, forward and backward of the first model dispatch beyond those
+of the bare one. Units are at most UNITS besides the model, but FastDDP(zero=3) chooses its own.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import fastsync
 from bench.measure import benchmark as b
+from bench.measure.netns import Link
 from bench.report.formulas import bus_factor
 from examples.common.check import ROUNDING
-from examples.common.costs import peak_memory
-from examples.common.ranks import CheckFailed, Group
-from examples.common.rounds import over, time_lanes
+from examples.common.costs import dispatched_ops, events_of, peak_memory
+from examples.common.ranks import CheckFailed, Group, argument
+from examples.common.rounds import checked, over, time_lanes
 from examples.common.text import Spread, times
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
-from examples.common.variants import OURS, VARIANTS, Variant, available, fast_ddp
+from examples.common.variants import FLOOR, OURS, VARIANTS, Variant, available, fast_ddp
 
 DDP = (available("ddp_batched_view") or "ddp_view").split(",")[0]
-UNITS, HEAVY = 12, "wide"
+FSDP2, UNITS, HEAVY = "FSDP2", 12, "wide"
 SETTLED = 4  # steps until the plan stays
+ROUNDED = frozenset(name for name, variant in VARIANTS.items() if variant.lossy)
 
 Make = Callable[[Workload, Group], Lane]
 
 
-def by_variant(name: str) -> Make:
-    return lambda workload, group: make_lane(workload, VARIANTS[name], group, "adamw")
+def by(variant: Variant) -> Make:
+    return lambda workload, group: make_lane(workload, variant, group, "adamw")
 
 
 def by_redundancy(**options: bool) -> Make:
@@ -53,28 +60,80 @@ def by_redundancy(**options: bool) -> Make:
     return make
 
 
-def by_fsdp(workload: Workload, group: Group) -> Lane:
-    """torch's FSDP2, which gathers parameters once a step."""
-    module = workload.build().to(group.device)
-    mesh = init_device_mesh(group.device.type, (group.world,))
-    chains = (m for m in module.modules() if isinstance(m, nn.Sequential | nn.ModuleList))
-    layers = list(max(chains, key=len, default=nn.Sequential()))
-    share = -(-len(layers) // UNITS)
-    for begin in range(0, len(layers), share):
-        fully_shard(layers[begin : begin + share], mesh=mesh, reshard_after_forward=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    made = OPTIMIZERS["adamw"](module.parameters())
-    return Lane(workload, module, module, made, make_batches(workload, group), update=True)
+def by_units(fully_shard: Callable[..., object], reshard: bool) -> Make:
+    """torch's or our fully_shard; without `reshard`, parameters are gathered once a step."""
+
+    def make(workload: Workload, group: Group) -> Lane:
+        module = workload.build().to(group.device)
+        mesh = init_device_mesh(group.device.type, (group.world,))
+        chains = (m for m in module.modules() if isinstance(m, nn.Sequential | nn.ModuleList))
+        layers = list(max(chains, key=len, default=nn.Sequential()))
+        share = -(-len(layers) // UNITS)
+        for begin in range(0, len(layers), share):
+            fully_shard(layers[begin : begin + share], mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)  # its backward comes next
+        made = OPTIMIZERS["adamw"](module.parameters())
+        return Lane(workload, module, module, made, make_batches(workload, group), update=True)
+
+    return make
 
 
-TORCHS = {
-    DDP: by_variant(DDP),
-    f"{DDP}, ZeroRedundancyOptimizer": by_redundancy(),
-    f"{DDP}, ZeroRedundancyOptimizer in buckets": by_redundancy(parameters_as_bucket_view=True),
-    "FSDP2, not resharded": by_fsdp,
+@dataclass(frozen=True)
+class Stages:
+    """What is compared.
+
+    Attributes:
+        wrapped: options of FastDDP, by way.
+        others: ways without it.
+        bases: what steps are compared with; where there is none, the fastest of `others`.
+    """
+
+    wrapped: Mapping[str, Mapping[str, object]]
+    others: Mapping[str, Make]
+    bases: tuple[str, ...] = ()
+
+    @property
+    def ways(self) -> dict[str, Make]:
+        made = {name: by(Variant(OURS, fast_ddp(**how))) for name, how in self.wrapped.items()}
+        return {**self.others, **made}
+
+    def compared(self, steps: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
+        """Cells of each way: over every base, which itself is in ms."""
+        median = {name: Spread.of(seconds).median for name, seconds in steps.items()}
+        bases = self.bases or (min(self.others, key=lambda name: median[name]),)
+
+        def cell(name: str, base: str) -> str:
+            of_base = b.with_margin(over(steps[name], steps[base]))
+            return f"{1e3 * median[base]:.1f} ms" if name == base else of_base
+
+        return {name: [cell(name, base) for base in bases] for name in steps}
+
+
+REDUNDANT, IN_BUCKETS = f"{DDP}, ZeroRedundancyOptimizer", {"parameters_as_bucket_view": True}
+STAGES = {
+    "1,2": Stages(
+        {
+            f"{OURS}_zero{stage}{suffix}": {"zero": stage, "wire": wire}
+            for suffix, wire in (("", "fp32"), ("_int8", "int8"))
+            for stage in (1, 2)
+        },
+        {
+            DDP: by(VARIANTS[DDP]),
+            REDUNDANT: by_redundancy(),
+            f"{REDUNDANT} in buckets": by_redundancy(**IN_BUCKETS),
+            f"{FSDP2}, not resharded": by_units(fsdp.fully_shard, reshard=False),
+        },
+    ),
+    "3": Stages(
+        {f"{OURS}_zero3": {"zero": 3}},
+        {
+            DDP: by(VARIANTS[DDP]),
+            FSDP2: by_units(fsdp.fully_shard, reshard=True),
+            f"{OURS}.fully_shard": by_units(fastsync.fully_shard, reshard=True),
+        },
+        (DDP, FSDP2),
+    ),
 }
-STAGES = {f"{OURS}_zero{stage}": stage for stage in (1, 2)}
-WAYS = {**TORCHS, **{name: by_variant(name) for name in STAGES}}
 
 
 def weights(lane: Lane) -> Tensor:
@@ -87,7 +146,7 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
     """Takes steps with all.
 
     Raises:
-        CheckFailed: on every rank, where one trains other weights than DDP.
+        CheckFailed: on every rank, where one that keeps fp32 trains other weights than DDP.
     """
     start = weights(lanes[DDP])
     for lane in lanes.values():
@@ -95,50 +154,65 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
     wanted = weights(lanes[DDP])
     for name, lane in lanes.items() if steps else ():
         distance = float((weights(lane) - wanted).norm() / (wanted - start).norm())
-        if not group.most(distance) <= ROUNDING:
+        if name not in ROUNDED and not group.most(distance) <= ROUNDING:
             raise CheckFailed(f"{name}: weights are {distance:.1e} off {DDP}'s")
 
 
-def sent(stage: int, workload: Workload, group: Group) -> int:
-    """Bytes that this rank sends in a step where the ranks share no memory."""
-    variant = Variant(OURS, fast_ddp(zero=stage, shared_memory=False))
-    lane = make_lane(workload, variant, group, "adamw")
+def sent(options: Mapping[str, object], workload: Workload, group: Group) -> float:
+    """Bytes that a rank sends in a step where the ranks share no memory, over DDP's."""
+    lane = by(Variant(OURS, fast_ddp(**options, shared_memory=False)))(workload, group)
     counts = []
     for _ in range(SETTLED):
         lane.step()
         counts.append(lane.model.sync_stats().sent_bytes)
-    return int(counts[-1] - counts[-2])
+    nbytes = sum(p.nbytes for p in workload.build().parameters())
+    return group.most((counts[-1] - counts[-2]) / (bus_factor(group.world) * nbytes))
 
 
-def ratios(steps: dict[str, list[float]]) -> dict[str, str]:
-    """A cell for each way; the fastest of torch's is the base, in ms."""
-    base = min(TORCHS, key=lambda name: Spread.of(steps[name]).median)
-    cells = {name: b.with_margin(over(seconds, steps[base])) for name, seconds in steps.items()}
-    return {**cells, base: f"{1e3 * Spread.of(steps[base]).median:.1f} ms"}
+def measure(
+    stages: Stages, workload: Workload, args: argparse.Namespace, group: Group
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Checks and times every way; returns its cells and operators."""
+    link, ways = Link.here(group.world), stages.ways
+    link.shape(None)  # building broadcasts the weights
+    rounded = tuple(VARIANTS[name] for name in ways if name in ROUNDED)
+    checked(workload, rounded, group, args.check_steps if rounded else 0)
+    lanes = {name: make(workload, group) for name, make in ways.items()}
+    link.shape(args.link.rate)  # before the first step, from which plans are made
+    check(lanes, group, args.check_steps)
+    measured = time_lanes(lanes, group, b.settings_of(args))
+    link.shape(None)
+    bare = dispatched_ops(workload, VARIANTS[FLOOR], group)
+    seen = {n: events_of(lambda lane=lane: lane.forward().backward()) for n, lane in lanes.items()}  # type: ignore[misc]
+    counts = {name: f"{group.most(len(events) - bare):+.0f}" for name, events in seen.items()}
+    return stages.compared({name: of.seconds for name, of in measured.items()}), counts
 
 
 @b.benchmark(
-    *(b.models("gpt2,small,transformer,wide,conv"), b.SCALE, b.RANKS),
+    argument("--stages", "of ZeRO, 1,2 or 3", "1,2", choices=tuple(STAGES)),
+    *(b.models("gpt2,small,transformer,wide,conv"), b.SCALE, b.LINK, b.RANKS),
     *(b.rounds(25), b.steps(4), b.warmup(3), b.check_steps(3), b.seconds(60.0)),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    cells: dict[str, list[str]] = {name: [] for name in WAYS}
-    counted = dict.fromkeys(WAYS, 0.0)
+    stages, heavy = STAGES[args.stages], b.workload(HEAVY, args)
+    ways, counted = stages.ways, dict.fromkeys(stages.wrapped, 0.0)
+    cells: dict[str, list[str]] = {name: [f"`{name}`"] for name in ways}
+    operators = dict[str, str]()
     for name in args.models:
         workload = b.workload(name, args)
-        lanes = {way: make(workload, group) for way, make in WAYS.items()}
-        check(lanes, group, args.check_steps)
-        measured = time_lanes(lanes, group, b.settings_of(args))
-        for way, cell in ratios({way: m.seconds for way, m in measured.items()}).items():
-            cells[way].append(cell)
-        formula = bus_factor(group.world) * sum(p.nbytes for p in workload.build().parameters())
-        for way, stage in STAGES.items():
-            counted[way] = max(counted[way], group.most(sent(stage, workload, group)) / formula)
-    heavy = b.workload(HEAVY, args)
-    for way, make in WAYS.items():
+        found, counts = measure(stages, workload, args, group)
+        operators = operators or counts
+        for way in ways:
+            cells[way] += found[way]
+        for way, options in stages.wrapped.items():
+            counted[way] = max(counted[way], sent(options, workload, group))
+    for way, make in ways.items():
         peak = peak_memory(lambda: make(heavy, group), group)  # noqa: B023
-        sent_of = f"{counted[way]:.4f}" if counted[way] else "-"
-        cells[way] += [times(peak), sent_of]
-    title = f"a step with AdamW over that of the fastest of torch's ways in its round; {b.MARGIN}"
-    headers = ("way", *args.models, f"peak memory, {HEAVY}", "bytes sent / DDP's")
-    yield b.table(title, headers, [(f"`{way}`", *row) for way, row in cells.items()])
+        count = f"{counted[way]:.4f}" if way in counted else "-"
+        cells[way] += [times(peak), count, operators[way]]
+    bases = [f" / {base}" for base in stages.bases] or [""]
+    columns = (f"{name}{base}" for name in args.models for base in bases)
+    last = (f"peak memory, {HEAVY}", "bytes sent / DDP's", f"operators, {args.models[0]}")
+    base = " and ".join(stages.bases) or "the fastest of torch's ways"
+    title = f"a step with AdamW ({args.link.name}) over that of {base} in its round; {b.MARGIN}"
+    yield b.table(title, ("way", *columns, *last), list(cells.values()))

@@ -85,10 +85,11 @@ def hooked(wrap: Wrap, hook: Callable[..., Any], state: Callable[[], Any] = lamb
     return wrap_and_register
 
 
-def _fastsync(wire: str) -> Variant:
-    """FastDDP with `wire`."""
-    cost, name = WIRE_COSTS.get(wire, UNKNOWN_WIRE), OURS if wire == "fp32" else f"{OURS}_{wire}"
-    return Variant(name, fast_ddp(wire=wire), *cost, wire=wire)
+def _fastsync(wire: str, stage: int = 0) -> Variant:
+    """FastDDP with `wire` and `zero`."""
+    name = OURS + (f"_zero{stage}" if stage else "") + ("" if wire == "fp32" else f"_{wire}")
+    cost, wrap = WIRE_COSTS.get(wire, UNKNOWN_WIRE), fast_ddp(wire=wire, zero=stage)
+    return Variant(name, wrap, *cost, wire=wire, by_name=stage > 0)
 
 
 def _in_nodes(suffix: str, wire: str, **options: Any) -> Variant:
@@ -112,7 +113,7 @@ _VARIANTS = (
     _in_nodes("", "fp32"),
     _in_nodes("_group", "fp32", shared_memory=False),
     _in_nodes("_int8", "int8"),
-    *(Variant(f"{OURS}_zero{s}", fast_ddp(zero=s), by_name=True) for s in (1, 2)),
+    *(_fastsync(wire, stage) for wire in ("fp32", "int8") for stage in (1, 2)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
 # Why variants cannot run here.

@@ -80,7 +80,7 @@ def _below(module: nn.Module, smallest: int) -> Iterator[list[nn.Module]]:
     kinds = Counter(type(child) for child in children)
     group: list[nn.Module] = []
     for child in children:
-        if kinds[type(child)] < 2 or not _has_forward(child):
+        if kinds[type(child)] < 2 or not _is_block(child):
             yield from _below(child, smallest)
             continue
         group.append(child)
@@ -89,8 +89,10 @@ def _below(module: nn.Module, smallest: int) -> Iterator[list[nn.Module]]:
             group = []
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+def _is_block(module: nn.Module) -> bool:
+    """Whether it has a forward, and its parameters are used there alone: language models compute
+    their outputs with the weight of an embedding, in the forward of what holds it."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Embedding)
 
 
 def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> int:

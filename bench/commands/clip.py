@@ -1,0 +1,149 @@
+"""What clipping gradients costs: steps that clip them over steps of the same model that do not.
+
+    python -m bench clip --models gpt2 --seconds 120 --json out/clip.json
+
+[Note: Small differences]
+Clipping takes less than whole steps differ by. So nothing is compared but steps of one model, with
+AdamW, for each stage of ZeRO. They come in blocks of one step of each way, without a pause, in an
+order that all ranks draw alike. A step's time is the mean of the ranks'. Forward and backward know
+nothing of what comes after them, so the noise of their times is left out: the cost is what a step
+takes after its backward, less what the step without clipping in its block does, over the median
+step without clipping. Whole steps are compared besides. Shown are medians of the blocks and their
+95 % intervals, which are those of order statistics and assume no distribution.
+
+The learning rate is 0, so that all steps do the same work; and all ways must find the same norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from random import Random
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from bench.measure import benchmark as b
+from examples.common.ranks import CheckFailed, Group, argument
+from examples.common.rounds import FEWEST_ROUNDS, less, over
+from examples.common.text import Progress
+from examples.common.training import BATCHES, Lane, Workload, make_lane
+from examples.common.variants import OURS, Variant, fast_ddp
+
+STAGES, NONE = ("0", "1", "2"), "not clipped"
+CLIPS: dict[str, Callable[[float, Lane], Tensor]] = {
+    "`model.clip_grad_norm_`": lambda norm, lane: lane.model.clip_grad_norm_(norm),
+    "torch's": lambda norm, lane: clip_grad_norm_(lane.model.parameters(), norm),
+}
+# What gradients are clipped to, over the norm of the first step's: nothing or everything is scaled.
+LIMITS = {"": 1e9, ", which scales": 0.1}
+SEED, ALIKE = 5, 1e-4  # the latter: norms of the same gradients, relative
+
+Clip = Callable[[Lane], Tensor | float]  # returns the norm
+Steps = Mapping[str, Sequence[Sequence[float]]]  # by way: seconds, and those of them after backward
+
+
+def make_clips(norm: float) -> dict[str, Clip]:
+    """Every way to clip; `norm` is about that of the gradients."""
+    every = product(LIMITS.items(), CLIPS.items())
+    ways = {name + scales: partial(clip, limit * norm) for (scales, limit), (name, clip) in every}
+    return {NONE: lambda lane: math.nan, **ways}
+
+
+def step(lane: Lane, clip: Clip, group: Group) -> tuple[float, float, float]:
+    """Makes one; returns its seconds, those of them after backward, and the norm."""
+    norms = []
+
+    def rest() -> None:
+        norms.append(float(clip(lane)))
+        lane.optimizer.step()
+
+    before, after = group.timed(lambda: lane.forward().backward()), group.timed(rest)
+    return before + after, after, norms[0]
+
+
+def blocks(lane: Lane, group: Group, args: argparse.Namespace) -> Steps:
+    """Steps of all blocks, means of the ranks.
+
+    Raises:
+        CheckFailed: on every rank, where ways find other norms.
+    """
+    lane.steps(args.warmup)
+    first = step(lane, lambda lane: lane.model.clip_grad_norm_(math.inf), group)[-1]
+    clips, random, progress = make_clips(first), Random(SEED), Progress(group)
+    once = group.most(sum(step(lane, clip, group)[0] for clip in clips.values()))
+    count = min(args.rounds, max(FEWEST_ROUNDS, int(args.seconds / once)))
+    found: dict[str, list[Sequence[float]]] = {name: [] for name in clips}
+    norms: list[list[float]] = [[] for _ in range(BATCHES)]
+    for index in range(count):
+        progress.show(f"{lane.workload.name}: block {index + 1}/{count}")
+        for name in random.sample(list(clips), len(clips)):
+            *seconds, norm = step(lane, clips[name], group)
+            found[name].append(seconds)
+            norms[lane.position % BATCHES] += [norm] if name != NONE else []
+    progress.clear()
+    check(norms, first, group)
+    times = torch.tensor(list(found.values()), device=group.device)
+    dist.all_reduce(times)
+    return dict(zip(found, (times / group.world).tolist(), strict=True))
+
+
+def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
+    """
+    Raises:
+        CheckFailed: on every rank, where norms of a batch differ, or are too small to be scaled.
+    """
+    off = group.most(max(max(same) - min(same) for same in norms if same) / first)
+    if not off <= ALIKE:
+        raise CheckFailed(f"ways to clip find norms that differ by {off:.1e}")
+    if not group.most(-min(map(min, filter(None, norms)))) < -min(LIMITS.values()) * first:
+        raise CheckFailed(f"not all gradients were scaled to {min(LIMITS.values()):g} of the first")
+
+
+def percent(parts: Sequence[float]) -> str:
+    """The median of parts of a step and its 95 % interval: order statistics, by the normal form of
+    the binomial."""
+    ordered, count = sorted(parts), len(parts)
+    low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
+    shown = (f"{100 * part:+.2f}" for part in (median(parts), ordered[low], ordered[-1 - low]))
+    return "{} % ({} to {})".format(*shown)
+
+
+def cells(found: Steps) -> dict[str, tuple[str, str]]:
+    """The cost of each way, and its whole steps over those without clipping; of these, the step."""
+    whole, rest = ({way: [s[i] for s in steps] for way, steps in found.items()} for i in range(2))
+    base, count = median(whole[NONE]), len(whole[NONE])
+    shown = {NONE: (f"{1e3 * base:.1f} ms", f"{count} blocks")}
+    for way in (way for way in found if way != NONE):
+        cost = [seconds / base for seconds in less(rest[way], rest[NONE])]
+        shown[way] = percent(cost), percent([r - 1 for r in over(whole[way], whole[NONE])])
+    return shown
+
+
+def make(workload: Workload, stage: str, group: Group) -> Lane:
+    """A lane whose weights stay as they are."""
+    lane = make_lane(workload, Variant(OURS, fast_ddp(zero=int(stage))), group, "adamw")
+    lane.optimizer.param_groups[0]["lr"] = 0.0
+    return lane
+
+
+@b.benchmark(
+    argument("--stages", "of ZeRO", ",".join(STAGES), type=b.names("stage", STAGES)),
+    *(b.models("gpt2"), b.SCALE, b.RANKS, b.rounds(2000), b.warmup(4), b.seconds(60.0)),
+)
+def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in args.models:
+        for stage in args.stages:
+            lane = make(b.workload(name, args), stage, group)
+            for way, shown in cells(blocks(lane, group, args)).items():
+                rows.setdefault((f"`zero={stage}`", way), []).extend(shown)
+    headers = ("", "way", *(h for n in args.models for h in (f"{n}: cost", "of whole steps")))
+    title = "what clipping adds to a step with AdamW; medians and their 95 % intervals"
+    yield b.table(title, headers, [(*key, *row) for key, row in rows.items()])
