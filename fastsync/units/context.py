@@ -7,15 +7,14 @@ same on every rank too.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsync.engine import core
+from fastsync.engine.steps import StepWatcher, params_of
 from fastsync.ranks.links import new_cpu_group
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
@@ -37,7 +36,7 @@ class UnitState(Protocol):
 S = TypeVar("S", bound=UnitState)
 
 
-class Context(Generic[S]):
+class Context(StepWatcher, Generic[S]):
     """Shared by the states of one root module.
 
     Attributes:
@@ -100,22 +99,12 @@ class Context(Generic[S]):
         """Somebody uses what was gathered."""
         self._ahead.discard(id(unit))
 
-    def watch_steps(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Has units know when their shares have changed.
 
         Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
         """
-        me = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, *_: object) -> None:
-            alive = me()
-            if alive is not None:
-                alive._outdate(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-
-    def _outdate(self, optimizer: Optimizer) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = set(map(id, params_of(optimizer)))
         for unit in self.units():
             unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fastsync.engine.steps import watch_steps
 from fastsync.torch_private import (
     at_end_of_backward,
     backward_is_running,
@@ -179,7 +180,7 @@ class State:
             self.unit.kept_by_default = True
         self._name()
         self.connect()
-        self.context.watch_steps()
+        watch_steps(self.context)
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on."""
