@@ -92,8 +92,7 @@ class Context(StepWatcher, Generic[S]):
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
         if self._follows and at + 1 < len(self._order):
-            self._order[at + 1].refresh()
-            self.prefetch(self._order[at + 1])
+            self.prefetch_forward(self._order[at + 1])
 
     def arrived(self, unit: Unit) -> None:
         """Somebody uses what was gathered."""
@@ -108,7 +107,13 @@ class Context(StepWatcher, Generic[S]):
         for unit in self.units():
             unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
 
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Starts to gather what the next forward computes with."""
+        unit.refresh()
+        self.prefetch(unit)
+
     def prefetch(self, unit: Unit) -> None:
+        """For a backward: with the parameters that forward had, where they are still there."""
         if not unit.is_whole:
             unit.start_gather()
             self._ahead.add(id(unit))

@@ -263,8 +263,7 @@ class State:
         with outside_transforms():
             for state in self.forward_next:
                 if state.unit is not None:
-                    state.unit.refresh()
-                    self.context.prefetch(state.unit)
+                    self.context.prefetch_forward(state.unit)
             if self.unit is not None and not self.forward_next and not backward_is_running():
                 self.context.enter(self.unit)
 
