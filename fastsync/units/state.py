@@ -97,9 +97,10 @@ class State:
         unit: Unit | None,
         mixed: MixedPrecisionPolicy,
         auto_reshard: bool,
+        tied: Sequence[Unit],
     ) -> None:
         self.modules, self.unit, self.mixed = tuple(modules), unit, mixed
-        self.uses = [] if unit is None else [unit]
+        self.uses = [*([] if unit is None else [unit]), *tied]
         self.auto_reshard = auto_reshard
         self.context: Context[State] = Context()
         self.is_root: bool | None = None  # known with the first forward
@@ -108,11 +109,10 @@ class State:
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
-        self._dictated: set[nn.Module] = set()  # whose state dicts have hooks
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             self._hook(module)
-        self._hook_dicts(self.uses)
+        self._hook_dicts()
 
     def _hook(self, module: nn.Module) -> None:
         before = cast("Callable[..., None]", self.before_forward)
@@ -120,20 +120,14 @@ class State:
         grouped = len(self.modules) > 1
         module.register_forward_hook(self.after_forward, prepend=False, always_call=grouped)
 
-    def _hook_dicts(self, units: Iterable[Unit]) -> None:
-        """State dicts show shares, wherever in these modules a parameter of `units` is."""
+    def _hook_dicts(self) -> None:
+        """State dicts show shares, wherever in these modules a parameter of `uses` is."""
         inside = {below for module in self.modules for below in module.modules()}
-        homes = {home.module for unit in units for m in unit.members for home in m.homes}
-        for home in (homes & inside) - self._dictated:
+        homes = {home.module for unit in self.uses for m in unit.members for home in m.homes}
+        for home in homes & inside:
             home.register_state_dict_pre_hook(self._before_state_dict)
             home.register_load_state_dict_pre_hook(self._before_state_dict)
             home.register_load_state_dict_post_hook(self._after_load)
-            self._dictated.add(home)
-
-    def use(self, units: Sequence[Unit]) -> None:
-        """Its forwards need these, too."""
-        self.uses.extend(units)
-        self._hook_dicts(units)
 
     def _before_state_dict(self, *unused: object) -> None:
         for unit in self.uses:
