@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fastsync.engine import core
-from fastsync.engine.steps import StepWatcher, params_of
+from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.ranks.links import new_cpu_group
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
@@ -37,7 +37,10 @@ S = TypeVar("S", bound=UnitState)
 
 
 class Context(StepWatcher, Generic[S]):
-    """Shared by the states of one root module.
+    """Shared by the states of one root module; before its first forward, of each state alone.
+
+    Args:
+        first: that it begins with.
 
     Attributes:
         root_forward: the state whose forward is the outermost one of those that run.
@@ -45,8 +48,8 @@ class Context(StepWatcher, Generic[S]):
         last_backward: whether what was observed in forward is forgotten after the next backward.
     """
 
-    def __init__(self) -> None:
-        self.states: list[S] = []
+    def __init__(self, first: S) -> None:
+        self.states = [first]
         self.root_forward: S | None = None
         self.ends_queued = False
         self.last_backward = True
@@ -59,6 +62,7 @@ class Context(StepWatcher, Generic[S]):
         self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._reducing: deque[Unit] = deque()
+        watch_steps(self)
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fastsync.engine.steps import watch_steps
 from fastsync.torch_private import (
     at_end_of_backward,
     backward_is_running,
@@ -102,7 +101,7 @@ class State:
         self.modules, self.unit, self.mixed = tuple(modules), unit, mixed
         self.uses = [*([] if unit is None else [unit]), *tied]
         self.auto_reshard = auto_reshard
-        self.context: Context[State] = Context()
+        self.context = Context(self)
         self.is_root: bool | None = None  # known with the first forward
         self.moment = Moment.IDLE
         self._connected = False
@@ -174,7 +173,6 @@ class State:
             self.unit.kept_by_default = True
         self._name()
         self.connect()
-        watch_steps(self.context)
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on."""
@@ -193,7 +191,7 @@ class State:
 
     def connect(self) -> None:
         """Everything below can be gathered. Collective the first time."""
-        for unit in self.context.units() or ([self.unit] if self.unit is not None else []):
+        for unit in self.context.units():
             unit.connect(self.context.links_of(unit.place))
             if not unit.is_whole:
                 unit.settle()
