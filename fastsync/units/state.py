@@ -175,8 +175,9 @@ class State:
         self.connect()
 
     def join(self, context: Context[State], as_root: bool) -> None:
-        """Is one of the states of `context` from now on."""
+        """Is one of the states of `context` from now on, which heeds what this one was told."""
         context.most_in_flight = max(context.most_in_flight, self.context.most_in_flight)
+        context.last_backward = context.last_backward and self.context.last_backward
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:
