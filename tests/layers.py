@@ -34,7 +34,7 @@ MODULE_LAYERS = {
         ["__main__"],
     ],
     "engine": [
-        ["core", "agreement", "unused"],
+        ["core", "agreement", "steps", "unused"],
         ["memory", "shares", "state", "watch"],
         ["engine"],
         ["checkpoint"],
@@ -60,7 +60,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "shard": [
-        ["layout", "rectangles", "rules", "steps"],
+        ["layout", "rectangles", "rules"],
         ["chunks", "space"],
         ["gradients", "pieces"],
         ["norms", "optimizer"],

@@ -1,12 +1,19 @@
-"""Ctrl-C and SIGTERM under torchrun: every rank ends with one line, wherever it is."""
+"""Ctrl-C and SIGTERM under torchrun: every rank ends with one line, wherever it is.
 
+And what that line says of an exception.
+"""
+
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
+import fastsync
+from fastsync.ranks.farewell import in_words
 from tests.scripts import ROOT, environment
 
 RANKS = 2
@@ -40,3 +47,27 @@ def test_a_signal_ends_all_ranks_with_a_line_each(number, tmp_path):
     assert text.count(LINES[number]) == RANKS, text
     assert "terminate called" not in text
     assert "SyncFault" not in text, "they end by the signal, not by each other"
+
+
+def told(path):
+    """What is said of an exception that code in this file raises."""
+    try:
+        exec(compile("raise ValueError('bad batch\\nof 8')", path, "exec"), {})
+    except ValueError as error:
+        return in_words(error)
+
+
+# Python's own modules that come with the interpreter have no file.
+@pytest.mark.parametrize("path", ["<frozen os>", torch.__file__, fastsync.__file__])
+def test_an_exception_is_where_the_script_met_it(path):
+    assert re.fullmatch(r"ValueError: bad batch \(test_ends\.py:\d+ in told\)", told(path))
+
+
+def test_an_exception_is_in_the_last_of_the_scripts_frames():
+    assert told("data/train.py") == "ValueError: bad batch (train.py:1 in <module>)"
+
+
+def test_long_texts_of_exceptions_are_cut():
+    text = in_words(ValueError("x" * 1000))
+    assert text.startswith("ValueError: xxx") and text.endswith("x...") and len(text) == 503
+    assert in_words(KeyboardInterrupt()) == "KeyboardInterrupt"

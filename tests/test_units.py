@@ -63,7 +63,7 @@ def ours(rank, world, make):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])  # two and three beside FSDP2
 def test_weights_are_those_of_one_process(world, make):
     wanted = train_alone(world, make)
     for found in run_ranks(ours, world, make):

@@ -329,6 +329,21 @@ def test_gradients_of_several_units_in_flight():
     assert run_ranks(buffers, 2) == [(3, 0), (3, 0)]
 
 
+def told_early(rank, world):
+    model = apply(fully_shard, net())
+    model.blocks[1].set_is_last_backward(False)
+    told = []
+    for _ in range(2):
+        loss_of(model, words(rank, 0)).backward()
+        told.append(state_of(model).context.last_backward)
+        model.set_is_last_backward(True)
+    return told
+
+
+def test_any_module_may_be_told_before_the_first_forward_that_backwards_follow():
+    assert run_ranks(told_early, 2) == [[False, True]] * 2
+
+
 def in_another_order(rank, world):
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     units = [fully_shard(layer) for layer in model]
@@ -348,13 +363,11 @@ def test_ranks_that_gather_different_units_never_mix_them():
 
 def mixed(rank, world):
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-    model = apply(fully_shard, net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     last = fully_shard(nn.Linear(4, 4), mp_policy=policy)
     seen = []
     last.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
     out = last(torch.ones(2, 4))
     out.sum().backward()
-    assert state_of(model) is not None
     return seen, out.dtype, last.weight.grad.dtype
 
 

@@ -141,6 +141,30 @@ def test_no_forward_computes_with_weights_of_before_a_step(keep):
     assert run_ranks(outdated, 2, keep) == [True, True]
 
 
+def outdated_early(rank, world, where, wait):
+    """An optimizer steps before the first forward, whose weights somebody has asked for by then."""
+    torch.manual_seed(0)
+    model = Chain(Layer(), Layer())
+    twin = copy.deepcopy(model)
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, twin)]
+    for param in (*model.parameters(), *twin.parameters()):
+        param.grad = torch.ones_like(param)
+    handle = model.get_submodule(where).unshard(async_op=True)
+    if wait:
+        handle.wait()
+    for optimizer in optimizers:
+        optimizer.step()
+    return torch.equal(model(batch(rank)), twin(batch(rank)))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("where", ["", "layers.0"])
+def test_the_first_forward_computes_with_the_weights_of_now(where, wait):
+    assert run_ranks(outdated_early, 2, where, wait) == [True, True]
+
+
 def frozen_while_whole(rank, world, thaw):
     torch.manual_seed(0)
     model = Chain(Layer(), Layer())

@@ -25,8 +25,7 @@ DEVICE_TESTS = {
 }
 # Counters of ncu: time, shares of the memory's and the processors' peak, and what is waited for.
 COUNTERS = (
-    "gpu__time_duration.sum,dram__bytes.sum,"
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "gpu__time_duration.sum,dram__bytes.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,"
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
@@ -148,7 +147,9 @@ def stages(context: Context) -> dict[str, Stage]:
             (bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks"),),
         ),
     )
-    return {stage.name: stage for stage in every}
+    named = {stage.name: stage for stage in every}
+    assert len(named) == len(every), "two stages have one name"
+    return named
 
 
 def _build() -> Stage:
@@ -162,8 +163,7 @@ def _build() -> Stage:
 
 
 def _tests() -> Stage:
-    files = tuple(str(path) for path in sorted(Path("tests").glob("test_cuda_*.py")))
-    files += ("tests/test_ops.py",)
+    files = (*map(str, sorted(Path("tests").glob("test_cuda_*.py"))), "tests/test_ops.py")
     pytest = (sys.executable, "-m", "pytest", "-q")
     return Stage(
         "tests",

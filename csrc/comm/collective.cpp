@@ -37,7 +37,7 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects saved_;
 };
 
-class WorkInFlight final : public CalledByWait {
+class WorkInFlight final : public CalledByWait<> {
  public:
   WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers)
       : buffers_(std::move(buffers)), work_(std::move(work)) {}
@@ -170,7 +170,7 @@ class ExchangeThreads {
   std::unique_ptr<Worker> waiter_;
 };
 
-class ExchangeInFlight final : public CalledByWait {
+class ExchangeInFlight final : public CalledByWait<> {
  public:
   ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<ExchangeThreads> threads)
       : exchange_(std::move(exchange)), threads_(std::move(threads)) {

@@ -47,8 +47,9 @@ class SharedInFlight final : public InFlight {
   std::shared_ptr<InFlight> held_;
 };
 
-// What on_done() is given, wait() calls in the end: nothing tells before.
-class CalledByWait : public InFlight {
+// What on_done() is given, wait() calls in the end: nothing tells before. `Base` is or extends InFlight.
+template <class Base = InFlight>
+class CalledByWait : public Base {
  public:
   void on_done(std::function<void()> fn) override { fn_ = std::move(fn); }
 

@@ -12,7 +12,7 @@
 namespace fastsync::comm {
 
 // Neither end waits for another rank: that of give_back(), nor that of one which never was given back.
-class Incoming : public CalledByWait {
+class Incoming : public InFlight {
  public:
   // After wait(): equal parts, from each other rank, in their order.
   virtual const std::vector<at::Tensor>& parts() const = 0;

@@ -53,6 +53,40 @@ class Patience {
   std::optional<std::chrono::steady_clock::time_point> since_;  // the first question
 };
 
+// An exchange that this rank has joined, and what others have joined it with.
+class Joined {
+ public:
+  Joined(std::shared_ptr<Channel> channel, const Channel::Sum& exchange)
+      : channel_(std::move(channel)), exchange_(exchange) {}
+  // Nobody shall wait for a rank that will not read.
+  ~Joined() { done_reading(); }
+  Joined(const Joined&) = delete;
+  Joined& operator=(const Joined&) = delete;
+
+  void meet() { channel_->meet(exchange_); }
+  void wait() { channel_->wait(exchange_); }
+  bool is_within(Channel::Until until, std::chrono::milliseconds time) {
+    return patience_.is_over(channel_->wait_for(exchange_, time, until), *channel_, exchange_);
+  }
+
+  const std::shared_ptr<Channel>& channel() const { return channel_; }
+  // By rank, this one's among them. Once all have joined, and before done_reading().
+  std::vector<const std::byte*> parts() const {
+    std::vector<const std::byte*> found;
+    for (size_t r = 0; r < channel_->ranks(); ++r) found.push_back(channel_->part_of(exchange_, r));
+    return found;
+  }
+  void done_reading() {
+    if (!std::exchange(read_, true)) channel_->done_reading(exchange_);
+  }
+
+ private:
+  std::shared_ptr<Channel> channel_;
+  Channel::Sum exchange_;
+  Patience patience_;
+  bool read_ = false;
+};
+
 // A sum that this rank has joined. The memory is everybody's until it is finished, whether or not anybody waits.
 class ShmCollective::Started final : public InFlight {
  public:
@@ -113,115 +147,92 @@ class ShmCollective::Started final : public InFlight {
   std::function<void()> on_done_;
 };
 
-// An exchange that this rank has joined, and what it does with the others' parts. Reads when it is waited for.
-class ShmCollective::Reading final : public CalledByWait {
+// An exchange, and what this rank does with the others' parts. Reads when it is waited for.
+class ShmCollective::Reading final : public CalledByWait<> {
  public:
   // `whole`: the exchange has to be over for everybody, because it reads memory that somebody may write to then.
   Reading(std::shared_ptr<Channel> channel, const Channel::Sum& exchange, bool whole,
           std::function<void(const Parts&)> read)
-      : channel_(std::move(channel)), exchange_(exchange), whole_(whole), read_(std::move(read)) {}
-
-  // Nobody shall wait for a rank that will not read.
-  ~Reading() override {
-    if (read_) channel_->done_reading(exchange_);
-  }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
+      : exchange_(std::move(channel), exchange), whole_(whole), read_(std::move(read)) {}
 
   at::Tensor wait() override {
     if (read_) {
-      channel_->meet(exchange_);
+      exchange_.meet();
       read();
     }
-    if (whole_) channel_->wait(exchange_);
+    if (whole_) exchange_.wait();
     call();
     return {};
   }
 
   bool is_done_within(std::chrono::milliseconds time) override {
     if (read_) {
-      const bool joined = channel_->wait_for(exchange_, time, Channel::Until::kJoined);
-      if (!patience_.is_over(joined, *channel_, exchange_)) return false;
+      if (!exchange_.is_within(Channel::Until::kJoined, time)) return false;
       read();
     }
-    return !whole_ || patience_.is_over(channel_->wait_for(exchange_, time), *channel_, exchange_);
+    return !whole_ || exchange_.is_within(Channel::Until::kFinished, time);
   }
   bool can_be_asked() const override { return true; }
 
  private:
   void read() {
-    Parts parts;
-    for (size_t r = 0; r < channel_->ranks(); ++r) parts.push_back(channel_->part_of(exchange_, r));
-    std::exchange(read_, nullptr)(parts);
-    channel_->done_reading(exchange_);
+    std::exchange(read_, nullptr)(exchange_.parts());
+    exchange_.done_reading();
   }
 
-  std::shared_ptr<Channel> channel_;
-  Channel::Sum exchange_;
+  Joined exchange_;
   bool whole_;
-  Patience patience_;
   std::function<void(const Parts&)> read_;  // null once it has been called
 };
 
 // What the other ranks have for this one, where it lies.
-class ShmCollective::Borrowed final : public Incoming {
+class ShmCollective::Borrowed final : public CalledByWait<Incoming> {
  public:
   // `sent`: what the others' is like.
   Borrowed(std::shared_ptr<Channel> channel, const Channel::Sum& exchange, int rank,
            const at::Tensor& sent)
-      : channel_(std::move(channel)),
-        exchange_(exchange),
+      : exchange_(std::move(channel), exchange),
         rank_(rank),
-        each_(sent.numel() / (static_cast<int64_t>(channel_->ranks()) - 1)),
+        numel_(sent.numel()),
         dtype_(sent.scalar_type()) {}
 
-  // Nobody shall wait for a rank that will not read.
-  ~Borrowed() override {
-    if (!given_back_) channel_->done_reading(exchange_);
-  }
-  Borrowed(const Borrowed&) = delete;
-  Borrowed& operator=(const Borrowed&) = delete;
-
   at::Tensor wait() override {
-    channel_->meet(exchange_);
+    exchange_.meet();
     if (parts_.empty()) find_parts();
     call();
     return {};
   }
   bool is_done_within(std::chrono::milliseconds time) override {
-    const bool joined = channel_->wait_for(exchange_, time, Channel::Until::kJoined);
-    return patience_.is_over(joined, *channel_, exchange_);
+    return exchange_.is_within(Channel::Until::kJoined, time);
   }
   bool can_be_asked() const override { return true; }
 
   const std::vector<at::Tensor>& parts() const override { return parts_; }
   void give_back() override {
     parts_.clear();
-    given_back_ = true;
-    channel_->done_reading(exchange_);
+    exchange_.done_reading();
   }
 
  private:
   void find_parts() {
-    const auto ranks = static_cast<int>(channel_->ranks());
+    const Parts shown = exchange_.parts();
+    const auto ranks = static_cast<int>(shown.size());
+    const int64_t each = numel_ / (ranks - 1);
     for (int r = 0; r < ranks; ++r) {
       if (r == rank_) continue;
       const int64_t place = rank_ < r ? rank_ : rank_ - 1;  // among those that rank r sends to
-      const auto offset = place * each_ * static_cast<int64_t>(c10::elementSize(dtype_));
+      const auto offset = place * each * static_cast<int64_t>(c10::elementSize(dtype_));
       // Nobody writes to what others show.
-      auto* const part = const_cast<std::byte*>(channel_->part_of(exchange_, size_t(r))) + offset;
-      parts_.push_back(ops::make_over(part, each_, dtype_, [channel = channel_] {}));
+      auto* const part = const_cast<std::byte*>(shown[size_t(r)]) + offset;
+      parts_.push_back(ops::make_over(part, each, dtype_, [channel = exchange_.channel()] {}));
     }
   }
 
-  std::shared_ptr<Channel> channel_;
-  Channel::Sum exchange_;
+  Joined exchange_;
   int rank_;
-  int64_t each_;
+  int64_t numel_;
   at::ScalarType dtype_;
   std::vector<at::Tensor> parts_;
-  Patience patience_;
-  bool given_back_ = false;
 };
 
 ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel)

@@ -13,7 +13,7 @@
 namespace fastsync::comm {
 namespace {
 
-class RowsInFlight final : public CalledByWait {
+class RowsInFlight final : public CalledByWait<> {
  public:
   // `rows`: coalesced.
   RowsInFlight(const at::Tensor& rows, int64_t ranks, GatherRows gather)

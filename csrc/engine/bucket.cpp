@@ -50,13 +50,23 @@ int64_t Bucket::gradient_bytes() const {
   return bytes;
 }
 
+namespace {
+
+std::string in_words(int64_t bytes) {
+  if (bytes < 1 << 10) return concat(bytes, " bytes");
+  const bool small = bytes < 1 << 20;
+  const double units = static_cast<double>(bytes) / (small ? 1 << 10 : 1 << 20);
+  return concat(std::round(units * 10) / 10, small ? " KiB" : " MiB");
+}
+
+}  // namespace
+
 std::string Bucket::describe() const {
-  const double mib = static_cast<double>(transport_->bytes()) / (1 << 20);
-  const double rounded = static_cast<double>(static_cast<int64_t>(mib * 10 + 0.5)) / 10;
+  const std::string size = in_words(transport_->bytes());
   const std::string& first = slots_->front().param->name;
   const std::string& last = slots_->back().param->name;
-  if (slots_->size() == 1) return concat("parameter '", first, "', ", rounded, " MiB");
-  return concat(slots_->size(), " parameters, '", first, "' to '", last, "', ", rounded, " MiB");
+  if (slots_->size() == 1) return concat("parameter '", first, "', ", size);
+  return concat(slots_->size(), " parameters, '", first, "' to '", last, "', ", size);
 }
 
 void Bucket::move_to(BucketState from, BucketState to) {

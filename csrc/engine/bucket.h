@@ -40,7 +40,7 @@ class Bucket {
   BucketState state() const { return state_; }
   at::Device device() const { return slots_->front().param->tensor.device(); }
   int64_t gradient_bytes() const;
-  // "12 parameters, 'layer4.weight' to 'fc.bias', 25.0 MiB"
+  // "12 parameters, 'layer4.weight' to 'fc.bias', 25 MiB"; smaller ones in KiB or bytes
   std::string describe() const;
   // Whether this rank had no gradient for some slot in this step.
   bool missed() const { return missed_; }

@@ -16,9 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import Engine
-from fastsync.ranks.meeting import MeetingPlace
-from fastsync.shard.gradients import ShardedGradient
-from fastsync.shard.steps import (
+from fastsync.engine.steps import (
     Arguments,
     StepWatcher,
     params_of,
@@ -26,6 +24,8 @@ from fastsync.shard.steps import (
     watch_steps,
     with_loss,
 )
+from fastsync.ranks.meeting import MeetingPlace
+from fastsync.shard.gradients import ShardedGradient
 from fastsync.torch_private import caller_level, gather_objects
 
 __all__ = ["NonFiniteGradientError", "NonFiniteGuard"]

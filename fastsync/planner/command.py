@@ -127,7 +127,11 @@ def _arithmetic(args: argparse.Namespace) -> None:
     if not args.quiet:
         print(held_text(title, tables))
     if args.json:
-        _write(args.json, json.dumps(held_json(title, tables), indent=1) + "\n", args.quiet)
+        _write_json(args.json, held_json(title, tables), args.quiet)
+
+
+def _write_json(path: Path, document: object, quiet: bool) -> None:
+    _write(path, json.dumps(document, indent=1) + "\n", quiet)
 
 
 def _write(path: Path, text: str, quiet: bool) -> None:
@@ -150,7 +154,7 @@ def _run(args: argparse.Namespace) -> None:
     if not args.quiet:
         print(plan_text(plan))
     if args.json:
-        _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n", args.quiet)
+        _write_json(args.json, plan_json(plan), args.quiet)
     if args.html:
         _write(args.html, html_page(plan), args.quiet)
 

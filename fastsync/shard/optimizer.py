@@ -29,14 +29,7 @@ from torch.optim import Optimizer
 from fastsync.build.env import Env
 from fastsync.engine.engine import Engine
 from fastsync.engine.shares import ShardedUnit
-from fastsync.plan.policy import ZeroPolicy
-from fastsync.ranks.meeting import MeetingPlace
-from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
-from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
-from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
-from fastsync.shard.rules import steps_by_parameter, unit_for
-from fastsync.shard.space import Space
-from fastsync.shard.steps import (
+from fastsync.engine.steps import (
     Arguments,
     StepWatcher,
     params_of,
@@ -45,6 +38,13 @@ from fastsync.shard.steps import (
     watch_steps,
     with_loss,
 )
+from fastsync.plan.policy import ZeroPolicy
+from fastsync.ranks.meeting import MeetingPlace
+from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
+from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
+from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
+from fastsync.shard.rules import steps_by_parameter, unit_for
+from fastsync.shard.space import Space
 from fastsync.torch_private import backward_is_running, gather_objects
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]

@@ -7,15 +7,14 @@ same on every rank too.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsync.engine import core
+from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.ranks.links import new_cpu_group
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
@@ -37,8 +36,11 @@ class UnitState(Protocol):
 S = TypeVar("S", bound=UnitState)
 
 
-class Context(Generic[S]):
-    """Shared by the states of one root module.
+class Context(StepWatcher, Generic[S]):
+    """Shared by the states of one root module; before its first forward, of each state alone.
+
+    Args:
+        first: that it begins with.
 
     Attributes:
         root_forward: the state whose forward is the outermost one of those that run.
@@ -46,8 +48,8 @@ class Context(Generic[S]):
         last_backward: whether what was observed in forward is forgotten after the next backward.
     """
 
-    def __init__(self) -> None:
-        self.states: list[S] = []
+    def __init__(self, first: S) -> None:
+        self.states = [first]
         self.root_forward: S | None = None
         self.ends_queued = False
         self.last_backward = True
@@ -60,6 +62,7 @@ class Context(Generic[S]):
         self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._reducing: deque[Unit] = deque()
+        watch_steps(self)
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]
@@ -93,33 +96,28 @@ class Context(Generic[S]):
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
         if self._follows and at + 1 < len(self._order):
-            self._order[at + 1].refresh()
-            self.prefetch(self._order[at + 1])
+            self.prefetch_forward(self._order[at + 1])
 
     def arrived(self, unit: Unit) -> None:
         """Somebody uses what was gathered."""
         self._ahead.discard(id(unit))
 
-    def watch_steps(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Has units know when their shares have changed.
 
         Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
         """
-        me = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, *_: object) -> None:
-            alive = me()
-            if alive is not None:
-                alive._outdate(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-
-    def _outdate(self, optimizer: Optimizer) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = set(map(id, params_of(optimizer)))
         for unit in self.units():
             unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
 
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Starts to gather what the next forward computes with."""
+        unit.refresh()
+        self.prefetch(unit)
+
     def prefetch(self, unit: Unit) -> None:
+        """For a backward: with the parameters that forward had, where they are still there."""
         if not unit.is_whole:
             unit.start_gather()
             self._ahead.add(id(unit))

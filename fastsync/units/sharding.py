@@ -98,8 +98,7 @@ def fully_shard(
         unit.switches.reshard_after_forward = reshard
         for param, member in zip(own, members, strict=True):
             setattr(param, _OWNER, (weakref.ref(unit), member))
-    state = State(modules, unit, mixed, reshard_after_forward is None)
-    state.use(tied)
+    State(modules, unit, mixed, reshard_after_forward is None, tied)  # which the modules hold
     for each in modules:
         register_sharded(each)
         each.__class__ = shard_class(cast("Hashable", type(each)))

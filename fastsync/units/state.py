@@ -96,22 +96,22 @@ class State:
         unit: Unit | None,
         mixed: MixedPrecisionPolicy,
         auto_reshard: bool,
+        tied: Sequence[Unit],
     ) -> None:
         self.modules, self.unit, self.mixed = tuple(modules), unit, mixed
-        self.uses = [] if unit is None else [unit]
+        self.uses = [*([] if unit is None else [unit]), *tied]
         self.auto_reshard = auto_reshard
-        self.context: Context[State] = Context()
+        self.context = Context(self)
         self.is_root: bool | None = None  # known with the first forward
         self.moment = Moment.IDLE
         self._connected = False
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
-        self._dictated: set[nn.Module] = set()  # whose state dicts have hooks
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             self._hook(module)
-        self._hook_dicts(self.uses)
+        self._hook_dicts()
 
     def _hook(self, module: nn.Module) -> None:
         before = cast("Callable[..., None]", self.before_forward)
@@ -119,20 +119,14 @@ class State:
         grouped = len(self.modules) > 1
         module.register_forward_hook(self.after_forward, prepend=False, always_call=grouped)
 
-    def _hook_dicts(self, units: Iterable[Unit]) -> None:
-        """State dicts show shares, wherever in these modules a parameter of `units` is."""
+    def _hook_dicts(self) -> None:
+        """State dicts show shares, wherever in these modules a parameter of `uses` is."""
         inside = {below for module in self.modules for below in module.modules()}
-        homes = {home.module for unit in units for m in unit.members for home in m.homes}
-        for home in (homes & inside) - self._dictated:
+        homes = {home.module for unit in self.uses for m in unit.members for home in m.homes}
+        for home in homes & inside:
             home.register_state_dict_pre_hook(self._before_state_dict)
             home.register_load_state_dict_pre_hook(self._before_state_dict)
             home.register_load_state_dict_post_hook(self._after_load)
-            self._dictated.add(home)
-
-    def use(self, units: Sequence[Unit]) -> None:
-        """Its forwards need these, too."""
-        self.uses.extend(units)
-        self._hook_dicts(units)
 
     def _before_state_dict(self, *unused: object) -> None:
         for unit in self.uses:
@@ -179,11 +173,11 @@ class State:
             self.unit.kept_by_default = True
         self._name()
         self.connect()
-        self.context.watch_steps()
 
     def join(self, context: Context[State], as_root: bool) -> None:
-        """Is one of the states of `context` from now on."""
+        """Is one of the states of `context` from now on, which heeds what this one was told."""
         context.most_in_flight = max(context.most_in_flight, self.context.most_in_flight)
+        context.last_backward = context.last_backward and self.context.last_backward
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:
@@ -198,7 +192,7 @@ class State:
 
     def connect(self) -> None:
         """Everything below can be gathered. Collective the first time."""
-        for unit in self.context.units() or ([self.unit] if self.unit is not None else []):
+        for unit in self.context.units():
             unit.connect(self.context.links_of(unit.place))
             if not unit.is_whole:
                 unit.settle()
@@ -262,8 +256,7 @@ class State:
         with outside_transforms():
             for state in self.forward_next:
                 if state.unit is not None:
-                    state.unit.refresh()
-                    self.context.prefetch(state.unit)
+                    self.context.prefetch_forward(state.unit)
             if self.unit is not None and not self.forward_next and not backward_is_running():
                 self.context.enter(self.unit)
 

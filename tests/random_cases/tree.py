@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-__all__ = ["KINDS", "REAL", "WIDTH", "Fault", "Output", "Tree", "loss_of"]
+__all__ = ["KINDS", "REAL", "WIDTH", "Fault", "Output", "Raise", "Tree", "loss_of"]
 
 WIDTH = 5
 REAL = (torch.float32, torch.float32, torch.float64, torch.bfloat16)

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fastsync import fully_shard
-from tests.random_units.tree import WIDTH, Fault, Leaf, Uses, build, modules_of
+from tests.random_cases.tree import WIDTH, Fault
+from tests.random_units.tree import Leaf, Uses, build, modules_of
 
 __all__ = ["UnitCase"]
 
@@ -49,7 +50,7 @@ class UnitCase:
         dtypes = (torch.float32, torch.float32, LOW)  # nothing turns fp64 into 16 bits
         self.model = build(self.rng, note, dtypes if self.low else (torch.float64, *dtypes))
         self.twin = copy.deepcopy(self.model)
-        self.checkpoints = any(filter(None, self.model.all_ways()))
+        self.checkpoints = any(self.model.all_ways())
         self.sums, self.divisor = {}, seat.world
         self.cut()
         self.params = dict(self.model.named_parameters())

@@ -4,26 +4,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["WIDTH", "Fault", "Leaf", "Node", "Uses", "build", "modules_of"]
+from tests.random_cases.tree import WIDTH, Fault, Raise
 
-WIDTH = 5
+__all__ = ["Leaf", "Node", "Uses", "build", "modules_of"]
+
 SIZES = ((1,), (2,), (7,), (64,), (1, 3), (5, 2), (3, 4, 2), (9, 1), (0, 3), (40, 30))
-
-
-class Fault(Exception):
-    """What a case raises inside a forward or a backward."""
-
-
-class _Raise(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Fault
 
 
 class Uses:
@@ -48,9 +33,11 @@ class Uses:
 
 
 class _Part(nn.Module):
-    """Attributes:
-    number: among all modules of a tree.
-    low: the dtype that a copy's inputs and weights take where ours is a unit of mixed precision.
+    """What leaves and nodes have in common.
+
+    Attributes:
+        number: among all modules of a tree.
+        low: the dtype that a copy's inputs take where ours is a unit of mixed precision.
     """
 
     number = 0
@@ -60,18 +47,18 @@ class _Part(nn.Module):
         if uses.at == self.number and uses.fault == "forward":
             raise Fault
         x = x if self.low is None else x.to(self.low)
-        return _Raise.apply(x) if uses.at == self.number and uses.fault == "backward" else x
+        return Raise.apply(x) if uses.at == self.number and uses.fault == "backward" else x
 
 
 class Leaf(_Part):
     """Weights, each of which changes what passes through."""
 
-    def __init__(self, weights, low=None):
+    def __init__(self, weights):
         super().__init__()
         for index, weight in enumerate(weights):
             self.register_parameter(f"w{index}", weight)
         self.count = len(weights)
-        self.weights_low = low  # of a copy: what its unit computes in
+        self.weights_low = None  # of a copy: what its unit computes in
 
     def forward(self, x, uses):
         x = self.begin(x, uses)
