@@ -181,8 +181,7 @@ void bind_shards(py::module_& m) {
           [](ShardedGradients& self, size_t index, const std::optional<at::Tensor>& pending) {
             self.pending.at(index) = pending.value_or(at::Tensor());
           },
-          py::arg("index"), py::arg("pending"))
-      .def("want_squares", [](ShardedGradients& self) { self.squares.want(); });
+          py::arg("index"), py::arg("pending"));
   py::class_<engine::GradientSquares>(m, "GradientSquares")
       .def_readonly("owned", &engine::GradientSquares::owned)
       .def_readonly("common", &engine::GradientSquares::common)
@@ -190,8 +189,6 @@ void bind_shards(py::module_& m) {
       .def_readonly("tensors", &engine::GradientSquares::tensors)
       .def_readonly("spread", &engine::GradientSquares::spread)
       .def_readonly("all_spread", &engine::GradientSquares::all_spread);
-  m.def("known_squares", &engine::known_squares, py::call_guard<py::gil_scoped_release>(),
-        py::arg("params"), py::arg("units"));
   py::class_<ScatterSpec>(m, "ScatterSpec")
       .def(py::init([](std::shared_ptr<ShardedGradients> gradients, std::vector<size_t> members,
                        int64_t first, std::array<int64_t, 4> layout) {

@@ -391,6 +391,7 @@ void bind_engine(py::module_& m) {
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
+      .def("squares", &Reducer::squares, release, py::arg("params"), py::arg("units"))
       .def("start_gather", &Reducer::start_gather, release, py::arg("flat"))
       .def("finish_gathers", &Reducer::finish_gathers, release)
       .def(

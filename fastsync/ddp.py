@@ -316,9 +316,8 @@ class FastDDP(StagedFront):
     ) -> torch.Tensor:
         """Scales all gradients so that their total norm is `max_norm` at most.
 
-        As `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)`, for less: one read of what this
-        rank has, and none at all of what is written, unless the norm exceeds `max_norm`. With
-        `zero` it is collective.
+        As `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)`, for less: where it can be,
+        squares are summed up with the averages. With `zero` it is collective.
 
         Returns:
             The total norm before, zero-dimensional.
@@ -326,9 +325,8 @@ class FastDDP(StagedFront):
         Raises:
             RuntimeError: it is not finite and `error_if_nonfinite`, or ranks do not come.
         """
-        sharded = cast(FrontReducer, self.reducer).sharded
-        sharers = None if sharded is None else sharded.sharers
-        return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, sharers)
+        holders = cast(FrontReducer, self.reducer).holders()
+        return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, holders)
 
     def set_wire(self, wire: Wire | Choice) -> None:
         """Has gradients travel as `wire` from the next step on.

@@ -31,11 +31,17 @@ def backward(model, rank, step, parts=1):
         model(batch(rank, 10 * step + part)).square().mean().backward()
 
 
+def asked(model):
+    """What the sums say."""
+    sharers = model.reducer.holders().sharers
+    units = [] if sharers is None else [unit.core for unit in sharers.units]
+    return model._engine.core.squares(list(model.parameters()), units)
+
+
 def known(model):
-    """What the sums say, and what a read does."""
+    """What the sums of this rank's shares say, and what a read does."""
+    squares = asked(model)
     params = list(model.parameters())
-    units = model.reducer.sharded.sharers.units
-    squares = core.known_squares(params, [unit.core for unit in units])
     grads = [param.grad for param in params if isinstance(param.grad, ShardedGradient)]
     read = sum(core.square_sums([grad.share.piece for grad in grads]))
     return None if squares is None else squares.owned, read
@@ -70,9 +76,9 @@ def summed(rank, world, options, dtype, parts):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_sums_are_those_of_a_read_to_the_bit(world, options, parts):
     for found in run_ranks(summed, world, options, torch.float32, parts):
-        assert [squares is None for squares, _ in found] == [False] * 4
+        assert [squares is None for squares, _ in found] == [False, True, False, False]
         assert found[0] == (0.0, 0.0), "the first step is made with whole gradients"
-        assert all(squares == read > 0.0 for squares, read in found[1:])
+        assert all(squares == read > 0.0 for squares, read in found[2:])
 
 
 def test_sums_of_doubles():
@@ -129,9 +135,9 @@ def exact_norm(model):
     return sum(grad.square().sum().item() for grad in grads) ** 0.5
 
 
-def changed(rank, world, zero):
+def changed(rank, world, options):
     """The norms that the model returns after each change, and those of a model without zero."""
-    models = [FastDDP(net(), zero=zero), FastDDP(net())]
+    models = [FastDDP(net(), **options), FastDDP(net())]
     optimizers = [optim.SGD(model.parameters(), 0.01) for model in models]
     norms = []
     for step, change in enumerate((None, None, *CHANGES)):
@@ -153,9 +159,9 @@ def changed(rank, world, zero):
     return norms
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_changes_in_between_count(zero):
-    for norms in run_ranks(changed, 2, zero):
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {}, {"shared_memory": False}], ids=str)
+def test_changes_in_between_count(options):
+    for norms in run_ranks(changed, 2, options):
         for ours, exact in norms:
             assert ours == pytest.approx(exact, rel=1e-4)
 
@@ -241,3 +247,53 @@ def two_models(rank, world):
 def test_two_models():
     first, second = run_ranks(two_models, 2)
     assert first == second and first[0] != first[1]
+
+
+def in_buckets(rank, world, dtype, options):
+    """What each rank hears of whole gradients: after a backward, and once they were changed."""
+    model = FastDDP(net().to(dtype), **options)
+    model.register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
+    heard, exact = [], []
+    for step in range(4):
+        model.zero_grad()
+        backward(model, rank, step)
+        heard.append(asked(model).common)
+        exact.append(exact_norm(model) ** 2)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad.add_(0)  # another version, the same values: the bucket is read
+        heard.append(asked(model).common)
+        for param in model.parameters():
+            param.grad.data.mul_(2)  # no other version
+        heard.append(asked(model).common / 4)
+    return heard, exact
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.1}, {"shared_memory": False}], ids=str)
+def test_buckets_say_what_a_read_of_them_does_to_the_bit(world, dtype, options):
+    results = run_ranks(in_buckets, world, dtype, options)
+    for heard, exact in results:
+        assert heard[0::3] == heard[1::3] == heard[2::3]
+        assert heard[0::3] == pytest.approx(exact, rel=1e-9)
+    assert all(heard == results[0][0] for heard, _ in results)
+
+
+def some_missed(rank, world):
+    """Ranks that use different parameters hear the same bits."""
+    model = FastDDP(net(), find_unused_parameters=True)
+    heard = []
+    for step in range(4):
+        model.zero_grad()
+        if step > 1 and rank == 1:
+            part_of(model, batch(rank, step), model).square().mean().backward()
+        else:
+            backward(model, rank, step)
+        heard.append(asked(model).common)
+    return heard
+
+
+def test_ranks_that_use_other_parameters_hear_the_same():
+    first, *others = run_ranks(some_missed, 3)
+    assert all(other == first for other in others) and min(first) > 0

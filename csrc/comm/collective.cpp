@@ -404,6 +404,13 @@ class ProcessGroupCollective final : public Collective {
 
 }  // namespace
 
+std::unique_ptr<InFlight> Collective::all_reduce_and_square(const at::Tensor& flat,
+                                                            const at::Tensor& /*squares*/,
+                                                            int64_t /*squared*/) {
+  FS_ASSERT(false, "nobody sums squares up here");
+  return all_reduce(flat);
+}
+
 at::Tensor Collective::make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
   return ops::make_flat(numel, dtype, device);
 }

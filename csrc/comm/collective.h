@@ -40,6 +40,13 @@ class Collective {
   // average is finite, and every rank issues the same operation whether it had something to pack or not. Sparse tensors too,
   // coalesced, where the backend can (Gloo): their sum is what wait() returns.
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+  // The same, and the sum of the squares of the first `squared` elements of the result, in parts: fp64, in `squares`, of
+  // make_squares(flat). No rank reads for that what it would not read anyway.
+  virtual std::unique_ptr<InFlight> all_reduce_and_square(const at::Tensor& flat,
+                                                          const at::Tensor& squares,
+                                                          int64_t squared);
+  // Undefined where there is no such thing.
+  virtual at::Tensor make_squares(const at::Tensor& /*flat*/) { return {}; }
 
   // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
   virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,

@@ -7,13 +7,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <ctime>
 #include <new>
 #include <string>
 #include <utility>
 
 #include "../check.h"
-#include "../kernels/sum.h"
+#include "../kernels/norm.h"
 
 namespace fastsync::comm {
 namespace {
@@ -75,12 +76,16 @@ Channel::Header& Channel::header(size_t rank) const {
 }
 
 Channel::Sum Channel::join(const Part& part) {
-  const int64_t each = chunk_elements(part.dtype);
-  return join_as(part, std::max<int64_t>(1, (part.numel + each - 1) / each), false);
+  return join_as(part, chunks_of(part.numel, part.dtype), false);
+}
+
+int64_t Channel::chunks_of(int64_t numel, kernels::DType dtype) {
+  const int64_t each = chunk_elements(dtype);
+  return std::max<int64_t>(1, (numel + each - 1) / each);
 }
 
 Channel::Sum Channel::join_exchange(size_t offset, int64_t bytes) {
-  return join_as({offset, bytes, {}}, static_cast<int64_t>(segments_.size()), true);
+  return join_as({offset, bytes, {}, 0, 0}, static_cast<int64_t>(segments_.size()), true);
 }
 
 Channel::Sum Channel::join_as(const Part& part, int64_t chunks, bool exchanges) {
@@ -93,6 +98,8 @@ Channel::Sum Channel::join_as(const Part& part, int64_t chunks, bool exchanges) 
   mine.numel.store(part.numel, std::memory_order_relaxed);
   mine.dtype.store(exchanges ? kExchange : static_cast<int32_t>(part.dtype),
                    std::memory_order_relaxed);
+  mine.squares.store(part.squares, std::memory_order_relaxed);
+  mine.squared.store(part.squared, std::memory_order_relaxed);
   mine.number.store(sum.number);
   if (all_joined(sum)) notify();
   return sum;
@@ -160,6 +167,27 @@ void Channel::add_chunk(const Sum& sum, int64_t chunk) {
   const int64_t begin = chunk * chunk_elements(sum.mine.dtype);
   const int64_t end = std::min(sum.mine.numel, begin + chunk_elements(sum.mine.dtype));
   kernels::sum_to_all_cpu(buffers.data(), buffers.size(), begin, end, sum.mine.dtype);
+  tell_squares(sum, chunk, begin, end);
+}
+
+// Of elements [begin, end), which have just been added up. Equal numbers of elements give every rank the same bits.
+void Channel::tell_squares(const Sum& sum, int64_t chunk, int64_t begin, int64_t end) const {
+  const std::byte* const mine = segments_[rank_]->data() + sum.mine.offset;
+  int64_t known = -1;  // elements that `squares` is of
+  double squares = 0.0;
+  for (size_t r = 0; r < segments_.size(); ++r) {
+    const Entry& other = entry(r, sum.number);
+    const uint64_t place = other.squares.load(std::memory_order_relaxed);
+    if (place == 0) continue;
+    const int64_t last = std::min(end, other.squared.load(std::memory_order_relaxed));
+    const int64_t wanted = std::max<int64_t>(0, last - begin);
+    if (std::exchange(known, wanted) != wanted) {
+      const auto bytes = static_cast<int64_t>(kernels::element_size(sum.mine.dtype));
+      squares = kernels::square_sum_cpu(mine + begin * bytes, sum.mine.dtype, wanted);
+    }
+    std::memcpy(segments_[r]->data() + place + static_cast<size_t>(chunk) * sizeof(double),
+                &squares, sizeof(double));
+  }
 }
 
 bool Channel::fits(const Entry& other, const Sum& sum) const {

@@ -13,6 +13,9 @@
 // So a buffer has one writer at any time: its rank outside of a sum, inside whoever claimed the chunk. What a script does to
 // gradients between steps is seen by nobody else. Who computes a chunk does not matter for its bits.
 //
+// A rank may ask for the sums of the squares of the results: whoever has added a chunk up, which is in its caches then, writes
+// the chunk's to those that ask.
+//
 // In an exchange nobody writes. Each rank joins with what the others may read, reads what it needs of theirs into memory of its
 // own, and says that it has. When all have, each buffer is its own rank's again.
 //
@@ -42,6 +45,7 @@
 #include <vector>
 
 #include "../kernels/pack.h"
+#include "../kernels/sum.h"
 #include "shm_segment.h"
 
 namespace fastsync::comm {
@@ -49,13 +53,16 @@ namespace fastsync::comm {
 class Channel {
  public:
   static constexpr uint64_t kSlots = 256;
-  static constexpr int64_t kChunkBytes = 256 << 10;
+  static constexpr int64_t kChunkBytes = kernels::kSumChunk;
 
   // What a rank joins a sum with.
   struct Part {
     size_t offset = 0;  // in this rank's segment
     int64_t numel = 0;  // these are the same on all ranks
     kernels::DType dtype = kernels::DType::kFloat32;
+    // Where in this rank's segment squares of the first so many elements are wanted: an fp64 for each chunk. 0: nowhere.
+    size_t squares = 0;
+    int64_t squared = 0;
   };
   struct Sum {
     uint64_t number = 0;
@@ -68,6 +75,9 @@ class Channel {
   // segments know nothing of each other.
   Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
           std::chrono::milliseconds timeout, size_t index = 0);
+
+  // Of a sum of so many elements.
+  static int64_t chunks_of(int64_t numel, kernels::DType dtype);
 
   // The next sum. One thread at a time.
   Sum join(const Part& part);
@@ -104,6 +114,8 @@ class Channel {
     std::atomic<uint64_t> offset;
     std::atomic<int64_t> numel;
     std::atomic<int32_t> dtype;
+    std::atomic<uint64_t> squares;
+    std::atomic<int64_t> squared;
   };
   // At the beginning of each segment; all but the entries is used in rank 0's alone.
   struct Header {
@@ -126,6 +138,7 @@ class Channel {
   int64_t claim(const Sum& sum);
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
+  void tell_squares(const Sum& sum, int64_t chunk, int64_t begin, int64_t end) const;
   void notify();
   void check_in_time(const Sum& sum, bool done, const std::string& what = "a sum over ranks") const;
   template <class Done>

@@ -90,8 +90,10 @@ class Joined {
 // A sum that this rank has joined. The memory is everybody's until it is finished, whether or not anybody waits.
 class ShmCollective::Started final : public InFlight {
  public:
-  Started(std::shared_ptr<Channel> channel, const Channel::Part& part, at::Tensor flat)
-      : channel_(std::move(channel)), flat_(std::move(flat)), sum_(channel_->join(part)) {}
+  // `written`: where the sum goes.
+  Started(std::shared_ptr<Channel> channel, const Channel::Part& part,
+          std::vector<at::Tensor> written)
+      : channel_(std::move(channel)), written_(std::move(written)), sum_(channel_->join(part)) {}
 
   void on_done(std::function<void()> fn) override {
     on_done_ = std::move(fn);
@@ -118,7 +120,7 @@ class ShmCollective::Started final : public InFlight {
   }
 
   const Channel::Sum& sum() const { return sum_; }
-  const at::Tensor& flat() const { return flat_; }  // undefined once it is finished
+  const std::vector<at::Tensor>& written() const { return written_; }  // none once it is finished
 
   bool is_done_within(std::chrono::milliseconds time) override {
     return done_ ||
@@ -129,7 +131,7 @@ class ShmCollective::Started final : public InFlight {
  private:
   bool finish() {
     done_ = true;
-    flat_ = at::Tensor();
+    written_.clear();
     call();
     return true;
   }
@@ -139,7 +141,7 @@ class ShmCollective::Started final : public InFlight {
   }
 
   std::shared_ptr<Channel> channel_;
-  at::Tensor flat_;
+  std::vector<at::Tensor> written_;
   Channel::Sum sum_;
   Patience patience_;
   bool helped_ = false;
@@ -258,7 +260,8 @@ ShmCollective::~ShmCollective() {
     if (!ends_soon(posted.exchange)) kept->push_back(posted.shown);
   }
   for (const auto& sum : started_) {
-    if (!ends_soon(sum->sum())) kept->push_back(sum->flat());
+    if (ends_soon(sum->sum())) continue;
+    for (const at::Tensor& tensor : sum->written()) kept->push_back(tensor);
   }
 }
 
@@ -275,15 +278,26 @@ at::Tensor ShmCollective::make_flat(int64_t numel, at::ScalarType dtype, at::Dev
   return memory_->make_flat(numel, dtype);
 }
 
-std::unique_ptr<InFlight> ShmCollective::all_reduce(const at::Tensor& flat) {
+std::unique_ptr<InFlight> ShmCollective::all_reduce_and_square(const at::Tensor& flat,
+                                                               const at::Tensor& squares,
+                                                               int64_t squared) {
   const auto place = memory_->place_of(flat);
   FS_ASSERT(place, "a buffer that is not shared");
   make_progress();
-  const Channel::Part part{*place, flat.numel(), ops::kernel_dtype(flat.scalar_type())};
-  const auto sum = std::make_shared<Started>(channel_, part, flat);
+  Channel::Part part{*place, flat.numel(), ops::kernel_dtype(flat.scalar_type()), 0, 0};
+  if (squares.defined()) {
+    part.squares = *memory_->place_of(squares);
+    part.squared = squared;
+  }
+  const auto sum = std::make_shared<Started>(channel_, part, std::vector{flat, squares});
   started_.push_back(sum);
   make_progress();  // perhaps to its end
   return std::make_unique<SharedInFlight>(sum);
+}
+
+at::Tensor ShmCollective::make_squares(const at::Tensor& flat) {
+  const auto dtype = ops::kernel_dtype(flat.scalar_type());
+  return memory_->make_flat(Channel::chunks_of(flat.numel(), dtype), at::kDouble);
 }
 
 void ShmCollective::make_progress() {

@@ -34,8 +34,13 @@ class ShmCollective final : public Collective {
   // In this rank's memory.
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) override;
 
-  // Of a tensor that make_flat() made, on every rank.
-  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override;
+  // Of a tensor that make_flat() made, on every rank. Ranks need not all ask for squares.
+  std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
+    return all_reduce_and_square(flat, at::Tensor(), 0);
+  }
+  std::unique_ptr<InFlight> all_reduce_and_square(const at::Tensor& flat, const at::Tensor& squares,
+                                                  int64_t squared) override;
+  at::Tensor make_squares(const at::Tensor& flat) override;
   // Contiguous tensors. What is sent from memory that make_flat() made is not copied: wait() then returns when all ranks have
   // read it, else as soon as this one has.
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received, const at::Tensor& sent) override;

@@ -302,7 +302,7 @@ void Reducer::start_flags() {
 
 Packing Reducer::packing() const {
   return {1.0 / divisor_, votes() && watch_.vote(), /*missed=*/false, options_.check_finite,
-          static_cast<uint64_t>(steps())};
+          squares_, static_cast<uint64_t>(steps())};
 }
 
 void Reducer::launch(Bucket& bucket) {

@@ -38,12 +38,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../comm/chain.h"
 #include "../comm/collective.h"
+#include "../transport/shared_gradients.h"
 #include "autograd_hooks.h"
 #include "bucket.h"
 #include "fault_watch.h"
@@ -134,6 +136,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Looks out for other ranks' faults while it waits; null: no longer.
   void use_watch(std::shared_ptr<FaultWatch> watch);
   void detach_hooks();
+
+  // Of the parameters' gradients: see known_squares(). From now on buckets have squares summed up on the way.
+  std::optional<GradientSquares> squares(const std::vector<at::Tensor>& params,
+                                         const ShardedUnits& units);
 
   // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Others' regions are there after
   // finish_gathers().
@@ -257,6 +263,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Forwards forwards_;
   bool backward_running_ = false;
   bool captured_ = false;
+  bool squares_ = false;  // somebody clips gradients by their norm
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched

@@ -225,6 +225,20 @@ void Reducer::shadow_step() {
   make_due_plan();
 }
 
+std::optional<GradientSquares> Reducer::squares(const std::vector<at::Tensor>& params,
+                                                const ShardedUnits& units) {
+  const Lock lock(mutex_);
+  squares_ = true;
+  for (const auto& unit : units) unit->squares.want();
+  std::vector<HeldGradients> held;
+  for (const Bucket& bucket : plan_.buckets) {
+    if (!bucket.transport().holds_gradients()) continue;
+    HeldGradients& all = held.emplace_back(HeldGradients{{}, &bucket.transport()});
+    for (const Slot& slot : bucket.slots()) all.gradients.push_back(slot.grad());
+  }
+  return known_squares(params, units, held);
+}
+
 void Reducer::start_gather(const at::Tensor& flat) {
   const Lock lock(mutex_);
   const at::NoGradGuard no_grad;

@@ -10,6 +10,9 @@
 
 namespace fastsync::kernels {
 
+// Elements whose squares are summed up by themselves; the sums of blocks are added in order.
+constexpr int64_t kSquareBlock = int64_t{1} << 16;
+
 // In fp64, where the squares of narrower types are exact and cannot overflow. NaN or infinite where an element is.
 double square_sum_cpu(const void* data, DType dtype, int64_t numel);
 

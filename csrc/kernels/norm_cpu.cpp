@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "dispatch.h"
 #include "element.h"
 #include "norm.h"
@@ -50,7 +52,11 @@ double square_sum_cpu(const void* data, DType dtype, int64_t numel) {
   visit_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename OnThisCpu<SquareLoop<T>>::Pointer loop = OnThisCpu<SquareLoop<T>>();
-    loop(static_cast<const T*>(data), numel, &sum);
+    for (int64_t begin = 0; begin < numel; begin += kSquareBlock) {
+      double block = 0.0;
+      loop(static_cast<const T*>(data) + begin, std::min(kSquareBlock, numel - begin), &block);
+      sum += block;
+    }
   });
   return sum;
 }

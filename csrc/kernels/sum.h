@@ -11,6 +11,9 @@
 
 namespace fastsync::kernels {
 
+// Bytes of each buffer that are summed up at once, and of the sum whose squares are.
+constexpr int64_t kSumChunk = int64_t{256} << 10;
+
 // Elements [0, numel) of `count` buffers, which must not overlap, into memory that may be one of them.
 void sum_cpu(void* to, const void* const* from, size_t count, int64_t numel, DType dtype);
 

@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "../check.h"
-#include "../kernels/norm.h"
 #include "items.h"
 #include "parallel.h"
 

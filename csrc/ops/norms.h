@@ -6,10 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "../kernels/norm.h"
+
 namespace fastsync::ops {
 
-// Elements whose squares are summed up by themselves, on one thread, before the sums of a tensor's blocks are added in order.
-constexpr int64_t kSquareBlock = int64_t{1} << 16;
+using kernels::kSquareBlock;
 
 // The sum of the squares of each tensor's elements, on a CPU: in fp64, and the same on every rank that has the same elements,
 // however many threads it has. Sparse tensors count with their values.

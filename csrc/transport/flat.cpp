@@ -4,13 +4,22 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "../check.h"
+#include "../kernels/sum.h"
 #include "../ops/buffers.h"
+#include "../ops/norms.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
+namespace {
+
+// Elements of which one is looked at: see [Note: squares of the buffer].
+constexpr int64_t kProbe = 1024;
+
+}  // namespace
 
 Flat::Flat(const FlatSpec& spec, Slots& slots)
     : spec_(spec), slots_(slots), places_(slots.size()), buffer_(slots) {
@@ -177,6 +186,26 @@ void Flat::abandon(bool in_flight) {
   for (Place& place : places_) place = Place{};
 }
 
+bool Flat::holds_gradients() const {
+  if (!spec_.views || !device().is_cpu() || !flat().defined()) return false;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!buffer_.in_place(i)) return false;
+  }
+  return true;
+}
+
+double Flat::square_sum() const {
+  const int64_t each = kernels::kSumChunk / static_cast<int64_t>(c10::elementSize(spec_.dtype));
+  std::vector<at::Tensor> chunks;
+  for (int64_t begin = 0; begin < gradients_numel(); begin += each) {
+    const auto chunk = ops::SlotLayout::run(begin, std::min(each, gradients_numel() - begin));
+    chunks.push_back(ops::view_of(flat(), chunk, spec_.dtype));
+  }
+  double total = 0.0;
+  for (const double sum : ops::square_sums(chunks)) total += sum;
+  return total;
+}
+
 at::Tensor Flat::make_memory() const { return ops::make_flat(spec_.numel, spec_.dtype, device()); }
 
 Shadow Flat::shadow(uint64_t /*step*/) {
@@ -201,12 +230,46 @@ class AllReduce final : public Flat {
   AllReduce(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::Collective> ranks)
       : Flat(spec, slots), ranks_(std::move(ranks)) {}
 
+  void begin() override { counted_.reset(); }
+
+  void pack(const Packing& how) override {
+    Flat::pack(how);
+    squaring_ = how.squares && spec().views;
+    if (squaring_ && !squares_.defined()) squares_ = ranks_->make_squares(flat());
+  }
+
+  std::unique_ptr<comm::InFlight> launch() override {
+    if (!squaring_ || !squares_.defined()) return start(flat());
+    return ranks_->all_reduce_and_square(flat(), squares_, gradients_numel());
+  }
+
+  void deliver(const std::vector<bool>& used) override {
+    Flat::deliver(used);
+    if (squaring_ && squares_.defined() && !missed() && holds_gradients()) count();
+  }
+
+  double square_sum() const override {
+    const bool known = counted_ && counted_->versions == versions() && counted_->probes == probes();
+    return known ? counted_->sum : Flat::square_sum();
+  }
+
+  void abandon(bool in_flight) override {
+    Flat::abandon(in_flight);
+    if (in_flight) squares_ = at::Tensor();  // others may still write to it
+  }
+
   // As a ring sends, where the backend decides.
   int64_t sent_bytes() const override {
     return ranks_->leaving(2 * bytes() * (ranks_->size() - 1) / ranks_->size());
   }
 
  private:
+  struct Counted {
+    double sum = 0.0;
+    std::vector<uint32_t> versions;  // by slot
+    std::vector<char> probes;
+  };
+
   std::unique_ptr<comm::InFlight> start(const at::Tensor& flat) override {
     return ranks_->all_reduce(flat);
   }
@@ -214,7 +277,35 @@ class AllReduce final : public Flat {
     return ranks_->make_flat(spec().numel, spec().dtype, device());
   }
 
+  void count() {
+    counted_ = Counted{0.0, versions(), probes()};
+    const auto* const sums = squares_.const_data_ptr<double>();
+    for (int64_t i = 0; i < squares_.numel(); ++i) counted_->sum += sums[i];
+  }
+
+  std::vector<uint32_t> versions() const {
+    std::vector<uint32_t> all;
+    for (const Slot& slot : slots()) {
+      all.push_back(slot.grad().unsafeGetTensorImpl()->version_counter().current_version());
+    }
+    return all;
+  }
+
+  std::vector<char> probes() const {
+    const auto bytes = static_cast<int64_t>(c10::elementSize(spec().dtype));
+    const auto* const data = static_cast<const char*>(flat().const_data_ptr());
+    std::vector<char> all;
+    all.reserve(static_cast<size_t>((gradients_numel() / kProbe + 1) * bytes));
+    for (int64_t i = 0; i < gradients_numel(); i += kProbe) {
+      all.insert(all.end(), data + i * bytes, data + (i + 1) * bytes);
+    }
+    return all;
+  }
+
   std::shared_ptr<comm::Collective> ranks_;
+  at::Tensor squares_;  // in the memory of `ranks_`; undefined where these do not sum squares up
+  bool squaring_ = false;
+  std::optional<Counted> counted_;
 };
 
 }  // namespace

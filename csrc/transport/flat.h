@@ -28,6 +28,12 @@
 // [Note: early packing]
 // On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last of them, and its memory is
 // free for the next layer's gradient. On a device one launch for the whole bucket matters more.
+//
+// [Note: squares of the buffer]
+// Where somebody clips gradients by their norm, whoever adds the buffer up says what the squares of its elements sum to. That
+// is true until a gradient is written to, which is known from versions. Torch counts no writes through `.data`, so one
+// element of each kProbe is compared besides. In doubt the buffer is read, chunk by chunk: which gives the same bits, because
+// ranks that clip equal gradients must clip them alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -67,6 +73,9 @@ class Flat : public Transport {
   void abandon(bool in_flight) override;
   Shadow shadow(uint64_t step) override;
 
+  bool holds_gradients() const override;
+  double square_sum() const override;
+
   bool has_flags() const override { return !flag_layouts_.empty() && flat().defined(); }
   at::Tensor flags() const override;
   at::Tensor vote() const override { return vote_in(flat()); }
@@ -82,6 +91,9 @@ class Flat : public Transport {
   virtual at::Tensor make_memory() const;
 
   const FlatSpec& spec() const { return spec_; }
+  // Of all gradients, in front of the flags.
+  int64_t gradients_numel() const { return gradients_layout_.numel; }
+  bool missed() const { return missed_; }
   Slots& slots() const { return slots_; }
   const at::Tensor& flat() const { return buffer_.flat(); }
   at::Device device() const { return slots_.front().param->tensor.device(); }
@@ -116,7 +128,7 @@ class Flat : public Transport {
   std::optional<c10::Stream> home_;  // the stream that its memory was allocated on; none on a CPU
 };
 
-// Sums the buffer by one all-reduce.
+// Sums the buffer by one all-reduce. See [Note: squares of the buffer].
 std::unique_ptr<Flat> make_all_reduce(const FlatSpec& spec, Slots& slots,
                                       std::shared_ptr<comm::Collective> ranks);
 

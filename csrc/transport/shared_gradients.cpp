@@ -1,6 +1,8 @@
 #include "shared_gradients.h"
 
+#include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "../ops/norms.h"
 
@@ -31,6 +33,28 @@ std::unordered_map<const at::TensorImpl*, Member> members_by_face(const ShardedU
   return members;
 }
 
+// Of plain gradients: those of a transport together, the others one by one.
+double sum_squares(const std::vector<at::Tensor>& gradients,
+                   const std::vector<HeldGradients>& held) {
+  std::unordered_set<const at::TensorImpl*> left;
+  for (const at::Tensor& gradient : gradients) left.insert(gradient.unsafeGetTensorImpl());
+  double total = 0.0;
+  for (const HeldGradients& bucket : held) {
+    const auto asked = [&](const at::Tensor& gradient) {
+      return left.count(gradient.unsafeGetTensorImpl()) > 0;
+    };
+    if (!std::all_of(bucket.gradients.begin(), bucket.gradients.end(), asked)) continue;
+    for (const at::Tensor& gradient : bucket.gradients) left.erase(gradient.unsafeGetTensorImpl());
+    total += bucket.transport->square_sum();
+  }
+  std::vector<at::Tensor> alone;
+  for (const at::Tensor& gradient : gradients) {
+    if (left.count(gradient.unsafeGetTensorImpl()) > 0) alone.push_back(gradient);
+  }
+  for (const double sum : ops::square_sums(alone)) total += sum;
+  return total;
+}
+
 bool is_wide(const at::Tensor& tensor) {
   return c10::toRealValueType(tensor.scalar_type()) == at::kDouble;
 }
@@ -57,7 +81,8 @@ std::optional<double> SquareSums::of(const at::Tensor& shard, size_t member) con
 }
 
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
-                                             const ShardedUnits& units) {
+                                             const ShardedUnits& units,
+                                             const std::vector<HeldGradients>& held) {
   const auto members = members_by_face(units);
   GradientSquares result;
   size_t faces = 0;
@@ -77,7 +102,7 @@ std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& para
     result.owned += *sum;
     ++faces;
   }
-  for (const double sum : ops::square_sums(result.tensors)) result.common += sum;
+  result.common = sum_squares(result.tensors, held);
   result.spread = faces > 0;
   result.all_spread = faces == members.size();
   return result;

@@ -15,6 +15,8 @@
 #include <optional>
 #include <vector>
 
+#include "transport.h"
+
 namespace fastsync::engine {
 
 // See [Note: squares].
@@ -63,9 +65,16 @@ struct GradientSquares {
   bool all_spread = false;          // all that the units have
 };
 
-// Without a read of what is spread over the ranks. Nothing where a sum is not known, this rank has added to a gradient, or one is
-// neither a face of these units nor a plain tensor on a CPU.
+// Gradients that live in the buffer of one transport.
+struct HeldGradients {
+  std::vector<at::Tensor> gradients;
+  const Transport* transport = nullptr;
+};
+
+// Without a read of what is spread over the ranks, or of what a transport holds and knows. Nothing where a sum over what is spread
+// is not known, this rank has added to a gradient, or one is neither a face of these units nor a plain tensor on a CPU.
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
-                                             const ShardedUnits& units);
+                                             const ShardedUnits& units,
+                                             const std::vector<HeldGradients>& held);
 
 }  // namespace fastsync::engine

@@ -29,6 +29,7 @@ struct Packing {
   bool vote = false;          // this rank asks for a new plan
   bool missed = false;        // this rank had no gradient for some slot
   bool check_finite = false;  // for NaN and infinity
+  bool squares = false;       // somebody clips gradients by their norm
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
@@ -80,6 +81,10 @@ class Transport {
   virtual bool has_flags() const = 0;
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor vote() const = 0;
+
+  // Whether the gradients of all slots live in one buffer here; then the sum of their squares, the same bits on every rank.
+  virtual bool holds_gradients() const { return false; }
+  virtual double square_sum() const { return 0.0; }
 
   // Bytes that this rank hands to collectives, that leave it, and that leave its node, in one step.
   virtual int64_t bytes() const = 0;

@@ -27,7 +27,6 @@ from fastsync.wire.plugins import PluginCodec
 if TYPE_CHECKING:
     from fastsync import _C
     from fastsync._C import FaultWatch as FaultWatch
-    from fastsync._C import GradientSquares as GradientSquares
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
@@ -57,7 +56,6 @@ __all__ = [
     "all_finite",
     "bucket_spec",
     "check_backend",
-    "known_squares",
     "load",
     "low_rank_spec",
     "make_collective",
@@ -228,21 +226,6 @@ def make_words(memory: SharedMemory, timeout: float) -> SharedWords:
         timeout: seconds that a rank waits for the others.
     """
     return _C.SharedWords(memory, 2, timeout)
-
-
-def known_squares(
-    params: Sequence[torch.Tensor], units: Sequence[ShardedGradients]
-) -> GradientSquares | None:
-    """The sums of the squares of these parameters' gradients, on a CPU.
-
-    Args:
-        units: whose gradients the ranks share. What this rank has of them is not read.
-
-    Returns:
-        None where a sum of those is not known, or a gradient is something else than a plain
-        tensor.
-    """
-    return _C.known_squares(params, units)
 
 
 def make_sharded_gradients(

@@ -17,6 +17,7 @@ from torch import nn
 from fastsync.engine.engine import Engine
 from fastsync.front.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 from fastsync.shard.checkpoint import OptimizerCheckpoint
+from fastsync.shard.norms import Holders
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.recorder import Recorder
 from fastsync.torch_private import GradBucket
@@ -52,6 +53,10 @@ class FrontReducer:
     def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
         """What checkpoints hold of the optimizers of `module`, which was wrapped."""
         return OptimizerCheckpoint(self.engine, module, self.sharded)
+
+    def holders(self) -> Holders:
+        """Who has gradients between a backward and a step."""
+        return Holders(self.engine.core, self.sharded and self.sharded.sharers)
 
     def prepare_for_forward(self) -> None:
         """The forward that `_rebuild_buckets` comes with is to synchronise."""

@@ -26,82 +26,26 @@ from torch.autograd.graph import increment_version
 
 from fastsync.engine import core
 from fastsync.ranks.meeting import MeetingPlace
+from fastsync.shard.exchange import Exchange
 from fastsync.shard.space import Space
 from fastsync.torch_private import WrapperTensor, map_tensors
 
 __all__ = ["GradientShards", "ShardedGradient", "Sharers", "lend_gradients", "make_whole"]
 
-_REMEDY = (
-    "Gradients are spread over the ranks: look at them on every rank, or on none. "
-    "FastDDP(zero=0) keeps all of them everywhere"
-)
-
-
-class Sharers:
-    """The ranks that share gradients, and all units of these.
-
-    Args:
-        group: the ranks.
-        place: where they meet before they exchange anything.
-        words: where they meet instead, if they share memory.
-    """
+class Sharers(Exchange):
+    """The ranks that share gradients, and all units of these."""
 
     def __init__(
-        self, group: dist.ProcessGroup, place: MeetingPlace, words: core.SharedWords | None
+        self,
+        group: dist.ProcessGroup,
+        place: MeetingPlace,
+        words: core.SharedWords | None,
+        device: torch.device,
     ) -> None:
-        self.group, self._place, self._words = group, place, words
+        super().__init__(group, place, words, device)
         self.units: list[GradientShards] = []
-        self._clips = False
         self._norms: dict[int, list[torch.Tensor]] = {}
         self._norms_of: tuple[object, ...] = ()
-
-    def take(self, units: Sequence[GradientShards]) -> None:
-        """These, and no others."""
-        self.units = list(units)
-        if self._clips:
-            self.expect_clips()
-
-    def expect_clips(self) -> None:
-        """Squares of averages are summed up with these from now on."""
-        self._clips = True
-        for unit in self.units:
-            unit.core.want_squares()
-
-    def meet(self, wish: str) -> None:
-        """Returns once every rank wants to exchange the same.
-
-        Raises:
-            RuntimeError: some do not come, or want something else.
-        """
-        if self._words is not None:
-            self._tell(self._words, wish, 0.0)
-        elif not self._place.meet(f"the others to ask for {wish}", wish, _REMEDY):
-            raise self._disagreement(wish)
-
-    def sum(self, wish: str, mine: float) -> float:
-        """Of what the ranks have. Collective; see `meet`."""
-        if self._words is not None:
-            return sum(self._tell(self._words, wish, mine))
-        self.meet(wish)
-        total = torch.tensor([mine], dtype=torch.float64, device=self.units[0].shard.device)
-        dist.all_reduce(total, group=self.group)
-        return total.item()
-
-    def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
-        """What each rank has, in their order."""
-        try:
-            everyones = words.exchange(wish, mine)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}. {_REMEDY}") from error
-        if everyones is None:
-            raise self._disagreement(wish)
-        return everyones
-
-    def _disagreement(self, wish: str) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something else. "
-            f"{_REMEDY}"
-        )
 
     def norm(self, share: Share, order: float) -> torch.Tensor:
         """The norm of one gradient. Those of all others come with it, in one exchange."""

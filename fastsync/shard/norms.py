@@ -1,13 +1,14 @@
 """The norm of all gradients, and clipping to it.
 
-Of what the ranks share, whoever adds the averages up sums their squares too: from the second clip
-on nothing is read here. Other gradients are read once, and written only if they are too large.
+Whoever adds averages up sums their squares too, from the first clip on: so nothing is read here of
+what the ranks share, nor of averages that nobody has changed. Other gradients are read once.
+Gradients are written only if they are too large.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,24 @@ from torch.nn.utils import clip_grad_norm_
 from fastsync.engine import core
 from fastsync.shard.gradients import ShardedGradient, Sharers
 
-__all__ = ["clip_norm"]
+__all__ = ["Holders", "clip_norm"]
 
 _EPSILON = 1e-6  # as in torch
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _WIDE = (torch.float64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who has gradients, and may know of their squares.
+
+    Attributes:
+        reducer: that averages them.
+        sharers: the ranks that they may be spread over.
+    """
+
+    reducer: core.Reducer
+    sharers: Sharers | None
 
 
 @dataclass(frozen=True)
@@ -32,14 +46,14 @@ class _Squares:
         common: of those that every rank has.
         sharers: the ranks that gradients are spread over; None where each has all of them.
         wide: whether fp64 is among them.
-        tensors: that hold them.
+        tensors: returns those that hold them.
     """
 
     owned: float
     common: float
     sharers: Sharers | None
     wide: bool
-    tensors: Sequence[torch.Tensor]
+    tensors: Callable[[], list[torch.Tensor]]
 
 
 def clip_norm(
@@ -47,14 +61,11 @@ def clip_norm(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
-    sharers: Sharers | None,
+    holders: Holders,
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is `max_norm` at most.
 
     Collective where gradients are spread over ranks. What is not a 2-norm on a CPU is torch's.
-
-    Args:
-        sharers: the ranks that these may be spread over.
 
     Returns:
         The total norm before, zero-dimensional: fp32, or fp64 where a gradient is.
@@ -63,15 +74,13 @@ def clip_norm(
         RuntimeError: it is not finite, and the caller wants an error then.
     """
     params = list(params)
-    if sharers is not None:
-        sharers.expect_clips()
-    squares = _known(params, sharers) or _read(params) if norm_type == 2.0 else None
+    squares = _known(params, holders) or _read(params) if norm_type == 2.0 else None
     if squares is None:
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
     total = squares.common
     if squares.sharers is not None:
         total += squares.sharers.sum("the norm of all gradients", squares.owned)
-    norm = math.sqrt(total)
+    norm = math.sqrt(total) if squares.wide else _rounded(math.sqrt(total))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -79,24 +88,32 @@ def clip_norm(
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     share = max_norm / (norm + _EPSILON)
-    if squares.tensors and not share >= 1.0:  # nor where it is NaN
-        torch._foreach_mul_(list(squares.tensors), share)
+    tensors = [] if share >= 1.0 else squares.tensors()  # where it is NaN, too
+    if tensors:
+        torch._foreach_mul_(tensors, share)
     return torch.tensor(norm, dtype=torch.float64 if squares.wide else torch.float32)
 
 
-def _known(params: Sequence[torch.Tensor], sharers: Sharers | None) -> _Squares | None:
-    """Without reading what is spread; None where that cannot be."""
-    units = [] if sharers is None else sharers.units
-    known = core.known_squares(params, [unit.core for unit in units])
+def _rounded(norm: float) -> float:
+    """To fp32: ranks that add up in different ways must scale alike."""
+    return torch.tensor(norm, dtype=torch.float32).item() if norm < 1e38 else norm
+
+
+def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
+    """Without reading what is spread, or what buckets know; None where that cannot be."""
+    units = [] if holders.sharers is None else holders.sharers.units
+    known = holders.reducer.squares(params, [unit.core for unit in units])
     if known is None:
         return None
-    tensors = known.tensors
-    if known.all_spread:
-        tensors += [unit.shard for unit in units]
-    elif known.spread:
+
+    def tensors() -> list[torch.Tensor]:
+        if known.all_spread:
+            return known.tensors + [unit.shard for unit in units]
         grads = (param.grad for param in params)
-        tensors += [grad.share.piece for grad in grads if isinstance(grad, ShardedGradient)]
-    spread_over = sharers if known.spread else None
+        spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
+        return known.tensors + [grad.share.piece for grad in spread]
+
+    spread_over = holders.sharers if known.spread else None
     return _Squares(known.owned, known.common, spread_over, known.wide, tensors)
 
 
@@ -112,7 +129,7 @@ def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
     spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
     spread_over = next((grad.share.shards().sharers for grad in spread), None)
     wide = any(tensor.dtype in _WIDE for tensor in tensors)
-    return _Squares(total[True], total[False], spread_over, wide, tensors)
+    return _Squares(total[True], total[False], spread_over, wide, lambda: tensors)
 
 
 def _is_plain(grad: torch.Tensor) -> bool:

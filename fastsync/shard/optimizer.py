@@ -64,7 +64,8 @@ class ShardedOptimizers(StepWatcher):
         timeout = Env.read().agree_timeout
         self.place = MeetingPlace(engine.group, "sharded optimizer", timeout)
         meeting = MeetingPlace(engine.group, "gradients", timeout)
-        self.sharers = Sharers(engine.group, meeting, engine.shares.make_words(timeout))
+        words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
+        self.sharers = Sharers(engine.group, meeting, words, device)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -123,7 +124,7 @@ class ShardedOptimizers(StepWatcher):
             return
         ours = [unit for unit in self.sharers.units if unit.space.is_intact()]
         fresh = [space for space in spaces if space.shares_gradients]
-        self.sharers.take(ours + [GradientShards(space, self.sharers) for space in fresh])
+        self.sharers.units = ours + [GradientShards(space, self.sharers) for space in fresh]
         self.engine.shard(
             [
                 ShardedUnit(

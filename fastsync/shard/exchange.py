@@ -1,0 +1,76 @@
+"""Exchanges that every rank has to ask for: who asks alone gets an error instead of waiting for ever.
+
+Ranks of one machine meet in memory, where a meeting takes about as long as waking a process does;
+others through the rendezvous store.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine import core
+from fastsync.ranks.meeting import MeetingPlace
+
+__all__ = ["Exchange"]
+
+_REMEDY = (
+    "Gradients are spread over the ranks: look at them on every rank, or on none. "
+    "FastDDP(zero=0) keeps all of them everywhere"
+)
+
+
+class Exchange:
+    """Ranks that exchange what they have of gradients.
+
+    Args:
+        group: the ranks.
+        place: where they meet before they exchange anything.
+        words: where they meet instead, if they share memory.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        place: MeetingPlace,
+        words: core.SharedWords | None,
+        device: torch.device,
+    ) -> None:
+        self.group, self._place, self._words, self._device = group, place, words, device
+
+    def meet(self, wish: str) -> None:
+        """Returns once every rank wants to exchange the same.
+
+        Raises:
+            RuntimeError: some do not come, or want something else.
+        """
+        if self._words is not None:
+            self._tell(self._words, wish, 0.0)
+        elif not self._place.meet(f"the others to ask for {wish}", wish, _REMEDY):
+            raise self._disagreement(wish)
+
+    def sum(self, wish: str, mine: float) -> float:
+        """Of what the ranks have. Collective; see `meet`."""
+        if self._words is not None:
+            return sum(self._tell(self._words, wish, mine))
+        self.meet(wish)
+        total = torch.tensor([mine], dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=self.group)
+        return total.item()
+
+    def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
+        """What each rank has, in their order."""
+        try:
+            everyones = words.exchange(wish, mine)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {_REMEDY}") from error
+        if everyones is None:
+            raise self._disagreement(wish)
+        return everyones
+
+    def _disagreement(self, wish: str) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something else. "
+            f"{_REMEDY}"
+        )
