@@ -61,6 +61,7 @@ MODULE_LAYERS = {
     ],
     "shard": [
         ["layout", "rectangles", "rules", "steps"],
+        ["codes"],
         ["chunks", "space"],
         ["gradients", "pieces"],
         ["norms", "optimizer"],

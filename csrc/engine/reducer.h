@@ -135,9 +135,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void use_watch(std::shared_ptr<FaultWatch> watch);
   void detach_hooks();
 
-  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Others' regions are there after
-  // finish_gathers().
-  void start_gather(const at::Tensor& flat);
+  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Returns how many of these
+  // are under way, this one included: the regions of those before them are there. All are after finish_gathers().
+  int64_t start_gather(const at::Tensor& flat);
   void finish_gathers();
 
   // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.

@@ -225,11 +225,11 @@ void Reducer::shadow_step() {
   make_due_plan();
 }
 
-void Reducer::start_gather(const at::Tensor& flat) {
+int64_t Reducer::start_gather(const at::Tensor& flat) {
   const Lock lock(mutex_);
   const at::NoGradGuard no_grad;
   const int64_t ranks = routes_.group->size();
-  if (ranks == 1) return;
+  if (ranks == 1) return 0;
   FS_CHECK(routes_.shards, "there is no process group for regions");
   while (gathers_.size() >= routes_.shards->at_a_time(flat.device())) {
     await_region(*gathers_.front());
@@ -244,6 +244,7 @@ void Reducer::start_gather(const at::Tensor& flat) {
   ++stats_.collectives;
   stats_.bytes += ranks * bytes;
   stats_.sent_bytes += routes_.shards->leaving((ranks - 1) * bytes);
+  return static_cast<int64_t>(gathers_.size());
 }
 
 void Reducer::finish_gathers() {
