@@ -10,6 +10,12 @@ def _blocks(values, size):
     return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
 
 
+def _poisoned(rounded, blocks):
+    """Flat; NaN where a block holds NaN, or what is too large for a scale."""
+    largest = blocks.abs().amax(1, keepdim=True)
+    return torch.where(largest < 2.0**127, rounded, torch.nan).flatten()
+
+
 def _int8(values):
     """Multiples of the smallest bfloat16 of which 127 reach the block's largest magnitude."""
     blocks = _blocks(values, 128)
@@ -19,7 +25,7 @@ def _int8(values):
     bits = narrow.view(torch.int32)
     up = torch.where(bits & 0xFFFF != 0, (bits | 0xFFFF) + 1, bits)
     scale = up.view(torch.float32).clamp_min(2.0**-126)
-    return ((blocks * (1 / scale)).round().clamp(-127, 127) * scale).flatten()
+    return _poisoned((blocks * (1 / scale)).round().clamp(-127, 127) * scale, blocks)
 
 
 def _float(dtype):
@@ -30,7 +36,7 @@ def _float(dtype):
         largest = blocks.abs().amax(1, keepdim=True).double() / torch.finfo(dtype).max
         exponent = largest.clamp_min(2.0**-126).log2().ceil()
         power = torch.exp2(exponent).float()
-        return ((blocks / power).to(dtype).float() * power).flatten()
+        return _poisoned((blocks / power).to(dtype).float() * power, blocks)
 
     return rounded
 

@@ -1,6 +1,8 @@
 """zero=1 and 2 where updated parameters travel as codes, and their owners keep the exact ones."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from fastsync import FastDDP, TopK
 from fastsync.plan.policy import PARAMETER_WIRES
 from fastsync.testing import RankError, run_ranks
 from fastsync.wire.formats import FORMATS
+from tests.parameter_losses import loss_of
 from tests.reference_codes import ROUND
 from tests.zero_loops import STEPS, batch, net, train
 
@@ -114,6 +117,53 @@ def test_three_ranks_hold_the_same_rounded_masters(wire, shared):
     assert all(as_masters and equal(found, ranks[0][0]) for found, as_masters in ranks)
 
 
+# Against exact parameters.
+
+
+def learned(rank, world, wire):
+    """A small model after 60 steps: exact weights, and the loss of what the ranks compute with."""
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 8))
+    model, optimizer = wrapped(wire, "adamw", module=module)
+    rule = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+
+    def loss_of(seed, size):
+        x = torch.randn(size, 24, generator=torch.Generator().manual_seed(seed))
+        return nn.functional.mse_loss(model(x), (x @ rule).sin())
+
+    for step in range(60):
+        optimizer.zero_grad()
+        loss_of(2 * step + rank, 64).backward()
+        optimizer.step()
+    exact = weights(model) if wire is None else masters(model, optimizer)
+    with torch.no_grad():
+        return torch.cat([m.flatten() for m in exact]), loss_of(-1, 2048).item()
+
+
+# How far the masters may be from the weights of exact training, relative to their norm.
+FOLLOWS = {"bf16": 0.01, "fp16": 0.002, "fp8_e4m3": 0.06, "int8": 0.015}
+
+
+@pytest.mark.parametrize("wire", PARAMETER_WIRES)
+def test_training_follows_that_of_exact_parameters(wire):
+    wanted, loss = run_ranks(learned, 2, None)[0]
+    found, rounded_loss = run_ranks(learned, 2, wire)[0]
+    distance = ((found - wanted).norm() / wanted.norm()).item()
+    assert 0 < distance < FOLLOWS[wire], distance
+    assert abs(rounded_loss / loss - 1) < 0.02, (rounded_loss, loss)
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_document():
+    page = (Path(__file__).parent.parent / "docs/zero.md").read_text()
+    section = page.split("\n## Parameters in fewer bits\n")[1].split("\n## ")[0]
+    rows = re.findall(r"\| `(\S+)` \| (\d\.\d{4}) ", section)
+    stated = {name: float(loss) for name, loss in rows}
+    assert set(stated) == {"None", *PARAMETER_WIRES}
+    assert all(abs(loss / stated["None"] - 1) < 0.002 for loss in stated.values())
+    assert abs(loss_of("gpt", "int8") / stated["int8"] - 1) < 0.002
+
+
 # What travels.
 
 
@@ -151,10 +201,12 @@ class Kinds(nn.Module):
         self.complex = nn.Parameter(torch.randn(30, dtype=torch.complex64))
         self.frozen = nn.Parameter(torch.randn(333), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(333))
+        self.empty = nn.Parameter(torch.empty(0))
 
     def forward(self, x):
         rest = self.narrow.float().square().mean() + self.wide.square().mean()
-        return self.coded(x).square().mean() + rest + self.complex.abs().square().mean()
+        rest = rest + self.complex.abs().square().mean() + self.empty.sum()
+        return self.coded(x).square().mean() + rest
 
 
 def of_kinds(rank, world, wire):

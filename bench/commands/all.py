@@ -55,7 +55,6 @@ _EVERY = (
     Part("parity", 150, f"parity --steps 50 --models {CLASSIC_MODELS}"),
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
-    Part("parameters", 260, "parameters"),
     Part("unused", 110, "unused"),
     Part("hooks", 80, "hooks"),
     Part("freezing", 60, "freezing"),

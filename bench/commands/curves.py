@@ -134,10 +134,10 @@ class Curve:
         return self.final / reference.final - 1
 
 
-def train(task: Task, options: Mapping[str, Any], steps: int, group: Group) -> Curve:
-    """Trains a model on this rank, together with the others; `options` are FastDDP's."""
+def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
+    """Trains a model on this rank, together with the others."""
     module = task.build().to(group.device)
-    model = FastDDP(module, bucket_cap_mb=BUCKET_MIB, **options)
+    model = FastDDP(module, wire=wire, bucket_cap_mb=BUCKET_MIB)
     optimizer = task.optimizer(module)
     rate = partial(rate_share, steps=steps, warmup=min(WARMUP_STEPS, steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -192,8 +192,7 @@ def trainings(
     found: dict[str, dict[str, Curve]] = {}
     for label, task in tasks.items():
         for name, wire in wires.items():
-            begun = nudged(task) if name == NUDGED else task
-            curve = train(begun, {"wire": wire}, steps, group)
+            curve = train(nudged(task) if name == NUDGED else task, wire, steps, group)
             found.setdefault(label, {})[name] = curve
             if group.is_main:
                 print(f"{label} in {name}: loss {curve.final:.4f} after {steps} steps", flush=True)

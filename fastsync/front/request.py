@@ -190,9 +190,9 @@ class Request:
         dtypes = {p.tensor.dtype for p in self._params() if p.tensor.requires_grad}
         if not any(travels_coded(FORMATS[zero.parameter_wire], dtype) for dtype in dtypes):
             raise ValueError(
-                f"parameter_wire={zero.parameter_wire!r} makes none of the parameters smaller, which "
-                f"are {', '.join(sorted(map(str, dtypes)))}; leave it out, or choose a format of "
-                "fewer bits"
+                f"parameter_wire={zero.parameter_wire!r} makes none of the parameters smaller, "
+                f"which are {', '.join(sorted(map(str, dtypes)))}; leave it out, or choose a "
+                "format of fewer bits"
             )
 
     def _check_units(self, timeline: TimelinePolicy | None) -> None:

@@ -135,7 +135,7 @@ class MixedPolicy:
 
 UNITS = ("auto", "element", "tensor")
 BLOCKS = "repeated blocks"
-# What updated parameters may travel as. Others are too coarse for weights: docs/zero.md has figures.
+# What updated parameters may travel as. Others are too coarse for weights: see docs/zero.md.
 PARAMETER_WIRES = ("bf16", "fp16", "fp8_e4m3", "int8")
 
 
@@ -150,8 +150,8 @@ class ZeroPolicy:
             optimizer decides.
         masters: optimizers step on fp32 masters of parameters of 16 bits.
         units: of stage 3, what is gathered together, in words.
-        parameter_wire: the format that updated parameters travel as, one of `PARAMETER_WIRES`; their
-            owners keep exact fp32 masters. None: as they are.
+        parameter_wire: the format that updated parameters travel as, one of `PARAMETER_WIRES`;
+            their owners keep exact fp32 masters. None: as they are.
 
     Raises:
         ValueError: there is no such stage, unit or format, or nothing that masters could belong to.

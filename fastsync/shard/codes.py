@@ -91,8 +91,9 @@ class Codes:
             changed: bool, which of them the others shall have.
         """
         payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=changed.device)
-        offsets = [self._place(piece) for piece in masters]
-        core.encode(list(masters.values()), offsets, payload[rank, : self._flags], self._plan)
+        filled = {piece: master for piece, master in masters.items() if master.numel()}
+        offsets = [self._place(piece) for piece in filled]
+        core.encode(list(filled.values()), offsets, payload[rank, : self._flags], self._plan)
         payload[rank, self._flags : self._flags + len(masters)] = changed
         return payload.flatten()
 
