@@ -12,7 +12,7 @@ parameter's masters alone, not on how many ranks share it: a checkpoint fits any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -48,6 +48,8 @@ def rounded(master: torch.Tensor, format: Format, like: torch.Tensor) -> torch.T
 def holds(elements: torch.Tensor, master: torch.Tensor, format: Format) -> torch.Tensor:
     """Which elements of a parameter are what their masters are rounded to. Bool, of their shape."""
     there = rounded(master, format, elements)
+    if torch.equal(elements, there):  # as almost always
+        return torch.ones_like(elements, dtype=torch.bool)
     return (elements == there) | (elements.isnan() & there.isnan())
 
 
@@ -68,10 +70,13 @@ class Codes:
     Args:
         layout: whose regions and offsets are multiples of `ALIGNMENT`.
         ranks: how many share it.
+        device: where the parameters are.
     """
 
-    def __init__(self, layout: ShardLayout, format: Format, ranks: int) -> None:
-        self._layout, self._ranks = layout, ranks
+    def __init__(
+        self, layout: ShardLayout, format: Format, ranks: int, device: torch.device
+    ) -> None:
+        self._layout, self._ranks, self._device = layout, ranks, device
         self._plan = (format.name, layout.region)
         self._owned = [layout.owned(rank) for rank in range(ranks)]
         self._flags = _payload_bytes(format, layout.region)
@@ -82,19 +87,19 @@ class Codes:
         return self._layout.offsets[piece.param] + piece.begin - piece.rank * self._layout.region
 
     def encode(
-        self, rank: int, masters: Mapping[Piece, torch.Tensor], changed: torch.Tensor
+        self, rank: int, masters: Mapping[Piece, torch.Tensor], changed: Sequence[bool]
     ) -> torch.Tensor:
         """The chunks of all ranks, of which this rank's is filled: uint8, flat.
 
         Args:
             masters: of each piece that `rank` owns, in order.
-            changed: bool, which of them the others shall have.
+            changed: which of them the others shall have.
         """
-        payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=changed.device)
+        payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=self._device)
         filled = {piece: master for piece, master in masters.items() if master.numel()}
         offsets = [self._place(piece) for piece in filled]
         core.encode(list(filled.values()), offsets, payload[rank, : self._flags], self._plan)
-        payload[rank, self._flags : self._flags + len(masters)] = changed
+        payload[rank, self._flags : self._flags + len(masters)] = torch.tensor(changed)
         return payload.flatten()
 
     def decode(self, payload: torch.Tensor, elements_of: Callable[[Piece], torch.Tensor]) -> None:

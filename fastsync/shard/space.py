@@ -83,9 +83,11 @@ class Space:
     ) -> None:
         self.params, self.layout, self.sharing = list(params), layout, sharing
         self._rank = group.rank()
-        self._codes = Codes(layout, sharing.wire, group.size()) if sharing.wire else None
+        self._codes: Codes | None = None
         self._loaded: dict[Piece, torch.Tensor] = {}  # masters, until the next step
         first = self.params[0]
+        if sharing.wire is not None:
+            self._codes = Codes(layout, sharing.wire, group.size(), first.device)
         numel = layout.region * group.size()
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self._views = []
@@ -169,13 +171,10 @@ class Space:
                     self._elements[piece].copy_(tensor)
         return self.flat
 
-    def _changed(self) -> torch.Tensor:
+    def _changed(self) -> list[bool]:
         """Of which pieces the parameters do not hold the exact masters."""
-        found = [
-            (self._elements[piece] != master).any().reshape(1)
-            for piece, master in self.owned.items()
-        ]
-        return torch.cat([torch.zeros(0, dtype=torch.bool, device=self.flat.device), *found])
+        pairs = ((self._elements[piece], master) for piece, master in self.owned.items())
+        return [not torch.equal(elements.float(), master) for elements, master in pairs]
 
     def receive(self, buffer: torch.Tensor) -> None:
         """Takes what `end_step` returned, once every rank's part is there."""
