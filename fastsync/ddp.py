@@ -67,10 +67,9 @@ class FastDDP(StagedFront):
         wire: what gradients travel as: a codec, a `fastsync.Wire`, or a name that
             `fastsync.wire.formats.wire_formats()` lists. Sums are fp32. 16-bit gradients
             only become narrower, fp64 ones never.
-        timeline: a path: records when each bucket is ready, packed, launched and done on every
-            rank in 20 steps, and writes them there for `python -m fastsync.timeline`. True:
-            records until training ends, for `sync_stats()` and `write_timeline()`. A
-            `TimelinePolicy` says more. The same on every rank.
+        timeline: a path: writes there what every rank did in 20 steps, for `python -m
+            fastsync.timeline`. True: records until training ends, for `sync_stats()` and
+            `write_timeline()`. A `TimelinePolicy` says more. The same on every rank.
         zero: 1 spreads the state of every optimizer over the ranks: each keeps, and updates, its
             share of the parameters for all, and between backward and step it has the gradients of
             that share alone. 2 reduces gradients after every backward, under `no_sync()` too, so
@@ -79,9 +78,10 @@ class FastDDP(StagedFront):
         units: with zero=3, what is gathered together: modules, their names or classes.
         master_weights: with `zero`, optimizers step on fp32 masters of parameters of 16 bits; each
             rank has those of its share.
-        on_nonfinite: what becomes of an optimizer's step on gradients that hold NaN or infinity:
-            "skip" skips it on every rank, "raise" makes it an error on every rank; both name the
-            parameter and the ranks. "ignore" does not look.
+        parameter_wire: with `zero` 1 or 2, the format that updated parameters travel as, such as
+            "int8". Each rank keeps exact fp32 masters of its share; see docs/zero.md.
+        on_nonfinite: what becomes of a step on gradients that hold NaN or infinity: "skip" leaves
+            it out, "raise" makes it an error, on every rank; both name parameter and ranks.
         shared_memory: False has CPU ranks of one machine average through the process group, too.
 
     Raises:
@@ -120,6 +120,7 @@ class FastDDP(StagedFront):
         shard_by: str = "auto",
         units: Sequence[UnitChoice] | None = None,
         master_weights: bool = False,
+        parameter_wire: str | None = None,
         on_nonfinite: str = "ignore",
         shared_memory: bool = True,
     ) -> None:
@@ -134,7 +135,9 @@ class FastDDP(StagedFront):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
-                zero=ZeroPolicy(zero, shard_by, master_weights, describe_units(units)),
+                zero=ZeroPolicy(
+                    zero, shard_by, master_weights, describe_units(units), parameter_wire
+                ),
                 on_nonfinite=on_nonfinite,
                 shared_memory=shared_memory,
             ),
@@ -272,8 +275,7 @@ class FastDDP(StagedFront):
         """As in DistributedDataParallel.
 
         Raises:
-            ValueError: zero is not 0, or on_nonfinite not "ignore": a rank without inputs would
-                miss the others' steps.
+            ValueError: with zero or on_nonfinite: a rank without inputs would miss others' steps.
         """
         check_join(self._policy, enable)
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
@@ -365,13 +367,11 @@ class FastDDP(StagedFront):
         Save it on every rank; it differs from rank to rank. No collective.
 
         Returns:
-            `residuals` (by parameter name, what error feedback has kept back of the averages:
-            fp32, of the parameter's shape), `factors` (by parameter name, what PowerSGD's next step
-            starts with: fp32, [rank, columns]), `steps` (synchronised steps: schedules and random
-            numbers follow them), `order` (names of parameters in the order of the buckets), `rate`
-            (bytes of gradients per second) and `latency` (seconds of a collective of nothing),
-            which decide how large buckets grow, `rank`, `world_size`, `wire` and `version`: plain
-            values and tensors, which torch.save and torch.load(weights_only=True) take.
+            Plain values and tensors, for torch.save and torch.load(weights_only=True): by parameter
+            name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape) and
+            `factors` (what PowerSGD's next step starts with: fp32, [rank, columns]); `steps`,
+            `order` (parameters, as buckets hold them), `rate` (bytes of gradients per second) and
+            `latency` (seconds of a collective of nothing), `rank`, `world_size`, `wire`, `version`.
         """
         return checkpoint.capture(self._engine)
 

@@ -61,6 +61,7 @@ MODULE_LAYERS = {
     ],
     "shard": [
         ["exchange", "layout", "rectangles", "rules"],
+        ["codes"],
         ["chunks", "space"],
         ["gradients", "pieces"],
         ["norms", "optimizer"],

@@ -74,6 +74,7 @@ def another_value(name, group):
         "shard_by": {"zero": 1, "shard_by": "tensor"},
         "units": {"zero": 3, "units": [torch.nn.Linear]},
         "master_weights": {"zero": 1, "master_weights": True},
+        "parameter_wire": {"zero": 1, "parameter_wire": "int8"},
         "on_nonfinite": {"on_nonfinite": "raise"},
     }
     values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]

@@ -159,7 +159,9 @@ def changed(rank, world, options):
     return norms
 
 
-@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {}, {"shared_memory": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"zero": 1}, {"zero": 2}, {}, {"shared_memory": False}], ids=str
+)
 def test_changes_in_between_count(options):
     for norms in run_ranks(changed, 2, options):
         for ours, exact in norms:

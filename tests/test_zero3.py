@@ -141,6 +141,7 @@ REFUSED = {
     "on_nonfinite": {"on_nonfinite": "skip"},
     "shard_by": {"shard_by": "tensor"},
     "master_weights": {"master_weights": True},
+    "parameter_wire": {"parameter_wire": "int8"},
 }
 
 

@@ -301,8 +301,8 @@ void Reducer::start_flags() {
 }
 
 Packing Reducer::packing() const {
-  return {1.0 / divisor_, votes() && watch_.vote(), /*missed=*/false, options_.check_finite,
-          squares_, static_cast<uint64_t>(steps())};
+  return {1.0 / divisor_, votes() && watch_.vote(),      /*missed=*/false, options_.check_finite,
+          squares_,       static_cast<uint64_t>(steps())};
 }
 
 void Reducer::launch(Bucket& bucket) {

@@ -141,9 +141,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<GradientSquares> squares(const std::vector<at::Tensor>& params,
                                          const ShardedUnits& units);
 
-  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Others' regions are there after
-  // finish_gathers().
-  void start_gather(const at::Tensor& flat);
+  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Returns how many of these
+  // are under way, this one included: the regions of those before them are there. All are after finish_gathers().
+  int64_t start_gather(const at::Tensor& flat);
   void finish_gathers();
 
   // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
@@ -263,7 +263,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Forwards forwards_;
   bool backward_running_ = false;
   bool captured_ = false;
-  bool squares_ = false;  // somebody clips gradients by their norm
+  bool squares_ = false;         // somebody clips gradients by their norm
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched

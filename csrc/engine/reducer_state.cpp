@@ -239,11 +239,11 @@ std::optional<GradientSquares> Reducer::squares(const std::vector<at::Tensor>& p
   return known_squares(params, units, held);
 }
 
-void Reducer::start_gather(const at::Tensor& flat) {
+int64_t Reducer::start_gather(const at::Tensor& flat) {
   const Lock lock(mutex_);
   const at::NoGradGuard no_grad;
   const int64_t ranks = routes_.group->size();
-  if (ranks == 1) return;
+  if (ranks == 1) return 0;
   FS_CHECK(routes_.shards, "there is no process group for regions");
   while (gathers_.size() >= routes_.shards->at_a_time(flat.device())) {
     await_region(*gathers_.front());
@@ -258,6 +258,7 @@ void Reducer::start_gather(const at::Tensor& flat) {
   ++stats_.collectives;
   stats_.bytes += ranks * bytes;
   stats_.sent_bytes += routes_.shards->leaving((ranks - 1) * bytes);
+  return static_cast<int64_t>(gathers_.size());
 }
 
 void Reducer::finish_gathers() {

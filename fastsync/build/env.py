@@ -39,6 +39,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "zero": int,
     "shard_by": str,
     "master_weights": bool,
+    "parameter_wire": str,
     "on_nonfinite": str,
     "shared_memory": bool,
 }

@@ -56,6 +56,8 @@ __all__ = [
     "all_finite",
     "bucket_spec",
     "check_backend",
+    "decode",
+    "encode",
     "load",
     "low_rank_spec",
     "make_collective",
@@ -76,6 +78,8 @@ __all__ = [
 
 # Where other processes find a rank's memory.
 MemoryAddress = tuple[int, int, int, int]
+# A format's name, and the elements of what it codes.
+CodePlan = tuple[str, int]
 
 
 class Counters(TypedDict):
@@ -199,6 +203,27 @@ def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
 def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Which tensors hold neither NaN nor infinity; the host waits for the answer."""
     return _C.all_finite(tensors)
+
+
+def encode(
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
+) -> None:
+    """Writes the code of tensors to `payload`, each element rounded to the nearest.
+
+    Args:
+        tensors: of fp32 or 16 bits, dense.
+        offsets: where each begins among the elements of the plan, at a multiple of the block.
+        payload: uint8, as many as the plan's elements take, up to a multiple of 16.
+        plan: the format's name, and how many elements, a multiple of the block.
+    """
+    _C.encode(tensors, offsets, payload, plan, 1.0)
+
+
+def decode(
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
+) -> None:
+    """Writes to tensors what `payload` stands for; see `encode`. Every rank gets the same bits."""
+    _C.decode(tensors, offsets, payload, plan)
 
 
 def make_memory(size: int) -> SharedMemory:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,7 @@ class Shares:
         self._units: Sequence[ShardedUnit] = ()
         self._places: dict[int, ShardSlot] = {}
         self._owners: dict[Nodes, Sequence[int]] = {}
+        self._arriving: deque[Callable[[], None]] = deque()  # what to do with each, in order
 
     @property
     def gradients(self) -> list[core.ShardedGradients]:
@@ -100,16 +102,25 @@ class Shares:
         """
         return None if self._memory is None else core.make_words(self._memory, timeout)
 
-    def start_gather(self, flat: torch.Tensor) -> None:
+    def start_gather(self, flat: torch.Tensor, arrived: Callable[[], None]) -> None:
         """Every rank sends its region of a buffer, one of equal ones, to all. Collective.
 
-        The others' regions are there after `finish_gathers()`.
+        Args:
+            arrived: called once the others' regions are there: by a later call, or by
+                `finish_gathers()`.
         """
-        if self._group.size() > 1:
-            self.connect()
-            flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-            self._core.start_gather(flat)
+        if self._group.size() == 1:
+            return
+        self.connect()
+        flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        under_way = self._core.start_gather(flat)
+        self._arriving.append(arrived)
+        while len(self._arriving) > under_way:
+            self._arriving.popleft()()
 
     def finish_gathers(self) -> None:
         """Waits for everything that has been started."""
+        arriving, self._arriving = self._arriving, deque()
         self._core.finish_gathers()
+        for arrived in arriving:
+            arrived()

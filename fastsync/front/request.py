@@ -20,12 +20,13 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
 from fastsync.engine.watch import explained, open_watch
+from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer, is_registered
-from fastsync.wire.formats import Wire
+from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
 
 __all__ = ["Request", "check_hook", "check_join", "named_params"]
@@ -183,6 +184,15 @@ class Request:
             raise ValueError(
                 "zero needs a process group that torch.distributed made itself: use one of "
                 "init_process_group() or new_group(), or zero=0"
+            )
+        if zero.parameter_wire is None:
+            return
+        dtypes = {p.tensor.dtype for p in self._params() if p.tensor.requires_grad}
+        if not any(travels_coded(FORMATS[zero.parameter_wire], dtype) for dtype in dtypes):
+            raise ValueError(
+                f"parameter_wire={zero.parameter_wire!r} makes none of the parameters smaller, "
+                f"which are {', '.join(sorted(map(str, dtypes)))}; leave it out, or choose a "
+                "format of fewer bits"
             )
 
     def _check_units(self, timeline: TimelinePolicy | None) -> None:

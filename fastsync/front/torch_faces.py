@@ -56,7 +56,8 @@ class FrontReducer:
 
     def holders(self) -> Holders:
         """Who has gradients between a backward and a step."""
-        return Holders(self.engine.core, self.sharded and self.sharded.sharers)
+        sharers = None if self.sharded is None else self.sharded.sharers
+        return Holders(self.engine.core, sharers)
 
     def prepare_for_forward(self) -> None:
         """The forward that `_rebuild_buckets` comes with is to synchronise."""

@@ -11,7 +11,7 @@ import torch
 from fastsync.plan.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire
 
-__all__ = ["BucketPolicy", "MixedPolicy", "SyncPolicy", "piece_bytes"]
+__all__ = ["PARAMETER_WIRES", "BucketPolicy", "MixedPolicy", "SyncPolicy", "piece_bytes"]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
@@ -135,6 +135,8 @@ class MixedPolicy:
 
 UNITS = ("auto", "element", "tensor")
 BLOCKS = "repeated blocks"
+# What updated parameters may travel as. Others are too coarse for weights: see docs/zero.md.
+PARAMETER_WIRES = ("bf16", "fp16", "fp8_e4m3", "int8")
 
 
 @dataclass(frozen=True)
@@ -148,15 +150,18 @@ class ZeroPolicy:
             optimizer decides.
         masters: optimizers step on fp32 masters of parameters of 16 bits.
         units: of stage 3, what is gathered together, in words.
+        parameter_wire: the format that updated parameters travel as, one of `PARAMETER_WIRES`;
+            their owners keep exact fp32 masters. None: as they are.
 
     Raises:
-        ValueError: there is no such stage or unit, or nothing that masters could belong to.
+        ValueError: there is no such stage, unit or format, or nothing that masters could belong to.
     """
 
     stage: int = 0
     unit: str = "auto"
     masters: bool = False
     units: str = BLOCKS
+    parameter_wire: str | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -178,6 +183,21 @@ class ZeroPolicy:
             raise ValueError(
                 "master_weights=True spreads masters over the ranks, which zero=0 does not; pass "
                 "zero=1 or 2"
+            )
+        if self.parameter_wire is not None:
+            self._check_parameter_wire()
+
+    def _check_parameter_wire(self) -> None:
+        if self.stage not in (1, 2):
+            raise ValueError(
+                f"parameter_wire says what the ranks of zero=1 and 2 send each other after a step, "
+                f"which zero={self.stage} does not; leave it out"
+            )
+        if self.parameter_wire not in PARAMETER_WIRES:
+            known = ", ".join(map(repr, PARAMETER_WIRES))
+            raise ValueError(
+                f"parameter_wire must be None or one of {known}, but is {self.parameter_wire!r}; "
+                "other formats lose too much of a weight"
             )
 
 

@@ -262,12 +262,13 @@ def _values(held: _Held, saved: State | None) -> State:
     """
     if not saved or (isinstance(saved, _Blank) and not saved.was_read()):
         return {}
-    if isinstance(saved, _Blank) and (unread := saved.unread()):
+    unread = saved.unread() if isinstance(saved, _Blank) else []
+    if lacking := [name for name in unread if name != MASTER]:  # which can follow the parameter
         raise ValueError(
-            f"the checkpoint has no {unread[0]!r} in the state of {held.name!r}; load one of the "
+            f"the checkpoint has no {lacking[0]!r} in the state of {held.name!r}; load one of the "
             "same model and class of optimizer"
         )
-    return {name: _part(held, name, value) for name, value in saved.items()}
+    return {name: _part(held, name, saved[name]) for name in saved if name not in unread}
 
 
 def _part(held: _Held, name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Exchanges that every rank has to ask for: who asks alone gets an error instead of waiting for ever.
+"""Exchanges that every rank has to ask for: who asks alone gets an error, and no endless wait.
 
 Ranks of one machine meet in memory, where a meeting takes about as long as waking a process does;
 others through the rendezvous store.

@@ -32,6 +32,7 @@ from fastsync.torch_private import WrapperTensor, map_tensors
 
 __all__ = ["GradientShards", "ShardedGradient", "Sharers", "lend_gradients", "make_whole"]
 
+
 class Sharers(Exchange):
     """The ranks that share gradients, and all units of these."""
 

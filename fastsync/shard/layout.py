@@ -50,18 +50,23 @@ class ShardLayout:
         return [piece for piece in self.pieces if piece.rank == rank]
 
 
-def element_regions(numels: Sequence[int], world: int) -> tuple[list[int], int]:
+def element_regions(
+    numels: Sequence[int], world: int, alignment: int = ALIGNMENT
+) -> tuple[list[int], int]:
     """Where parameters lie that are cut by elements, and how long a rank's region is."""
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
-        end = align_up(end + numel, ALIGNMENT)
-    return offsets, align_up(math.ceil(end / world), ALIGNMENT)
+        end = align_up(end + numel, alignment)
+    return offsets, align_up(math.ceil(end / world), alignment)
 
 
-def cut_by_elements(numels: Sequence[int], world: int) -> ShardLayout:
-    """Equal shares: no rank owns more than the N-th part, rounded up to `ALIGNMENT`."""
-    offsets, region = element_regions(numels, world)
+def cut_by_elements(numels: Sequence[int], world: int, alignment: int = ALIGNMENT) -> ShardLayout:
+    """Equal shares: no rank owns more than the N-th part, rounded up to `alignment`.
+
+    Parameters and regions begin at multiples of it, and so does each piece within its parameter.
+    """
+    offsets, region = element_regions(numels, world, alignment)
     pieces = []
     for param, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
         for rank in range(offset // max(region, 1), world):
@@ -74,14 +79,17 @@ def cut_by_elements(numels: Sequence[int], world: int) -> ShardLayout:
     return ShardLayout(tuple(offsets), region, tuple(pieces))
 
 
-def cut_by_tensors(numels: Sequence[int], world: int) -> ShardLayout:
-    """Whole parameters: the largest first, each to the rank that owns least so far."""
+def cut_by_tensors(numels: Sequence[int], world: int, alignment: int = ALIGNMENT) -> ShardLayout:
+    """Whole parameters: the largest first, each to the rank that owns least so far.
+
+    Parameters and regions begin at multiples of `alignment`.
+    """
     owned = [0] * world
     place: dict[int, tuple[int, int]] = {}
     for param in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
         rank = min(range(world), key=lambda r: (owned[r], r))
         place[param] = (rank, owned[rank])
-        owned[rank] += align_up(numels[param], ALIGNMENT)
+        owned[rank] += align_up(numels[param], alignment)
     region = max(owned, default=0)
     offsets = tuple(place[i][0] * region + place[i][1] for i in range(len(numels)))
     pieces = (Piece(i, place[i][0], 0, numel) for i, numel in enumerate(numels))

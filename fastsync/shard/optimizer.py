@@ -20,6 +20,8 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +40,18 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
+from fastsync.plan.buckets import travels_coded
+from fastsync.plan.layout import ALIGNMENT
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.ranks.meeting import MeetingPlace
+from fastsync.shard import codes
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
-from fastsync.shard.space import Space
+from fastsync.shard.space import Sharing, Space
 from fastsync.torch_private import backward_is_running, gather_objects
+from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
 
@@ -55,11 +61,11 @@ class ShardedOptimizers(StepWatcher):
 
     Args:
         engine: of the model.
-        policy: what may be cut, and whether parameters of 16 bits have fp32 masters.
+        policy: what may be cut, what has fp32 masters, and what parameters travel as.
     """
 
     def __init__(self, engine: Engine, policy: ZeroPolicy) -> None:
-        self.engine, self.unit, self.masters = engine, policy.unit, policy.masters
+        self.engine, self.unit, self._policy = engine, policy.unit, policy
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         timeout = Env.read().agree_timeout
         self.place = MeetingPlace(engine.group, "sharded optimizer", timeout)
@@ -97,6 +103,14 @@ class ShardedOptimizers(StepWatcher):
             self._share_gradients(sharded.spaces)
         return sharded
 
+    def sharing(self, dtype: torch.dtype, gradients: bool) -> Sharing:
+        """What the ranks do with parameters of a dtype."""
+        wire = FORMATS.get(self._policy.parameter_wire or "")
+        if self.engine.group.size() == 1 or (wire and not travels_coded(wire, dtype)):
+            wire = None
+        masters = wire is not None or (self._policy.masters and dtype in NARROW)
+        return Sharing(gradients and dtype.is_floating_point, masters, wire)
+
     def meet(self, call: str, remedy: str) -> None:
         """Returns once every rank has made this call, which exchanges what zero has spread.
 
@@ -123,7 +137,7 @@ class ShardedOptimizers(StepWatcher):
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
             return
         ours = [unit for unit in self.sharers.units if unit.space.is_intact()]
-        fresh = [space for space in spaces if space.shares_gradients]
+        fresh = [space for space in spaces if space.sharing.gradients]
         self.sharers.units = ours + [GradientShards(space, self.sharers) for space in fresh]
         self.engine.shard(
             [
@@ -174,7 +188,10 @@ class ShardedOptimizer:
                 self._pieces[id(space.params[piece.param])].append(tensor)
         self.blank, self._witness = True, params[0]
         self._loaded: dict[int, State] = {}  # by the id of its parameter
-        self.masters = {t for s in self.spaces if s.masters for t in s.owned.values()}
+        self._places: dict[torch.Tensor, tuple[Space, Piece]] = {
+            t: (space, piece) for space in self.spaces for piece, t in space.owned.items()
+        }
+        self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
         self._stepped: set[torch.Tensor] = set()  # of the masters
         self._cut_state(optimizer)
         self._hooks = (
@@ -197,10 +214,13 @@ class ShardedOptimizer:
 
     def _space(self, kind: _Kind, params: list[torch.Tensor]) -> Space:
         cut = cut_by_tensors if kind.whole else cut_by_elements
-        layout = cut([param.numel() for param in params], self._group.size())
-        shares = kind.dtype.is_floating_point and kind.bucket is not None
-        masters = self._owner.masters and kind.dtype in NARROW
-        return Space(params, layout, self._group, shares, masters)
+        numels = [param.numel() for param in params]
+        sharing = self._owner.sharing(kind.dtype, gradients=kind.bucket is not None)
+        align = ALIGNMENT if sharing.wire is None else codes.ALIGNMENT
+        layout = cut(numels, self._group.size(), align)
+        if layout.region == 0:
+            sharing = replace(sharing, wire=None)
+        return Space(params, layout, self._group, sharing)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""
@@ -255,8 +275,8 @@ class ShardedOptimizer:
 
     def _end(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
-            space.end_step()
-            self._owner.engine.shares.start_gather(space.flat)
+            buffer = space.end_step()
+            self._owner.engine.shares.start_gather(buffer, partial(space.receive, buffer))
 
     def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[Space]) -> None:
         self._begin(spaces)
@@ -293,13 +313,16 @@ class ShardedOptimizer:
         that they have made.
         """
         state: State = optimizer.state.get(tensor, {})
-        return {**state, MASTER: tensor.detach()} if tensor in self._stepped else state
+        space, piece = self._places[tensor]
+        master = tensor.detach() if tensor in self._stepped else space.loaded_master(piece)
+        return state if master is None else {**state, MASTER: master}
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
         """The rest of what `saved` returned. Without a master there it follows the parameter."""
-        if MASTER in state and tensor in self.masters:
-            tensor.data.copy_(state[MASTER])
-            self._stepped.add(tensor)
+        if MASTER in state:
+            space, piece = self._places[tensor]
+            if space.load_master(piece, state[MASTER]):
+                self._stepped.add(tensor)
         return {name: value for name, value in state.items() if name != MASTER}
 
     def give_back(self, optimizer: Optimizer) -> None:
@@ -315,7 +338,7 @@ class ShardedOptimizer:
         loaded, self._loaded = self._loaded, {}
         for space in self.spaces:
             whole = [optimizer.state.pop(param, None) for param in space.params]
-            if space.masters:
+            if space.sharing.masters:
                 pairs = zip(space.params, whole, strict=True)
                 whole = [of_master(state, loaded.get(id(param))) for param, state in pairs]
             self.blank = self.blank and not any(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,26 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
+from fastsync.shard.codes import Codes, holds, holds_any
 from fastsync.shard.layout import Piece, ShardLayout
+from fastsync.wire.formats import Format
 
-__all__ = ["Space"]
+__all__ = ["Sharing", "Space"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the ranks do with the parameters of one flat buffer.
+
+    Attributes:
+        gradients: they may share their gradients, too.
+        masters: what each rank owns it has in fp32, too, and steps on that.
+        wire: what parameters travel as, which have masters then; None: as they are.
+    """
+
+    gradients: bool = False
+    masters: bool = False
+    wire: Format | None = None
 
 
 def _strides(param: torch.Tensor) -> tuple[int, ...]:
@@ -49,8 +67,7 @@ class Space:
         params: in the same order on every rank.
         layout: where they lie, and who owns what.
         group: whose ranks share the work.
-        shares_gradients: the ranks may share their gradients, too.
-        masters: what each rank owns it has in fp32, too, and steps on that.
+        sharing: what else they do with them.
 
     Attributes:
         flat: the parameters.
@@ -62,13 +79,15 @@ class Space:
         params: Sequence[torch.Tensor],
         layout: ShardLayout,
         group: dist.ProcessGroup,
-        shares_gradients: bool = False,
-        masters: bool = False,
+        sharing: Sharing,
     ) -> None:
-        self.params, self.layout = list(params), layout
-        self.shares_gradients, self.masters = shares_gradients, masters
+        self.params, self.layout, self.sharing = list(params), layout, sharing
         self._rank = group.rank()
+        self._codes: Codes | None = None
+        self._loaded: dict[Piece, torch.Tensor] = {}  # masters, until the next step
         first = self.params[0]
+        if sharing.wire is not None:
+            self._codes = Codes(layout, sharing.wire, group.size(), first.device)
         numel = layout.region * group.size()
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self._views = []
@@ -80,7 +99,9 @@ class Space:
             self._views.append(view)
         self._elements = {piece: self._elements_of(piece) for piece in layout.owned(self._rank)}
         self.owned = {
-            piece: nn.Parameter(elements.float() if masters else elements)
+            piece: nn.Parameter(
+                elements.to(torch.float32, copy=True) if sharing.masters else elements
+            )
             for piece, elements in self._elements.items()
         }
 
@@ -92,27 +113,73 @@ class Space:
         begin = self.layout.offsets[piece.param] + piece.begin
         return self.flat[begin : begin + piece.end - piece.begin]
 
+    def load_master(self, piece: Piece, master: torch.Tensor) -> bool:
+        """A checkpoint's exact values of a piece, from which the parameter's have been rounded.
+
+        They count at the next step, where the parameter still holds what some format has made of
+        them: the script may load weights and the optimizer's state in any order.
+
+        Returns:
+            Whether the piece has a master, which is this one from now on.
+        """
+        if self.sharing.masters or self.flat.dtype is torch.float32:
+            self._loaded[piece] = master.to(self.flat.device, torch.float32, copy=True)
+        if self.sharing.masters:
+            self.owned[piece].data.copy_(master)
+        return self.sharing.masters
+
+    def loaded_master(self, piece: Piece) -> torch.Tensor | None:
+        """What `load_master` was given since the last step."""
+        return self._loaded.get(piece)
+
     def begin_step(self) -> None:
         """Masters follow what somebody has written to the parameters since the last step."""
-        if not self.masters:
-            return
+        loaded, self._loaded = self._loaded, {}
         with torch.no_grad():
             for piece, elements in self._elements.items():
-                written = elements != self.owned[piece].to(elements.dtype)  # NaN, too
-                if bool(written.any()):
-                    self.owned[piece][written] = elements[written].float()
+                if piece in loaded:
+                    exact = holds_any(elements, loaded[piece])
+                    self.owned[piece].copy_(torch.where(exact, loaded[piece], elements))
+                elif self.sharing.masters:
+                    self._follow(piece, elements)
 
-    def end_step(self) -> None:
+    def _follow(self, piece: Piece, elements: torch.Tensor) -> None:
+        master = self.owned[piece]
+        if self.sharing.wire:
+            written = ~holds(elements, master, self.sharing.wire)
+        else:
+            written = elements != master.to(elements.dtype)  # NaN, too
+        if bool(written.any()):
+            master[written] = elements[written].float()
+
+    def end_step(self) -> torch.Tensor:
         """Rounds masters to the parameters, and lets the gradients go.
 
         Other ranks change parameters, too: a backward through an older graph is an error.
+
+        Returns:
+            A buffer of as many equal parts as there are ranks, of which each sends its own to all.
         """
         increment_version([param for param in self.params if param.grad is not None])
+        for tensor in self.owned.values():
+            tensor.grad = None
         with torch.no_grad():
-            for piece, tensor in self.owned.items():
-                tensor.grad = None
-                if self.masters:
+            if self._codes is not None:
+                return self._codes.encode(self._rank, self.owned, self._changed())
+            if self.sharing.masters:
+                for piece, tensor in self.owned.items():
                     self._elements[piece].copy_(tensor)
+        return self.flat
+
+    def _changed(self) -> list[bool]:
+        """Of which pieces the parameters do not hold the exact masters."""
+        pairs = ((self._elements[piece], master) for piece, master in self.owned.items())
+        return [not torch.equal(elements.float(), master) for elements, master in pairs]
+
+    def receive(self, buffer: torch.Tensor) -> None:
+        """Takes what `end_step` returned, once every rank's part is there."""
+        if self._codes is not None:
+            self._codes.decode(buffer, self._elements_of)
 
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""

@@ -9,8 +9,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import Wire
+from fastsync.plan.buckets import travels_coded
+from fastsync.plan.policy import PARAMETER_WIRES
+from fastsync.wire.formats import FORMATS
 from tests.random_cases.tree import KINDS, REAL
 from tests.random_cases.wires import EXACT_WIRES, draw_wire
+from tests.reference_codes import ROUND
 
 __all__ = ["Drawn", "draw"]
 
@@ -78,6 +82,11 @@ class Drawn:
         """The stage."""
         return self.options.get("zero", 0)
 
+    def rounding(self, dtype):
+        """What parameters of a dtype are rounded by after a step; None: they are exact."""
+        wire = self.options.get("parameter_wire")
+        return ROUND[wire] if wire and travels_coded(FORMATS[wire], dtype) else None
+
     @property
     def looks(self):
         """For NaN and infinity."""
@@ -115,6 +124,8 @@ def draw(rng, world, theme=None):
         return _draw_hook(rng, shape, options)
     if theme == "zero":
         options["zero"] = rng.choice((1, 1, 2))
+        if rng.random() < 0.4:
+            options["parameter_wire"] = rng.choice(PARAMETER_WIRES)
         if rng.random() < 0.5:
             return Drawn(theme, shape, options=options)
         wire = draw_wire(rng, world)

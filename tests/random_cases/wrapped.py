@@ -47,6 +47,31 @@ def magnitudes(grad):
     return (torch.view_as_real(grad) if grad.is_complex() else grad).abs()
 
 
+def same_elements(one, other):
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+class Exact:
+    """What a parameter of the copy is stepped on: itself, or fp32 where it is rounded then."""
+
+    def __init__(self, param):
+        self.master = self.delivered = param.detach().clone()
+        self.moved = torch.zeros_like(self.master, dtype=torch.bool)  # elements, by the last step
+
+    def step(self, param, rounding):
+        """Follows what has been written since the last step, steps, and rounds."""
+        wide = param.dtype if rounding is None else torch.float32
+        written = ~same_elements(param.detach(), self.delivered)
+        before = self.master.to(wide).where(~written, param.detach().to(wide))
+        self.master = before.clone()
+        stepped = torch.nn.Parameter(self.master)
+        stepped.grad = None if param.grad is None else param.grad.to(wide)
+        torch.optim.SGD([stepped], lr=2**-4).step()
+        self.moved = ~same_elements(before, self.master)
+        if param.grad is not None:
+            param.data.copy_(stepped.data if rounding is None else rounding(stepped))
+
+
 class Twins:
     """A tree, its copy, and the gradients that a user saved of it."""
 
@@ -189,6 +214,9 @@ class Wrapped:
         options = {**self.drawn.options, "process_group": self.group}
         if "wire" in options:
             options["wire"] = self.wire
+        trained = [p.dtype for p in self.tree.parameters() if p.requires_grad]
+        if not any(map(self.drawn.rounding, trained)):
+            options.pop("parameter_wire", None)  # which would be refused
         self.model = FastDDP(self.twins.tree, **options)
         drawing.register(self.model, self.drawn)
         if self.drawn.zero:
@@ -200,13 +228,19 @@ class Wrapped:
         self.zero("none")
         self.optimizer = torch.optim.SGD(self.tree.parameters(), lr=2**-4)
         self.optimizer.step()
+        self.exact = [Exact(theirs) for _, theirs in self.twins.params]
 
     def step(self):
-        """Of the optimizer; the copy's is an ordinary one."""
+        """Of the optimizer; the copy's is an ordinary one, on exact weights."""
         self.optimizer.step()
-        torch.optim.SGD(self.twins.twin.parameters(), lr=2**-4).step()
         for index, (ours, theirs) in enumerate(self.twins.params):
-            assert same(ours, theirs), f"parameter {index} is another one after a step"
+            exact = self.exact[index]
+            exact.step(theirs, self.drawn.rounding(theirs.dtype))
+            # A piece that no step has changed stays exact.
+            still = same_elements(ours, exact.master.to(ours.dtype)) & ~exact.moved
+            right = same_elements(ours, theirs) | still
+            assert bool(right.all()), f"parameter {index} is another one after a step"
+            exact.delivered = theirs.data.copy_(ours.data).clone()
 
     @property
     def tree(self):

@@ -1,0 +1,113 @@
+"""Parameters as codes: what travels after a step where the exact weights stay with their owners.
+
+The weights' half of ZeRO++ (Wang et al., "ZeRO++: Extremely efficient collective communication for
+giant model training", 2023), which calls it qwZ. Each rank codes its fp32 masters, and every rank
+decodes what all have sent, its own codes too: so all have the same bits.
+
+[Note: blocks of masters]
+A block of a format begins at a multiple of its size within its parameter, because pieces do
+(`ALIGNMENT` holds whole blocks of every format). So what a master is rounded to depends on the
+parameter's masters alone, not on how many ranks share it: a checkpoint fits any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from fastsync.engine import core
+from fastsync.plan.layout import align_up
+from fastsync.plan.policy import PARAMETER_WIRES
+from fastsync.shard.layout import Piece, ShardLayout
+from fastsync.wire.formats import FORMATS, Format
+
+__all__ = ["ALIGNMENT", "Codes", "holds", "holds_any", "rounded"]
+
+# Elements: whole blocks of each format.
+ALIGNMENT: Final = max(FORMATS[name].block for name in PARAMETER_WIRES)
+# Bytes that a chunk's codes, and its flags, are filled up to.
+_FILL: Final = 16
+
+
+def _payload_bytes(format: Format, numel: int) -> int:
+    return align_up(format.coded_bytes(numel), _FILL)
+
+
+def rounded(master: torch.Tensor, format: Format, like: torch.Tensor) -> torch.Tensor:
+    """What a piece's master becomes in the parameter: a tensor of the dtype and form of `like`."""
+    plan = (format.name, align_up(max(1, master.numel()), format.block))
+    payload = torch.empty(_payload_bytes(format, plan[1]), dtype=torch.uint8, device=master.device)
+    result = torch.empty_like(like)
+    core.encode([master], [0], payload, plan)
+    core.decode([result], [0], payload, plan)
+    return result
+
+
+def holds(elements: torch.Tensor, master: torch.Tensor, format: Format) -> torch.Tensor:
+    """Which elements of a parameter are what their masters are rounded to. Bool, of their shape."""
+    there = rounded(master, format, elements)
+    if torch.equal(elements, there):  # as almost always
+        return torch.ones_like(elements, dtype=torch.bool)
+    return (elements == there) | (elements.isnan() & there.isnan())
+
+
+def holds_any(elements: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """The same of masters from a checkpoint, which may have travelled in any format, or in none."""
+    there = elements == master.to(elements.dtype)
+    for name in PARAMETER_WIRES:
+        there |= holds(elements, master, FORMATS[name])
+    return there
+
+
+class Codes:
+    """What the regions of one flat buffer travel as: a chunk of bytes for each rank.
+
+    A chunk is the codes of the region, then a byte for each piece, which says whether it was sent.
+    Pieces that no step has changed stay as they are on every rank: a frozen parameter is exact.
+
+    Args:
+        layout: whose regions and offsets are multiples of `ALIGNMENT`.
+        ranks: how many share it.
+        device: where the parameters are.
+    """
+
+    def __init__(
+        self, layout: ShardLayout, format: Format, ranks: int, device: torch.device
+    ) -> None:
+        self._layout, self._ranks, self._device = layout, ranks, device
+        self._plan = (format.name, layout.region)
+        self._owned = [layout.owned(rank) for rank in range(ranks)]
+        self._flags = _payload_bytes(format, layout.region)
+        self._chunk = self._flags + align_up(max(map(len, self._owned)), _FILL)
+
+    def _place(self, piece: Piece) -> int:
+        """Where it begins in its owner's region."""
+        return self._layout.offsets[piece.param] + piece.begin - piece.rank * self._layout.region
+
+    def encode(
+        self, rank: int, masters: Mapping[Piece, torch.Tensor], changed: Sequence[bool]
+    ) -> torch.Tensor:
+        """The chunks of all ranks, of which this rank's is filled: uint8, flat.
+
+        Args:
+            masters: of each piece that `rank` owns, in order.
+            changed: which of them the others shall have.
+        """
+        payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=self._device)
+        filled = {piece: master for piece, master in masters.items() if master.numel()}
+        offsets = [self._place(piece) for piece in filled]
+        core.encode(list(filled.values()), offsets, payload[rank, : self._flags], self._plan)
+        payload[rank, self._flags : self._flags + len(masters)] = torch.tensor(changed)
+        return payload.flatten()
+
+    def decode(self, payload: torch.Tensor, elements_of: Callable[[Piece], torch.Tensor]) -> None:
+        """Writes what every rank has sent to the elements of the parameters."""
+        chunks = payload.view(self._ranks, self._chunk)
+        flags = chunks[:, self._flags :].tolist()
+        for owned, chunk, sent in zip(self._owned, chunks, flags, strict=True):
+            pieces = [piece for piece, flag in zip(owned, sent, strict=False) if flag]
+            tensors = [elements_of(piece) for piece in pieces]
+            offsets = [self._place(piece) for piece in pieces]
+            core.decode(tensors, offsets, chunk[: self._flags], self._plan)

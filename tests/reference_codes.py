@@ -1,0 +1,63 @@
+"""What a parameter becomes that travels as a code, by torch's operations."""
+
+import torch
+
+__all__ = ["ROUND"]
+
+
+def _blocks(values, size):
+    """[blocks, size], in the order of memory, filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
+
+
+def _poisoned(rounded, blocks):
+    """Flat; NaN where a block holds NaN, or what is too large for a scale."""
+    largest = blocks.abs().amax(1, keepdim=True)
+    return torch.where(largest < 2.0**127, rounded, torch.nan).flatten()
+
+
+def _int8(values):
+    """Multiples of the smallest bfloat16 of which 127 reach the block's largest magnitude."""
+    blocks = _blocks(values, 128)
+    step = blocks.abs().amax(1, keepdim=True).double() / 127
+    narrow = step.float()
+    narrow = torch.where(narrow.double() < step, narrow.nextafter(torch.tensor(torch.inf)), narrow)
+    bits = narrow.view(torch.int32)
+    up = torch.where(bits & 0xFFFF != 0, (bits | 0xFFFF) + 1, bits)
+    scale = up.view(torch.float32).clamp_min(2.0**-126)
+    return _poisoned((blocks * (1 / scale)).round().clamp(-127, 127) * scale, blocks)
+
+
+def _float(dtype):
+    """Numbers over the smallest power of two that keeps the block's largest one finite."""
+
+    def rounded(values):
+        blocks = _blocks(values, 256)
+        largest = blocks.abs().amax(1, keepdim=True).double() / torch.finfo(dtype).max
+        exponent = largest.clamp_min(2.0**-126).log2().ceil()
+        power = torch.exp2(exponent).float()
+        return _poisoned((blocks / power).to(dtype).float() * power, blocks)
+
+    return rounded
+
+
+_FLAT = {
+    "bf16": lambda values: values.bfloat16().float(),
+    "fp16": _float(torch.float16),
+    "fp8_e4m3": _float(torch.float8_e4m3fn),
+    "int8": _int8,
+}
+
+
+def _whole(flat_rule):
+    def rounded(master):
+        """A parameter of any memory format, in fp32."""
+        result = master.detach().clone()
+        memory = result.as_strided((result.numel(),), (1,))
+        memory.copy_(flat_rule(memory.clone())[: memory.numel()])
+        return result
+
+    return rounded
+
+
+ROUND = {name: _whole(rule) for name, rule in _FLAT.items()}
