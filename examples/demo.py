@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ MEASURED = Settings(rounds=12, steps=3, seconds=8.0, optimizer="adamw")
 QUICKLY = Settings(rounds=3, steps=2, optimizer="adamw")
 SHOWN = "no_sync,ddp,ddp_view,ddp_static_view,fastsync,fastsync_bf16,fastsync_int8"
 REPORTS = 10
+WIDTH, BARS = 64, "▁▂▃▄▅▆▇█"  # of the curve
 PROMPT = b"def "
 SAMPLE_BYTES, TEMPERATURE = 300, 0.6
 
@@ -81,6 +83,14 @@ def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> lis
     return losses
 
 
+def curve(values: list[float]) -> str:
+    """A line of bars, each the mean of as many values."""
+    cuts = [i * len(values) // WIDTH for i in range(WIDTH + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts) if a < b]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((mean - low) / (high - low or 1.0) * 7)] for mean in means)
+
+
 def train_gpt(corpus: data.Corpus, steps: int, group: Group) -> list[float]:
     """Part 1: trains with FastDDP, and shows a sample of what was learned."""
     module, workload = gpt.build().to(group.device), gpt_workload(corpus)
@@ -91,7 +101,7 @@ def train_gpt(corpus: data.Corpus, steps: int, group: Group) -> list[float]:
     if group.is_main:
         with torch.no_grad():
             held_out = module(corpus.validation_batch(64, length).to(group.device)).item()
-        print(f"\n  loss {losses[0]:.3f} at first; of text that was held out {held_out:.3f} now")
+        print(f"\n  loss {losses[0]:.3f} {curve(losses)} {losses[-1]:.3f}; held out {held_out:.3f}")
         print(f"\n  It continues {PROMPT.decode()!r}, sampled at temperature {TEMPERATURE}:")
         text = PROMPT + module.generate(PROMPT, SAMPLE_BYTES, TEMPERATURE)
         for line in text.decode("ascii", errors="replace").splitlines():

@@ -3,13 +3,11 @@
     python -m bench clip --models gpt2 --seconds 120 --json out/clip.json
 
 [Note: Small differences]
-Clipping takes less than whole steps differ by. So nothing is compared but steps of one model, with
-AdamW, for each stage of ZeRO. They come in blocks of one step of each way, without a pause, in an
-order that all ranks draw alike. A step's time is the mean of the ranks'. Forward and backward know
-nothing of what comes after them, so the noise of their times is left out: the cost is what a step
-takes after its backward, less what the step without clipping in its block does, over the median
-step without clipping. Whole steps are compared besides. Shown are medians of the blocks and their
-95 % intervals, which are those of order statistics and assume no distribution.
+Clipping takes less than whole steps differ by. So steps of one model, with AdamW, are compared, in
+blocks of one step of each way, in an order that all ranks draw alike. A step's time is the mean of
+the ranks'. Forward and backward know nothing of what comes after: the cost is what a step takes
+after its backward, less what the one without clipping in its block does, over the median step.
+Whole steps are compared besides. Shown are medians and 95 % intervals of order statistics.
 
 The learning rate is 0, so that all steps do the same work; and all ways must find the same norms.
 """
@@ -95,10 +93,7 @@ def blocks(lane: Lane, group: Group, args: argparse.Namespace) -> Steps:
 
 
 def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
-    """
-    Raises:
-        CheckFailed: on every rank, where norms of a batch differ, or are too small to be scaled.
-    """
+    """Raises CheckFailed on every rank where a batch's norms differ, or are too small to scale."""
     off = group.most(max(max(same) - min(same) for same in norms if same) / first)
     if not off <= ALIKE:
         raise CheckFailed(f"ways to clip find norms that differ by {off:.1e}")
@@ -107,8 +102,7 @@ def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
 
 
 def percent(parts: Sequence[float]) -> str:
-    """The median of parts of a step and its 95 % interval: order statistics, by the normal form of
-    the binomial."""
+    """The median of parts of a step and its 95 % interval, by the normal form of the binomial."""
     ordered, count = sorted(parts), len(parts)
     low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
     shown = (f"{100 * part:+.2f}" for part in (median(parts), ordered[low], ordered[-1 - low]))

@@ -4,10 +4,8 @@
 
 Ranks live in network namespaces of their own, joined by veth pairs (and by a bridge where there are
 more than two) whose rate is shaped in both directions of every rank. This needs root, `ip` and
-`tc`; the exit code is 3 where something of that is missing. The namespaces end with the processes
-in them, even if the benchmark is killed.
-Links: a rate such as 100mbit, `veth` for such a pair without shaping, `loopback` for the loopback
-device of this machine, which needs no rights.
+`tc`; the exit code is 3 where something of that is missing. The namespaces end with the processes.
+Links: a rate such as 100mbit, `veth` for such a pair without shaping, `loopback`.
 
 [Note: What a link allows]
 The rate of a link is measured by Gloo's all-reduce of a bare fp32 tensor, in which each of N ranks

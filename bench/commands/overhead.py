@@ -4,13 +4,11 @@
     python -m bench overhead --ranks 2 --sockets --models gpt2 --traces out
 
 With one rank there is nothing to send, so a step should cost what it costs without a wrapper.
-Variants run in bursts, in turn, and ratios are taken within a round. A burst's steps follow each
-other without waiting for the device: where the GPU is the slower side its time is measured,
-else the host's. `host` is the time that `backward()` keeps the host.
+Variants run in bursts, in turn; ratios are taken within a round. A burst's steps follow each other
+without waiting for the device. `host` is the time that `backward()` keeps the host.
 
 On a GPU, steps of rank 0 are then profiled. NCCL's kernels are communication, all others
-computation; a time at which only the former run is exposed. An NCCL kernel also runs while it waits
-for the other rank. --traces writes the profiles too (open them in Perfetto or chrome://tracing).
+computation; a time at which only the former run is exposed. --traces writes the profiles too.
 """
 
 from __future__ import annotations
