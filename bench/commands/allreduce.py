@@ -42,6 +42,6 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             dist.barrier()
             times["copy"].append(group.timed(lambda: other.copy_(own)))  # noqa: B023
         gloo, ours, copy = (median(found[1:]) for found in slowest(times, group).values())
-        rates = (f"{size / 1e3 / seconds:.2f}" for seconds in (gloo, ours))
+        rates = (f"{size / 1e3 / seconds:.3g}" for seconds in (gloo, ours))
         rows.append((f"{size:g}", *rates, f"{gloo / ours:.1f}x", f"{copy / ours:.0%}"))
     yield b.table(f"all-reduce of fp32, {group.world} ranks", HEADERS, rows)
