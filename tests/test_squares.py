@@ -299,3 +299,23 @@ def some_missed(rank, world):
 def test_ranks_that_use_other_parameters_hear_the_same():
     first, *others = run_ranks(some_missed, 3)
     assert all(other == first for other in others) and min(first) > 0
+
+
+def held_on_one_rank(rank, world):
+    """Gradients that one rank has moved elsewhere are added up in another order there."""
+    model = FastDDP(net().double())
+    model.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    scaled = []
+    for step in range(8):
+        model.zero_grad()
+        backward(model, rank, step)
+        for param in model.parameters():
+            param.grad = param.grad.clone() if rank == 0 else param.grad
+        model.clip_grad_norm_(0.01)
+        scaled += [param.grad.clone() for param in model.parameters()]
+    return scaled
+
+
+def test_ranks_that_add_up_in_other_orders_scale_alike():
+    first, second = run_ranks(held_on_one_rank, 2)
+    assert all(map(torch.equal, first, second))

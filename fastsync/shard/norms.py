@@ -80,23 +80,23 @@ def clip_norm(
     total = squares.common
     if squares.sharers is not None:
         total += squares.sharers.sum("the norm of all gradients", squares.owned)
-    norm = math.sqrt(total) if squares.wide else _rounded(math.sqrt(total))
+    norm = math.sqrt(total)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    share = max_norm / (norm + _EPSILON)
+    share = _rounded(max_norm / (norm + _EPSILON))
     tensors = [] if share >= 1.0 else squares.tensors()  # where it is NaN, too
     if tensors:
         torch._foreach_mul_(tensors, share)
     return torch.tensor(norm, dtype=torch.float64 if squares.wide else torch.float32)
 
 
-def _rounded(norm: float) -> float:
+def _rounded(share: float) -> float:
     """To fp32: ranks that add up in different ways must scale alike."""
-    return torch.tensor(norm, dtype=torch.float32).item() if norm < 1e38 else norm
+    return torch.tensor(share, dtype=torch.float32).item() if share < 1e38 else share
 
 
 def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:

@@ -158,7 +158,8 @@ def verify(wrapped, rows, divisor, kept=()):
         where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
         one = _Parameter(wrapped, index, param, divisor, where)
         if wrapped.drawn.rounds_sums:
-            one.added = rest.pop(0) / divisor
+            # What was added up in a backward that failed may be NaN, which bounds nothing.
+            one.added = rest.pop(0).nan_to_num(0.0, 0.0, 0.0) / divisor
         one.compare(facts, ours, theirs, rest[0] if rest else None)
 
 
