@@ -49,12 +49,10 @@ class StepWatcher:
 def watch_steps(watcher: StepWatcher) -> None:
     """Has `watcher` see all steps as long as it lives, after those that have come before it."""
     me = weakref.ref(watcher)
-    hooks = (
-        register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call)),
-        register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
-    )
-    for hook in hooks:
-        weakref.finalize(watcher, hook.remove)
+    # Never removed: a watcher may end by a garbage collection inside a step, while torch goes
+    # through these hooks. One whose watcher is gone does nothing.
+    register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call))
+    register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call))
 
 
 def _forward(watcher: weakref.ref[StepWatcher], hook: Callable[..., Any], *call: Any) -> Any:
