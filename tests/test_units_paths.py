@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import fully_shard
@@ -180,3 +181,16 @@ def frozen_while_whole(rank, world, thaw):
 def test_what_is_frozen_or_thawed_between_forwards_is_so_in_the_next(thaw):
     for found in run_ranks(frozen_while_whole, 2, thaw):
         assert found == {"layers.0.weight": thaw, "layers.1.weight": True}
+
+
+def watchers(rank, world):
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    before = len(_global_optimizer_pre_hooks)
+    for part in (*module, module):
+        fully_shard(part)
+    module(torch.ones(2, 4)).sum().backward()
+    return len(_global_optimizer_pre_hooks) - before
+
+
+def test_a_model_asks_once_to_be_told_of_steps():
+    assert run_ranks(watchers, 2) == [1, 1]

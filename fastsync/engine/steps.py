@@ -46,13 +46,25 @@ class StepWatcher:
         """The step has been made, or what stood in for it."""
 
 
-def watch_steps(watcher: StepWatcher) -> None:
-    """Has `watcher` see all steps as long as it lives, after those that have come before it."""
+def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
+    """Has `watcher` see all steps as long as it lives, after those that have come before it.
+
+    Returns:
+        What ends that; not to be called while torch goes through the hooks of a step.
+    """
     me = weakref.ref(watcher)
-    # Never removed: a watcher may end by a garbage collection inside a step, while torch goes
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call)),
+        register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
+    )
+
+    # Not where the watcher ends: a garbage collection may end it inside a step, while torch goes
     # through these hooks. One whose watcher is gone does nothing.
-    register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call))
-    register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call))
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop
 
 
 def _forward(watcher: weakref.ref[StepWatcher], hook: Callable[..., Any], *call: Any) -> Any:

@@ -62,7 +62,7 @@ class Context(StepWatcher, Generic[S]):
         self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._reducing: deque[Unit] = deque()
-        watch_steps(self)
+        self.stop_watching = watch_steps(self)
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]

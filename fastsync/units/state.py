@@ -178,6 +178,8 @@ class State:
         """Is one of the states of `context` from now on, which heeds what this one was told."""
         context.most_in_flight = max(context.most_in_flight, self.context.most_in_flight)
         context.last_backward = context.last_backward and self.context.last_backward
+        if context is not self.context:
+            self.context.stop_watching()
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:
