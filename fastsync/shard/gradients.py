@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fastsync.engine import core
-from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.space import Space
 from fastsync.torch_private import WrapperTensor, map_tensors
@@ -33,17 +32,15 @@ from fastsync.torch_private import WrapperTensor, map_tensors
 __all__ = ["GradientShards", "ShardedGradient", "Sharers", "lend_gradients", "make_whole"]
 
 
-class Sharers(Exchange):
-    """The ranks that share gradients, and all units of these."""
+class Sharers:
+    """The ranks that share gradients, and all units of these.
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        place: MeetingPlace,
-        words: core.SharedWords | None,
-        device: torch.device,
-    ) -> None:
-        super().__init__(group, place, words, device)
+    Args:
+        exchange: of what the ranks have.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.group = exchange, exchange.group
         self.units: list[GradientShards] = []
         self._norms: dict[int, list[torch.Tensor]] = {}
         self._norms_of: tuple[object, ...] = ()
@@ -58,7 +55,7 @@ class Sharers(Exchange):
         return norm.clone()
 
     def _exchange_norms(self, order: float) -> dict[int, list[torch.Tensor]]:
-        self.meet(f"norms of order {order:g} of gradients")
+        self.exchange.meet(f"norms of order {order:g} of gradients")
         pieces = [share.piece for unit in self.units for share in unit.shares()]
         local = torch.stack([_powers(piece, order) for piece in pieces])
         how = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
@@ -258,7 +255,7 @@ class GradientShards:
         Bytes are summed, of which only their owner's are not zero, so they arrive as they are.
         """
         param = self.params[share.index]
-        self.sharers.meet(f"the gradient of a parameter of {tuple(param.shape)}")
+        self.sharers.exchange.meet(f"the gradient of a parameter of {tuple(param.shape)}")
         whole = torch.zeros_like(param)  # in the same order in memory
         flat = whole.as_strided((whole.numel(),), (1,))
         flat[share.begin : share.begin + share.piece.numel()] = share.piece
@@ -426,7 +423,7 @@ def _unscale(
     if not _averages(faces):
         return NotImplemented
     sharers = faces[0].share.shards().sharers
-    sharers.meet("gradients to be unscaled")
+    sharers.exchange.meet("gradients to be unscaled")
     func([face.share.piece for face in faces], found_inf, inv_scale)
     _changed(faces)
     dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=sharers.group)

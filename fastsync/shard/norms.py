@@ -79,7 +79,7 @@ def clip_norm(
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
     total = squares.common
     if squares.sharers is not None:
-        total += squares.sharers.sum("the norm of all gradients", squares.owned)
+        total += squares.sharers.exchange.sum("the norm of all gradients", squares.owned)
     norm = math.sqrt(total)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(

@@ -45,6 +45,7 @@ from fastsync.plan.layout import ALIGNMENT
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard import codes
+from fastsync.shard.exchange import Exchange
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
@@ -71,7 +72,7 @@ class ShardedOptimizers(StepWatcher):
         self.place = MeetingPlace(engine.group, "sharded optimizer", timeout)
         meeting = MeetingPlace(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
-        self.sharers = Sharers(engine.group, meeting, words, device)
+        self.sharers = Sharers(Exchange(engine.group, meeting, words, device))
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
