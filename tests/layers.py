@@ -100,7 +100,7 @@ CPP_LAYERS = [
     ["ops/items"],
     ["ops/loan", "ops/norms", "ops/ops", "comm/worker", "comm/shm_segment", "comm/peers"],
     ["comm/in_flight"],
-    ["comm/sparse_rows"],
+    ["comm/messages", "comm/sparse_rows"],
     ["engine/process", "engine/progress", "engine/timeline"],
     ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/shm_channel"],
     ["comm/incoming"],

@@ -39,3 +39,9 @@ def test_a_step_adds_few_operations():
 def test_nor_does_it_without_views_or_on_a_narrow_wire():
     check({"gradient_as_bucket_view": False})
     check({"wire": "bf16"})
+
+
+def test_nor_where_ranks_share_the_optimizers_state_over_a_network():
+    for stage in (1, 2):
+        check({"zero": stage, "shared_memory": False})
+    check({"zero": 2, "shared_memory": False, "wire": "int8", "parameter_wire": "int8"})

@@ -4,11 +4,11 @@
     python -m bench zero --stages 3 --link 1gbit --models gpt2 --json out/zero3.json
 
 Every way trains the same weights, which is checked first; those that round gradients, with SGD, as
-`bench step` does. Ratios are to the fastest of torch's ways, in the same round; those of stage 3,
-where ranks share parameters too, to DDP and FSDP2. Bytes are those that fastsync's engine counts in
-a step through the process group, over what an all-reduce of the gradients takes; the most of all
-models. Operators are what zero_grad, forward and backward of the first model dispatch beyond those
-of the bare one. Units are at most UNITS besides the model, but FastDDP(zero=3) chooses its own.
+`bench step` does; those that round parameters too (`_both`), by tests alone. Ratios are to the
+fastest of torch's ways, in the same round; those of stage 3, to DDP and FSDP2. Bytes are those that
+fastsync's engine counts in a step through the process group, over what an all-reduce of gradients
+takes; the most of all models. Operators are what zero_grad, forward and backward of the first model
+dispatch beyond the bare one's. Units are at most UNITS besides the model; FastDDP chooses its own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from examples.common.variants import FLOOR, OURS, VARIANTS, Variant, available, 
 
 DDP = (available("ddp_batched_view") or "ddp_view").split(",")[0]
 FSDP2, UNITS, HEAVY = "FSDP2", 12, "wide"
-SETTLED = 4  # steps until the plan stays
-ROUNDED = frozenset(name for name, variant in VARIANTS.items() if variant.lossy)
+CODED, SETTLED = ("wire", "parameter_wire"), 4  # steps until the plan stays
+WIRES = {"": (), "_int8": ("int8",), "_int8_both": ("int8", "int8")}  # gradients', parameters'
+ROUNDED = tuple(WIRES)[1:]
 
 Make = Callable[[Workload, Group], Lane]
 
@@ -113,8 +114,8 @@ REDUNDANT, IN_BUCKETS = f"{DDP}, ZeroRedundancyOptimizer", {"parameters_as_bucke
 STAGES = {
     "1,2": Stages(
         {
-            f"{OURS}_zero{stage}{suffix}": {"zero": stage, "wire": wire}
-            for suffix, wire in (("", "fp32"), ("_int8", "int8"))
+            f"{OURS}_zero{stage}{suffix}": {"zero": stage, **dict(zip(CODED, wires, strict=False))}
+            for suffix, wires in WIRES.items()
             for stage in (1, 2)
         },
         {
@@ -154,7 +155,7 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
     wanted = weights(lanes[DDP])
     for name, lane in lanes.items() if steps else ():
         distance = float((weights(lane) - wanted).norm() / (wanted - start).norm())
-        if name not in ROUNDED and not group.most(distance) <= ROUNDING:
+        if not name.endswith(ROUNDED) and not group.most(distance) <= ROUNDING:
             raise CheckFailed(f"{name}: weights are {distance:.1e} off {DDP}'s")
 
 
@@ -175,7 +176,7 @@ def measure(
     """Checks and times every way; returns its cells and operators."""
     link, ways = Link.here(group.world), stages.ways
     link.shape(None)  # building broadcasts the weights
-    rounded = tuple(VARIANTS[name] for name in ways if name in ROUNDED)
+    rounded = tuple(VARIANTS[name] for name in ways if name in VARIANTS and VARIANTS[name].lossy)
     checked(workload, rounded, group, args.check_steps if rounded else 0)
     lanes = {name: make(workload, group) for name, make in ways.items()}
     link.shape(args.link.rate)  # before the first step, from which plans are made
@@ -195,9 +196,8 @@ def measure(
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     stages, heavy = STAGES[args.stages], b.workload(HEAVY, args)
-    ways, counted = stages.ways, dict.fromkeys(stages.wrapped, 0.0)
+    ways, counted, operators = stages.ways, dict.fromkeys(stages.wrapped, 0.0), dict[str, str]()
     cells: dict[str, list[str]] = {name: [f"`{name}`"] for name in ways}
-    operators = dict[str, str]()
     for name in args.models:
         workload = b.workload(name, args)
         found, counts = measure(stages, workload, args, group)

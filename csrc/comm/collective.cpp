@@ -14,8 +14,8 @@
 
 #include "../check.h"
 #include "../ops/buffers.h"
+#include "../ops/ops.h"
 #include "sparse_rows.h"
-#include "worker.h"
 
 namespace fastsync::comm {
 namespace {
@@ -107,123 +107,6 @@ class WorkInFlight final : public CalledByWait<> {
   std::shared_ptr<Completion> completion_;  // null: nobody has asked
 };
 
-// [Note: announce first]
-// Gloo sends once the receiver has announced that it is ready, and what a rank writes to another leaves in order. If both
-// of two ranks first sent, the announcement of the later one would stand behind all its data: the two directions would
-// take turns. Gloo's own collectives do that, and ranks hardly ever start at the same moment.
-class Exchange {
- public:
-  // Of the messages to or from several ranks, those of the ranks behind this one come first, so that all ranks are busy.
-  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<Message> received,
-           std::vector<Message> sent, int tag)
-      : group_(std::move(group)),
-        received_(std::move(received)),
-        sent_(std::move(sent)),
-        tag_(tag) {
-    const int ranks = group_->getSize();
-    const int self = group_->getRank();
-    const auto by_distance = [](std::vector<Message>& messages, const auto& distance) {
-      std::stable_sort(messages.begin(), messages.end(), [&](const Message& a, const Message& b) {
-        return distance(a.rank) < distance(b.rank);
-      });
-    };
-    by_distance(received_, [=](int rank) { return (self + ranks - rank) % ranks; });
-    by_distance(sent_, [=](int rank) { return (rank + ranks - self) % ranks; });
-  }
-
-  // Blocks while sockets take bytes.
-  void start() {
-    for (const Message& message : received_) {
-      std::vector<at::Tensor> part{message.tensor};
-      works_.push_back(group_->recv(part, message.rank, tag_));
-    }
-    for (const Message& message : sent_) {
-      std::vector<at::Tensor> part{message.tensor};
-      works_.push_back(group_->send(part, message.rank, tag_));
-    }
-  }
-
-  void wait() {
-    for (const auto& work : works_) work->wait();
-  }
-
- private:
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<Message> received_;
-  std::vector<Message> sent_;
-  int tag_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-};
-
-// Threads that exchanges are started on, and, where anybody wants to know without waiting, waited for on.
-class ExchangeThreads {
- public:
-  Worker& starter() { return starter_; }
-  Worker& waiter() {
-    std::call_once(waits_, [this] { waiter_ = std::make_unique<Worker>(); });
-    return *waiter_;
-  }
-
- private:
-  Worker starter_;
-  std::once_flag waits_;
-  std::unique_ptr<Worker> waiter_;
-};
-
-class ExchangeInFlight final : public CalledByWait<> {
- public:
-  ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<ExchangeThreads> threads)
-      : exchange_(std::move(exchange)), threads_(std::move(threads)) {
-    started_ = threads_->starter().submit([exchange = exchange_] {
-      exchange->start();
-      return false;
-    });
-  }
-
-  // One that nobody waits for must still take its messages, or the next one would.
-  ~ExchangeInFlight() override {
-    if (!waited_) watch();
-  }
-  ExchangeInFlight(const ExchangeInFlight&) = delete;
-  ExchangeInFlight& operator=(const ExchangeInFlight&) = delete;
-
-  at::Tensor wait() override {
-    waited_ = true;
-    if (watched_) {
-      watched_->wait();
-    } else {
-      started_->wait();
-      exchange_->wait();
-    }
-    call();
-    return {};
-  }
-
-  // Messages cannot be asked. Another thread waits for them, once somebody wants to know.
-  bool is_done_within(std::chrono::milliseconds time) override {
-    watch();
-    return watched_->is_done_within(time);
-  }
-
-  bool can_be_asked() const override { return true; }
-
- private:
-  void watch() {
-    if (watched_) return;
-    watched_ = threads_->waiter().submit([exchange = exchange_, started = started_] {
-      started->wait();
-      exchange->wait();
-      return false;
-    });
-  }
-
-  std::shared_ptr<Exchange> exchange_;
-  std::shared_ptr<ExchangeThreads> threads_;
-  std::shared_ptr<Ticket> started_;
-  std::shared_ptr<Ticket> watched_;
-  bool waited_ = false;
-};
-
 // torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int` are better for the
 // argument 0, where the group has the function that their result is declared by.
 using Splits = std::vector<int64_t>;
@@ -280,7 +163,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                        const at::Tensor& sent) override {
     if (on_gloo(received)) {
-      return exchange_parts(received.tensor_split(size()), sent.tensor_split(size()));
+      return exchange_parts(equal_parts(received), equal_parts(sent));
     }
     at::Tensor out = received;
     at::Tensor in = sent;
@@ -303,7 +186,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_gather(const at::Tensor& gathered,
                                        const at::Tensor& mine) override {
     if (on_gloo(gathered)) {
-      return exchange_parts(gathered.tensor_split(size()),
+      return exchange_parts(equal_parts(gathered),
                             std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
     }
     return gather_by_backend(*group_, gathered, mine);
@@ -322,10 +205,9 @@ class ProcessGroupCollective final : public Collective {
 
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
                                      int tag) override {
-    const auto exchange =
-        std::make_shared<Exchange>(group_, std::move(received), std::move(sent), tag);
     if (!threads_) threads_ = std::make_shared<ExchangeThreads>();
-    return std::make_unique<ExchangeInFlight>(exchange, threads_);
+    return exchange_messages(group_->getBackend(at::kCPU), std::move(received), std::move(sent),
+                             tag, threads_);
   }
 
  private:
@@ -360,23 +242,37 @@ class ProcessGroupCollective final : public Collective {
                  [&] { return all_to_all_on(*group_, out, in, splits, 0); });
   }
 
+  static at::Tensor part_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
+    return ops::view_of(flat, ops::SlotLayout::run(begin, numel), flat.scalar_type());
+  }
+
+  std::vector<at::Tensor> equal_parts(const at::Tensor& flat) const {
+    const int64_t each = flat.numel() / size();
+    std::vector<at::Tensor> parts;
+    for (int64_t r = 0; r < size(); ++r) parts.push_back(part_of(flat, r * each, each));
+    return parts;
+  }
+
   // Parts of `each` elements by rank, of which this rank's has none.
   std::vector<at::Tensor> with_gap(const at::Tensor& flat, int64_t each) const {
     std::vector<at::Tensor> parts;
     for (int64_t r = 0, begin = 0; r < size(); ++r) {
       const int64_t numel = r == rank() ? 0 : each;
-      parts.push_back(flat.narrow(0, begin, numel));
+      parts.push_back(part_of(flat, begin, numel));
       begin += numel;
     }
     return parts;
   }
 
-  // See [Note: announce first]. Gloo's all-gather moreover receives into a temporary of its own and copies that.
+  // See [Note: announce first] in messages.h. Gloo's all-gather moreover receives into a temporary of its own and copies that.
   std::unique_ptr<InFlight> exchange_parts(std::vector<at::Tensor> parts,
                                            std::vector<at::Tensor> sent) {
     const at::NoGradGuard no_grad;
     const auto self = static_cast<size_t>(rank());
-    if (parts[self].const_data_ptr() != sent[self].const_data_ptr()) parts[self].copy_(sent[self]);
+    const at::Tensor& own = sent[self];
+    if (parts[self].const_data_ptr() != own.const_data_ptr()) {
+      parts[self].copy_(part_of(own, 0, own.numel()));
+    }
     std::vector<Message> from;
     std::vector<Message> to;
     for (int r = 0; r < size(); ++r) {

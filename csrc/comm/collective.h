@@ -1,6 +1,6 @@
 // Transitions of a flat buffer between ranks, over any c10d process group.
 //
-// The only code that touches a process group. Its headers stay in collective.cpp: they cost every file that includes
+// With messages.cpp the only code that touches c10d. Its headers stay in these two files: they cost every file that includes
 // them ten seconds of compilation.
 #pragma once
 
@@ -12,14 +12,9 @@
 
 #include "in_flight.h"
 #include "incoming.h"
+#include "messages.h"
 
 namespace fastsync::comm {
-
-// A contiguous tensor that goes to a rank, or is to come from it.
-struct Message {
-  int rank = 0;
-  at::Tensor tensor;
-};
 
 class Collective {
  public:

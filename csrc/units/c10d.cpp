@@ -1,5 +1,6 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
 #include "../comm/collective.cpp"
+#include "../comm/messages.cpp"
 #include "../comm/python_hook.cpp"
 #include "../comm/sparse_rows.cpp"
 #include "../comm/worker.cpp"

@@ -43,6 +43,7 @@ CPP_SOURCES = (
     "ops/norms.cpp",
     "comm/sparse_rows.cpp",
     "comm/collective.cpp",
+    "comm/messages.cpp",
     "comm/peers.cpp",
     "comm/worker.cpp",
     "comm/shm_segment.cpp",
