@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "comm/shm_messages.h"
 #include "engine/unit.h"
 
 namespace py = pybind11;
@@ -32,6 +33,14 @@ Optionals optionals_of(const std::vector<at::Tensor>& tensors) {
     result.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
   }
   return result;
+}
+
+std::shared_ptr<UnitLinks> make_links(const std::string& group_name,
+                                      const std::shared_ptr<comm::SharedMemory>& memory) {
+  std::shared_ptr<comm::Collective> ranks = comm::Collective::resolve(group_name);
+  if (memory) ranks = std::make_shared<comm::ShmMessages>(std::move(ranks), memory);
+  // The end of the group's last reference joins threads that may want the GIL.
+  return {new UnitLinks(std::move(ranks)), torch::impl::destroy_without_gil<UnitLinks>};
 }
 
 UnitLayout make_layout(const std::vector<std::tuple<size_t, int64_t, bool>>& places, int64_t chunk,
@@ -76,20 +85,14 @@ py::dict stats_of(const UnitLinks& links) {
 void bind_units(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<UnitLinks, std::shared_ptr<UnitLinks>>(m, "UnitLinks")
-      .def(py::init([](const std::string& group_name) {
-             // The end of the group's last reference joins threads that may want the GIL.
-             return std::shared_ptr<UnitLinks>(new UnitLinks(group_name),
-                                               torch::impl::destroy_without_gil<UnitLinks>);
-           }),
-           py::arg("group_name"))
+      .def(py::init(&make_links), release, py::arg("group_name"), py::arg("memory") = py::none())
       .def(
           "has_messages",
           [](const UnitLinks& links, const std::string& device) {
             return links.ranks->has_messages(at::Device(device));
           },
           py::arg("device"))
-      .def(
-          "trim", [](UnitLinks& links) { links.pool.trim(); }, release)
+      .def("trim", &UnitLinks::trim, release)
       .def("stats", &stats_of);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),

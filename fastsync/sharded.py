@@ -56,6 +56,7 @@ class ShardedDDP(FastDDP, zero=3):
         fully_shard(self.module, mesh=mesh, ignored_params=ignored)
         new = dict(self.module.named_parameters())
         exchange_in_optimizers(list(old.values()), [new[name] for name in old])
+        self._sharded_state.context.in_memory = self._policy.shared_memory
         self._module_parameters = [p for n, p in new.items() if n not in self.parameters_to_ignore]
         self.reducer = _NoReducer()
         self.logger = None

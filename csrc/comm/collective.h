@@ -64,6 +64,8 @@ class Collective {
   // of taking each other's bytes.
   virtual std::unique_ptr<InFlight> exchange(std::vector<Message> received,
                                              std::vector<Message> sent, int tag) = 0;
+  // Frees memory that exchanges have used and nobody reads.
+  virtual void trim() {}
 };
 
 // The collectives of coded buckets' links.

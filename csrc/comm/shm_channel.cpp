@@ -1,14 +1,7 @@
 #include "shm_channel.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <climits>
 #include <cstring>
-#include <ctime>
 #include <new>
 #include <string>
 #include <utility>
@@ -18,30 +11,6 @@
 
 namespace fastsync::comm {
 namespace {
-
-// How often a rank that waits looks whether the others live.
-constexpr std::chrono::milliseconds kLook{200};
-// As long as waking another process takes. Ranks often share cores, so not longer.
-constexpr int kSpins = 100;
-
-void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#endif
-}
-
-// Between processes: not FUTEX_PRIVATE. Returns whether something woke it.
-bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds time) {
-  const auto count = time.count();
-  timespec limit{static_cast<time_t>(count / 1000), static_cast<long>(count % 1000) * 1000000};
-  const long result =
-      syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0);
-  return result == 0 || errno != ETIMEDOUT;
-}
-
-void futex_wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
 
 int64_t chunk_elements(kernels::DType dtype) {
   return Channel::kChunkBytes / static_cast<int64_t>(kernels::element_size(dtype));
@@ -206,11 +175,6 @@ const std::byte* Channel::part_of(const Sum& exchange, size_t rank) const {
 
 void Channel::done_reading(const Sum& exchange) { finish_one(exchange); }
 
-void Channel::notify() {
-  common().changes.fetch_add(1);
-  if (common().sleepers.load() > 0) futex_wake_all(common().changes);
-}
-
 void Channel::meet(const Sum& sum, const std::string& what) {
   const auto end = Clock::now() + timeout_;
   check_in_time(sum, sleep_until(sum, [&] { return all_joined(sum); }, end), what);
@@ -239,26 +203,6 @@ bool Channel::wait_for(const Sum& sum, std::chrono::milliseconds time, Until unt
   if (until == Until::kJoined) return true;
   help(sum, sum.chunks);
   return sleep_until(sum, [&] { return is_finished(sum); }, end);
-}
-
-// Returns whether `done` has come true.
-template <class Done>
-bool Channel::sleep_until(const Sum& sum, const Done& done, Clock::time_point end) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (done()) return true;
-    pause_briefly();
-  }
-  Header& shared = common();
-  while (!done()) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
-    if (left.count() <= 0) return false;
-    const uint32_t seen = shared.changes.load();
-    shared.sleepers.fetch_add(1);
-    const bool woken = done() || futex_wait(shared.changes, seen, std::min(kLook, left));
-    shared.sleepers.fetch_sub(1);
-    if (!woken && !done()) check_ranks(sum);
-  }
-  return true;
 }
 
 // A rank that has ended in good order had joined before, and left no chunk unfinished.

@@ -46,6 +46,7 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/sum.h"
+#include "shm_bell.h"
 #include "shm_segment.h"
 
 namespace fastsync::comm {
@@ -106,7 +107,7 @@ class Channel {
   size_t ranks() const { return segments_.size(); }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = Bell::Clock;
   static constexpr int kChunkBits = 24;
 
   struct alignas(64) Entry {
@@ -122,8 +123,7 @@ class Channel {
     std::array<Entry, kSlots> entries;
     std::array<std::atomic<uint64_t>, kSlots> claimed;
     std::array<std::atomic<uint64_t>, kSlots> finished;
-    alignas(64) std::atomic<uint32_t> changes;  // the futex
-    std::atomic<uint32_t> sleepers;
+    Bell::Words bell;
   };
 
   Header& header(size_t rank) const;
@@ -139,10 +139,13 @@ class Channel {
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
   void tell_squares(const Sum& sum, int64_t chunk, int64_t begin, int64_t end) const;
-  void notify();
+  void notify() { Bell(common().bell).ring(); }
   void check_in_time(const Sum& sum, bool done, const std::string& what = "a sum over ranks") const;
+  // Returns whether `done` has come true.
   template <class Done>
-  bool sleep_until(const Sum& sum, const Done& done, Clock::time_point end);
+  bool sleep_until(const Sum& sum, const Done& done, Clock::time_point end) {
+    return Bell(common().bell).wait_until(done, end, [&] { check_ranks(sum); });
+  }
   void check_ranks(const Sum& sum) const;
   std::vector<size_t> absent(const Sum& sum) const;
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -20,18 +19,6 @@ void help(Channel& channel, const Channel::Sum& sum, int64_t chunks) {
   constexpr int64_t kElements = Channel::kChunkBytes / 4;
   ops::parallel_ranges(chunks, kElements,
                        [&](int64_t begin, int64_t end) { channel.help(sum, end - begin); });
-}
-
-// On the intra-op threads.
-void copy_bytes(void* to, const std::byte* from, int64_t bytes) {
-  constexpr int64_t kElements = Channel::kChunkBytes / 4;
-  const int64_t chunks = (bytes + Channel::kChunkBytes - 1) / Channel::kChunkBytes;
-  ops::parallel_ranges(chunks, kElements, [&](int64_t first, int64_t last) {
-    const int64_t begin = first * Channel::kChunkBytes;
-    const int64_t end = std::min(bytes, last * Channel::kChunkBytes);
-    std::memcpy(static_cast<std::byte*>(to) + begin, from + begin,
-                static_cast<size_t>(end - begin));
-  });
 }
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
@@ -253,15 +240,12 @@ ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channe
 // with is kept until all is finished, and for as long as the process lives where that does not happen soon.
 ShmCollective::~ShmCollective() {
   pool_->reclaim_with(nullptr);
-  static std::mutex mutex;
-  static auto* const kept = new std::vector<at::Tensor>;  // never destroyed
-  const std::lock_guard<std::mutex> lock(mutex);
   for (const Posted& posted : posted_) {
-    if (!ends_soon(posted.exchange)) kept->push_back(posted.shown);
+    if (!ends_soon(posted.exchange)) keep_for_good(posted.shown);
   }
   for (const auto& sum : started_) {
     if (ends_soon(sum->sum())) continue;
-    for (const at::Tensor& tensor : sum->written()) kept->push_back(tensor);
+    for (const at::Tensor& tensor : sum->written()) keep_for_good(tensor);
   }
 }
 

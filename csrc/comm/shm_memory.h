@@ -25,6 +25,8 @@ class SharedMemory {
 
   int rank() const { return static_cast<int>(rank_); }
   int size() const { return static_cast<int>(segments_.size()); }
+  const std::vector<std::shared_ptr<Segment>>& segments() const { return segments_; }  // by rank
+  std::chrono::milliseconds timeout() const { return timeout_; }
   // Channels, 0 to Segment::kChannels - 1, know nothing of each other. Each is made once.
   std::shared_ptr<Channel> make_channel(size_t index) const;
   std::shared_ptr<Channel> make_channel(size_t index, std::chrono::milliseconds timeout) const;
@@ -36,9 +38,15 @@ class SharedMemory {
 
  private:
   std::shared_ptr<Segment> mine_;
-  std::vector<std::shared_ptr<Segment>> segments_;  // by rank
+  std::vector<std::shared_ptr<Segment>> segments_;
   size_t rank_ = 0;
   std::chrono::milliseconds timeout_{0};
 };
+
+// On the intra-op threads.
+void copy_bytes(void* to, const std::byte* from, int64_t bytes);
+
+// What other ranks may still read although nobody holds it here: the system would give them zeros.
+void keep_for_good(const at::Tensor& shared);
 
 }  // namespace fastsync::comm

@@ -26,7 +26,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "../comm/collective.h"
@@ -47,8 +47,13 @@ struct UnitStats {
 
 // What the units of a model have in common.
 struct UnitLinks {
-  explicit UnitLinks(const std::string& group_name)
-      : ranks(comm::Collective::resolve(group_name)) {}
+  explicit UnitLinks(std::shared_ptr<comm::Collective> among) : ranks(std::move(among)) {}
+
+  // Frees what no unit uses.
+  void trim() {
+    pool.trim();
+    ranks->trim();
+  }
 
   std::shared_ptr<comm::Collective> ranks;
   comm::Worker adder;  // adds up what has come, so that gradients can go

@@ -40,7 +40,7 @@ at::Tensor BlockPool::take(int64_t numel, at::ScalarType dtype, at::Device devic
     free_.erase(block);
     return typed(found, numel, dtype);
   }
-  return typed(make_scratch({bytes}, at::kByte, device), numel, dtype);
+  return typed(make_ ? make_(bytes) : make_scratch({bytes}, at::kByte, device), numel, dtype);
 }
 
 void BlockPool::give(const at::Tensor& block) {

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 namespace fastsync::ops {
@@ -12,6 +14,11 @@ namespace fastsync::ops {
 // devices' allocators have pools themselves.
 class BlockPool {
  public:
+  using Make = std::function<at::Tensor(int64_t bytes)>;
+
+  // `make`: where a CPU's bytes come from, instead of the allocator.
+  explicit BlockPool(Make make = nullptr) : make_(std::move(make)) {}
+
   // One-dimensional, with whatever the memory holds.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
   // One that take() returned, which nobody else uses; undefined: nothing.
@@ -20,6 +27,7 @@ class BlockPool {
   void trim() { free_.clear(); }
 
  private:
+  Make make_;
   std::vector<at::Tensor> free_;  // bytes
   int64_t largest_ = 0;           // bytes that were ever asked for at once
 };

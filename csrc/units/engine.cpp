@@ -2,6 +2,7 @@
 #include "../comm/chain.cpp"
 #include "../comm/shm_collective.cpp"
 #include "../comm/shm_memory.cpp"
+#include "../comm/shm_messages.cpp"
 #include "../comm/shm_words.cpp"
 #include "../engine/autograd_hooks.cpp"
 #include "../engine/bucket.cpp"

@@ -277,9 +277,13 @@ def make_timeline(capacity: int, device: torch.device) -> Timeline:
     return _C.Timeline(capacity, str(device))
 
 
-def make_unit_links(group: dist.ProcessGroup) -> UnitLinks:
-    """What units whose shares lie on the ranks of `group` have in common."""
-    return _C.UnitLinks(resolvable_name(group))
+def make_unit_links(group: dist.ProcessGroup, memory: SharedMemory | None = None) -> UnitLinks:
+    """What units whose shares lie on the ranks of `group` have in common. Collective with `memory`.
+
+    Args:
+        memory: that these ranks share, for messages between them; nobody else uses it.
+    """
+    return _C.UnitLinks(resolvable_name(group), memory)
 
 
 def make_unit(

@@ -75,6 +75,7 @@ class Request:
                 "mixed_precision": str(settled.mixed),
                 "zero": str(settled.zero),
                 "on_nonfinite": settled.on_nonfinite,
+                "shared_memory": str(settled.shared_memory),
             }
             return (caps, settled, recorded), settings
 

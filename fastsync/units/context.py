@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fastsync.engine import core
+from fastsync.engine.memory import share_memory
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.ranks.links import new_cpu_group
 from fastsync.torch_private import is_registered
@@ -46,6 +47,7 @@ class Context(StepWatcher, Generic[S]):
         root_forward: the state whose forward is the outermost one of those that run.
         ends_queued: whether the running backward will call the root at its end.
         last_backward: whether what was observed in forward is forgotten after the next backward.
+        in_memory: whether ranks of one machine may exchange through memory that they share.
     """
 
     def __init__(self, first: S) -> None:
@@ -53,6 +55,7 @@ class Context(StepWatcher, Generic[S]):
         self.root_forward: S | None = None
         self.ends_queued = False
         self.last_backward = True
+        self.in_memory = True
         self.most_in_flight = IN_FLIGHT
         self._links: dict[dist.ProcessGroup, Links] = {}
         self._groups: list[dist.ProcessGroup] = []  # which C++ does not keep alive
@@ -74,7 +77,8 @@ class Context(StepWatcher, Generic[S]):
         if place.group not in self._links:
             own = place.by_messages and place.world > 1 and is_registered(place.group)
             group = new_cpu_group(place.group, "units") if own else place.group
-            self._links[place.group] = Links(core.make_unit_links(group))
+            memory = share_memory(group, 0) if own and self.in_memory else None
+            self._links[place.group] = Links(core.make_unit_links(group, memory))
             self._groups.append(group)
         return self._links[place.group]
 

@@ -1,0 +1,58 @@
+// Wakes processes that wait for something to happen in memory that they share. No torch header.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace fastsync::comm {
+
+class Bell {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // In shared memory, zeros at first.
+  struct Words {
+    alignas(64) std::atomic<uint32_t> changes;  // the futex
+    std::atomic<uint32_t> sleepers;
+  };
+
+  explicit Bell(Words& words) : words_(words) {}
+
+  // What somebody may wait for has come true.
+  void ring();
+
+  // Returns whether `done` has come true, by `end` at the latest. `idle` is called at times at which nothing rings; it may throw.
+  template <class Done, class Idle>
+  bool wait_until(const Done& done, Clock::time_point end, const Idle& idle) {
+    for (int i = 0; i < kSpins; ++i) {
+      if (done()) return true;
+      pause_briefly();
+    }
+    while (!done()) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+      if (left.count() <= 0) return false;
+      const uint32_t seen = words_.changes.load();
+      words_.sleepers.fetch_add(1);
+      const bool woken = done() || sleep(seen, std::min(kLook, left));
+      words_.sleepers.fetch_sub(1);
+      if (!woken && !done()) idle();
+    }
+    return true;
+  }
+
+ private:
+  // How often somebody who waits looks whether the others live.
+  static constexpr std::chrono::milliseconds kLook{200};
+  // As long as waking another process takes. Ranks often share cores, so not longer.
+  static constexpr int kSpins = 100;
+
+  static void pause_briefly();
+  // Returns whether something woke it.
+  bool sleep(uint32_t seen, std::chrono::milliseconds time);
+
+  Words& words_;
+};
+
+}  // namespace fastsync::comm

@@ -1,0 +1,69 @@
+#include "shm_mail.h"
+
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "../check.h"
+
+namespace fastsync::comm {
+
+Mail::Mail(std::vector<std::shared_ptr<Segment>> segments, size_t rank, std::vector<size_t> tables,
+           std::chrono::milliseconds timeout)
+    : segments_(std::move(segments)), rank_(rank), tables_(std::move(tables)), timeout_(timeout) {
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+  // Zeros of fresh memory are what these begin with; nobody constructs them twice.
+  static_assert(std::is_trivially_destructible_v<Table>);
+}
+
+Mail::Table& Mail::table(size_t rank) const {
+  return *std::launder(reinterpret_cast<Table*>(segments_[rank]->data() + tables_[rank]));
+}
+
+void Mail::post(size_t tag, uint64_t number, size_t offset) {
+  if (number > kLetters) {
+    const uint64_t oldest = number - kLetters;
+    for (size_t r = 0; r < ranks(); ++r) {
+      wait_for(r, "read a message", [&] { return r == rank_ || is_done(r, tag, oldest); });
+    }
+  }
+  Box& mine = box(rank_, tag);
+  mine.offsets.at(number % kLetters).store(offset, std::memory_order_relaxed);
+  mine.numbers.at(number % kLetters).store(number);
+  Bell(table(0).bell).ring();
+}
+
+const std::byte* Mail::letter(size_t tag, uint64_t number, size_t sender) {
+  const Box& theirs = box(sender, tag);
+  const std::atomic<uint64_t>& posted = theirs.numbers.at(number % kLetters);
+  wait_for(sender, "send a message", [&] { return posted.load() >= number; });
+  FS_ASSERT(posted.load() == number, "a letter was overwritten before it was read");
+  const auto offset = theirs.offsets.at(number % kLetters).load(std::memory_order_relaxed);
+  return segments_[sender]->data() + offset;
+}
+
+void Mail::done(size_t tag, uint64_t number) {
+  std::atomic<uint64_t>& mine = box(rank_, tag).done;
+  if (mine.load() < number) mine.store(number);
+  Bell(table(0).bell).ring();
+}
+
+bool Mail::is_read(size_t tag, uint64_t number) const {
+  for (size_t r = 0; r < ranks(); ++r) {
+    if (r != rank_ && !is_done(r, tag, number)) return false;
+  }
+  return true;
+}
+
+template <class Done>
+void Mail::wait_for(size_t rank, const char* what, const Done& done) {
+  const auto check_life = [&] {
+    FS_CHECK(done() || segments_[rank]->owner_lives(), "rank ", rank, " ended while rank ", rank_,
+             " waited for it to ", what);
+  };
+  const bool came = Bell(table(0).bell).wait_until(done, Bell::Clock::now() + timeout_, check_life);
+  const double seconds = std::chrono::duration<double>(timeout_).count();
+  FS_CHECK(came, "rank ", rank_, " waited ", seconds, " s for rank ", rank, " to ", what);
+}
+
+}  // namespace fastsync::comm
