@@ -1,6 +1,7 @@
 """One case: a tree cut into units, its copy, and a training in stages, drawn from its number."""
 
 import copy
+import os
 import random
 
 import torch
@@ -89,6 +90,9 @@ class UnitCase:
             mixed = MixedPrecisionPolicy(LOW, torch.float32)
             self.note("mixed")
         self.options = {"mesh": self.mesh, "mp_policy": mixed}
+        through = self.rng.choice(("memory", "group"))
+        os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[through]
+        self.note(f"through: {through}")
         for module in reversed(modules_of(self.model)[1:]):
             if not isinstance(module, Leaf):
                 self._cut_neighbours(module)
