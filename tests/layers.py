@@ -84,7 +84,7 @@ MODULE_LAYERS = {
         ["mesh"],
         ["member"],
         ["strand"],
-        ["raw"],
+        ["extended", "raw"],
         ["unit"],
         ["context"],
         ["state"],

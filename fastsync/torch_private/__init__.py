@@ -30,6 +30,7 @@ from fastsync.torch_private.groups import (
     PrefixStore,
     Store,
     TCPStore,
+    all_gather_flat,
     backend_name,
     default_group,
     gather_objects,
@@ -49,7 +50,7 @@ from fastsync.torch_private.parallel import (
     front_accepts,
     untraced,
 )
-from fastsync.torch_private.tensors import WrapperTensor, accumulate_hooks, map_tensors
+from fastsync.torch_private.tensors import WrapperTensor, accumulate_hooks, is_wrapper, map_tensors
 
 __all__ = [
     "BuiltinCommHookType",
@@ -61,6 +62,7 @@ __all__ = [
     "TCPStore",
     "WrapperTensor",
     "accumulate_hooks",
+    "all_gather_flat",
     "at_end_of_backward",
     "backend_name",
     "backward_is_running",
@@ -78,6 +80,7 @@ __all__ = [
     "has_python_reducer",
     "is_registered",
     "is_replicated",
+    "is_wrapper",
     "local_gradient",
     "local_of",
     "make_dtensor",

@@ -23,6 +23,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "all_gather_flat",
     "backend_name",
     "default_group",
     "gather_objects",
@@ -118,3 +119,11 @@ def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
     everyones = [mine] * group.size()  # each replaced by its rank's
     dist.all_gather_object(everyones, mine, group=group)
     return everyones
+
+
+def all_gather_flat(
+    gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts to fill `gathered` with everybody's `own`, one after the other."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
+    return cast(dist.Work, gather(gathered, own, group=group, async_op=True))

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["WrapperTensor", "accumulate_hooks", "map_tensors"]
+__all__ = ["WrapperTensor", "accumulate_hooks", "is_wrapper", "map_tensors"]
 
 T = TypeVar("T", bound="WrapperTensor")
 
@@ -36,3 +37,8 @@ def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], obje
 def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:
     """`nested` arguments with every tensor of this class replaced."""
     return tree_map_only(kind, change, nested)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of others, which say what they are."""
+    return bool(is_traceable_wrapper_subclass(tensor))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fastsync.torch_private import all_gather_flat
 from fastsync.units.member import Member
 from fastsync.units.strand import Strand
 
-__all__ = ["TRAINABLE", "RawStrand"]
-
-# Dtypes that strands cast, sum and scale.
-TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+__all__ = ["RawStrand"]
 
 
 class RawStrand(Strand):
@@ -49,14 +47,17 @@ class RawStrand(Strand):
                 )
         return ()
 
+    @property
+    def begun(self) -> bool:
+        return any(member.whole is not None for member in self.members)
+
     def start_gather(self) -> None:
         if self._has_memory or self._work is not None:
             return
         self.check_memory()
         chunk = self.shard.view(torch.uint8)
         self._gathered = chunk.new_empty(self.place.world * chunk.numel())
-        group = self.place.group
-        self._work = dist.all_gather_into_tensor(self._gathered, chunk, group, async_op=True)
+        self._work = all_gather_flat(self._gathered, chunk, self.place.group)
 
     @torch.no_grad()
     def finish_gather(self) -> None:

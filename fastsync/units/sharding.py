@@ -24,13 +24,13 @@ from fastsync.torch_private import (
     spec_of,
 )
 from fastsync.units.errors import RefusedError
+from fastsync.units.extended import own_share, stands_apart
 from fastsync.units.layout import Shape
 from fastsync.units.member import Home, Member, find_homes
 from fastsync.units.mesh import Place, default_mesh, ranks_of
 from fastsync.units.module import shard_class
-from fastsync.units.raw import TRAINABLE
 from fastsync.units.state import State, state_of
-from fastsync.units.strand import EXTENSION, MixedDTypes
+from fastsync.units.strand import TRAINABLE, MixedDTypes
 from fastsync.units.unit import Unit
 
 __all__ = ["fully_shard"]
@@ -93,7 +93,7 @@ def fully_shard(
     members = _make_members(modules, own, [by_param[id(param)] for param in own], place)
     unit = None
     if members:
-        dtypes = MixedDTypes(mixed.param_dtype, mixed.reduce_dtype)
+        dtypes = MixedDTypes(mixed.param_dtype, mixed.reduce_dtype, mixed)
         unit = Unit.of(modules, members, place, dtypes)
         unit.switches.reshard_after_forward = reshard
         for param, member in zip(own, members, strict=True):
@@ -212,8 +212,6 @@ def _cut(
             "fully_shard doesn't support scalar parameters. "
             f"Change {name} to a 1D tensor with numel equal to 1."
         )
-    if hasattr(_local(param), "fsdp_pre_all_gather"):
-        raise NotImplementedError(EXTENSION.format(name))
     if isinstance(param, DTensor):
         _check_dtensor(name, param, place)
     if param.requires_grad and param.dtype not in TRAINABLE:
@@ -311,10 +309,16 @@ def _make_members(
     ]
 
 
-def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Place) -> Member:
+def _share(local: torch.Tensor, shape: Shape, place: Place) -> torch.Tensor:
+    if stands_apart(local):
+        return own_share(local, shape, place)
     each = shape.count(0, place.world)
     begin = min(each * place.rank, shape.sizes[shape.dim])
-    share = _local(param).narrow(shape.dim, begin, shape.count(place.rank, place.world))
+    return local.narrow(shape.dim, begin, shape.count(place.rank, place.world))
+
+
+def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Place) -> Member:
+    share = _share(_local(param), shape, place)
     inner = spec_of(param) if isinstance(param, DTensor) else None
     placements = place.placements(shape.dim)
     if inner is None:

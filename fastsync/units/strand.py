@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fastsync.engine import core
@@ -16,12 +17,10 @@ from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 
-__all__ = ["EXTENSION", "Links", "MixedDTypes", "Strand"]
+__all__ = ["TRAINABLE", "Links", "MixedDTypes", "Strand"]
 
-EXTENSION = (
-    "parameter {!r} has fsdp_pre_all_gather(), and fastsync.fully_shard does not call extensions "
-    "of tensor subclasses; use torch's fully_shard for this model, or plain parameters"
-)
+# Dtypes that strands cast, sum and scale.
+TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # A share of so many bytes is worth a message of its own.
 DIRECT_BYTES = 128 << 10
 
@@ -41,10 +40,15 @@ class Links:
 
 @dataclass(frozen=True)
 class MixedDTypes:
-    """What parameters compute in, and gradients are reduced in; None: as they are."""
+    """What parameters compute in, and gradients are reduced in; None: as they are.
+
+    Attributes:
+        policy: which says that, and more to extensions of tensor subclasses.
+    """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
 
 class Strand:
@@ -58,7 +62,7 @@ class Strand:
         self.partial: torch.Tensor | None = None  # sums that replicas have not added up yet
         self._layouts: dict[tuple[int, ...], tuple[ChunkLayout, core.UnitLayout]] = {}
         self._reducing: tuple[ChunkLayout, core.UnitLayout] | None = None
-        self._links: Links | None = None
+        self.links: Links | None = None
         self._core: core.Unit | None = None
         self.shard = self._new_shard()
 
@@ -130,14 +134,8 @@ class Strand:
         on_meta = {member.local.is_meta for member in self.members}
         if len(on_meta) > 1 or self._is_settled():
             return  # the others are still to be loaded
-        dtypes = {member.sharded.dtype for member in self.members}
-        if len(dtypes) != 1:
-            names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.members)
-            raise RuntimeError(
-                f"parameters of one unit have become of several dtypes: {names}; convert all of "
-                "them, or convert the module before fully_shard()"
-            )
-        same_kind = self.shard.dtype in dtypes and self._core is not None
+        self._check_dtypes()
+        same_kind = self.shard.dtype == self.dtype and self._core is not None
         for member in self.members:
             member.set_spec(member.sharded.dtype)
         self.shard = self._new_shard()
@@ -146,6 +144,14 @@ class Strand:
         else:
             self._core = None
             self._layouts.clear()
+
+    def _check_dtypes(self) -> None:
+        if len({member.sharded.dtype for member in self.members}) != 1:
+            names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.members)
+            raise RuntimeError(
+                f"parameters of one unit have become of several dtypes: {names}; convert all of "
+                "them, or convert the module before fully_shard()"
+            )
 
     def _take_in(self, member: Member, found: nn.Parameter) -> None:
         if not isinstance(found, DTensor) or found.shape != member.sharded.shape:
@@ -165,7 +171,6 @@ class Strand:
         """
         Raises:
             RuntimeError: some parameters are still on the meta device, or on another than the mesh.
-            NotImplementedError: one has got an extension that wants to take part in gathers.
         """
         on_meta = [m.name for m in self.members if m.local.is_meta]
         if on_meta:
@@ -175,9 +180,6 @@ class Strand:
                 "module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
-        for member in self.members:
-            if hasattr(member.local, "fsdp_pre_all_gather"):
-                raise NotImplementedError(EXTENSION.format(member.name))
         elsewhere = [m.name for m in self.members if m.local.device != self.place.device]
         if elsewhere:
             raise RuntimeError(
@@ -188,23 +190,27 @@ class Strand:
     # --- whole parameters
 
     def connect(self, links: Links) -> None:
-        self._links = links
+        self.links = links
 
     @property
-    def connected(self) -> bool:
-        return self._links is not None
+    def begun(self) -> bool:
+        """Whether it has been gathered."""
+        return self._core is not None
+
+    def _make_core(self) -> core.Unit:
+        assert self.links is not None
+        self.check_memory()
+        shapes = [m.shape for m in self.members]
+        offsets = whole_offsets(shapes)
+        members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
+        dtypes = (self.dtype, self.compute, self.reduce)
+        device, tag = self.place.device, self.links.next_tag()
+        return core.make_unit(self.links.core, members, dtypes, device, tag)
 
     def _way(self) -> core.Unit:
         """Its way in C++, which exists once the parameters have memory."""
         if self._core is None:
-            assert self._links is not None
-            self.check_memory()
-            shapes = [m.shape for m in self.members]
-            offsets = whole_offsets(shapes)
-            members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
-            dtypes = (self.dtype, self.compute, self.reduce)
-            device, tag = self.place.device, self._links.next_tag()
-            self._core = core.make_unit(self._links.core, members, dtypes, device, tag)
+            self._core = self._make_core()
             self._core.set_shard(self.shard, self._core_layout())
             for index, member in enumerate(self.members):
                 member.make_whole(self._core.whole(index))
@@ -254,9 +260,12 @@ class Strand:
         if not trained:
             return False
         laid, layout = self._reducing = self._layout_of(trained)
-        gradients = [self.members[i].take_whole_gradient() for i in laid.members]
+        gradients = [self._take(self.members[i]) for i in laid.members]
         self._way().start_reduce(layout, gradients, scale)
         return True
+
+    def _take(self, member: Member) -> torch.Tensor | None:
+        return member.take_whole_gradient()
 
     def finish_reduce(self) -> torch.Tensor:
         """The sums of this rank's shares, scaled."""

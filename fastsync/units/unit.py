@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastsync.units.extended import ExtendedStrand, has_extension, stands_apart
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
-from fastsync.units.raw import TRAINABLE, RawStrand
-from fastsync.units.strand import Links, MixedDTypes, Strand
+from fastsync.units.raw import RawStrand
+from fastsync.units.strand import TRAINABLE, Links, MixedDTypes, Strand
 
 __all__ = ["Moment", "Switches", "Unit"]
 
@@ -102,15 +103,8 @@ class Unit:
         place: Place,
         mixed: MixedDTypes,
     ) -> Unit:
-        """With a strand per dtype."""
-        by_dtype: dict[torch.dtype, list[Member]] = {}
-        for member in members:
-            by_dtype.setdefault(member.sharded.dtype, []).append(member)
-        strands = [
-            (Strand if dtype in TRAINABLE else RawStrand)(alike, place, mixed)
-            for dtype, alike in by_dtype.items()
-        ]
-        unit = cls(tuple(modules), place, strands)
+        """With a strand per dtype, and others for members that have extensions."""
+        unit = cls(tuple(modules), place, _strands_of(members, place, mixed))
         unit.show_sharded()
         return unit
 
@@ -122,14 +116,31 @@ class Unit:
 
     def connect(self, links: Links) -> None:
         for strand in self.strands:
-            if not strand.connected:
+            if strand.links is None:
                 strand.connect(links)
 
     def settle(self) -> None:
-        """Takes in parameters that somebody else has exchanged."""
+        """Takes in parameters that somebody else has exchanged, or given an extension."""
         for strand in self.strands:
             strand.settle()
+        self._sort()
         self.show_sharded()
+
+    def _sort(self) -> None:
+        """Has every member in a strand of its kind.
+
+        Raises:
+            RuntimeError: one was gathered as another kind.
+        """
+        strays = [m for s in self.strands for m in s.members if _kind_of(m) is not type(s)]
+        if not strays:
+            return
+        if any(strand.begun for strand in self.strands):
+            raise RuntimeError(_TOO_LATE.format(strays[0].name))
+        before = self.strands
+        self.strands = _strands_of(list(self.members), self.place, before[0].mixed)
+        if before[0].links is not None:
+            self.connect(before[0].links)
 
     def refresh(self) -> None:
         """Before a forward: lets go of whole parameters that an optimizer has outdated.
@@ -144,16 +155,19 @@ class Unit:
 
     def start_gather(self) -> None:
         """Collective, unless the unit is whole or on the way."""
-        if not self.is_whole:
-            for strand in self.strands:
-                strand.start_gather()
+        if self.is_whole:
+            return
+        for strand in self.strands:
+            if not isinstance(strand, ExtendedStrand):
+                _check_plain(strand)
+            strand.start_gather()
 
     def finish_gather(self) -> None:
         """Returns once modules have the whole parameters."""
         if self.is_whole:
             return
+        self.start_gather()
         for strand in self.strands:
-            strand.start_gather()
             strand.finish_gather()
         for member in self.members:
             member.show_whole()
@@ -260,3 +274,29 @@ class Unit:
     def end_backward(self) -> None:
         self.moment, self.expected, self.touched, self.running = Moment.IDLE, 0, False, 0
         self.busy.clear()
+
+
+_TOO_LATE = (
+    "parameter {!r} has got or lost fsdp_pre_all_gather() after it had been gathered; install "
+    "extensions before the first forward"
+)
+
+
+def _kind_of(member: Member) -> type[Strand]:
+    if stands_apart(member.local):
+        return ExtendedStrand
+    return Strand if member.sharded.dtype in TRAINABLE else RawStrand
+
+
+def _strands_of(members: Sequence[Member], place: Place, mixed: MixedDTypes) -> list[Strand]:
+    """One for each kind and dtype."""
+    alike: dict[tuple[type[Strand], torch.dtype], list[Member]] = {}
+    for member in members:
+        alike.setdefault((_kind_of(member), member.sharded.dtype), []).append(member)
+    return [kind(its, place, mixed) for (kind, _), its in alike.items()]
+
+
+def _check_plain(strand: Strand) -> None:
+    for member in strand.members:
+        if has_extension(member.local):
+            raise RuntimeError(_TOO_LATE.format(member.name))
