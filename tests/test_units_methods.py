@@ -344,6 +344,28 @@ def test_any_module_may_be_told_before_the_first_forward_that_backwards_follow()
     assert run_ranks(told_early, 2) == [[False, True]] * 2
 
 
+def gathered_early(rank, world):
+    """How many gathers the root counts, and whether it knows all links that units have."""
+    found = []
+    for early in ([], [0], [0, 2]):
+        model = apply(fully_shard, net())
+        for index in early:
+            model.blocks[index].unshard()
+            model.blocks[index].reshard()
+        loss_of(model, words(rank, 0)).backward()
+        context = state_of(model).context
+        gathers = sum(counted["gathers"] for counted in context.counters())
+        used = [strand.links for unit in context.units() for strand in unit.strands]
+        found.append((gathers, all(links in context.all_links() for links in used)))
+    return found
+
+
+def test_units_that_were_gathered_before_the_first_forward_are_counted_and_trimmed():
+    for found in run_ranks(gathered_early, 2):
+        (plain, _), *_ = found
+        assert found == [(plain, True), (plain + 1, True), (plain + 2, True)]
+
+
 def in_another_order(rank, world):
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     units = [fully_shard(layer) for layer in model]

@@ -58,6 +58,7 @@ class Context(StepWatcher, Generic[S]):
         self.in_memory = True
         self.most_in_flight = IN_FLIGHT
         self._links: dict[dist.ProcessGroup, Links] = {}
+        self._early: list[Links] = []  # of units that were gathered before the root's first forward
         self._groups: list[dist.ProcessGroup] = []  # which C++ does not keep alive
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
@@ -69,6 +70,19 @@ class Context(StepWatcher, Generic[S]):
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]
+
+    def take_over(self, other: Context[S]) -> None:
+        """Knows what a state has done and heard alone, which is one of these states from now on."""
+        self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
+        self.last_backward = self.last_backward and other.last_backward
+        for group, links in other._links.items():
+            if group in self._links or other.in_memory != self.in_memory:
+                self._early.append(links)
+            else:
+                self._links[group] = links
+        self._early.extend(other._early)
+        self._groups.extend(other._groups)
+        other.stop_watching()
 
     # --- links
 
@@ -82,11 +96,14 @@ class Context(StepWatcher, Generic[S]):
             self._groups.append(group)
         return self._links[place.group]
 
+    def all_links(self) -> list[Links]:
+        return [*self._links.values(), *self._early]
+
     def counters(self) -> list[core.UnitCounters]:
-        return [links.core.stats() for links in self._links.values()]
+        return [links.core.stats() for links in self.all_links()]
 
     def trim(self) -> None:
-        for links in self._links.values():
+        for links in self.all_links():
             links.core.trim()
 
     # --- the order of forwards

@@ -176,10 +176,8 @@ class State:
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on, which heeds what this one was told."""
-        context.most_in_flight = max(context.most_in_flight, self.context.most_in_flight)
-        context.last_backward = context.last_backward and self.context.last_backward
         if context is not self.context:
-            self.context.stop_watching()
+            context.take_over(self.context)
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:
