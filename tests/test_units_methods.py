@@ -344,6 +344,25 @@ def test_any_module_may_be_told_before_the_first_forward_that_backwards_follow()
     assert run_ranks(told_early, 2) == [[False, True]] * 2
 
 
+def told_in_turn(rank, world, at_last):
+    model = apply(fully_shard, net())
+    model.blocks[1].set_is_last_backward(not at_last)
+    model.blocks[0].set_is_last_backward(True)
+    model.blocks[2].set_is_last_backward(False)
+    model.set_is_last_backward(at_last)
+    again = apply(fully_shard, net())
+    again.set_is_last_backward(not at_last)
+    again.blocks[1].set_is_last_backward(at_last)
+    for each in (model, again):
+        loss_of(each, words(rank, 0)).backward()
+    return [state_of(each).context.last_backward for each in (model, again)]
+
+
+@pytest.mark.parametrize("at_last", [True, False])
+def test_what_a_script_said_last_before_the_first_forward_holds(at_last):
+    assert run_ranks(told_in_turn, 2, at_last) == [[at_last] * 2] * 2
+
+
 def gathered_early(rank, world):
     """How many gathers the root counts, and whether it knows all links that units have."""
     found = []

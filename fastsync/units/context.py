@@ -7,6 +7,7 @@ same on every rank too.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
@@ -50,6 +51,8 @@ class Context(StepWatcher, Generic[S]):
         in_memory: whether ranks of one machine may exchange through memory that they share.
     """
 
+    _told_last = 0  # when a script said so
+
     def __init__(self, first: S) -> None:
         self.states = [first]
         self.root_forward: S | None = None
@@ -71,10 +74,15 @@ class Context(StepWatcher, Generic[S]):
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]
 
+    def tell_last_backward(self, is_last: bool) -> None:
+        """A script says whether the next backward is the last one."""
+        self.last_backward, self._told_last = is_last, time.monotonic_ns()
+
     def take_over(self, other: Context[S]) -> None:
         """Knows what a state has done and heard alone, which is one of these states from now on."""
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
-        self.last_backward = self.last_backward and other.last_backward
+        if other._told_last > self._told_last:
+            self.last_backward, self._told_last = other.last_backward, other._told_last
         for group, links in other._links.items():
             if group in self._links or other.in_memory != self.in_memory:
                 self._early.append(links)

@@ -149,7 +149,7 @@ class _Reducing:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether what was observed in forward is needed no more after the next backward."""
-        _state(self).context.last_backward = is_last_backward
+        _state(self).context.tell_last_backward(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What sums of gradients are divided by, instead of the number of ranks."""
