@@ -104,6 +104,7 @@ void bind_units(py::module_& m) {
       .def("set_shard", &Unit::set_shard, release, py::arg("shard"), py::arg("layout"))
       .def("start_gather", &Unit::start_gather, release)
       .def("finish_gather", &Unit::finish_gather, release)
+      .def("lend", &Unit::lend, release)
       .def("is_gathered", &Unit::is_gathered)
       .def("release", &Unit::release, release)
       .def(

@@ -80,7 +80,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "units": [
-        ["choosing", "errors", "layout", "nested"],
+        ["choosing", "errors", "kept", "layout", "nested"],
         ["mesh"],
         ["member"],
         ["strand"],

@@ -217,21 +217,6 @@ def test_hooks_on_a_stream():
     assert run_ranks(with_stream, 2) == [(True, False)] * 2
 
 
-def resharded_to(rank, world, number):
-    model = apply(fully_shard, net(), reshard_after_forward=number)
-    model(words(rank, 0))
-    cut = [isinstance(p, DTensor) for p in model.blocks.parameters()]
-    again = apply(fully_shard, net(), reshard_after_forward=True)
-    for each in (model, again):
-        loss_of(each, words(rank, 0)).backward()
-    grads = [[p.grad for p in each.parameters()] for each in (model, again)]
-    return all(cut), farthest(whole(grads[0]), whole(grads[1]))
-
-
-def test_resharding_to_a_number_of_ranks():
-    assert run_ranks(resharded_to, 4, 2) == [(True, 0)] * 4
-
-
 class Coded(nn.Module):
     """A frozen matrix in codes, and what is trained beside it."""
 

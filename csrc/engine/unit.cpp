@@ -155,11 +155,18 @@ at::Tensor Unit::source_of_gather() {
   return lowered_;
 }
 
+at::Tensor Unit::lend() {
+  const at::NoGradGuard no_grad;
+  const int64_t numel = whole_.flat().numel();
+  if (!whole_.has_memory()) whole_.lend(links_->pool.take(numel, dtypes_.compute, device_));
+  return run_of(whole_.flat(), 0, numel);
+}
+
 void Unit::start_gather() {
   if (whole_.has_memory()) return;
   FS_CHECK(shard_.defined(), "a unit is gathered before it has any parameters");
   const at::NoGradGuard no_grad;
-  whole_.lend(links_->pool.take(whole_.flat().numel(), dtypes_.compute, device_));
+  lend();
   fill_from(shard_, 0, rank_, /*direct=*/true);
   if (ranks_ == 1) return;
   const at::Tensor source = source_of_gather();

@@ -106,6 +106,8 @@ class Unit {
   void start_gather();
   // Returns once they are.
   void finish_gather();
+  // Gives them memory for somebody else to fill, where they have none: all of it, one-dimensional.
+  at::Tensor lend();
   bool is_gathered() const { return whole_.has_memory() && !gathering_; }
   // Takes the whole members' memory away.
   void release();

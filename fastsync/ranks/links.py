@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fastsync.torch_private import gather_objects, group_timeout
 from fastsync.wire.formats import Wire
 
-__all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_cpu_group"]
+__all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_cpu_group", "new_part"]
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,13 @@ def make_links(
 def new_cpu_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Another process group of the same ranks, for CPU tensors and nobody else. Collective."""
     return _new_group(group, dist.get_process_group_ranks(group), purpose, backend="gloo")
+
+
+def new_part(group: dist.ProcessGroup, number: int, purpose: str) -> dist.ProcessGroup:
+    """A process group of `number` ranks that follow each other in `group`. Collective."""
+    begin = group.rank() // number * number
+    ranks = dist.get_process_group_ranks(group)[begin : begin + number]
+    return _new_group(group, ranks, purpose)
 
 
 def _new_group(

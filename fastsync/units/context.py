@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fastsync.engine import core
 from fastsync.engine.memory import share_memory
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
-from fastsync.ranks.links import new_cpu_group
+from fastsync.ranks.links import new_cpu_group, new_part
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
 from fastsync.units.strand import Links
@@ -63,6 +63,7 @@ class Context(StepWatcher, Generic[S]):
         self._links: dict[dist.ProcessGroup, Links] = {}
         self._early: list[Links] = []  # of units that were gathered before the root's first forward
         self._groups: list[dist.ProcessGroup] = []  # which C++ does not keep alive
+        self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
@@ -90,6 +91,7 @@ class Context(StepWatcher, Generic[S]):
                 self._links[group] = links
         self._early.extend(other._early)
         self._groups.extend(other._groups)
+        self._keepers = {**other._keepers, **self._keepers}
         other.stop_watching()
 
     # --- links
@@ -107,8 +109,19 @@ class Context(StepWatcher, Generic[S]):
     def all_links(self) -> list[Links]:
         return [*self._links.values(), *self._early]
 
+    def connect(self, unit: Unit) -> None:
+        """It can be gathered, and resharded to fewer ranks. Collective the first time."""
+        unit.connect(self.links_of(unit.place))
+        number = unit.switches.reshard_to
+        if number is None or unit.keepers is not None:
+            return
+        group = unit.place.group
+        if (group, number) not in self._keepers:
+            self._keepers[group, number] = new_part(group, number, "between forward and backward")
+        unit.keepers = self._keepers[group, number]
+
     def counters(self) -> list[core.UnitCounters]:
-        return [links.core.stats() for links in self.all_links()]
+        return [links.stats() for links in self.all_links()]
 
     def trim(self) -> None:
         for links in self.all_links():

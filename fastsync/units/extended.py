@@ -360,7 +360,8 @@ class ExtendedStrand(Strand):
         part.inner = _Memory(inner)
         member.make_whole(_cut(whole, member.shape.sizes))
 
-    def release(self) -> None:
+    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+        """The next gather is of the shares in any case."""
         for part in self._gathered.parts:
             part.release()
         self._gathered.under_way = self._gathered.has_memory = False

@@ -99,6 +99,7 @@ class _Gathering:
                 state.auto_reshard = False
         for unit in _units(self, recurse):
             unit.switches.reshard_after_forward = reshard_after_forward
+            unit.switches.reshard_to = None
             unit.kept_by_default = False
 
     def set_reshard_after_backward(

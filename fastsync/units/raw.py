@@ -90,7 +90,8 @@ class RawStrand(Strand):
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
         return whole.data
 
-    def release(self) -> None:
+    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+        """The next gather is of the shares in any case."""
         self.finish_gather()
         for member in self.members:
             if member.whole is not None:

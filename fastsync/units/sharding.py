@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fastsync.torch_private import (
+    is_registered,
     is_replicated,
     local_of,
     make_dtensor,
@@ -63,8 +64,8 @@ def fully_shard(
         mesh: of one dimension: the ranks that share. Of two: ranks share along the second, and
             repeat each other along the first (HSDP). All ranks by default.
         reshard_after_forward: whether whole parameters are freed between forward and backward.
-            By default they are, but for the root, whose backward comes next. A number of ranks
-            between these, which FSDP2 gathers backward's parameters from, stands for True here.
+            By default they are, but for the root, whose backward comes next. A number: so many
+            ranks, which follow each other, keep a part each, and backward gathers from these.
         shard_placement_fn: the dimension, as `Shard(dim)`, along which a parameter is cut; None:
             the first. Another dimension than the first must be divisible by the number of ranks.
         mp_policy: dtypes to compute in, to reduce gradients in, and of outputs.
@@ -95,7 +96,8 @@ def fully_shard(
     if members:
         dtypes = MixedDTypes(mixed.param_dtype, mixed.reduce_dtype, mixed)
         unit = Unit.of(modules, members, place, dtypes)
-        unit.switches.reshard_after_forward = reshard
+        unit.switches.reshard_after_forward = reshard is not False
+        unit.switches.reshard_to = None if isinstance(reshard, bool) else reshard
         for param, member in zip(own, members, strict=True):
             setattr(param, _OWNER, (weakref.ref(unit), member))
     State(modules, unit, mixed, reshard_after_forward is None, tied)  # which the modules hold
@@ -138,7 +140,8 @@ def _check_offload(policy: OffloadPolicy | None, place: Place) -> None:
         )
 
 
-def _check_reshard(given: bool | int | None, place: Place) -> bool:
+def _check_reshard(given: bool | int | None, place: Place) -> bool | int:
+    """Whether forward ends with a reshard; a number: to fewer ranks than share."""
     if given is None or isinstance(given, bool):
         return given is not False
     if not isinstance(given, int):
@@ -157,7 +160,14 @@ def _check_reshard(given: bool | int | None, place: Place) -> bool:
             "of reshard_after_forward=True (bool)",
             stacklevel=3,
         )
-    return given > 1 or place.world == 1
+    if given in (1, place.world):
+        return given == place.world
+    if not is_registered(place.group):
+        raise RefusedError(
+            f"reshard_after_forward={given} needs a process group that torch.distributed has made; "
+            "use True or False with this mesh"
+        )
+    return given
 
 
 def _walk(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:

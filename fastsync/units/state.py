@@ -193,7 +193,7 @@ class State:
     def connect(self) -> None:
         """Everything below can be gathered. Collective the first time."""
         for unit in self.context.units():
-            unit.connect(self.context.links_of(unit.place))
+            self.context.connect(unit)
             if not unit.is_whole:
                 unit.settle()
             for strand in unit.strands:
@@ -301,7 +301,7 @@ class State:
         with_backward = torch.is_grad_enabled()
         kept = with_backward or not unit.kept_by_default
         if unit.running == 0 and (unit.switches.reshard_after_forward or not kept):
-            unit.reshard()
+            unit.reshard(for_backward=with_backward and unit.switches.gather_in_backward)
         if with_backward:
             self.context.leave(unit)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fastsync.engine import core
+from fastsync.engine.core import UnitCounters
 from fastsync.torch_private import set_local
+from fastsync.units.kept import KeptPart
 from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
@@ -31,11 +35,21 @@ class Links:
 
     core: core.UnitLinks
     made: int = 0
+    small_gathers: int = 0  # from the ranks of a smaller group, and what was sent for them
+    small_bytes: int = 0
+    small_seconds: float = 0.0  # that the host has waited for them
 
     def next_tag(self) -> int:
         """One that no other unit has."""
         self.made += 1
         return 2 * self.made
+
+    def stats(self) -> UnitCounters:
+        counted = self.core.stats()
+        counted["gathers"] += self.small_gathers
+        counted["gathered_bytes"] += self.small_bytes
+        counted["waited_seconds"] += self.small_seconds
+        return counted
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,7 @@ class Strand:
         self.partial: torch.Tensor | None = None  # sums that replicas have not added up yet
         self._layouts: dict[tuple[int, ...], tuple[ChunkLayout, core.UnitLayout]] = {}
         self._reducing: tuple[ChunkLayout, core.UnitLayout] | None = None
+        self._kept: KeptPart | None = None
         self.links: Links | None = None
         self._core: core.Unit | None = None
         self.shard = self._new_shard()
@@ -217,14 +232,48 @@ class Strand:
         return self._core
 
     def start_gather(self) -> None:
-        self._way().start_gather()
+        if self._kept is not None:
+            self._kept.start_gather()
+        else:
+            self._way().start_gather()
 
     def finish_gather(self) -> None:
-        self._way().finish_gather()
+        if self._kept is None:
+            self._way().finish_gather()
+        else:
+            self._finish_small_gather(self._kept)
 
-    def release(self) -> None:
-        if self._core is not None:
-            self._core.release()
+    @torch.no_grad()
+    def _finish_small_gather(self, kept: KeptPart) -> None:
+        assert self.links is not None
+        start = time.perf_counter()
+        gathered, whole = kept.finish_gather(), self._way().lend()
+        self.links.small_seconds += time.perf_counter() - start
+        whole.copy_(gathered[: whole.numel()])
+        self.links.small_gathers += 1
+        self.links.small_bytes += kept.bytes
+        self._kept = None
+
+    @torch.no_grad()
+    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+        """Takes the memory of whole members away.
+
+        Args:
+            keepers: ranks that keep a part of them each, for the next gather; None: the next one
+                is of the shares. Not None only while there is that memory.
+        """
+        self.drop_part()
+        if self._core is None:
+            return
+        if keepers is not None:
+            self._kept = KeptPart(self._core.lend(), keepers)
+        self._core.release()
+
+    def drop_part(self) -> None:
+        """The next gather is of the shares."""
+        if self._kept is not None:
+            self._kept.wait()
+            self._kept = None
 
     # --- gradients
 

@@ -44,6 +44,7 @@ class Switches:
     reduce: bool = True
     all_reduce: bool = True
     reshard_after_forward: bool = True
+    reshard_to: int | None = None  # after forward, so many ranks keep a part each for backward
     reshard_after_backward: bool = True
     gather_in_backward: bool = True
     divisor: float | None = None
@@ -74,6 +75,8 @@ class Unit:
         owes: a backward has left gradients to a later one. So it has on every rank, while gradients
             of this rank may be missing: its batch may have needed none of the parameters.
         stale: an optimizer has stepped since the gather, so the next forward gathers again.
+        keepers: the ranks that share what this one does between forward and backward; None: those
+            that share the parameters.
         places: of its forwards in the order of all units' forwards, those without backward so far.
     """
 
@@ -90,6 +93,7 @@ class Unit:
     busy: set[int] = field(default_factory=set)
     owes: bool = False
     stale: bool = False
+    keepers: dist.ProcessGroup | None = None
     places: list[int] = field(default_factory=list)
     name: str = ""
     _reducing: list[Strand] = field(default_factory=list)
@@ -149,6 +153,9 @@ class Unit:
         """
         if self.stale and not self.running:
             self.reshard()
+        if not self.is_whole:
+            for strand in self.strands:
+                strand.drop_part()
         if self.is_whole:
             for member in self.members:
                 member.freeze_alike()
@@ -177,14 +184,20 @@ class Unit:
         for member in self.members:
             member.show_sharded()
 
-    def reshard(self) -> None:
-        """Modules have the shares; the whole parameters have no memory."""
+    def reshard(self, for_backward: bool = False) -> None:
+        """Modules have the shares; the whole parameters have no memory.
+
+        Args:
+            for_backward: that wants them next, as they are now.
+        """
         self.stale = False
+        keepers = self.keepers if for_backward and self.switches.reshard_to is not None else None
+        keepers = keepers if self.is_whole else None
         if self.is_whole:
             self.show_sharded()
             self.is_whole = False
         for strand in self.strands:
-            strand.release()
+            strand.release(keepers)
 
     # --- gradients
 

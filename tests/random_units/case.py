@@ -119,7 +119,7 @@ class UnitCase:
             return Shard(self.rng.choice(fits))
 
         chosen = place if self.rng.random() < 0.3 else None
-        reshard = self.rng.choice((None, None, True, False))
+        reshard = self.rng.choice((None, None, True, False, *[2] * (sharers == 4)))
         self.note(f"reshard: {reshard}")
         fully_shard(
             module, shard_placement_fn=chosen, reshard_after_forward=reshard, **self.options

@@ -1,0 +1,58 @@
+"""What stays of whole parameters between forward and backward: an equal part on each of few ranks.
+
+The parts of a small group of ranks make up the whole members, so backward gathers from these ranks
+alone, which may be those of one machine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from fastsync.torch_private import all_gather_flat
+
+__all__ = ["KeptPart"]
+
+
+class KeptPart:
+    """This rank's part of the memory of whole members.
+
+    Args:
+        whole: that memory, one-dimensional.
+        group: whose ranks keep a part each.
+    """
+
+    def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._group = group
+        count = math.ceil(whole.numel() / group.size())
+        begin = min(count * group.rank(), whole.numel())
+        found = whole[begin : begin + count]
+        self._part = whole.new_zeros(count)
+        self._part[: found.numel()].copy_(found)
+        self._gathered: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def bytes(self) -> int:
+        """That this rank sends for a gather."""
+        return (self._group.size() - 1) * self._part.nbytes
+
+    def start_gather(self) -> None:
+        """Collective, unless it is under way."""
+        if self._work is None:
+            self._gathered = self._part.new_empty(self._group.size() * self._part.numel())
+            self._work = all_gather_flat(self._gathered, self._part, self._group)
+
+    def finish_gather(self) -> torch.Tensor:
+        """The memory as it was, and some more at its end."""
+        self.start_gather()
+        self.wait()
+        assert self._gathered is not None
+        return self._gathered
+
+    def wait(self) -> None:
+        """Returns once nothing is under way."""
+        if self._work is not None:
+            self._work.wait()
