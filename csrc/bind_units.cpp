@@ -44,7 +44,7 @@ std::shared_ptr<UnitLinks> make_links(const std::string& group_name,
 }
 
 UnitLayout make_layout(const std::vector<std::tuple<size_t, int64_t, bool>>& places, int64_t chunk,
-                       int64_t packed, int64_t flags) {
+                       int64_t packed, int64_t flags, std::optional<engine::CodedSpec> codes) {
   UnitLayout layout;
   for (const auto& [member, offset, direct] : places) {
     layout.places.push_back({member, offset, direct});
@@ -52,6 +52,7 @@ UnitLayout make_layout(const std::vector<std::tuple<size_t, int64_t, bool>>& pla
   layout.chunk = chunk;
   layout.packed = packed;
   layout.flags = flags;
+  layout.codes = std::move(codes);
   return layout;
 }
 
@@ -96,7 +97,7 @@ void bind_units(py::module_& m) {
       .def("stats", &stats_of);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),
-           py::arg("flags"));
+           py::arg("flags"), py::arg("codes"));
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
       .def(py::init(&make_unit), py::arg("links"), py::arg("members"), py::arg("dtypes"),
            py::arg("device"), py::arg("tag"))

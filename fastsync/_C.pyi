@@ -196,7 +196,12 @@ class UnitLinks:
 
 class UnitLayout:
     def __init__(
-        self, places: Sequence[tuple[int, int, bool]], chunk: int, packed: int, flags: int
+        self,
+        places: Sequence[tuple[int, int, bool]],
+        chunk: int,
+        packed: int,
+        flags: int,
+        codes: CodedSpec | None,
     ) -> None: ...
 
 class Unit:

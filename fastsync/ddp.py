@@ -78,8 +78,8 @@ class FastDDP(StagedFront):
         units: with zero=3, what is gathered together: modules, their names or classes.
         master_weights: with `zero`, optimizers step on fp32 masters of parameters of 16 bits; each
             rank has those of its share.
-        parameter_wire: with `zero` 1 or 2, the format that updated parameters travel as, such as
-            "int8". Each rank keeps exact fp32 masters of its share; see docs/zero.md.
+        parameter_wire: with `zero`, the format that updated parameters travel as, such as
+            "int8". Each rank keeps exact ones of its share; see docs/zero.md, docs/zero3.md.
         on_nonfinite: what becomes of a step on gradients that hold NaN or infinity: "skip" leaves
             it out, "raise" makes it an error, on every rank; both name parameter and ranks.
         shared_memory: False has CPU ranks of one machine average through the process group, too.

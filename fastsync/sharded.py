@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -50,10 +51,16 @@ class ShardedDDP(FastDDP, zero=3):
         contiguous(self.module)
         ignored = {p for n, p in self.module.named_parameters() if n in self.parameters_to_ignore}
         old = dict(self.module.named_parameters())
-        mesh = _mesh_of(self)
+        shard = partial(
+            fully_shard,
+            mesh=_mesh_of(self),
+            ignored_params=ignored,
+            wire=self._policy.wire,
+            parameter_wire=self._policy.zero.parameter_wire,
+        )
         for unit in choose_units(self.module, self._units):
-            fully_shard(unit, mesh=mesh, ignored_params=ignored)
-        fully_shard(self.module, mesh=mesh, ignored_params=ignored)
+            shard(unit)
+        shard(self.module)
         new = dict(self.module.named_parameters())
         exchange_in_optimizers(list(old.values()), [new[name] for name in old])
         self._sharded_state.context.in_memory = self._policy.shared_memory
@@ -149,7 +156,7 @@ class ShardedDDP(FastDDP, zero=3):
         Raises:
             ValueError: always.
         """
-        raise _refused("set_wire()", "units have no wire formats yet")
+        raise _refused("set_wire()", "the wire of units is chosen with them")
 
     def sync_state_dict(self) -> dict[str, Any]:
         """Not supported: units keep nothing from step to step.

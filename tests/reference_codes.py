@@ -1,8 +1,10 @@
 """What a parameter becomes that travels as a code, by torch's operations."""
 
+from itertools import pairwise
+
 import torch
 
-__all__ = ["ROUND"]
+__all__ = ["ROUND", "by_shares"]
 
 
 def _blocks(values, size):
@@ -61,3 +63,11 @@ def _whole(flat_rule):
 
 
 ROUND = {name: _whole(rule) for name, rule in _FLAT.items()}
+
+
+def by_shares(tensor, wire, world, dim=0):
+    """In fp32, what a tensor is whose shares along `dim` have been coded, each by itself."""
+    each = -(-tensor.shape[dim] // world)
+    ends = [min(tensor.shape[dim], each * rank) for rank in range(world + 1)]
+    parts = [tensor.narrow(dim, a, b - a).contiguous().float() for a, b in pairwise(ends)]
+    return torch.cat([ROUND[wire](part) for part in parts], dim)

@@ -136,12 +136,11 @@ def test_what_a_wrapped_model_shows():
 
 
 REFUSED = {
-    "wire": {"wire": "bf16"},
+    "wire": {"wire": "topk"},
     "timeline": {"timeline": True},
     "on_nonfinite": {"on_nonfinite": "skip"},
     "shard_by": {"shard_by": "tensor"},
     "master_weights": {"master_weights": True},
-    "parameter_wire": {"parameter_wire": "int8"},
 }
 
 

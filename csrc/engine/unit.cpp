@@ -2,9 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <chrono>
-#include <deque>
 #include <utility>
 
 #include "../check.h"
@@ -16,52 +14,6 @@ namespace {
 
 // Sums are of this dtype whatever travels.
 at::ScalarType wide(at::ScalarType stored) { return stored == at::kDouble ? stored : at::kFloat; }
-
-int64_t product(const std::vector<int64_t>& sizes, size_t begin, size_t end) {
-  int64_t result = 1;
-  for (size_t i = begin; i < end; ++i) result *= sizes[i];
-  return result;
-}
-
-std::vector<int64_t> row_major(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;)
-    strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
-  return strides;
-}
-
-ops::SlotLayout compact(int64_t offset, int64_t numel, const std::vector<int64_t>& sizes) {
-  return {offset, numel, sizes, row_major(sizes)};
-}
-
-at::Tensor run_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
-  return ops::view_of(flat, ops::SlotLayout::run(begin, numel), flat.scalar_type());
-}
-
-// What a kernel packs or unpacks; keeps the places that its items point to.
-class ItemList {
- public:
-  // `tensor`, none for `fill` everywhere, and elements of a flat buffer that begin at `offset`.
-  void add(const at::Tensor& tensor, int64_t offset, const ops::SlotLayout& like, float fill = 0) {
-    if (like.numel == 0) return;
-    layouts_.push_back(compact(offset, like.numel, like.sizes));
-    items_.push_back({tensor, &layouts_.back(), fill});
-  }
-  void add_run(const at::Tensor& tensor, int64_t offset, int64_t numel, float fill = 0) {
-    add(tensor, offset, ops::SlotLayout::run(0, numel), fill);
-  }
-
-  void pack(const at::Tensor& flat, double scale) const {
-    if (!items_.empty()) ops::pack(items_, flat, scale);
-  }
-  void unpack(const at::Tensor& flat, double scale, bool accumulate) const {
-    if (!items_.empty()) ops::unpack(items_, flat, scale, accumulate);
-  }
-
- private:
-  std::deque<ops::SlotLayout> layouts_;
-  std::vector<ops::Item> items_;
-};
 
 ops::SlotLayout moved(ops::SlotLayout layout, int64_t by) {
   layout.offset += by;
@@ -79,9 +31,7 @@ Unit::Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, Un
       tag_(tag),
       rank_(links_->ranks->rank()),
       ranks_(links_->ranks->size()),
-      whole_(members_.empty() ? 0
-                              : members_.back().whole_offset +
-                                    product(members_.back().sizes, 0, members_.back().sizes.size()),
+      whole_(members_.empty() ? 0 : members_.back().whole_offset + members_.back().numel(),
              dtypes.compute, device) {
   ops::check_supported(device);
 }
@@ -96,8 +46,8 @@ Unit::~Unit() {
 
 at::Tensor Unit::whole(size_t member) const {
   const UnitMember& its = members_.at(member);
-  const int64_t numel = product(its.sizes, 0, its.sizes.size());
-  return ops::view_of(whole_.flat(), compact(its.whole_offset, numel, its.sizes), dtypes_.compute);
+  return ops::view_of(whole_.flat(), compact(its.whole_offset, its.numel(), its.sizes),
+                      dtypes_.compute);
 }
 
 void Unit::set_shard(const at::Tensor& shard, UnitLayout layout) {
@@ -107,23 +57,6 @@ void Unit::set_shard(const at::Tensor& shard, UnitLayout layout) {
   release();
   shard_ = ops::view_of(shard, ops::SlotLayout::run(0, layout.chunk), dtypes_.stored);
   layout_ = std::move(layout);
-}
-
-Unit::Share Unit::share_of(size_t member, int rank) const {
-  const UnitMember& its = members_.at(member);
-  const auto dim = static_cast<size_t>(its.dim);
-  const int64_t length = its.sizes[dim];
-  const int64_t each = (length + ranks_ - 1) / ranks_;
-  const int64_t begin = std::min(length, rank * each);
-  const int64_t count = std::min(each, length - begin);
-  const int64_t outer = product(its.sizes, 0, dim);
-  const int64_t inner = product(its.sizes, dim + 1, its.sizes.size());
-  Share share;
-  share.numel = outer * count * inner;
-  share.sizes = its.sizes;
-  share.sizes[dim] = count;
-  share.in_whole = {begin * inner, share.numel, {outer, count, inner}, {length * inner, inner, 1}};
-  return share;
 }
 
 void Unit::wait(comm::InFlight& work) const {
@@ -136,13 +69,26 @@ void Unit::wait(comm::InFlight& work) const {
 // Copies the shares of `rank` to the whole members, from where its chunk begins in `flat`.
 void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct) {
   ItemList items;
+  add_shares(items, begin, rank, direct);
+  items.unpack(flat, 1.0, false);
+}
+
+void Unit::fill_from_codes() {
+  ItemList items;
+  for (int r = 0; r < ranks_; ++r)
+    add_shares(items, r * gathered_codes_->chunk_numel(), r, /*direct=*/false);
+  gathered_codes_->decode(items.items(), staging_);
+  gathered_codes_.reset();
+}
+
+// The shares of `rank` in the whole members.
+void Unit::add_shares(ItemList& items, int64_t begin, int rank, bool direct) const {
   for (const UnitPlace& place : layout_.places) {
     if (place.direct && !direct) continue;
-    const Share share = share_of(place.member, rank);
+    const UnitShare share = share_of(place.member, rank);
     const auto layout = moved(share.in_whole, members_[place.member].whole_offset);
     items.add(ops::view_of(whole_.flat(), layout, dtypes_.compute), begin + place.offset, layout);
   }
-  items.unpack(flat, 1.0, false);
 }
 
 // The shard in the compute dtype.
@@ -162,11 +108,20 @@ at::Tensor Unit::lend() {
   return run_of(whole_.flat(), 0, numel);
 }
 
+void Unit::start_coded_gather() {
+  gathered_codes_ = std::make_unique<UnitCodes>(*layout_.codes, links_->ranks, device_, tag_);
+  staging_ = links_->pool.take(gathered_codes_->bytes(), at::kByte, device_);
+  gathering_ = gathered_codes_->gather(shard_, staging_);
+  ++links_->stats.gathers;
+  links_->stats.gathered_bytes += gathered_codes_->sent_bytes();
+}
+
 void Unit::start_gather() {
   if (whole_.has_memory()) return;
   FS_CHECK(shard_.defined(), "a unit is gathered before it has any parameters");
   const at::NoGradGuard no_grad;
   lend();
+  if (layout_.codes) return start_coded_gather();
   fill_from(shard_, 0, rank_, /*direct=*/true);
   if (ranks_ == 1) return;
   const at::Tensor source = source_of_gather();
@@ -185,7 +140,7 @@ void Unit::start_gather() {
       post(sent, r, run_of(source, 0, layout_.packed));
       for (const UnitPlace& place : layout_.places) {
         if (!place.direct) continue;
-        const Share theirs = share_of(place.member, r);
+        const UnitShare theirs = share_of(place.member, r);
         const int64_t begin = members_[place.member].whole_offset + theirs.in_whole.offset;
         post(received, r, run_of(whole_.flat(), begin, theirs.numel));
         post(sent, r, run_of(source, place.offset, share_of(place.member, rank_).numel));
@@ -207,10 +162,12 @@ void Unit::finish_gather() {
   } catch (...) {
     // Somebody may still write to these: they go to nobody else.
     staging_ = lowered_ = at::Tensor();
+    gathered_codes_.reset();
     whole_.take_back();
     throw;
   }
-  for (int r = 0; r < ranks_; ++r) {
+  if (gathered_codes_) fill_from_codes();
+  for (int r = 0; r < ranks_ && !layout_.codes; ++r) {
     if (r != rank_) fill_from(staging_, r * layout_.packed, r, /*direct=*/false);
   }
   links_->pool.give(std::exchange(staging_, at::Tensor()));
@@ -237,23 +194,26 @@ at::Tensor Unit::ready_to_send(const at::Tensor& gradient, size_t member) const 
 
 void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const {
   const UnitLayout& layout = reduction.layout;
+  const UnitCodes* codes = reduction.codes.get();
+  std::vector<float> all_used;
   ItemList items;
   for (size_t i = 0; i < layout.places.size(); ++i) {
     const UnitPlace& place = layout.places[i];
     at::Tensor gradient = gradients[i];
     const float used = gradient.defined() ? 1.0F : 0.0F;
+    all_used.push_back(used);
     if (place.direct) {
       reduction.direct[i] = ready_to_send(gradient, place.member);
-    } else if (gradient.defined() && !gradient.is_contiguous()) {
+    } else if (gradient.defined() && (!gradient.is_contiguous() || gradient.is_neg())) {
       const at::Tensor copy = ops::make_scratch(gradient.sizes(), gradient.scalar_type(), device_);
       copy.copy_(gradient);
       gradient = copy;
     }
     for (int r = 0; r < ranks_; ++r) {
-      const int64_t chunk = r * layout.packed;
-      items.add_run({}, chunk + layout.flags + static_cast<int64_t>(i), 1, used);
+      const int64_t chunk = r * (codes ? codes->chunk_numel() : layout.packed);
+      if (!codes) items.add_run({}, chunk + layout.flags + static_cast<int64_t>(i), 1, used);
       if (place.direct) continue;
-      const Share share = share_of(place.member, r);
+      const UnitShare share = share_of(place.member, r);
       at::Tensor part;
       if (gradient.defined()) {
         part = ops::view_of(gradient, share.in_whole, gradient.scalar_type());
@@ -261,7 +221,9 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
       items.add(part, chunk + place.offset, share.in_whole);
     }
   }
-  items.pack(reduction.sent, reduction.scale);
+  if (!codes) return items.pack(reduction.sent, reduction.scale);
+  const uint64_t seed = codes->seed_of(reduction.step);
+  codes->encode(items.items(), all_used, reduction.sent, {reduction.scale, seed});
 }
 
 // Whether what comes from the first other rank is received where the sums will be: its terms are the first or, for rank 0, the
@@ -290,8 +252,8 @@ void Unit::send_gradients(Reduction& reduction) {
     for (size_t i = 0; i < layout.places.size(); ++i) {
       const UnitPlace& place = layout.places[i];
       if (!place.direct) continue;
-      const Share mine = share_of(place.member, rank_);
-      const Share theirs = share_of(place.member, r);
+      const UnitShare mine = share_of(place.member, rank_);
+      const UnitShare theirs = share_of(place.member, r);
       if (mine.numel > 0) received.push_back({r, run_of(chunk, place.offset, mine.numel)});
       if (theirs.numel > 0) {
         sent.push_back({r, run_of(reduction.direct[i], theirs.in_whole.offset, theirs.numel)});
@@ -299,6 +261,30 @@ void Unit::send_gradients(Reduction& reduction) {
     }
   }
   reduction.in_flight = links_->ranks->exchange(std::move(received), std::move(sent), tag_ + 1);
+}
+
+void Unit::send(Reduction& reduction) {
+  const int64_t chunk = reduction.layout.chunk;
+  if (reduction.codes) {
+    reduction.received = links_->pool.take(reduction.codes->bytes(), at::kByte, device_);
+    reduction.in_flight = reduction.codes->scatter(reduction.received, reduction.sent);
+  } else if (!by_messages()) {
+    reduction.received = links_->pool.take(chunk, dtypes_.reduce, device_);
+    reduction.in_flight = links_->ranks->reduce_scatter(reduction.received, reduction.sent);
+  } else {
+    const int64_t others = ranks_ - (first_in_sums() ? 2 : 1);
+    reduction.received = links_->pool.take(others * chunk, dtypes_.reduce, device_);
+    send_gradients(reduction);
+  }
+}
+
+// Where what this rank sends is written.
+at::Tensor Unit::room_to_send(Reduction& reduction) {
+  const UnitLayout& layout = reduction.layout;
+  if (!layout.codes) return links_->pool.take(ranks_ * layout.packed, dtypes_.reduce, device_);
+  reduction.step = coded_reductions_++;
+  reduction.codes = std::make_unique<UnitCodes>(*layout.codes, links_->ranks, device_, tag_ + 1);
+  return links_->pool.take(reduction.codes->bytes(), at::kByte, device_);
 }
 
 void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale) {
@@ -310,18 +296,13 @@ void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, do
   made->layout = std::move(layout);
   made->direct.resize(gradients.size());
   made->scale = scale;
-  made->sent = links_->pool.take(ranks_ * made->layout.packed, dtypes_.reduce, device_);
+  made->sent = room_to_send(*made);
   pack_gradients(*made, gradients);
   gradients.clear();
   const int64_t chunk = made->layout.chunk;
   made->sums = ops::make_scratch({chunk}, wide(dtypes_.stored), device_);
-  if (!by_messages() && ranks_ > 1) {
-    made->received = links_->pool.take(chunk, dtypes_.reduce, device_);
-    made->in_flight = links_->ranks->reduce_scatter(made->received, made->sent);
-  } else if (ranks_ > 1) {
-    const int64_t others = ranks_ - (first_in_sums() ? 2 : 1);
-    made->received = links_->pool.take(others * chunk, dtypes_.reduce, device_);
-    send_gradients(*made);
+  if (ranks_ > 1) send(*made);
+  if (ranks_ > 1 && by_messages()) {
     made->added = links_->adder.submit([this, made] {
       made->in_flight->wait();
       made->in_flight.reset();
@@ -329,10 +310,11 @@ void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, do
       return false;
     });
   }
-  reduction_ = std::move(made);
   ++links_->stats.reductions;
   links_->stats.reduced_bytes +=
-      (ranks_ - 1) * chunk * static_cast<int64_t>(c10::elementSize(dtypes_.reduce));
+      made->codes ? made->codes->sent_bytes()
+                  : (ranks_ - 1) * chunk * static_cast<int64_t>(c10::elementSize(dtypes_.reduce));
+  reduction_ = std::move(made);
 }
 
 at::Tensor Unit::finish_reduce() {
@@ -356,6 +338,7 @@ at::Tensor Unit::finish_reduce() {
 void Unit::add_up(Reduction& reduction) const {
   const at::NoGradGuard no_grad;
   const int64_t chunk = reduction.layout.chunk;
+  if (reduction.codes) return add_codes(reduction);
   if (!by_messages() && ranks_ > 1) {
     ItemList items;
     items.add_run(reduction.sums, 0, chunk);
@@ -376,6 +359,18 @@ void Unit::add_up(Reduction& reduction) const {
   }
 }
 
+void Unit::add_codes(const Reduction& reduction) const {
+  const UnitLayout& layout = reduction.layout;
+  ItemList items;
+  for (const UnitPlace& place : layout.places) {
+    const int64_t numel = share_of(place.member, rank_).numel;
+    items.add_run(run_of(reduction.sums, place.offset, numel), place.offset, numel);
+  }
+  const auto count = static_cast<int64_t>(layout.places.size());
+  reduction.codes->sum(reduction.received, items.items(),
+                       run_of(reduction.sums, layout.flags, count));
+}
+
 // Lets go of each large gradient after its terms.
 void Unit::add_own(Reduction& reduction, bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
@@ -385,7 +380,7 @@ void Unit::add_own(Reduction& reduction, bool accumulate) const {
   for (size_t i = 0; i < layout.places.size(); ++i) {
     const UnitPlace& place = layout.places[i];
     if (!place.direct) continue;
-    const Share mine = share_of(place.member, rank_);
+    const UnitShare mine = share_of(place.member, rank_);
     const at::Tensor gradient = std::exchange(reduction.direct[i], at::Tensor());
     ItemList items;
     items.add_run(run_of(reduction.sums, place.offset, mine.numel), mine.in_whole.offset,
@@ -426,7 +421,7 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
   for (size_t i = 0; i < layout.places.size(); ++i) {
     if (used[i] == 0.0) continue;
     const UnitPlace& place = layout.places[i];
-    const Share mine = share_of(place.member, rank_);
+    const UnitShare mine = share_of(place.member, rank_);
     const auto in_sums = compact(place.offset, mine.numel, mine.sizes);
     if (before[i].defined()) {
       accumulated.add(before[i], place.offset, in_sums);

@@ -18,6 +18,8 @@
 // Gradients of large members are kept until they have been sent. A thread adds up what has come and lets them go at once, while
 // the backward goes on.
 //
+// A layout with codes has both travel as those: [Note: codes of units] in unit_codes.h.
+//
 // Autograd saves whole members by their storages: each member is one tensor for good, whose memory comes and goes
 // (../ops/loan.h). Filling it again is no change that autograd notices.
 #pragma once
@@ -26,6 +28,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -33,6 +36,9 @@
 #include "../comm/worker.h"
 #include "../ops/items.h"
 #include "../ops/loan.h"
+#include "item_list.h"
+#include "unit_codes.h"
+#include "unit_member.h"
 
 namespace fastsync::engine {
 
@@ -73,12 +79,8 @@ struct UnitLayout {
   int64_t chunk = 0;   // elements for each rank
   int64_t packed = 0;  // of these, in the first message
   int64_t flags = -1;  // where the flags begin, one per place; -1: there are none
-};
-
-struct UnitMember {
-  std::vector<int64_t> sizes;
-  int64_t dim = 0;           // along which it is cut
-  int64_t whole_offset = 0;  // of its elements among those of all whole members
+  // What travels, where that is codes. Nothing is direct then, and all elements that are coded come before the flags.
+  std::optional<CodedSpec> codes;
 };
 
 struct UnitDTypes {
@@ -122,12 +124,6 @@ class Unit {
                                   const std::vector<at::Tensor>& before) const;
 
  private:
-  // The elements of a member that a rank has.
-  struct Share {
-    ops::SlotLayout in_whole;  // of the member by itself
-    std::vector<int64_t> sizes;
-    int64_t numel = 0;
-  };
   struct Reduction {
     UnitLayout layout;
     std::vector<at::Tensor> direct;  // gradients, by place; undefined where they were packed
@@ -135,20 +131,30 @@ class Unit {
     at::Tensor received;  // chunks of the other ranks; the first lies in `sums` where that can be
     at::Tensor sums;
     double scale = 1.0;
+    std::unique_ptr<UnitCodes> codes;  // null where gradients travel as they are
+    uint64_t step = 0;                 // among those that are coded
     std::unique_ptr<comm::InFlight> in_flight;
     std::shared_ptr<comm::Ticket> added;
   };
 
-  Share share_of(size_t member, int rank) const;
+  UnitShare share_of(size_t member, int rank) const {
+    return members_.at(member).share(rank, ranks_);
+  }
   bool by_messages() const { return links_->ranks->has_messages(device_); }
   at::Tensor source_of_gather();
+  void start_coded_gather();
   void fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct);
+  void fill_from_codes();
+  void add_shares(ItemList& items, int64_t begin, int rank, bool direct) const;
   at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
   void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
   void send_gradients(Reduction& reduction);
+  at::Tensor room_to_send(Reduction& reduction);
+  void send(Reduction& reduction);
   bool first_in_sums() const;
   at::Tensor chunk_from(const Reduction& reduction, int rank) const;
   void add_up(Reduction& reduction) const;
+  void add_codes(const Reduction& reduction) const;
   void add_own(Reduction& reduction, bool accumulate) const;
   void add_received(const Reduction& reduction, const at::Tensor& chunk, bool accumulate) const;
   void wait(comm::InFlight& work) const;
@@ -166,7 +172,9 @@ class Unit {
   at::Tensor staging_;  // packed chunks of all ranks
   at::Tensor lowered_;  // the shard in the compute dtype, where that is another
   std::unique_ptr<comm::InFlight> gathering_;
+  std::unique_ptr<UnitCodes> gathered_codes_;  // while they are under way
   std::shared_ptr<Reduction> reduction_;
+  uint64_t coded_reductions_ = 0;
 };
 
 }  // namespace fastsync::engine

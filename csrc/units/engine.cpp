@@ -16,6 +16,7 @@
 #include "../engine/step_log.cpp"
 #include "../engine/timeline.cpp"
 #include "../engine/unit.cpp"
+#include "../engine/unit_codes.cpp"
 #include "../engine/usage.cpp"
 #include "../transport/chained.cpp"
 #include "../transport/choose.cpp"

@@ -62,6 +62,7 @@ CPP_SOURCES = (
     "engine/precision.cpp",
     "engine/timeline.cpp",
     "engine/unit.cpp",
+    "engine/unit_codes.cpp",
     "engine/step_log.cpp",
     "engine/process.cpp",
     "engine/news.cpp",

@@ -26,6 +26,7 @@ from fastsync.wire.plugins import PluginCodec
 
 if TYPE_CHECKING:
     from fastsync import _C
+    from fastsync._C import CodedSpec as CodedSpec
     from fastsync._C import FaultWatch as FaultWatch
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
@@ -56,6 +57,7 @@ __all__ = [
     "all_finite",
     "bucket_spec",
     "check_backend",
+    "coded_spec",
     "decode",
     "encode",
     "load",
@@ -304,10 +306,18 @@ def make_unit(
 
 
 def make_unit_layout(
-    places: Sequence[tuple[int, int, bool]], chunk: int, packed: int, flags: int
+    places: Sequence[tuple[int, int, bool]],
+    chunk: int,
+    packed: int,
+    flags: int,
+    codes: CodedSpec | None = None,
 ) -> UnitLayout:
-    """Where shares lie: member, first element, and whether it travels by itself."""
-    return _C.UnitLayout(places, chunk, packed, flags)
+    """Where shares lie: member, first element, and whether it travels by itself.
+
+    Args:
+        codes: what a chunk travels as; None: as it is.
+    """
+    return _C.UnitLayout(places, chunk, packed, flags, codes)
 
 
 def make_watch(host: str, warn_after: float, stack_file: int, stack_signal: int) -> FaultWatch:
@@ -354,7 +364,7 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
     if plan is not None and isinstance(plan.layout, LowRankLayout):
         low_rank = low_rank_spec(index, layout, plan, sender)
     elif plan is not None:
-        coded = _coded_spec(index, plan, sender)
+        coded = coded_spec(index, plan, sender)
     return _C.BucketSpec(
         slots=list(zip(bucket.params, layout.offsets, strict=True)),
         numel=layout.numel,
@@ -385,8 +395,8 @@ def _scatter_spec(bucket: PlannedBucket, sender: Sender) -> _C.ScatterSpec:
     return spec
 
 
-def _coded_spec(index: int, plan: CodedPlan, sender: Sender) -> _C.CodedSpec:
-    """Coded bucket number `index`. Its random numbers differ by rank and bucket."""
+def coded_spec(index: int, plan: CodedPlan, sender: Sender) -> _C.CodedSpec:
+    """Coded bucket, or unit, number `index`. Its random numbers differ by rank and number."""
     assert isinstance(plan.layout, PayloadLayout)
     spec = _C.CodedSpec()
     spec.lay_out(**_fields(plan.layout, but=("chunks",)))

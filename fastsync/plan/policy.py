@@ -9,9 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fastsync.plan.topology import Network, Span
-from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire
+from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
 
-__all__ = ["PARAMETER_WIRES", "BucketPolicy", "MixedPolicy", "SyncPolicy", "piece_bytes"]
+__all__ = [
+    "PARAMETER_WIRES",
+    "BucketPolicy",
+    "MixedPolicy",
+    "SyncPolicy",
+    "UnitWires",
+    "ZeroPolicy",
+    "piece_bytes",
+]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
@@ -150,8 +158,8 @@ class ZeroPolicy:
             optimizer decides.
         masters: optimizers step on fp32 masters of parameters of 16 bits.
         units: of stage 3, what is gathered together, in words.
-        parameter_wire: the format that updated parameters travel as, one of `PARAMETER_WIRES`;
-            their owners keep exact fp32 masters. None: as they are.
+        parameter_wire: the format that parameters travel as, one of `PARAMETER_WIRES`; their
+            owners keep exact ones. None: as they are.
 
     Raises:
         ValueError: there is no such stage, unit or format, or nothing that masters could belong to.
@@ -188,17 +196,80 @@ class ZeroPolicy:
             self._check_parameter_wire()
 
     def _check_parameter_wire(self) -> None:
-        if self.stage not in (1, 2):
+        if self.stage == 0:
             raise ValueError(
-                f"parameter_wire says what the ranks of zero=1 and 2 send each other after a step, "
-                f"which zero={self.stage} does not; leave it out"
+                "parameter_wire says what the ranks of zero=1, 2 and 3 send each other of their "
+                "parameters, which zero=0 does not; leave it out"
             )
-        if self.parameter_wire not in PARAMETER_WIRES:
-            known = ", ".join(map(repr, PARAMETER_WIRES))
+        check_parameter_wire(self.parameter_wire)
+
+
+def check_parameter_wire(name: str | None) -> None:
+    """
+    Raises:
+        ValueError: parameters cannot travel as `name`.
+    """
+    if name is not None and name not in PARAMETER_WIRES:
+        known = ", ".join(map(repr, PARAMETER_WIRES))
+        raise ValueError(
+            f"parameter_wire must be None or one of {known}, but is {name!r}; other formats lose "
+            "too much of a weight"
+        )
+
+
+@dataclass(frozen=True)
+class UnitWires:
+    """What units that ranks share (stage 3) travel as.
+
+    Attributes:
+        gradients: the format's name or codec, and how it rounds; the rest of a `Wire` is about
+            buckets.
+        parameters: a format, one of `PARAMETER_WIRES`; None: as they are.
+
+    Raises:
+        ValueError: units cannot travel so.
+    """
+
+    gradients: Wire = field(default_factory=Wire)
+    parameters: str | None = None
+
+    def __post_init__(self) -> None:
+        check_parameter_wire(self.parameters)
+        if not self.gradients.plain:
+            self._check_gradients(self.gradients)
+
+    def _check_gradients(self, wire: Wire) -> None:
+        named = f"wire={wire.describe()!r}"
+        if not wire.adds_by_parts:
             raise ValueError(
-                f"parameter_wire must be None or one of {known}, but is {self.parameter_wire!r}; "
-                "other formats lose too much of a weight"
+                f"{named} codes whole gradients, and with zero=3 (fully_shard) each rank gets its "
+                "share alone; choose a format of blocks, such as 'int8'"
             )
+        default = Wire()
+        of_buckets = [
+            name
+            for name in ("overrides", "min_bytes", "warmup_steps", "piece_bytes")
+            if getattr(wire, name) != getattr(default, name)
+        ]
+        if wire.form not in ("auto", "two_shot"):
+            of_buckets.append("form")
+        if of_buckets:
+            raise ValueError(
+                f"{named} does not combine with zero=3 (fully_shard), whose units know no "
+                f"{', '.join(of_buckets)}; leave that out. Units may have wires of their own: "
+                "call fastsync.fully_shard with each one's"
+            )
+        if wire.feedback_for(make_codec(wire.format)):
+            raise ValueError(
+                f"{named} has error feedback, which would keep a whole gradient on each rank, and "
+                "zero=3 (fully_shard) keeps shares; choose 'int8' or another format without, or "
+                "pass error_feedback=False"
+            )
+
+    def describe(self) -> str:
+        """Everything that ranks must agree on, in words."""
+        parameters = "" if self.parameters is None else f", parameters as {self.parameters}"
+        return self.gradients.describe() + parameters
 
 
 ON_NONFINITE = ("ignore", "skip", "raise")
@@ -277,8 +348,8 @@ class SyncPolicy:
             )
 
     def _check_stage3(self) -> None:
+        UnitWires(self.wire, self.zero.parameter_wire)
         asked = {
-            f"wire={self.wire.describe()!r}": not self.wire.plain,
             "mixed_precision (use fastsync.fully_shard with mp_policy)": self.mixed
             != MixedPolicy(),
             f"on_nonfinite={self.on_nonfinite!r}": self.checks_finite,

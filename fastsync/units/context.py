@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fastsync.engine import core
 from fastsync.engine.memory import share_memory
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
+from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.ranks.links import new_cpu_group, new_part
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
@@ -97,14 +98,37 @@ class Context(StepWatcher, Generic[S]):
     # --- links
 
     def links_of(self, place: Place) -> Links:
-        """Collective the first time, on the ranks that share."""
+        """Collective the first time, on the ranks that share and on those that repeat them."""
         if place.group not in self._links:
             own = place.by_messages and place.world > 1 and is_registered(place.group)
             group = new_cpu_group(place.group, "units") if own else place.group
+            self._agree(place, group)
             memory = share_memory(group, 0) if own and self.in_memory else None
             self._links[place.group] = Links(core.make_unit_links(group, memory))
             self._groups.append(group)
         return self._links[place.group]
+
+    def _agree(self, place: Place, group: dist.ProcessGroup) -> None:
+        """
+        Raises:
+            RankMismatchError: ranks have been told other dtypes or wires; on all of the mesh.
+        """
+        settings = {
+            f"what unit {unit.name or number!r} travels as": unit.travels_as()
+            for number, unit in enumerate(self.units())
+            if unit.place.group is place.group
+        }
+        failure = "units cannot be connected on every rank;"
+        found: RankMismatchError | None = None
+        try:
+            agree(Statement(settings, ()), group, place.device, failure)
+        except RankMismatchError as error:
+            found = error
+        if place.replicas is not None:  # whose ranks may have heard nothing
+            statement = Statement(settings, (), str(found or ""))
+            agree(statement, place.replicas, place.device, failure)
+        if found is not None:
+            raise found
 
     def all_links(self) -> list[Links]:
         return [*self._links.values(), *self._early]

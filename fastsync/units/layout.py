@@ -6,7 +6,8 @@ equal size on all ranks; where a dimension is not divisible, the last ranks' end
     | small members | flags | large members, each a message by itself |
 
 What is small is packed and travels in one message. Flags, one per member, are there for gradients
-alone: csrc/engine/unit.h tells what for.
+alone: csrc/engine/unit.h tells what for. Where a chunk travels as codes, everything counts as
+small, and each share begins with a block of the format.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class ChunkLayout:
     flags: int
 
     @property
+    def values(self) -> int:
+        """Elements before the flags."""
+        return self.packed if self.flags < 0 else self.flags
+
+    @property
     def places(self) -> list[tuple[int, int, bool]]:
         """Member, offset and whether it travels by itself."""
         return list(zip(self.members, self.offsets, self.direct, strict=True))
@@ -80,13 +86,16 @@ def lay_out(
     world: int,
     direct_from: int | None,
     flags: bool,
+    block: int | None = None,
 ) -> ChunkLayout:
     """The chunk of those `members`.
 
     Args:
         shapes: of all of the unit's.
         direct_from: elements from which a share travels by itself; None: all are packed.
+        block: of the format whose codes travel; None: elements do.
     """
+    alignment = math.lcm(block or 1, ALIGNMENT)
     shares = [shapes[m].share(world) for m in members]
     direct = tuple(
         direct_from is not None and share >= direct_from and shapes[m].contiguous
@@ -97,7 +106,9 @@ def lay_out(
     for i, share in enumerate(shares):
         if not direct[i]:
             offsets[i] = end
-            end = align_up(end + share, ALIGNMENT)
+            end = align_up(end + share, alignment)
+    if block is not None:
+        end = max(end, alignment)  # no code is that of nothing
     flags_at = end if flags else -1
     end = packed = align_up(end + (len(members) if flags else 0), ALIGNMENT)
     for i, share in enumerate(shares):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from fastsync.plan.policy import UnitWires
 from fastsync.torch_private import (
     is_registered,
     is_replicated,
@@ -33,6 +34,8 @@ from fastsync.units.module import shard_class
 from fastsync.units.state import State, state_of
 from fastsync.units.strand import TRAINABLE, MixedDTypes
 from fastsync.units.unit import Unit
+from fastsync.wire.formats import Choice, Wire, make_codec
+from fastsync.wire.plugins import check_device
 
 __all__ = ["fully_shard"]
 
@@ -51,6 +54,8 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: AbstractSet[nn.Parameter] | None = None,
+    wire: Wire | Choice = "fp32",
+    parameter_wire: str | None = None,
 ) -> T:
     """Has each rank keep its share of the parameters, gradients and optimizer state of `module`.
 
@@ -71,6 +76,10 @@ def fully_shard(
         mp_policy: dtypes to compute in, to reduce gradients in, and of outputs.
         offload_policy: CPUOffloadPolicy is accepted where parameters are on the CPU anyway.
         ignored_params: stay as they are; their gradients are not averaged.
+        wire: what gradients travel as: a format such as "int8", a codec, or a `fastsync.Wire` of
+            one. Each is rounded once; sums are fp32. There is no error feedback.
+        parameter_wire: the format that parameters travel as, such as "int8". Modules compute with
+            what it rounds them to; the shares, which optimizers update, stay exact.
 
     Returns:
         `module`, whose class has `FSDPModule`'s methods now.
@@ -79,6 +88,7 @@ def fully_shard(
         ValueError: an argument makes no sense, or a parameter has no dimension.
         NotImplementedError: what FSDP2 knows and this does not.
     """
+    wires = UnitWires(Wire.of(wire), parameter_wire)
     modules = _roots(module)
     place = Place.of(default_mesh() if mesh is None else mesh)
     mixed = mp_policy or MixedPrecisionPolicy()
@@ -89,13 +99,15 @@ def fully_shard(
     params, buffers = _managed(modules, ignored_params or set())
     cuts = [_cut(name, param, shard_placement_fn, place) for name, param in params.items()]
     _move(list(params.values()), buffers, place.device)
+    for name, param in params.items():
+        check_device(make_codec(wires.gradients.format), name, param.device)
     own, tied = _split_tied(modules, params)
     by_param = dict(zip(map(id, params.values()), cuts, strict=True))
     members = _make_members(modules, own, [by_param[id(param)] for param in own], place)
     unit = None
     if members:
         dtypes = MixedDTypes(mixed.param_dtype, mixed.reduce_dtype, mixed)
-        unit = Unit.of(modules, members, place, dtypes)
+        unit = Unit.of(modules, members, place, dtypes, wires)
         unit.switches.reshard_after_forward = reshard is not False
         unit.switches.reshard_to = None if isinstance(reshard, bool) else reshard
         for param, member in zip(own, members, strict=True):

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fastsync.engine import core
 from fastsync.engine.core import UnitCounters
+from fastsync.plan.policy import UnitWires
 from fastsync.torch_private import set_local
+from fastsync.units.codes import Codes, gradient_codes, parameter_codes
 from fastsync.units.kept import KeptPart
 from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.units.member import Member
@@ -71,8 +73,10 @@ class Strand:
     `settle()` makes that true again after somebody else has exchanged them.
     """
 
-    def __init__(self, members: Sequence[Member], place: Place, mixed: MixedDTypes) -> None:
-        self.members, self.place, self.mixed = list(members), place, mixed
+    def __init__(
+        self, members: Sequence[Member], place: Place, mixed: MixedDTypes, wires: UnitWires
+    ) -> None:
+        self.members, self.place, self.mixed, self.wires = list(members), place, mixed, wires
         self.partial: torch.Tensor | None = None  # sums that replicas have not added up yet
         self._layouts: dict[tuple[int, ...], tuple[ChunkLayout, core.UnitLayout]] = {}
         self._reducing: tuple[ChunkLayout, core.UnitLayout] | None = None
@@ -94,6 +98,25 @@ class Strand:
     def reduce(self) -> torch.dtype:
         return self.mixed.reduce or self.compute
 
+    # --- what travels
+
+    def gathered_as(self) -> Codes | None:
+        """What shares travel as to become whole parameters; None: as these are."""
+        return parameter_codes(self.wires, self.place, self.dtype, self.compute)
+
+    def reduced_as(self) -> Codes | None:
+        """Likewise gradients; None: as `reduce`."""
+        return gradient_codes(self.wires, self.place, (self.dtype, self.compute), self.reduce)
+
+    def travels_as(self) -> str:
+        dtypes = f"{self.dtype} as {self.compute}, gradients as {self.reduce}"
+        return f"{dtypes} (wire={self.wires.describe()})"
+
+    def _core_layout_of(self, laid: ChunkLayout, codes: Codes | None) -> core.UnitLayout:
+        name = self.members[0].name
+        spec = None if codes is None else codes.spec(laid, self.place.world, name)
+        return core.make_unit_layout(laid.places, laid.chunk, laid.packed, laid.flags, spec)
+
     # --- shares
 
     def _direct_from(self, dtype: torch.dtype) -> int | None:
@@ -101,7 +124,9 @@ class Strand:
 
     def _layout(self) -> ChunkLayout:
         shapes = [m.shape for m in self.members]
-        every = range(len(shapes))
+        every, codes = range(len(shapes)), self.gathered_as()
+        if codes is not None:
+            return lay_out(shapes, every, self.place.world, None, False, codes.block)
         direct_from = self._direct_from(self.compute)
         return lay_out(shapes, every, self.place.world, direct_from, flags=False)
 
@@ -179,8 +204,7 @@ class Strand:
         member.sharded = found
 
     def _core_layout(self) -> core.UnitLayout:
-        layout = self._layout()
-        return core.make_unit_layout(layout.places, layout.chunk, layout.packed, -1)
+        return self._core_layout_of(self._layout(), self.gathered_as())
 
     def check_memory(self) -> None:
         """
@@ -296,11 +320,13 @@ class Strand:
 
     def _layout_of(self, trained: tuple[int, ...]) -> tuple[ChunkLayout, core.UnitLayout]:
         if trained not in self._layouts:
-            shapes = [m.shape for m in self.members]
+            shapes, codes = [m.shape for m in self.members], self.reduced_as()
             direct_from = self._direct_from(self.reduce) if self.reduce == self.compute else None
-            laid = lay_out(shapes, trained, self.place.world, direct_from, flags=True)
-            made = core.make_unit_layout(laid.places, laid.chunk, laid.packed, laid.flags)
-            self._layouts[trained] = (laid, made)
+            if codes is not None:
+                laid = lay_out(shapes, trained, self.place.world, None, True, codes.block)
+            else:
+                laid = lay_out(shapes, trained, self.place.world, direct_from, flags=True)
+            self._layouts[trained] = (laid, self._core_layout_of(laid, codes))
         return self._layouts[trained]
 
     def start_reduce(self, scale: float) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastsync.plan.policy import UnitWires
 from fastsync.units.extended import ExtendedStrand, has_extension, stands_apart
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
@@ -106,15 +107,20 @@ class Unit:
         members: Sequence[Member],
         place: Place,
         mixed: MixedDTypes,
+        wires: UnitWires,
     ) -> Unit:
         """With a strand per dtype, and others for members that have extensions."""
-        unit = cls(tuple(modules), place, _strands_of(members, place, mixed))
+        unit = cls(tuple(modules), place, _strands_of(members, place, mixed, wires))
         unit.show_sharded()
         return unit
 
     @property
     def members(self) -> Iterable[Member]:
         return (member for strand in self.strands for member in strand.members)
+
+    def travels_as(self) -> str:
+        """What ranks must agree on, in words."""
+        return "; ".join(strand.travels_as() for strand in self.strands)
 
     # --- parameters
 
@@ -142,7 +148,9 @@ class Unit:
         if any(strand.begun for strand in self.strands):
             raise RuntimeError(_TOO_LATE.format(strays[0].name))
         before = self.strands
-        self.strands = _strands_of(list(self.members), self.place, before[0].mixed)
+        self.strands = _strands_of(
+            list(self.members), self.place, before[0].mixed, before[0].wires
+        )
         if before[0].links is not None:
             self.connect(before[0].links)
 
@@ -301,12 +309,14 @@ def _kind_of(member: Member) -> type[Strand]:
     return Strand if member.sharded.dtype in TRAINABLE else RawStrand
 
 
-def _strands_of(members: Sequence[Member], place: Place, mixed: MixedDTypes) -> list[Strand]:
+def _strands_of(
+    members: Sequence[Member], place: Place, mixed: MixedDTypes, wires: UnitWires
+) -> list[Strand]:
     """One for each kind and dtype."""
     alike: dict[tuple[type[Strand], torch.dtype], list[Member]] = {}
     for member in members:
         alike.setdefault((_kind_of(member), member.sharded.dtype), []).append(member)
-    return [kind(its, place, mixed) for (kind, _), its in alike.items()]
+    return [kind(its, place, mixed, wires) for (kind, _), its in alike.items()]
 
 
 def _check_plain(strand: Strand) -> None:

@@ -1,0 +1,71 @@
+"""Which strands of a unit travel as codes, and how their chunks do."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine import core
+from fastsync.plan.buckets import CodedPlan, travels_coded
+from fastsync.plan.layout import RegionLayout, region_payload
+from fastsync.plan.policy import UnitWires
+from fastsync.units.layout import ChunkLayout
+from fastsync.units.mesh import Place
+from fastsync.wire.formats import FORMATS, AnyCodec, PowerSGD, Wire, make_codec
+
+__all__ = ["Codes", "gradient_codes", "parameter_codes"]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What chunks travel as.
+
+    Attributes:
+        codec: a format, or a user's.
+        wire: how it rounds.
+    """
+
+    codec: AnyCodec
+    wire: Wire
+
+    @property
+    def block(self) -> int:
+        return self.codec.block
+
+    def spec(self, laid: ChunkLayout, world: int, name: str) -> core.CodedSpec:
+        """Of one rank's chunk. Random numbers differ by rank, and by the name of the strand."""
+        assert not isinstance(self.codec, PowerSGD)
+        flags = 0 if laid.flags < 0 else len(laid.members)
+        regions = RegionLayout((), laid.values, flags, world, world)
+        payload = region_payload(regions, self.codec.coded_bytes)
+        plan = CodedPlan(self.codec, "scatter", payload, error_feedback=False)
+        number = zlib.crc32(name.encode())
+        return core.coded_spec(number, plan, core.Sender(self.wire, dist.get_rank()))
+
+
+def gradient_codes(
+    wires: UnitWires, place: Place, dtypes: Sequence[torch.dtype], reduce: torch.dtype
+) -> Codes | None:
+    """What gradients travel as instead of `reduce`; None: that.
+
+    Args:
+        dtypes: that shares are stored in, and gradients arrive in.
+    """
+    if place.world == 1 or wires.gradients.plain or torch.float64 in dtypes:
+        return None
+    codec = make_codec(wires.gradients.format)
+    return Codes(codec, wires.gradients) if travels_coded(codec, reduce) else None
+
+
+def parameter_codes(
+    wires: UnitWires, place: Place, stored: torch.dtype, compute: torch.dtype
+) -> Codes | None:
+    """What parameters travel as instead of `compute`; None: that."""
+    if place.world == 1 or wires.parameters is None or stored is torch.float64:
+        return None
+    format = FORMATS[wires.parameters]
+    return Codes(format, Wire()) if travels_coded(format, compute) else None
