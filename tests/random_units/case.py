@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Shard
 from fastsync import fully_shard
 from tests.random_cases.tree import WIDTH, Fault
 from tests.random_units.tree import Leaf, Uses, build, modules_of
+from tests.random_units.wires import draw_wires
 
 __all__ = ["UnitCase"]
 
@@ -48,6 +50,7 @@ class UnitCase:
         torch.default_generator.manual_seed(seed)
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
         self.low = self.rng.random() < 0.25
+        self.wires = draw_wires(seed, LOW if self.low else None, note)
         dtypes = (torch.float32, torch.float32, LOW)  # nothing turns fp64 into 16 bits
         self.model = build(self.rng, note, dtypes if self.low else (torch.float64, *dtypes))
         self.twin = copy.deepcopy(self.model)
@@ -89,7 +92,7 @@ class UnitCase:
         if self.low:
             mixed = MixedPrecisionPolicy(LOW, torch.float32)
             self.note("mixed")
-        self.options = {"mesh": self.mesh, "mp_policy": mixed}
+        self.options = {"mesh": self.mesh, "mp_policy": mixed, **self.wires.options}
         through = self.rng.choice(("memory", "group"))
         os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[through]
         self.note(f"through: {through}")
@@ -152,7 +155,8 @@ class UnitCase:
     def step(self):
         name = self.rng.choice(tuple(STEPS))
         self.note(name)
-        STEPS[name](self)
+        with self.computing():
+            STEPS[name](self)
         self.check()
         for _ in range(self.rng.choice((0, 1, 1))):
             self.rng.choice((UnitCase.clip, UnitCase.scale))(self)
@@ -162,6 +166,22 @@ class UnitCase:
             self.compare_weights()
         if self.rng.random() < 0.8:
             self.zero(self.rng.random() < 0.7)
+
+    @contextmanager
+    def computing(self):
+        """The copy has the weights that modules see here; in between it has the exact ones."""
+        world = self.mesh.size(self.mesh.ndim - 1)
+        exact = {name: param.data for name, param in self.copies.items()}
+        for name, param in self.copies.items():
+            dim = self.params[name].placements[-1].dim
+            seen = self.wires.seen(exact[name], world, dim)
+            if seen is not None:
+                param.data = seen
+        try:
+            yield
+        finally:
+            for name, param in self.copies.items():
+                param.data = exact[name]
 
     def zero(self, to_none):
         self.optimizer.zero_grad(set_to_none=to_none)
@@ -253,12 +273,13 @@ class UnitCase:
     def compare(self, name, found, rows, before):
         sums, sizes = rows[:, : found.numel()], rows[:, found.numel() :]
         wanted, size = (part.sum(0).view(found.shape) / self.divisor for part in (sums, sizes))
+        lost = self.wires.loss(self.params[name].dtype, sizes).view(found.shape) / self.divisor
         if before is not None:
             wanted, size = wanted + before, size + before.abs()
         dtypes = [self.params[name].dtype, *([LOW] if self.low else [])]
         bound = 16 * max(torch.finfo(dtype).eps for dtype in dtypes) * (size + wanted.abs())
         # Memory lies elsewhere in the copy, and with it the order of sums inside a product.
-        bound = bound + (2**-6 if self.low else 2**-44) * (1 + size.sum())
+        bound = lost + bound + (2**-6 if self.low else 2**-44) * (1 + size.sum())
         off = (found - wanted).abs()
         assert bool((off <= bound).all()), (
             f"{name} {tuple(found.shape)} is off by {float((off - bound).max()):.3g} more than "
@@ -307,7 +328,7 @@ class UnitCase:
         self.copies[name].grad = found
 
     def evaluate(self):
-        with torch.no_grad():
+        with torch.no_grad(), self.computing():
             self.losses()
 
     def raise_in_forward(self):
