@@ -1,12 +1,15 @@
-"""Whether models learn as well where updated parameters travel in fewer bits.
+"""Whether models learn as well where parameters travel in fewer bits.
 
     python -m tests.parameter_losses
+    python -m tests.parameter_losses --zero 3
 
-The trainings of `bench curves`, with zero=1 and each format of `parameter_wire`. The loss is that
-of held-out data, with the rounded weights that every rank computes with. Prints the table of
-docs/zero.md; tests/test_zero_parameters.py trains one of its rows again.
+The trainings of `bench curves`, with zero=1 and each format of `parameter_wire`; or with zero=3,
+and gradients in fewer bits too. The loss is that of held-out data, with the rounded weights that
+every rank computes with. Prints the tables of docs/zero.md and docs/zero3.md;
+tests/test_zero_parameters.py trains one of their rows again.
 """
 
+import argparse
 from functools import partial
 
 import torch
@@ -21,13 +24,24 @@ from fastsync.testing import run_ranks
 NUDGED = "None, nudged"
 
 
-def train(rank, world, task, wire):
+def rows_of(zero):
+    """Options of FastDDP by the name of the row."""
+    if zero == 1:
+        return {wire: {"parameter_wire": wire} for wire in PARAMETER_WIRES}
+    pairs = [("int8", None), (None, "int8"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "int8")]
+    return {
+        f"{wire}, {other}": {"wire": wire or "fp32", "parameter_wire": other}
+        for wire, other in pairs
+    }
+
+
+def train(rank, world, task, wire, zero=1):
     """The loss in the end. Other weights to begin with tell what differences mean."""
     task = curves.TASKS[task]()
     task = curves.nudged(task) if wire == NUDGED else task
     module = task.build()
-    chosen = wire if wire in PARAMETER_WIRES else None
-    model = FastDDP(module, zero=1, parameter_wire=chosen, bucket_cap_mb=curves.BUCKET_MIB)
+    options = rows_of(zero).get(wire, {})
+    model = FastDDP(module, zero=zero, bucket_cap_mb=curves.BUCKET_MIB, **options)
     optimizer = task.optimizer(module)
     rate = partial(rate_share, steps=curves.STEPS, warmup=curves.WARMUP_STEPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -43,18 +57,22 @@ def train(rank, world, task, wire):
     return loss.item() / world
 
 
-def loss_of(task, wire):
-    return run_ranks(train, 2, task, wire, timeout=300)[0]
+def loss_of(task, wire, zero=1):
+    return run_ranks(train, 2, task, wire, zero, timeout=300)[0]
 
 
 def main():
-    print("| `parameter_wire` | gpt: loss | against `None` | conv: loss | against `None` |")
+    parser = argparse.ArgumentParser(description="trains models with codes, and prints a table")
+    parser.add_argument("--zero", type=int, choices=(1, 3), default=1, help="the stage")
+    zero = parser.parse_args().zero
+    named = "`parameter_wire`" if zero == 1 else "`wire`, `parameter_wire`"
+    print(f"| {named} | gpt: loss | against `None` | conv: loss | against `None` |")
     print("|---|---|---|---|---|")
-    exact = {task: loss_of(task, "None") for task in curves.TASKS}
-    for wire in ("None", NUDGED, *PARAMETER_WIRES):
+    exact = {task: loss_of(task, "None", zero) for task in curves.TASKS}
+    for wire in ("None", NUDGED, *rows_of(zero)):
         cells = [f"`{wire}`"]
         for task, reference in exact.items():
-            loss = reference if wire == "None" else loss_of(task, wire)
+            loss = reference if wire == "None" else loss_of(task, wire, zero)
             cells += [f"{loss:.4f}", f"{loss / reference - 1:+.2%}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 

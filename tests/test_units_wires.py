@@ -1,12 +1,13 @@
 """Units whose gradients and parameters travel as codes, beside a twin that codes by torch alone."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn, optim
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -14,6 +15,8 @@ from fastsync import FastDDP, Wire, fully_shard
 from fastsync.plan.policy import PARAMETER_WIRES
 from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.parameter_losses import NUDGED, rows_of
+from tests.parameter_losses import loss_of as train_with
 from tests.random_cases.wires import Halves
 from tests.reference_codes import ROUND, by_shares
 from tests.unit_models import (
@@ -95,6 +98,7 @@ def same(found, wanted):
 
 def beside(rank, world, wire, parameter_wire, options):
     """Whether weights that are computed with, gradients and masters are the twin's, bit by bit."""
+    os.environ["FASTSYNC_SHM"] = options.get("memory", "1")
     dtype, compute = options.get("dtype", torch.float32), options.get("compute")
     dim_of = options.get("dim_of")
     model = Weighed(dtype)
@@ -149,6 +153,11 @@ def test_a_twin_of_another_kind(kind):
     assert run_ranks(beside, 2, wire, wire, KINDS[kind]) == [True, True]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_twin_of_ranks_that_share_no_memory(world):
+    assert run_ranks(beside, world, "int8", "int8", {"memory": "0"}) == [True] * world
+
+
 def test_parameters_alone_may_travel_as_codes():
     assert run_ranks(beside, 2, None, "int8", {}) == [True, True]
 
@@ -189,6 +198,17 @@ def test_a_training_in_int8_ends_near_that_in_fp32(make):
         assert all(same(found, ranks[0][0])) and all(same(saved, found))
         assert 0 < farthest(found, wanted) <= (0.02 if make == "sgd" else 0.09)
         assert abs(rounded - loss) < 1e-3 and 0 < abs(rounded - exact) < 1e-3
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_document():
+    page = (Path(__file__).parent.parent / "docs/zero3.md").read_text()
+    section = page.split("\n## Fewer bits\n")[1].split("\n## ")[0]
+    rows = re.findall(r"\| `([^`]+)` \| (\d\.\d{4}) ", section)
+    stated = {name: float(loss) for name, loss in rows}
+    assert set(stated) == {"None", NUDGED, *rows_of(3)}
+    assert all(abs(loss / stated["None"] - 1) < 0.003 for loss in stated.values())
+    assert abs(train_with("gpt", "int8, int8", zero=3) / stated["int8, int8"] - 1) < 0.002
 
 
 # How much is sent.
@@ -388,61 +408,3 @@ def alone(rank, world):
 
 def test_one_rank_codes_nothing():
     assert run_ranks(alone, 1) == [True]
-
-
-# Backends without messages.
-
-
-class Flat(dist.ProcessGroup):
-    """Between chunks of equal size as on NCCL: what is gathered is this rank's part everywhere."""
-
-    def __init__(self, rank, world, inner):
-        super().__init__(rank, world)
-        self._inner = inner
-        fake = FakeProcessGroup._create_internal(rank, world)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
-
-    def getBackendName(self):
-        return "flat"
-
-    def setGroupName(self, name):
-        self._name = name
-
-    def getGroupName(self):
-        return self._name
-
-    def allgather(self, *args):
-        return self._inner.allgather(*args)
-
-    def all_to_all_single(self, *args):
-        return self._inner.alltoall_base(*args)
-
-
-def make_flat(prefix_store, rank, world, timeout):
-    return Flat(rank, world, dist.ProcessGroupGloo(prefix_store, rank, world, timeout))
-
-
-def over_flat_buffers(rank, world):
-    """Whether gradients are the twin's, and this rank's share is gathered for all others."""
-    dist.Backend.register_backend("flat", make_flat, devices=["cpu"])
-    group = dist.new_group(backend="flat")
-    model = Weighed()
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), **INT8)
-    model(numbers_of(rank, 0)).backward()
-    twin = Twin(world, "int8", "int8")
-    found = []
-    rows = zip(model.parameters(), twin.averages(0), model.seen, twin.seen(), strict=True)
-    for param, average, seen, wanted in rows:
-        mine = param.grad.to_local()
-        begin = rank * -(-len(average) // world)
-        found.append(torch.equal(mine, average[begin : begin + len(mine)]))
-        own = wanted[begin : begin + len(mine)]
-        full = len(own) * world == len(wanted)  # else the last share is shorter than the others
-        found.append(not full or torch.equal(seen, torch.cat([own] * world)))
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_codes_travel_in_flat_buffers_where_there_are_no_messages(world):
-    for found in run_ranks(over_flat_buffers, world):
-        assert all(found)
