@@ -19,7 +19,7 @@ from fastsync.engine.memory import share_memory
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.ranks.links import new_cpu_group, new_part
-from fastsync.torch_private import is_registered
+from fastsync.torch_private import is_registered, outside_transforms
 from fastsync.units.mesh import Place
 from fastsync.units.strand import Links
 from fastsync.units.unit import Unit
@@ -100,13 +100,17 @@ class Context(StepWatcher, Generic[S]):
     def links_of(self, place: Place) -> Links:
         """Collective the first time, on the ranks that share and on those that repeat them."""
         if place.group not in self._links:
-            own = place.by_messages and place.world > 1 and is_registered(place.group)
-            group = new_cpu_group(place.group, "units") if own else place.group
-            self._agree(place, group)
-            memory = share_memory(group, 0) if own and self.in_memory else None
-            self._links[place.group] = Links(core.make_unit_links(group, memory))
-            self._groups.append(group)
+            with outside_transforms():
+                self._links[place.group] = self._connect(place)
         return self._links[place.group]
+
+    def _connect(self, place: Place) -> Links:
+        own = place.by_messages and place.world > 1 and is_registered(place.group)
+        group = new_cpu_group(place.group, "units") if own else place.group
+        self._agree(place, group)
+        self._groups.append(group)
+        memory = share_memory(group, 0) if own and self.in_memory else None
+        return Links(core.make_unit_links(group, memory))
 
     def _agree(self, place: Place, group: dist.ProcessGroup) -> None:
         """
