@@ -51,7 +51,7 @@ class Exchange {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-class ExchangeInFlight final : public CalledByWait<> {
+class ExchangeInFlight final : public InFlight {
  public:
   ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<ExchangeThreads> threads)
       : exchange_(std::move(exchange)), threads_(std::move(threads)) {
@@ -76,8 +76,12 @@ class ExchangeInFlight final : public CalledByWait<> {
       started_->wait();
       exchange_->wait();
     }
-    call();
     return {};
+  }
+
+  void on_done(std::function<void()> fn) override {
+    watch();
+    watched_->on_done(std::move(fn));
   }
 
   // Messages cannot be asked. Another thread waits for them, once somebody wants to know.

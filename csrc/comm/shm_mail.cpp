@@ -42,6 +42,25 @@ const std::byte* Mail::letter(size_t tag, uint64_t number, size_t sender) {
   return segments_[sender]->data() + offset;
 }
 
+bool Mail::have_posted(size_t tag, uint64_t number, std::chrono::milliseconds time,
+                       Bell::Clock::time_point since) {
+  const auto end = Bell::Clock::now() + time;
+  for (size_t r = 0; r < ranks(); ++r) {
+    if (r == rank_) continue;
+    const auto come = [&] { return box(r, tag).numbers.at(number % kLetters).load() >= number; };
+    const auto check_life = [&] {
+      FS_CHECK(come() || segments_[r]->owner_lives(), "rank ", r, " ended while rank ", rank_,
+               " waited for it to send a message");
+    };
+    if (Bell(table(0).bell).wait_until(come, end, check_life)) continue;
+    FS_CHECK(Bell::Clock::now() < since + timeout_, "rank ", rank_, " waited ",
+             std::chrono::duration<double>(timeout_).count(), " s for rank ", r,
+             " to send a message, but it did not come");
+    return false;
+  }
+  return true;
+}
+
 void Mail::done(size_t tag, uint64_t number) {
   std::atomic<uint64_t>& mine = box(rank_, tag).done;
   if (mine.load() < number) mine.store(number);
@@ -63,7 +82,8 @@ void Mail::wait_for(size_t rank, const char* what, const Done& done) {
   };
   const bool came = Bell(table(0).bell).wait_until(done, Bell::Clock::now() + timeout_, check_life);
   const double seconds = std::chrono::duration<double>(timeout_).count();
-  FS_CHECK(came, "rank ", rank_, " waited ", seconds, " s for rank ", rank, " to ", what);
+  FS_CHECK(came, "rank ", rank_, " waited ", seconds, " s for rank ", rank, " to ", what,
+           ", but it did not come");
 }
 
 }  // namespace fastsync::comm

@@ -50,6 +50,9 @@ class Mail {
   void post(size_t tag, uint64_t number, size_t offset);
   // What another rank has posted; until done(). Throws likewise.
   const std::byte* letter(size_t tag, uint64_t number, size_t sender);
+  // Whether all of them have, within that time. Throws likewise, `since` being when somebody began to wait.
+  bool have_posted(size_t tag, uint64_t number, std::chrono::milliseconds time,
+                   Bell::Clock::time_point since);
   void done(size_t tag, uint64_t number);
   // Whether nobody reads any more what this rank has posted.
   bool is_read(size_t tag, uint64_t number) const;

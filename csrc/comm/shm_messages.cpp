@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "../check.h"
@@ -74,6 +75,12 @@ class ShmMessages::Reading final : public CalledByWait<> {
     return {};
   }
 
+  bool is_done_within(std::chrono::milliseconds time) override {
+    if (!since_) since_ = Bell::Clock::now();
+    return mail_->have_posted(tag_, number_, time, *since_);
+  }
+  bool can_be_asked() const override { return true; }
+
  private:
   void read(size_t sender) {
     const std::vector<at::Tensor> messages = of_rank(received_, static_cast<int>(sender));
@@ -95,6 +102,7 @@ class ShmMessages::Reading final : public CalledByWait<> {
   size_t tag_;
   uint64_t number_;
   std::vector<Message> received_;
+  std::optional<Bell::Clock::time_point> since_;  // somebody wants to know
 };
 
 ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<SharedMemory> memory)
