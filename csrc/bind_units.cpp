@@ -70,20 +70,68 @@ std::shared_ptr<Unit> make_unit(
           torch::impl::destroy_without_gil<Unit>};
 }
 
-py::dict stats_of(const UnitLinks& links) {
-  const engine::UnitStats& stats = links.stats;
+py::dict stats_of(const engine::UnitPeers& peers) {
+  const engine::UnitStats& stats = peers.stats;
   py::dict result;
   result["gathers"] = stats.gathers;
   result["reductions"] = stats.reductions;
   result["gathered_bytes"] = stats.gathered_bytes;
   result["reduced_bytes"] = stats.reduced_bytes;
+  result["summed_bytes"] = stats.summed_bytes;
   result["waited_seconds"] = stats.waited_seconds;
   return result;
+}
+
+engine::Direction direction_of(const std::string& name) {
+  if (name == "gather") return engine::Direction::kGather;
+  return name == "reduction" ? engine::Direction::kReduce : engine::Direction::kSum;
+}
+
+// What tells of units: their log, and collectives that Python waits for.
+void bind_logs(py::module_& m) {
+  using engine::Movement;
+  using engine::UnitLog;
+  using engine::UnitName;
+  using engine::UnitPeers;
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<UnitLog, std::shared_ptr<UnitLog>>(m, "UnitLog")
+      .def(py::init<>())
+      .def("begin_forward", &UnitLog::begin_forward, py::arg("counts"))
+      .def("end_forward", &UnitLog::end_forward)
+      .def("begin_backward", &UnitLog::begin_backward)
+      .def("end_backward", &UnitLog::end_backward)
+      .def("end_work", &UnitLog::end_work)
+      .def("set_timeline", &UnitLog::set_timeline, py::arg("timeline"))
+      .def("steps", &UnitLog::steps);
+  py::class_<UnitName>(m, "UnitName")
+      .def(py::init([](int64_t number, std::string words, std::vector<std::string> parameters) {
+             return UnitName{number, std::move(words), std::move(parameters)};
+           }),
+           py::arg("number"), py::arg("words"), py::arg("parameters"));
+  py::class_<Movement>(m, "Movement")
+      .def("begin_wait", &Movement::begin_wait)
+      .def("end_wait", &Movement::end_wait)
+      .def("arrived", &Movement::arrived)
+      .def("fail", &Movement::fail, release, py::arg("error"));
+  py::class_<UnitPeers, std::shared_ptr<UnitPeers>>(m, "UnitPeers")
+      .def(py::init<int64_t>(), py::arg("rank"))
+      .def("join", &UnitPeers::join, py::arg("log"), py::arg("faults").none(true), py::arg("names"))
+      .def(
+          "begin",
+          [](std::shared_ptr<UnitPeers> peers, const UnitName& unit, const std::string& direction,
+             int64_t bytes) {
+            return std::make_unique<Movement>(std::move(peers),
+                                              std::make_shared<const UnitName>(unit),
+                                              direction_of(direction), bytes);
+          },
+          release, py::arg("unit"), py::arg("direction"), py::arg("bytes"))
+      .def("stats", &stats_of);
 }
 
 }  // namespace
 
 void bind_units(py::module_& m) {
+  bind_logs(m);
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<UnitLinks, std::shared_ptr<UnitLinks>>(m, "UnitLinks")
       .def(py::init(&make_links), release, py::arg("group_name"), py::arg("memory") = py::none())
@@ -94,13 +142,14 @@ void bind_units(py::module_& m) {
           },
           py::arg("device"))
       .def("trim", &UnitLinks::trim, release)
-      .def("stats", &stats_of);
+      .def("peers", [](const UnitLinks& links) { return links.peers; });
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),
            py::arg("flags"), py::arg("codes"));
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
       .def(py::init(&make_unit), py::arg("links"), py::arg("members"), py::arg("dtypes"),
            py::arg("device"), py::arg("tag"))
+      .def("set_name", &Unit::set_name, py::arg("name"))
       .def("whole", &Unit::whole, py::arg("member"))
       .def("set_shard", &Unit::set_shard, release, py::arg("shard"), py::arg("layout"))
       .def("start_gather", &Unit::start_gather, release)

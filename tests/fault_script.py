@@ -26,7 +26,16 @@ STEPS = 5
 AT = 2  # the third step
 WIDTH = 64
 LAYERS = 6
-WRAPPERS = {"fp32": {}, "int8": {"wire": "int8"}, "zero1": {"zero": 1}, "zero2": {"zero": 2}}
+UNITS = {"zero": 3, "units": [nn.Linear]}
+WRAPPERS = {
+    "fp32": {},
+    "int8": {"wire": "int8"},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": UNITS,
+    "blind3": UNITS,  # nobody looks out for faults
+    "fsdp": None,
+}
 
 
 class BadBatch(ValueError):
@@ -60,6 +69,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.fault, self.place, self.step = fault, place, -1
+        self.shared = False  # parameters are, so that hooks on these are lost
         # Reached when the buckets of half of the layers have been sent.
         self.layers[LAYERS // 2].weight.register_hook(self.in_backward)
 
@@ -79,13 +89,34 @@ class Net(nn.Module):
         for index, layer in enumerate(self.layers):
             if index == LAYERS // 2 and self.due("forward"):
                 fail(self.fault)
+            if index == LAYERS // 2 and self.shared:
+                x.register_hook(self.in_backward)
             x = layer(x).tanh()
         return x.square().mean()
 
 
+def wrap(net, wrapper, options):
+    net.shared = wrapper in ("zero3", "blind3", "fsdp")
+    if wrapper != "fsdp":
+        return fastsync.FastDDP(net, **{"bucket_cap_mb": 0.01, **options})
+    for layer in net.layers:
+        fastsync.fully_shard(layer)
+    return fastsync.fully_shard(net)
+
+
+def check_again(model, x):
+    """The ranks do not agree any more, and a forward says so instead of computing."""
+    try:
+        model(x)
+    except fastsync.SyncFault as error:
+        assert "an earlier step has failed" in str(error), error
+    else:
+        raise AssertionError("a forward after a fault")
+
+
 def train(rank, fault, place, wrapper):
     mine = fault if rank == FAULTY else None
-    options = dict(WRAPPERS[wrapper])
+    options = dict(WRAPPERS[wrapper] or {})
     if fault == "settings" and mine:
         options["bucket_cap_mb"] = 7
     if fault == "nan":
@@ -93,7 +124,9 @@ def train(rank, fault, place, wrapper):
     net = Net(mine, place)
     if fault == "thaw":
         net.layers[0].weight.requires_grad_(False)
-    model = fastsync.FastDDP(net, **{"bucket_cap_mb": 0.01, **options})
+    if wrapper == "blind3":
+        os.environ["FASTSYNC_WATCH"] = "0"
+    model = wrap(net, wrapper, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for net.step in range(STEPS - (mine == "fewer")):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + net.step))
@@ -108,6 +141,10 @@ def train(rank, fault, place, wrapper):
             if mine != "skip":
                 raise
             continue
+        except fastsync.SyncFault:
+            if net.shared:
+                check_again(model, x)
+            raise
         if net.due("between"):
             fail(fault)
         optimizer.step()

@@ -1,11 +1,12 @@
 """Real ranks that die, stop, sleep, raise and leave, and what the others say of it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.fault_script import AT, FAULTY, LAYERS
+from tests.fault_script import AT, FAULTY, LAYERS, STEPS
 from tests.scripts import finish, start
 
 # Fault, where, wrapper, ranks.
@@ -48,7 +49,18 @@ ALIKE = [
     ("nan", "loop", "zero2", 2),
 ]
 THAW = ("thaw", "loop", "fp32", 3)
-JOBS = [*DEATHS, *RAISES, *LEAVES, *STALLS, *ALIKE, THAW]
+UNITS = [
+    ("kill", "forward", "zero3", 2),
+    ("kill", "backward", "zero3", 3),
+    ("kill", "between", "fsdp", 2),
+    ("raise", "backward", "fsdp", 3),
+    ("raise", "forward", "zero3", 2),
+    ("fewer", "loop", "zero3", 2),
+    ("stop", "forward", "fsdp", 2),
+    ("sleep", "backward", "zero3", 3),
+]
+BLIND = [("kill", "forward", "blind3", 2), ("sleep", "backward", "blind3", 2)]
+JOBS = [*DEATHS, *RAISES, *LEAVES, *STALLS, *ALIKE, THAW, *UNITS, *BLIND]
 
 
 def name_of(job):
@@ -168,3 +180,47 @@ def test_a_rank_that_trains_others_than_the_rest_is_named(endings, job):
         assert seen["error"] == "SyncFault", str(ending)
         assert seen["ranks"] == [FAULTY], str(ending)
         assert "to train the same parameters" in seen["text"], str(ending)
+
+
+def check_unit(job, seen, ending):
+    """An error tells which unit was waited for, when, and its parameters."""
+    step = AT + 1 if job[1] in ("forward", "backward") else AT + 2
+    moment = "backward" if job[1] == "backward" else "forward"
+    kind = "gather|reduction" if moment == "backward" else "gather"
+    params = r"2 parameters, 'layers\.\2\.weight' to 'layers\.\2\.bias', 16\.2 KiB"
+    layer = rf"unit 'layers\.(\d)' \({params}\)"
+    if job[0] == "fewer":
+        step = STEPS
+    found = re.search(rf"the ({kind}) of {layer} in the {moment} of step {step}\b", seen["text"])
+    assert found, str(ending)
+    return [f"layers.{found[2]}.{part}" for part in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("job", UNITS, ids=name_of)
+def test_faults_name_the_unit_that_is_waited_for(endings, job):
+    ending = endings[job]
+    check_named(ending)
+    reasons = {
+        "kill": "was killed by SIGKILL",
+        "raise": "rank 1 raised BadBatch: bad batch",
+        "fewer": "rank 1 ended its script after step 4",
+        "stop": "rank 1 is stopped",
+        "sleep": "rank 1 is late: it is in the backward of step 3",
+    }
+    for seen in ending.others:
+        assert seen["parameters"] == check_unit(job, seen, ending)
+        assert reasons[job[0]] in seen["text"], str(ending)
+        assert "join()" not in seen["text"], "which zero=3 does not have"
+    if job[0] in ("stop", "sleep"):
+        warned = [log for log in ending.logs if "fastsync: rank 0 has waited" in log]
+        assert len(warned) == 1 and "of unit 'layers." in warned[0], str(ending)
+
+
+@pytest.mark.parametrize("job", BLIND, ids=name_of)
+def test_errors_of_the_backend_name_the_unit_too(endings, job):
+    ending = endings[job]
+    assert set(ending.stuck) <= {FAULTY}, str(ending)
+    for seen in ending.others:
+        assert seen["error"] == "RuntimeError", str(ending)
+        assert seen["text"].startswith("fastsync: rank 0, the "), str(ending)
+        check_unit(job, seen, ending)

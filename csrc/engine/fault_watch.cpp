@@ -316,9 +316,10 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
   if (reports.size() > kMostNamed) {
     descriptions.push_back(concat(reports.size() - kMostNamed, " more ranks likewise"));
   }
-  fault.text = concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ",
-                      rounded(waited), " in ", wanted.place, ". ", remedy_for(first.kind), ".",
-                      error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
+  fault.text =
+      concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ", rounded(waited),
+             " in ", wanted.place, ". ", remedy_for(first.kind, wanted.joins), ".",
+             error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
   fault.phase =
       wanted.model < first.standings.size() ? name_of(first.standings[wanted.model].phase) : "";
   fault.bucket = wanted.bucket;

@@ -52,8 +52,9 @@ struct Wanted {
   size_t model = 0;
   int64_t issued = 0;  // the collectives that a rank must have issued
   int64_t bucket = -1;
-  std::string place;  // "bucket 3 of 9 (...)"
+  std::string place;  // "bucket 3 of 9 (...)", "the gather of unit 'blocks.3' (...)"
   std::vector<std::string> parameters;
+  bool joins = true;  // the model has join()
 };
 
 // How a rank leaves.

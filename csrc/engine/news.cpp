@@ -8,19 +8,31 @@
 namespace fastsync::engine {
 namespace {
 
+// Empty where there is none.
+std::string named(const Names& names, int64_t index) {
+  return index >= 0 && index < static_cast<int64_t>(names.size())
+             ? names[static_cast<size_t>(index)]
+             : "";
+}
+
+std::string of_backward(const Standing& at, const Names& names) {
+  if (at.buckets == 0) return "";
+  const std::string name = named(names, at.param);
+  return concat(name.empty() ? "" : concat(", last gradient '", name, "'"), ", ", at.bucket, " of ",
+                at.buckets, " buckets sent");
+}
+
+}  // namespace
+
 std::string activity(const Standing& at, const Names& names) {
   const int64_t step = at.step + 1;
-  const bool named = at.param >= 0 && at.param < static_cast<int64_t>(names.size());
-  const std::string name = named ? names[static_cast<size_t>(at.param)] : "";
   switch (static_cast<Phase>(at.phase)) {
     case Phase::kForward:
       return concat("in the forward of step ", step);
     case Phase::kAfterForward:
       return concat("between forward and backward of step ", step);
     case Phase::kBackward:
-      return concat("in the backward of step ", step,
-                    name.empty() ? "" : concat(", last gradient '", name, "'"), ", ", at.bucket,
-                    " of ", at.buckets, " buckets sent");
+      return concat("in the backward of step ", step, of_backward(at, names));
     case Phase::kWaiting:
       return concat("in step ", step, ", in bucket ", at.bucket, " of ", at.buckets);
     case Phase::kMeeting:
@@ -30,12 +42,14 @@ std::string activity(const Standing& at, const Names& names) {
       return concat("after step ", at.step, ", where buckets are planned");
     case Phase::kGathering:
       return concat("after step ", at.step, ", gathering parameters");
+    case Phase::kGatheringUnit:
+      return concat("in step ", step, ", gathering ", named(names, at.bucket));
+    case Phase::kReducingUnit:
+      return concat("in step ", step, ", reducing ", named(names, at.bucket));
     default:
       return at.step == 0 ? "before the first step" : concat("after step ", at.step);
   }
 }
-
-}  // namespace
 
 const char* name_of(int64_t phase) {
   switch (static_cast<Phase>(phase)) {
@@ -51,13 +65,16 @@ const char* name_of(int64_t phase) {
     case Phase::kPlanning:
       return "planning";
     case Phase::kGathering:
+    case Phase::kGatheringUnit:
       return "gathering";
+    case Phase::kReducingUnit:
+      return "reducing";
     default:
       return "between steps";
   }
 }
 
-const char* remedy_for(News::Kind kind) {
+const char* remedy_for(News::Kind kind, bool joins) {
   switch (kind) {
     case News::Kind::kDied:
       return "Look at what it printed, and in the system's log for the out-of-memory killer; then "
@@ -65,7 +82,8 @@ const char* remedy_for(News::Kind kind) {
     case News::Kind::kRaised:
       return "Mend that error: it is the cause, and those of the other ranks follow from it";
     case News::Kind::kEnded:
-      return "Give every rank as many steps, or train within model.join()";
+      return joins ? "Give every rank as many steps, or train within model.join()"
+                   : "Give every rank as many steps";
     case News::Kind::kGaveUp:
       return "The cause is what that rank says";
     default:

@@ -44,9 +44,11 @@ using Names = std::vector<std::string>;
 // "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9 buckets sent". `at`: where it
 // stands; null: it is not known.
 std::string describe(const News& news, const Standing* at, const Names& names);
+// The end of that: "in the backward of step 812, ...".
+std::string activity(const Standing& at, const Names& names);
 // "forward", "backward", ...
 const char* name_of(int64_t phase);
-// What to do about it, for the first of those that are to blame.
-const char* remedy_for(News::Kind kind);
+// What to do about it, for the first of those that are to blame. `joins`: the model has join().
+const char* remedy_for(News::Kind kind, bool joins);
 
 }  // namespace fastsync::engine

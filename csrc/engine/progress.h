@@ -19,14 +19,16 @@ enum class Phase : int64_t {
   kMeeting,  // the other ranks, to change the plan
   kPlanning,
   kGathering,  // parameters that an optimizer has stepped on
+  kGatheringUnit,
+  kReducingUnit,
 };
 
 // A copy.
 struct Standing {
-  int64_t step = 0;     // synchronised steps made so far
-  int64_t phase = 0;    // of `Phase`
-  int64_t bucket = 0;   // sent in this step; while waiting, the one that is waited for
-  int64_t buckets = 0;  // of the plan
+  int64_t step = 0;    // synchronised steps made so far
+  int64_t phase = 0;   // of `Phase`
+  int64_t bucket = 0;  // sent in this step; while waiting, the one, or the unit, that is waited for
+  int64_t buckets = 0;  // of the plan; 0 where there are units
   int64_t param = -1;   // whose gradient came last; -1: none in this step
   int64_t issued =
       0;  // collectives of this model, ever: the same ones in the same order on every rank
@@ -53,9 +55,9 @@ class Progress {
     issue();
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
-  void await(int64_t bucket) {
-    reach(Phase::kWaiting);
-    set(kBucket, bucket);
+  void await(int64_t index, Phase phase = Phase::kWaiting) {
+    reach(phase);
+    set(kBucket, index);
   }
   void plan(int64_t buckets) {
     set(kBuckets, buckets);

@@ -44,9 +44,9 @@ class StepLog {
   void mark(Mark mark, int64_t bucket, int64_t bytes = 0) const {
     if (timeline_ && !paused_) timeline_->record(mark, bucket, bytes);
   }
-  // What to call when the bucket's collective is done; empty where nobody records.
-  std::function<void()> on_done(int64_t bucket) const {
-    return timeline_ && !paused_ ? timeline_->on_done(bucket) : nullptr;
+  // What to call when the collective of a bucket, or unit, is done; empty where nobody records.
+  std::function<void()> on_done(int64_t index, Mark mark = Mark::kDone) const {
+    return timeline_ && !paused_ ? timeline_->on_done(index, mark) : nullptr;
   }
   // Leaves marks out until told otherwise.
   void pause(bool paused) { paused_ = paused; }

@@ -45,6 +45,30 @@ const char* to_string(Mark mark) {
       return "launched";
     case Mark::kDone:
       return "done";
+    case Mark::kGatherStarted:
+      return "gather_started";
+    case Mark::kGatherDone:
+      return "gather_done";
+    case Mark::kGatherWanted:
+      return "gather_wanted";
+    case Mark::kGatherArrived:
+      return "gather_arrived";
+    case Mark::kReductionStarted:
+      return "reduction_started";
+    case Mark::kReductionDone:
+      return "reduction_done";
+    case Mark::kReductionWanted:
+      return "reduction_wanted";
+    case Mark::kReductionArrived:
+      return "reduction_arrived";
+    case Mark::kSumStarted:
+      return "sum_started";
+    case Mark::kSumDone:
+      return "sum_done";
+    case Mark::kSumWanted:
+      return "sum_wanted";
+    case Mark::kSumArrived:
+      return "sum_arrived";
   }
   return "unknown";
 }
@@ -62,9 +86,9 @@ void Timeline::record(Mark mark, int64_t index, int64_t bytes) {
   write(step_.load(std::memory_order_relaxed), mark, index, bytes);
 }
 
-std::function<void()> Timeline::on_done(int64_t bucket) {
+std::function<void()> Timeline::on_done(int64_t index, Mark mark) {
   const int64_t step = step_.load(std::memory_order_relaxed);
-  return [self = shared_from_this(), step, bucket] { self->write(step, Mark::kDone, bucket, 0); };
+  return [self = shared_from_this(), step, index, mark] { self->write(step, mark, index, 0); };
 }
 
 // A reader that sees any store after the first one also sees the first: no torn mark goes unnoticed.

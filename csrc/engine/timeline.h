@@ -33,15 +33,30 @@ enum class Mark : uint8_t {
   kPacked,    // its buffer is filled, or the first piece of it that travels by itself
   kLaunched,  // that is handed to the backend
   kDone,      // its collective has completed, whether anyone waits for it or not
+  // of a unit's gather, of the reduction of its gradients, and of their sum over replicas: handed to the backend, completed, needed
+  // by the computation, and there
+  kGatherStarted,
+  kGatherDone,
+  kGatherWanted,
+  kGatherArrived,
+  kReductionStarted,
+  kReductionDone,
+  kReductionWanted,
+  kReductionArrived,
+  kSumStarted,
+  kSumDone,
+  kSumWanted,
+  kSumArrived,
 };
 const char* to_string(Mark mark);
 
 struct TimelineEvent {
   int64_t step = 0;  // synchronised backwards before it
   Mark mark = Mark::kForwardStart;
-  int64_t index = 0;  // the bucket; for a step's mark, how many plans had been installed
-  int64_t bytes = 0;  // handed to the backend, with kLaunched
-  int64_t time = 0;   // steady clock, nanoseconds
+  int64_t index = 0;  // the bucket or unit; for a step's mark, how many plans had been installed
+  int64_t bytes =
+      0;  // handed to the backend, with kLaunched; sent, where a unit's collective starts
+  int64_t time = 0;  // steady clock, nanoseconds
 };
 
 class Timeline : public std::enable_shared_from_this<Timeline> {
@@ -55,8 +70,8 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
   void begin_step(int64_t step) { step_.store(step, std::memory_order_relaxed); }
   // From any thread.
   void record(Mark mark, int64_t index, int64_t bytes = 0);
-  // Records kDone of a bucket of this step when it is called: once, later, from any thread. Keeps the timeline alive.
-  std::function<void()> on_done(int64_t bucket);
+  // Records `mark` of a bucket or unit of this step when it is called: once, later, from any thread. Keeps the timeline alive.
+  std::function<void()> on_done(int64_t index, Mark mark);
 
   // The marks that are kept, oldest first; those that are being written, or whose device has not come to them, are left
   // out.

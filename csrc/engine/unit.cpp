@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <chrono>
 #include <utility>
 
 #include "../check.h"
@@ -37,11 +36,7 @@ Unit::Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, Un
 }
 
 Unit::~Unit() {
-  try {
-    if (reduction_ && reduction_->added) reduction_->added->wait();
-  } catch (...) {
-    // Whoever waited for these gradients would have heard of it.
-  }
+  if (reduction_) abandon(*reduction_);
 }
 
 at::Tensor Unit::whole(size_t member) const {
@@ -59,11 +54,6 @@ void Unit::set_shard(const at::Tensor& shard, UnitLayout layout) {
   layout_ = std::move(layout);
 }
 
-void Unit::wait(comm::InFlight& work) const {
-  const auto start = std::chrono::steady_clock::now();
-  work.wait();
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  links_->stats.waited_seconds += took.count();
 }
 
 // Copies the shares of `rank` to the whole members, from where its chunk begins in `flat`.
@@ -111,9 +101,9 @@ at::Tensor Unit::lend() {
 void Unit::start_coded_gather() {
   gathered_codes_ = std::make_unique<UnitCodes>(*layout_.codes, links_->ranks, device_, tag_);
   staging_ = links_->pool.take(gathered_codes_->bytes(), at::kByte, device_);
+  gather_ = begin(Direction::kGather, gathered_codes_->sent_bytes());
   gathering_ = gathered_codes_->gather(shard_, staging_);
-  ++links_->stats.gathers;
-  links_->stats.gathered_bytes += gathered_codes_->sent_bytes();
+  if (auto done = gather_->on_done()) gathering_->on_done(std::move(done));
 }
 
 void Unit::start_gather() {
@@ -122,6 +112,7 @@ void Unit::start_gather() {
   const at::NoGradGuard no_grad;
   lend();
   if (layout_.codes) return start_coded_gather();
+  if (ranks_ > 1) gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
   fill_from(shard_, 0, rank_, /*direct=*/true);
   if (ranks_ == 1) return;
   const at::Tensor source = source_of_gather();
@@ -148,22 +139,22 @@ void Unit::start_gather() {
     }
     gathering_ = links_->ranks->exchange(std::move(received), std::move(sent), tag_);
   }
-  ++links_->stats.gathers;
-  links_->stats.gathered_bytes +=
-      (ranks_ - 1) * layout_.chunk * static_cast<int64_t>(c10::elementSize(dtypes_.compute));
+  if (auto done = gather_->on_done()) gathering_->on_done(std::move(done));
 }
 
 void Unit::finish_gather() {
   if (!gathering_) return;
   const at::NoGradGuard no_grad;
   const auto work = std::move(gathering_);
+  const Movement::Arrives arrives = [&work](auto time) { return work->is_done_within(time); };
   try {
-    wait(*work);
+    gather_->await(work->can_be_asked() ? arrives : nullptr, [&work] { work->wait(); });
   } catch (...) {
-    // Somebody may still write to these: they go to nobody else.
-    staging_ = lowered_ = at::Tensor();
+    // Somebody may still write to these: they go to nobody else, and live for as long.
+    const std::vector<at::Tensor> kept{std::exchange(staging_, {}), std::exchange(lowered_, {}),
+                                       whole_.take_back()};
     gathered_codes_.reset();
-    whole_.take_back();
+    work->on_done([kept] {});
     throw;
   }
   if (gathered_codes_) fill_from_codes();
@@ -172,6 +163,7 @@ void Unit::finish_gather() {
   }
   links_->pool.give(std::exchange(staging_, at::Tensor()));
   links_->pool.give(std::exchange(lowered_, at::Tensor()));
+  gather_->arrived();
 }
 
 void Unit::release() {
@@ -300,20 +292,16 @@ void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, do
   pack_gradients(*made, gradients);
   gradients.clear();
   const int64_t chunk = made->layout.chunk;
+  made->movement =
+      begin(Direction::kReduce, made->codes ? made->codes->sent_bytes()
+                                            : bytes_leaving(Direction::kReduce, made->layout));
   made->sums = ops::make_scratch({chunk}, wide(dtypes_.stored), device_);
   if (ranks_ > 1) send(*made);
   if (ranks_ > 1 && by_messages()) {
-    made->added = links_->adder.submit([this, made] {
-      made->in_flight->wait();
-      made->in_flight.reset();
-      add_up(*made);
-      return false;
-    });
+    add_up_when_there(made);
+  } else if (auto done = made->movement->on_done(); done && made->in_flight) {
+    made->in_flight->on_done(std::move(done));
   }
-  ++links_->stats.reductions;
-  links_->stats.reduced_bytes +=
-      made->codes ? made->codes->sent_bytes()
-                  : (ranks_ - 1) * chunk * static_cast<int64_t>(c10::elementSize(dtypes_.reduce));
   reduction_ = std::move(made);
 }
 
@@ -321,17 +309,16 @@ at::Tensor Unit::finish_reduce() {
   FS_CHECK(reduction_, "no gradients of this unit are under way");
   const at::NoGradGuard no_grad;
   const auto reduction = std::move(reduction_);
-  const auto start = std::chrono::steady_clock::now();
-  if (reduction->added) {
-    reduction->added->wait();
-  } else {
-    if (reduction->in_flight) reduction->in_flight->wait();
-    add_up(*reduction);
+  try {
+    await(*reduction);
+  } catch (...) {
+    abandon(*reduction);
+    throw;
   }
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  links_->stats.waited_seconds += took.count();
+  if (!reduction->added) add_up(*reduction);
   links_->pool.give(reduction->sent);
   links_->pool.give(reduction->received);
+  reduction->movement->arrived();
   return reduction->sums;
 }
 

@@ -28,6 +28,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -38,22 +39,15 @@
 #include "../ops/loan.h"
 #include "item_list.h"
 #include "unit_codes.h"
+#include "unit_log.h"
 #include "unit_member.h"
 
 namespace fastsync::engine {
 
-// What this rank has sent and waited for, since the units were made.
-struct UnitStats {
-  int64_t gathers = 0;
-  int64_t reductions = 0;
-  int64_t gathered_bytes = 0;  // sent to gather
-  int64_t reduced_bytes = 0;   // sent to reduce
-  double waited_seconds = 0;   // by the host
-};
-
 // What the units of a model have in common.
 struct UnitLinks {
-  explicit UnitLinks(std::shared_ptr<comm::Collective> among) : ranks(std::move(among)) {}
+  explicit UnitLinks(std::shared_ptr<comm::Collective> among)
+      : ranks(std::move(among)), peers(std::make_shared<UnitPeers>(ranks->rank())) {}
 
   // Frees what no unit uses.
   void trim() {
@@ -64,7 +58,7 @@ struct UnitLinks {
   std::shared_ptr<comm::Collective> ranks;
   comm::Worker adder;  // adds up what has come, so that gradients can go
   ops::BlockPool pool;
-  UnitStats stats;
+  std::shared_ptr<UnitPeers> peers;
 };
 
 // Where a member's share lies among those that travel together. fastsync/units/layout.py makes these numbers.
@@ -94,11 +88,12 @@ class Unit {
   // `tag`: of its own among the units of `links`, and even.
   Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, UnitDTypes dtypes,
        at::Device device, int tag);
-  // Waits for what is under way.
+  // What is under way goes on without it.
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
+  void set_name(UnitName name) { name_ = std::make_shared<const UnitName>(std::move(name)); }
   // A whole member. All calls return tensors of the same memory, or lack of it.
   at::Tensor whole(size_t member) const;
   // What this rank keeps: of the stored dtype, laid out as `layout` says.
@@ -135,6 +130,9 @@ class Unit {
     uint64_t step = 0;                 // among those that are coded
     std::unique_ptr<comm::InFlight> in_flight;
     std::shared_ptr<comm::Ticket> added;
+    std::unique_ptr<Movement> movement;
+    std::mutex mutex;  // held while `added` adds up
+    bool abandoned = false;
   };
 
   UnitShare share_of(size_t member, int rank) const {
@@ -157,9 +155,16 @@ class Unit {
   void add_codes(const Reduction& reduction) const;
   void add_own(Reduction& reduction, bool accumulate) const;
   void add_received(const Reduction& reduction, const at::Tensor& chunk, bool accumulate) const;
-  void wait(comm::InFlight& work) const;
+  // Of what travels as it is.
+  int64_t bytes_leaving(Direction direction, const UnitLayout& layout) const;
+  std::unique_ptr<Movement> begin(Direction direction, int64_t bytes) const;
+  void add_up_when_there(const std::shared_ptr<Reduction>& reduction);
+  static void await(Reduction& reduction);
+  // Has nobody add up who might still wait: this unit may end before.
+  static void abandon(Reduction& reduction);
 
   std::shared_ptr<UnitLinks> links_;
+  std::shared_ptr<const UnitName> name_ = std::make_shared<const UnitName>();
   std::vector<UnitMember> members_;
   UnitDTypes dtypes_;
   at::Device device_;
@@ -173,6 +178,7 @@ class Unit {
   at::Tensor lowered_;  // the shard in the compute dtype, where that is another
   std::unique_ptr<comm::InFlight> gathering_;
   std::unique_ptr<UnitCodes> gathered_codes_;  // while they are under way
+  std::unique_ptr<Movement> gather_;
   std::shared_ptr<Reduction> reduction_;
   uint64_t coded_reductions_ = 0;
 };

@@ -17,6 +17,8 @@
 #include "../engine/timeline.cpp"
 #include "../engine/unit.cpp"
 #include "../engine/unit_codes.cpp"
+#include "../engine/unit_log.cpp"
+#include "../engine/unit_wait.cpp"
 #include "../engine/usage.cpp"
 #include "../transport/chained.cpp"
 #include "../transport/choose.cpp"

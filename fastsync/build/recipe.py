@@ -63,6 +63,8 @@ CPP_SOURCES = (
     "engine/timeline.cpp",
     "engine/unit.cpp",
     "engine/unit_codes.cpp",
+    "engine/unit_log.cpp",
+    "engine/unit_wait.cpp",
     "engine/step_log.cpp",
     "engine/process.cpp",
     "engine/news.cpp",

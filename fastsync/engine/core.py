@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastsync import _C
     from fastsync._C import CodedSpec as CodedSpec
     from fastsync._C import FaultWatch as FaultWatch
+    from fastsync._C import Movement as Movement
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from fastsync._C import Unit as Unit
     from fastsync._C import UnitLayout as UnitLayout
     from fastsync._C import UnitLinks as UnitLinks
+    from fastsync._C import UnitLog as UnitLog
+    from fastsync._C import UnitName as UnitName
+    from fastsync._C import UnitPeers as UnitPeers
 else:
 
     class _Extension:
@@ -71,6 +75,9 @@ __all__ = [
     "make_unit",
     "make_unit_layout",
     "make_unit_links",
+    "make_unit_log",
+    "make_unit_name",
+    "make_unit_peers",
     "make_watch",
     "make_words",
     "square_sums",
@@ -120,18 +127,20 @@ class StepReport(TypedDict):
 
 
 class UnitCounters(TypedDict):
-    """`UnitLinks.stats()`: of this rank, since the model's units were connected.
+    """`UnitPeers.stats()`: of this rank, since the model's units were connected.
 
     Keys:
         gathers, reductions: how many.
         gathered_bytes, reduced_bytes: sent by this rank for them.
-        waited_seconds: what the host has waited for them.
+        summed_bytes: sent to ranks that have the same shares.
+        waited_seconds: what the host has waited for all of that.
     """
 
     gathers: int
     reductions: int
     gathered_bytes: int
     reduced_bytes: int
+    summed_bytes: int
     waited_seconds: float
 
 
@@ -286,6 +295,27 @@ def make_unit_links(group: dist.ProcessGroup, memory: SharedMemory | None = None
         memory: that these ranks share, for messages between them; nobody else uses it.
     """
     return _C.UnitLinks(resolvable_name(group), memory)
+
+
+def make_unit_log() -> UnitLog:
+    """What the units of one model do, step by step."""
+    return _C.UnitLog()
+
+
+def make_unit_peers(rank: int) -> UnitPeers:
+    """What counts and watches collectives that Python starts; `rank` is this one's in the group."""
+    return _C.UnitPeers(rank)
+
+
+def make_unit_name(number: int, words: str, parameters: Sequence[str]) -> UnitName:
+    """How messages and timelines call a unit.
+
+    Args:
+        number: among those of the model.
+        words: as it should read in an error.
+        parameters: names of its own.
+    """
+    return _C.UnitName(number, words, parameters)
 
 
 def make_unit(

@@ -16,10 +16,11 @@ class SyncFault(RuntimeError):
     Attributes:
         ranks: those that were missing, of the process group.
         phase: what the first of them was doing when it was last heard of: "forward", "after
-            forward", "backward", "waiting" (for a bucket), "gathering" (parameters), "planning"
-            or "between steps"; empty where it had not wrapped the model yet.
+            forward", "backward", "waiting" (for a bucket), "gathering" (parameters), "reducing" (a
+            unit's gradients), "planning" or "between steps"; empty where it had not wrapped the
+            model yet.
         bucket: that this rank waited for, from 0; -1 where it waited for something else.
-        parameters: names of those in that bucket.
+        parameters: names of those in that bucket, or unit.
         seconds: that this rank had waited.
         reason: what became of the first of them: "was killed by SIGKILL", the exception that it
             raised, "is late"; empty where its script had come to its end.

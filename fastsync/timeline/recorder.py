@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,12 @@ from fastsync.engine.core import make_timeline
 from fastsync.plan.buckets import BucketPlan
 from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
+from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import backend_name, group_store, resolvable_name
 
 if TYPE_CHECKING:
-    from fastsync.engine.core import Reducer
+    from fastsync.engine.core import Timeline
 
 __all__ = ["RecordedModel", "Recorder"]
 
@@ -45,12 +46,24 @@ class RecordedModel:
         name: of its class.
         parameters: names, in the order that plans refer to.
         plans: every plan so far; the list grows with new ones.
+        units: those of a model whose parameters are shared; the list is filled in time.
     """
 
     name: str
     parameters: Sequence[str]
     device: torch.device
-    plans: Sequence[BucketPlan]
+    plans: Sequence[BucketPlan] = ()
+    units: Sequence[UnitInfo] = ()
+
+
+class Steps(Protocol):
+    """What makes the steps and marks them."""
+
+    def steps(self) -> int:
+        """Those that have been made."""
+
+    def set_timeline(self, timeline: Timeline | None) -> None:
+        """Where to record from now on."""
 
 
 class Recorder:
@@ -76,22 +89,22 @@ class Recorder:
         self._writes = 0
         self._state = "waiting"  # then "recording", then "finished"
 
-    def before_step(self, reducer: Reducer) -> None:
+    def before_step(self, source: Steps) -> None:
         """Called before every forward; begins and ends the window, at the same step on all ranks.
 
         Args:
-            reducer: the one whose steps these are.
+            source: whose steps these are.
         """
         if self._state == "finished":
             return
-        steps, policy = reducer.stats()["steps"], self._policy
+        steps, policy = source.steps(), self._policy
         if self._state == "waiting" and steps >= policy.skip:
-            reducer.set_timeline(self._timeline)
+            source.set_timeline(self._timeline)
             self._state = "recording"
             if policy.path is not None:
                 atexit.register(self._at_exit)
         elif policy.steps is not None and steps >= policy.skip + policy.steps:
-            reducer.set_timeline(None)
+            source.set_timeline(None)
             self._state = "finished"
             if policy.path is not None:
                 self.write(policy.path, Env.read().agree_timeout)
@@ -165,6 +178,7 @@ class Recorder:
             plans=tuple(self._plan(plan) for plan in self._model.plans),
             ranks=tuple(records),
             missing=tuple(sorted(set(range(self._world)) - {r.rank for r in records})),
+            units=tuple(self._model.units),
         )
         try:
             run.dump(Path(path))

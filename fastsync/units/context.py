@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fastsync.engine import core
-from fastsync.engine.memory import share_memory
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
-from fastsync.ranks.consensus import RankMismatchError, Statement, agree
-from fastsync.ranks.links import new_cpu_group, new_part
-from fastsync.torch_private import is_registered, outside_transforms
+from fastsync.ranks.links import new_part
+from fastsync.timeline.moves import UnitInfo
+from fastsync.timeline.recorder import Recorder
+from fastsync.torch_private import outside_transforms
+from fastsync.units.links import Links
 from fastsync.units.mesh import Place
-from fastsync.units.strand import Links
+from fastsync.units.strand import Strand
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -50,6 +53,8 @@ class Context(StepWatcher, Generic[S]):
         ends_queued: whether the running backward will call the root at its end.
         last_backward: whether what was observed in forward is forgotten after the next backward.
         in_memory: whether ranks of one machine may exchange through memory that they share.
+        infos: how timelines call the units, once that is known; the list stays the same one.
+        recorder: asked before every forward that counts, if there is one.
     """
 
     _told_last = 0  # when a script said so
@@ -61,9 +66,10 @@ class Context(StepWatcher, Generic[S]):
         self.last_backward = True
         self.in_memory = True
         self.most_in_flight = IN_FLIGHT
+        self.infos: list[UnitInfo] = []
+        self.recorder: Recorder | None = None
         self._links: dict[dist.ProcessGroup, Links] = {}
-        self._early: list[Links] = []  # of units that were gathered before the root's first forward
-        self._groups: list[dist.ProcessGroup] = []  # which C++ does not keep alive
+        self._named: list[Strand] = []
         self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
@@ -85,13 +91,8 @@ class Context(StepWatcher, Generic[S]):
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
-        for group, links in other._links.items():
-            if group in self._links or other.in_memory != self.in_memory:
-                self._early.append(links)
-            else:
-                self._links[group] = links
-        self._early.extend(other._early)
-        self._groups.extend(other._groups)
+        if other.in_memory == self.in_memory:
+            self._links = {**other._links, **self._links}
         self._keepers = {**other._keepers, **self._keepers}
         other.stop_watching()
 
@@ -100,42 +101,14 @@ class Context(StepWatcher, Generic[S]):
     def links_of(self, place: Place) -> Links:
         """Collective the first time, on the ranks that share and on those that repeat them."""
         if place.group not in self._links:
+            about = {
+                f"what unit {unit.name or number!r} travels as": unit.travels_as()
+                for number, unit in enumerate(self.units())
+                if unit.place.group is place.group
+            }
             with outside_transforms():
-                self._links[place.group] = self._connect(place)
+                self._links[place.group] = Links.of(place, self.in_memory, about)
         return self._links[place.group]
-
-    def _connect(self, place: Place) -> Links:
-        own = place.by_messages and place.world > 1 and is_registered(place.group)
-        group = new_cpu_group(place.group, "units") if own else place.group
-        self._agree(place, group)
-        self._groups.append(group)
-        memory = share_memory(group, 0) if own and self.in_memory else None
-        return Links(core.make_unit_links(group, memory))
-
-    def _agree(self, place: Place, group: dist.ProcessGroup) -> None:
-        """
-        Raises:
-            RankMismatchError: ranks have been told other dtypes or wires; on all of the mesh.
-        """
-        settings = {
-            f"what unit {unit.name or number!r} travels as": unit.travels_as()
-            for number, unit in enumerate(self.units())
-            if unit.place.group is place.group
-        }
-        failure = "units cannot be connected on every rank;"
-        found: RankMismatchError | None = None
-        try:
-            agree(Statement(settings, ()), group, place.device, failure)
-        except RankMismatchError as error:
-            found = error
-        if place.replicas is not None:  # whose ranks may have heard nothing
-            statement = Statement(settings, (), str(found or ""))
-            agree(statement, place.replicas, place.device, failure)
-        if found is not None:
-            raise found
-
-    def all_links(self) -> list[Links]:
-        return [*self._links.values(), *self._early]
 
     def connect(self, unit: Unit) -> None:
         """It can be gathered, and resharded to fewer ranks. Collective the first time."""
@@ -148,8 +121,34 @@ class Context(StepWatcher, Generic[S]):
             self._keepers[group, number] = new_part(group, number, "between forward and backward")
         unit.keepers = self._keepers[group, number]
 
+    @cached_property
+    def log(self) -> core.UnitLog:
+        """What they do, step by step."""
+        return core.make_unit_log()
+
+    def strands(self) -> list[Strand]:
+        return [strand for unit in self.units() for strand in unit.strands]
+
+    def introduce(self) -> None:
+        """Says how the units are called; they are connected. In the same order on every rank."""
+        strands = self.strands()
+        if strands == self._named:
+            return
+        self._named = strands
+        self.infos[:] = [info for unit in self.units() for info in unit.infos()]
+        for number, (strand, info) in enumerate(zip(strands, self.infos, strict=True)):
+            strand.call(core.make_unit_name(number, info.words, info.parameters))
+        names = [f"unit {info.name!r}" for info in self.infos]
+        for links in self.all_links():
+            for peers in links.peers():
+                peers.join(self.log, names)
+
+    def all_links(self) -> Iterator[Links]:
+        """Also those that a unit had when it was gathered before the first forward of the root."""
+        return iter({id(s.links): s.links for s in self.strands() if s.links is not None}.values())
+
     def counters(self) -> list[core.UnitCounters]:
-        return [links.stats() for links in self.all_links()]
+        return [peers.ranks.stats() for links in self.all_links() for peers in links.peers()]
 
     def trim(self) -> None:
         for links in self.all_links():
@@ -157,8 +156,14 @@ class Context(StepWatcher, Generic[S]):
 
     # --- the order of forwards
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, in_backward: bool, counts: bool) -> None:
+        """The outermost forward begins; one `in_backward` computes again what has been counted."""
         self._running, self._follows = [], True
+        if in_backward:
+            return
+        if counts and self.recorder is not None:
+            self.recorder.before_step(self.log)
+        self.log.begin_forward(counts)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` has its parameters: starts to gather those of the next one."""
@@ -199,6 +204,7 @@ class Context(StepWatcher, Generic[S]):
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
+        self.log.end_forward()
         self._order = self._running
         self._drop_prefetched()
 
@@ -209,6 +215,10 @@ class Context(StepWatcher, Generic[S]):
         self._ahead.clear()
 
     # --- backward
+
+    def begin_backward(self) -> None:
+        self.ends_queued = True
+        self.log.begin_backward()
 
     def prefetch_before(self, unit: Unit) -> None:
         """Starts to gather the unit whose backward comes after that of `unit`."""
@@ -249,6 +259,7 @@ class Context(StepWatcher, Generic[S]):
                 unit.places.clear()
             self._drop_prefetched()
         self.trim()
+        self.log.end_work()
 
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""

@@ -11,7 +11,9 @@ import math
 import torch
 import torch.distributed as dist
 
+from fastsync.engine import core
 from fastsync.torch_private import all_gather_flat
+from fastsync.units.links import wait_for
 
 __all__ = ["KeptPart"]
 
@@ -33,26 +35,33 @@ class KeptPart:
         self._part[: found.numel()].copy_(found)
         self._gathered: torch.Tensor | None = None
         self._work: dist.Work | None = None
+        self._movement: core.Movement | None = None
 
-    @property
-    def bytes(self) -> int:
-        """That this rank sends for a gather."""
-        return (self._group.size() - 1) * self._part.nbytes
+    def start_gather(self, peers: core.UnitPeers, name: core.UnitName) -> None:
+        """Collective, unless it is under way.
 
-    def start_gather(self) -> None:
-        """Collective, unless it is under way."""
+        Args:
+            peers: who counts it.
+            name: of the unit.
+        """
         if self._work is None:
             self._gathered = self._part.new_empty(self._group.size() * self._part.numel())
+            sent = (self._group.size() - 1) * self._part.nbytes
+            self._movement = peers.begin(name, "gather", sent)
             self._work = all_gather_flat(self._gathered, self._part, self._group)
 
     def finish_gather(self) -> torch.Tensor:
-        """The memory as it was, and some more at its end."""
-        self.start_gather()
+        """The memory as it was, and some more at its end. It is under way."""
         self.wait()
         assert self._gathered is not None
         return self._gathered
 
     def wait(self) -> None:
         """Returns once nothing is under way."""
-        if self._work is not None:
-            self._work.wait()
+        if self._work is not None and self._movement is not None:
+            wait_for(self._work, self._movement)
+
+    def arrived(self) -> None:
+        """The memory is that of whole members again."""
+        if self._movement is not None:
+            self._movement.arrived()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fastsync.engine import core
 from fastsync.torch_private import all_gather_flat
+from fastsync.units.links import wait_for
 from fastsync.units.member import Member
 from fastsync.units.strand import Strand
 
@@ -15,11 +17,12 @@ __all__ = ["RawStrand"]
 class RawStrand(Strand):
     """A strand whose whole members have the bits of their shares, whatever the dtypes of its unit.
 
-    The collective is that of the process group; what it sends is not among the unit's counters.
+    The collective is that of the process group.
     """
 
     _gathered: torch.Tensor | None = None
     _work: dist.Work | None = None
+    _movement: core.Movement | None = None
     _has_memory = False
 
     @property
@@ -57,19 +60,24 @@ class RawStrand(Strand):
         self.check_memory()
         chunk = self.shard.view(torch.uint8)
         self._gathered = chunk.new_empty(self.place.world * chunk.numel())
+        assert self.links is not None and self.name is not None
+        sent = (self.place.world - 1) * chunk.nbytes
+        self._movement = self.links.shares.ranks.begin(self.name, "gather", sent)
         self._work = all_gather_flat(self._gathered, chunk, self.place.group)
 
     @torch.no_grad()
     def finish_gather(self) -> None:
         if self._work is None:
             return
-        self._work.wait()
-        gathered, self._gathered, self._work = self._gathered, None, None
-        assert gathered is not None
+        work, gathered, movement = self._work, self._gathered, self._movement
+        self._work = self._gathered = self._movement = None
+        assert gathered is not None and movement is not None
+        wait_for(work, movement)
         chunks = gathered.view(self.dtype).view(self.place.world, -1)
         for index, member in enumerate(self.members):
             self._fill(member, self._layout().offsets[index], chunks)
         self._has_memory = True
+        movement.arrived()
 
     def _fill(self, member: Member, offset: int, chunks: torch.Tensor) -> None:
         """Copies every rank's share of a member from where it begins in their chunks."""

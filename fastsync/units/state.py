@@ -135,6 +135,8 @@ class State:
     def _after_load(self, *unused: object) -> None:
         for unit in self.uses:
             unit.settle()
+        if self.is_root is not None:
+            self.context.introduce()
 
     # --- the first forward
 
@@ -176,6 +178,11 @@ class State:
 
     def join(self, context: Context[State], as_root: bool) -> None:
         """Is one of the states of `context` from now on, which heeds what this one was told."""
+        if context is not self.context and self.context.recorder is not None:
+            raise RuntimeError(
+                "a timeline was asked for of a module that is no root: call record_timeline() on "
+                "the outermost module of fully_shard()"
+            )
         if context is not self.context:
             context.take_over(self.context)
         self.is_root, self.context = as_root, context
@@ -198,6 +205,7 @@ class State:
                 unit.settle()
             for strand in unit.strands:
                 strand.check_memory()
+        self.context.introduce()
         self._connected = True
 
     # --- forward
@@ -242,7 +250,7 @@ class State:
             self._recover()
         if self.context.root_forward is None:
             self.context.root_forward = self
-            self.context.begin_forward()
+            self.context.begin_forward(backward_is_running(), torch.is_grad_enabled())
 
     def _recover(self) -> None:
         self.context.root_forward = None
@@ -351,7 +359,7 @@ class State:
         """A backward has reached the outputs."""
         self.moment = Moment.BEFORE_BACKWARD
         if not self.context.ends_queued:
-            self.context.ends_queued = True
+            self.context.begin_backward()
             at_end_of_backward(self.end_of_backward)
         for unit in reversed(self.uses):
             unit.busy.add(id(self))
@@ -393,6 +401,7 @@ class State:
     @untraced
     def end_of_backward(self) -> None:
         """Sends what has not been sent, and waits for everything."""
+        self.context.log.end_backward()
         for state in self.context.states:
             state._missing.clear()
             state.moment = Moment.IDLE

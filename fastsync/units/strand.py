@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,44 +13,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fastsync.engine import core
-from fastsync.engine.core import UnitCounters
 from fastsync.plan.policy import UnitWires
+from fastsync.timeline.moves import UnitInfo
 from fastsync.torch_private import set_local
 from fastsync.units.codes import Codes, gradient_codes, parameter_codes
 from fastsync.units.kept import KeptPart
 from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
+from fastsync.units.links import Links
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 
-__all__ = ["TRAINABLE", "Links", "MixedDTypes", "Strand"]
+__all__ = ["TRAINABLE", "MixedDTypes", "Strand"]
 
 # Dtypes that strands cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # A share of so many bytes is worth a message of its own.
 DIRECT_BYTES = 128 << 10
-
-
-@dataclass
-class Links:
-    """What the units of a model over the same ranks have in common."""
-
-    core: core.UnitLinks
-    made: int = 0
-    small_gathers: int = 0  # from the ranks of a smaller group, and what was sent for them
-    small_bytes: int = 0
-    small_seconds: float = 0.0  # that the host has waited for them
-
-    def next_tag(self) -> int:
-        """One that no other unit has."""
-        self.made += 1
-        return 2 * self.made
-
-    def stats(self) -> UnitCounters:
-        counted = self.core.stats()
-        counted["gathers"] += self.small_gathers
-        counted["gathered_bytes"] += self.small_bytes
-        counted["waited_seconds"] += self.small_seconds
-        return counted
 
 
 @dataclass(frozen=True)
@@ -82,6 +59,7 @@ class Strand:
         self._reducing: tuple[ChunkLayout, core.UnitLayout] | None = None
         self._kept: KeptPart | None = None
         self.links: Links | None = None
+        self.name: core.UnitName | None = None
         self._core: core.Unit | None = None
         self.shard = self._new_shard()
 
@@ -228,13 +206,23 @@ class Strand:
 
     # --- whole parameters
 
-    def connect(self, links: Links) -> None:
-        self.links = links
-
     @property
     def begun(self) -> bool:
         """Whether it has been gathered."""
         return self._core is not None
+
+    def info(self, name: str) -> UnitInfo:
+        """As timelines show it."""
+        numel = sum(math.prod(member.shape.sizes) for member in self.members)
+        dtype = str(self.compute).removeprefix("torch.")
+        names = tuple(member.name for member in self.members)
+        return UnitInfo(name, names, numel * self.compute.itemsize, dtype)
+
+    def call(self, name: core.UnitName) -> None:
+        """Has errors and timelines call it so."""
+        self.name = name
+        if self._core is not None:
+            self._core.set_name(name)
 
     def _make_core(self) -> core.Unit:
         assert self.links is not None
@@ -244,7 +232,10 @@ class Strand:
         members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
         dtypes = (self.dtype, self.compute, self.reduce)
         device, tag = self.place.device, self.links.next_tag()
-        return core.make_unit(self.links.core, members, dtypes, device, tag)
+        made = core.make_unit(self.links.core, members, dtypes, device, tag)
+        if self.name is not None:
+            made.set_name(self.name)
+        return made
 
     def _way(self) -> core.Unit:
         """Its way in C++, which exists once the parameters have memory."""
@@ -256,26 +247,24 @@ class Strand:
         return self._core
 
     def start_gather(self) -> None:
-        if self._kept is not None:
-            self._kept.start_gather()
-        else:
+        if self._kept is None:
             self._way().start_gather()
+        else:
+            assert self.links is not None and self.name is not None
+            self._kept.start_gather(self.links.shares.ranks, self.name)
 
     def finish_gather(self) -> None:
         if self._kept is None:
             self._way().finish_gather()
         else:
+            self.start_gather()
             self._finish_small_gather(self._kept)
 
     @torch.no_grad()
     def _finish_small_gather(self, kept: KeptPart) -> None:
-        assert self.links is not None
-        start = time.perf_counter()
         gathered, whole = kept.finish_gather(), self._way().lend()
-        self.links.small_seconds += time.perf_counter() - start
         whole.copy_(gathered[: whole.numel()])
-        self.links.small_gathers += 1
-        self.links.small_bytes += kept.bytes
+        kept.arrived()
         self._kept = None
 
     @torch.no_grad()

@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastsync.engine import core
 from fastsync.plan.policy import UnitWires
+from fastsync.timeline.moves import UnitInfo
 from fastsync.units.extended import ExtendedStrand, has_extension, stands_apart
+from fastsync.units.links import Links, wait_for
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 from fastsync.units.raw import RawStrand
-from fastsync.units.strand import TRAINABLE, Links, MixedDTypes, Strand
+from fastsync.units.strand import TRAINABLE, MixedDTypes, Strand
 
 __all__ = ["Moment", "Switches", "Unit"]
 
@@ -59,7 +62,8 @@ class _Summing:
 
     strand: Strand
     sums: torch.Tensor
-    work: dist.Work | None = None
+    work: dist.Work
+    movement: core.Movement
 
 
 @dataclass
@@ -122,12 +126,17 @@ class Unit:
         """What ranks must agree on, in words."""
         return "; ".join(strand.travels_as() for strand in self.strands)
 
+    def infos(self) -> list[UnitInfo]:
+        """How timelines and errors call it: a name for each strand."""
+        name = self.name or "root"
+        several = len(self.strands) > 1
+        return [s.info(f"{name} ({s.compute})" if several else name) for s in self.strands]
+
     # --- parameters
 
     def connect(self, links: Links) -> None:
         for strand in self.strands:
-            if strand.links is None:
-                strand.connect(links)
+            strand.links = strand.links or links
 
     def settle(self) -> None:
         """Takes in parameters that somebody else has exchanged, or given an extension."""
@@ -261,16 +270,21 @@ class Unit:
         if not self.switches.all_reduce:
             strand.partial = sums
             return
-        work = dist.all_reduce(sums, group=self.place.replicas, async_op=True)
-        self._summing.append(_Summing(strand, sums, work))
+        replicas, links, name = self.place.replicas, strand.links, strand.name
+        assert replicas is not None and name is not None
+        assert links is not None and links.replicas is not None
+        sent = 2 * (replicas.size() - 1) * sums.nbytes // replicas.size()  # of a ring
+        movement = links.replicas.ranks.begin(name, "sum", sent)
+        work = dist.all_reduce(sums, group=replicas, async_op=True)
+        self._summing.append(_Summing(strand, sums, work, movement))
 
     def finish_sums(self) -> None:
         """Has what replicas have added up."""
         for summing in self._summing:
-            if summing.work is not None:
-                summing.work.wait()
+            wait_for(summing.work, summing.movement)
             self._call_hook(summing.sums)
             summing.strand.deliver(summing.sums)
+            summing.movement.arrived()
         self._summing = []
 
     def forget(self) -> None:
@@ -280,8 +294,7 @@ class Unit:
                 strand.finish_reduce()
             self._reducing = []
         for summing in self._summing:
-            if summing.work is not None:
-                summing.work.wait()
+            summing.work.wait()
         self._summing = []
         self.owes = False
         for strand in self.strands:

@@ -1,0 +1,142 @@
+#include "unit_log.h"
+
+#include <utility>
+
+#include "../check.h"
+
+namespace fastsync::engine {
+
+void UnitLog::begin_forward(bool counts) {
+  counts_ = counts;
+  log_.pause(!counts);
+  if (counts) log_.begin_forward();
+}
+
+void UnitLog::end_forward() {
+  if (counts_) log_.end_forward();
+  counts_ = true;
+  log_.pause(false);
+}
+
+void UnitLog::begin_backward() { log_.begin_backward(); }
+
+void UnitLog::end_backward() { log_.end_backward(); }
+
+void UnitLog::end_work() {
+  if (!std::exchange(reduced_, false)) {
+    progress()->reach(Phase::kBetweenSteps);
+    return;
+  }
+  log_.end_step({});
+  log_.count_steps(++steps_);
+}
+
+int64_t UnitLog::issue(Direction direction) {
+  reduced_ = reduced_ || direction == Direction::kReduce;
+  progress()->issue();
+  return progress()->issued();
+}
+
+void UnitPeers::join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults,
+                     Names names) {
+  log_ = std::move(log);
+  faults_ = std::move(faults);
+  if (faults_) watched_as_ = faults_->add(log_->progress(), std::move(names));
+}
+
+Movement::Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
+                   Direction direction, int64_t bytes)
+    : peers_(std::move(peers)), unit_(std::move(unit)), direction_(direction) {
+  if (peers_->faults() != nullptr) peers_->faults()->check_agreement();
+  issued_ = peers_->log().issue(direction);
+  UnitStats& stats = peers_->stats;
+  switch (direction) {
+    case Direction::kGather:
+      ++stats.gathers;
+      stats.gathered_bytes += bytes;
+      break;
+    case Direction::kReduce:
+      ++stats.reductions;
+      stats.reduced_bytes += bytes;
+      break;
+    case Direction::kSum:
+      stats.summed_bytes += bytes;
+      break;
+  }
+  mark(kStarted, bytes);
+}
+
+Mark Movement::mark_of(Event event) const {
+  const auto first = static_cast<uint8_t>(Mark::kGatherStarted);
+  return static_cast<Mark>(first + 4 * static_cast<uint8_t>(direction_) + event);
+}
+
+void Movement::mark(Event event, int64_t bytes) const {
+  peers_->log().marks().mark(mark_of(event), unit_->number, bytes);
+}
+
+std::function<void()> Movement::on_done() const {
+  return peers_->log().marks().on_done(unit_->number, mark_of(kDone));
+}
+
+void Movement::await(const Arrives& arrives, const std::function<void()>& wait) {
+  begin_wait();
+  const auto explained = [this](const auto& waits) {
+    try {
+      return waits();
+    } catch (const std::exception& error) {
+      fail(error.what());
+    }
+  };
+  const auto asked = [&](std::chrono::milliseconds time) {
+    return explained([&] { return arrives(time); });
+  };
+  FaultWatch* const faults = peers_->faults();
+  if (faults != nullptr && arrives && !asked({})) faults->wait(wanted(), asked);
+  explained(wait);
+  end_wait();
+}
+
+void Movement::begin_wait() {
+  Progress& progress = *peers_->log().progress();
+  before_ = progress.now();
+  since_ = FaultWatch::Clock::now();
+  const bool gathers = direction_ == Direction::kGather;
+  progress.await(unit_->number, gathers ? Phase::kGatheringUnit : Phase::kReducingUnit);
+  mark(kWanted);
+}
+
+void Movement::end_wait() {
+  peers_->stats.waited_seconds += waited();
+  peers_->log().progress()->reach(static_cast<Phase>(before_.phase));
+}
+
+void Movement::arrived() const { mark(kArrived); }
+
+double Movement::waited() const {
+  return std::chrono::duration<double>(FaultWatch::Clock::now() - since_).count();
+}
+
+std::string Movement::place() const {
+  const char* what = direction_ == Direction::kGather   ? "the gather of "
+                     : direction_ == Direction::kReduce ? "the reduction of "
+                                                        : "the sum over replicas of ";
+  return concat(what, unit_->words, " ", activity(before_, {}));
+}
+
+Wanted Movement::wanted() const {
+  Wanted result;
+  result.model = peers_->watched_as();
+  result.issued = issued_;
+  result.place = place();
+  result.parameters = unit_->parameters;
+  result.joins = false;
+  return result;
+}
+
+void Movement::fail(const std::string& error) const {
+  if (peers_->faults() != nullptr) peers_->faults()->explain(wanted(), error, waited());
+  throw std::runtime_error(concat("fastsync: rank ", peers_->rank(), ", ", place(), ": ", error));
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,128 @@
+// What the units of a model do and when, for whoever asks: counters, marks on a timeline, errors that name a unit.
+//
+//   UnitLog    of a model: its steps, its timeline, and where its training stands for other ranks to see
+//   UnitPeers  of the ranks of a group: what was sent to them, and who looks out for their faults
+//   Movement   a collective of a unit: from its start until the computation has what it brings
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fault_watch.h"
+#include "step_log.h"
+
+namespace fastsync::engine {
+
+// What this rank has sent and waited for, since the units were made.
+struct UnitStats {
+  int64_t gathers = 0;
+  int64_t reductions = 0;
+  int64_t gathered_bytes = 0;  // sent to gather
+  int64_t reduced_bytes = 0;   // sent to reduce
+  int64_t summed_bytes = 0;    // sent to replicas
+  double waited_seconds = 0;   // by the host
+};
+
+// How messages and pages call a unit.
+struct UnitName {
+  int64_t number = 0;  // among those of the model
+  std::string words;   // "unit 'blocks.3' (12 parameters, 'a' to 'b', 1.2 MiB)"
+  std::vector<std::string> parameters;
+};
+
+enum class Direction : uint8_t {
+  kGather,  // parameters
+  kReduce,  // gradients
+  kSum,     // gradients, over ranks that have the same shares
+};
+
+class UnitLog {
+ public:
+  // The model's outermost forward; one that does not count, as without gradients, belongs to no step.
+  void begin_forward(bool counts);
+  void end_forward();
+  void begin_backward();
+  // Gradients are computed; some still travel.
+  void end_backward();
+  // All gradients are where they belong. A step ends where any were reduced.
+  void end_work();
+  void set_timeline(std::shared_ptr<Timeline> timeline) { log_.set_timeline(std::move(timeline)); }
+  int64_t steps() const { return steps_; }
+
+  // One more collective, of all units in the order that every rank has in common. Returns how many have been.
+  int64_t issue(Direction direction);
+  const StepLog& marks() const { return log_; }
+  const std::shared_ptr<Progress>& progress() const { return log_.progress(); }
+
+ private:
+  StepLog log_;
+  int64_t steps_ = 0;
+  bool counts_ = true;
+  bool reduced_ = false;  // since the last step
+};
+
+class UnitPeers {
+ public:
+  explicit UnitPeers(int64_t rank) : rank_(rank) {}
+
+  // What the units that share these peers are part of. `faults`: null where nobody looks out. `names` of all of the model's units.
+  // In the same order on every rank.
+  void join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults, Names names);
+
+  int64_t rank() const { return rank_; }
+  UnitLog& log() const { return *log_; }
+  FaultWatch* faults() const { return faults_.get(); }
+  size_t watched_as() const { return watched_as_; }
+
+  UnitStats stats;
+
+ private:
+  int64_t rank_;
+  std::shared_ptr<UnitLog> log_ = std::make_shared<UnitLog>();
+  std::shared_ptr<FaultWatch> faults_;
+  size_t watched_as_ = 0;
+};
+
+class Movement {
+ public:
+  // Begins: counts, and marks the start. `bytes`: that leave this rank. Throws where the ranks no longer agree.
+  Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
+           Direction direction, int64_t bytes);
+
+  // What to call when the collective is done, from any thread; empty where nobody records.
+  std::function<void()> on_done() const;
+
+  // Whether it comes true within that time.
+  using Arrives = std::function<bool(std::chrono::milliseconds)>;
+  // Waits, for `arrives` while that can be asked, then by `wait`. Throws errors that name the unit, of whoever else is to blame.
+  void await(const Arrives& arrives, const std::function<void()>& wait);
+  // The same in three parts, for whoever waits elsewhere: it begins to, ends to, and can compute with the result.
+  void begin_wait();
+  void end_wait();
+  void arrived() const;
+  // The backend has failed with `error`.
+  [[noreturn]] void fail(const std::string& error) const;
+
+ private:
+  enum Event : uint8_t { kStarted, kDone, kWanted, kArrived };
+
+  Mark mark_of(Event event) const;
+  void mark(Event event, int64_t bytes = 0) const;
+  // "the gather of unit 'blocks.3' (...) in the forward of step 3"
+  std::string place() const;
+  Wanted wanted() const;
+  double waited() const;
+
+  std::shared_ptr<UnitPeers> peers_;
+  std::shared_ptr<const UnitName> unit_;
+  Direction direction_;
+  int64_t issued_;
+  Standing before_;  // where the model's training stood when somebody began to wait
+  FaultWatch::Clock::time_point since_;
+};
+
+}  // namespace fastsync::engine

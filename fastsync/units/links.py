@@ -1,0 +1,107 @@
+"""The ranks that units travel between: how they are reached, counted and looked out for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from fastsync.engine import core
+from fastsync.engine.memory import share_memory
+from fastsync.engine.watch import open_watch, watch_of
+from fastsync.ranks.consensus import RankMismatchError, Statement, agree
+from fastsync.ranks.links import new_cpu_group
+from fastsync.torch_private import is_registered
+from fastsync.units.mesh import Place
+
+__all__ = ["Links", "Peers", "wait_for"]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a group: who counts and watches, and the group itself."""
+
+    ranks: core.UnitPeers
+    group: dist.ProcessGroup
+
+    def join(self, log: core.UnitLog, names: Sequence[str]) -> None:
+        self.ranks.join(log, watch_of(self.group), names)
+
+
+@dataclass
+class Links:
+    """What the units of a model over the same ranks have in common.
+
+    Attributes:
+        core: the ranks that share.
+        used: the group that C++ uses, and does not keep alive.
+        shares: those ranks, for whoever counts.
+        replicas: those that have the same shares; None where nobody else has.
+    """
+
+    core: core.UnitLinks
+    used: dist.ProcessGroup
+    shares: Peers
+    replicas: Peers | None = None
+    made: int = 0
+
+    @classmethod
+    def of(cls, place: Place, in_memory: bool, about: Mapping[str, str]) -> Links:
+        """Collective, on the ranks that share and on those that have the same shares.
+
+        Args:
+            in_memory: whether ranks of one machine may exchange through memory that they share.
+            about: what they must agree on, in words, by what it is.
+
+        Raises:
+            RankMismatchError: they do not; on all ranks of the mesh.
+        """
+        own = place.by_messages and place.world > 1 and is_registered(place.group)
+        if own:
+            open_watch(place.group)
+        used = new_cpu_group(place.group, "units") if own else place.group
+        _agree(place, used, about)
+        memory = share_memory(used, 0) if own and in_memory else None
+        links = core.make_unit_links(used, memory)
+        replicas = None
+        if place.replicas is not None:
+            if place.device.type == "cpu" and is_registered(place.replicas):
+                open_watch(place.replicas)
+            peers = core.make_unit_peers(place.replicas.rank())
+            replicas = Peers(peers, place.replicas)
+        return cls(links, used, Peers(links.peers(), place.group), replicas)
+
+    def next_tag(self) -> int:
+        """One that no other unit has."""
+        self.made += 1
+        return 2 * self.made
+
+    def peers(self) -> Iterator[Peers]:
+        yield self.shares
+        if self.replicas is not None:
+            yield self.replicas
+
+
+def _agree(place: Place, group: dist.ProcessGroup, about: Mapping[str, str]) -> None:
+    failure = "units cannot be connected on every rank;"
+    found: RankMismatchError | None = None
+    try:
+        agree(Statement(dict(about), ()), group, place.device, failure)
+    except RankMismatchError as error:
+        found = error
+    if place.replicas is not None:  # whose ranks may have heard nothing
+        statement = Statement(dict(about), (), str(found or ""))
+        agree(statement, place.replicas, place.device, failure)
+    if found is not None:
+        raise found
+
+
+def wait_for(work: dist.Work, movement: core.Movement) -> None:
+    """Waits for a collective that Python has started; its errors name the unit."""
+    movement.begin_wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        movement.fail(str(error))
+    movement.end_wait()
