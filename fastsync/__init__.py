@@ -19,6 +19,7 @@ from fastsync.replacing import replace_where_asked
 from fastsync.sharded import ShardedDDP as ShardedDDP
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
+from fastsync.timeline.units import UnitTiming
 from fastsync.units.module import FSDPModule, register_fsdp_forward_method
 from fastsync.units.sharding import fully_shard
 from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
@@ -37,6 +38,7 @@ __all__ = [
     "SyncStats",
     "TimelinePolicy",
     "TopK",
+    "UnitTiming",
     "Wire",
     "__version__",
     "fully_shard",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,19 +14,23 @@ from torch.optim import Optimizer
 
 from fastsync.ddp import FastDDP
 from fastsync.engine import checkpoint
-from fastsync.engine.core import Counters
-from fastsync.timeline.stats import SyncStats, make_stats
+from fastsync.engine.watch import explained
+from fastsync.timeline.recorder import Recorder
+from fastsync.timeline.stats import SyncStats
 from fastsync.torch_private import BuiltinCommHookType, untraced
 from fastsync.units.choosing import choose_units, contiguous, exchange_in_optimizers
+from fastsync.units.recording import context_of, record, stats_of
 from fastsync.units.sharding import fully_shard
-from fastsync.units.state import State, state_of
 from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["ShardedDDP"]
 
 
+@dataclass(frozen=True)
 class _NoReducer:
     """Where torch's front asks its reducer for something at the end of construction."""
+
+    recorder: Recorder | None
 
     def _set_static_graph(self) -> None: ...
     def _remove_autograd_hooks(self) -> None: ...
@@ -63,17 +67,12 @@ class ShardedDDP(FastDDP, zero=3):
         shard(self.module)
         new = dict(self.module.named_parameters())
         exchange_in_optimizers(list(old.values()), [new[name] for name in old])
-        self._sharded_state.context.in_memory = self._policy.shared_memory
+        context_of(self.module).in_memory = self._policy.shared_memory
         self._module_parameters = [p for n, p in new.items() if n not in self.parameters_to_ignore]
-        self.reducer = _NoReducer()
+        policy, group = self._timeline, self.process_group
+        self.reducer = _NoReducer(None if policy is None else record(self.module, policy, group))
         self.logger = None
         self._passing_sync_batchnorm_handle(self.module)
-
-    @property
-    def _sharded_state(self) -> State:
-        found = state_of(self.module)
-        assert found is not None
-        return found
 
     def _set_static_graph(self) -> None:
         """Units do not ask whether the graph changes."""
@@ -82,7 +81,8 @@ class ShardedDDP(FastDDP, zero=3):
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """That of the module, on rank 0's buffers."""
         if self.modules_buffers and self.forward_sync_buffers:
-            self._sync_buffers()
+            with explained(self.process_group, "the broadcast of buffers"):
+                self._sync_buffers()
         if self.device_ids:
             moved, named = self._to_kwargs_on_device(inputs, kwargs)
             output = self.module(*moved, **named)
@@ -121,23 +121,8 @@ class ShardedDDP(FastDDP, zero=3):
         set_optimizer_state_dict(self.module, optimizer, cast("dict[str, Any]", state))
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
-        """Counters: gathers and reductions of units are the collectives."""
-        counted = self._sharded_state.context.counters()
-        sent = sum(c["gathered_bytes"] + c["reduced_bytes"] for c in counted)
-        units = self._sharded_state.context.units()
-        reductions = sum(c["reductions"] for c in counted)
-        counters = Counters(
-            steps=reductions // max(1, sum(len(unit.strands) for unit in units)),
-            plans=1,
-            collectives=sum(c["gathers"] for c in counted) + reductions,
-            bytes=sent,
-            sent_bytes=sent,
-            between_nodes_bytes=0,
-            residual_bytes=0,
-            exposed_seconds=sum(c["waited_seconds"] for c in counted),
-        )
-        sizes = [sum(m.sharded.nbytes for m in unit.members) for unit in units]
-        return make_stats(counters, sizes, [], one_rank_step)
+        """As FastDDP's, of units: gathers and reductions are the collectives."""
+        return stats_of(self.module, one_rank_step)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Not supported.
@@ -173,14 +158,6 @@ class ShardedDDP(FastDDP, zero=3):
             ValueError: always.
         """
         raise _refused("load_sync_state_dict()", "units keep nothing from step to step")
-
-    def write_timeline(self, path: str | os.PathLike[str]) -> NoReturn:
-        """Not supported.
-
-        Raises:
-            ValueError: always.
-        """
-        raise _refused("write_timeline()", "units are not recorded yet")
 
 
 def _refused(what: str, why: str) -> ValueError:

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from fastsync.timeline.views import html_page
-from tests.runs import made_up_run
+from tests.runs import made_up_run, made_up_units
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -73,6 +73,23 @@ def test_every_rank_has_its_lanes(open_page):
         assert {"compute", "bucket 0", "bucket 1", "communication"} <= set(texts)
         assert group.locator(".exposed").count() == 1
         assert group.locator(".bucket").count() == 2
+
+
+def test_units_have_lanes_gathers_and_reductions(open_page):
+    page = open_page(made_up_units(late=2))
+    assert "parameters" in page.locator("#verdict").inner_text()
+    for rank in (0, 1):
+        group = page.locator(f'#chart .rank[data-rank="{rank}"]')
+        texts = group.locator("text").all_text_contents()
+        assert {"compute", "root", "blocks.0", "communication"} <= set(texts)
+        assert group.locator(".move").count() == 3
+        assert group.locator(".shade").count() == 3
+    assert page.locator("#table-title").inner_text() == "Units of this step"
+    assert page.locator("#buckets tr").count() == 1 + 3
+    page.locator('.rank[data-rank="0"] .move[data-kind="reduction"] .hit').hover()
+    told = page.locator("#tip").inner_text()
+    for words in ("reduction of blocks.0 on rank 0", "blocks.0.bias", "as bfloat16", "6.00 ms"):
+        assert words in told
 
 
 def test_lanes_are_drawn_to_scale(open_page):

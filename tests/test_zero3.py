@@ -137,7 +137,6 @@ def test_what_a_wrapped_model_shows():
 
 REFUSED = {
     "wire": {"wire": "topk"},
-    "timeline": {"timeline": True},
     "on_nonfinite": {"on_nonfinite": "skip"},
     "shard_by": {"shard_by": "tensor"},
     "master_weights": {"master_weights": True},
@@ -161,7 +160,6 @@ def refuse(rank, world):
         lambda: model.register_comm_hook(None, lambda state, bucket: None),
         lambda: model.set_wire("bf16"),
         lambda: model.sync_state_dict(),
-        lambda: model.write_timeline("x"),
         lambda: model.join().__enter__(),
     ):
         with pytest.raises(ValueError):

@@ -54,8 +54,6 @@ void Unit::set_shard(const at::Tensor& shard, UnitLayout layout) {
   layout_ = std::move(layout);
 }
 
-}
-
 // Copies the shares of `rank` to the whole members, from where its chunk begins in `flat`.
 void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct) {
   ItemList items;

@@ -17,15 +17,16 @@ def make_page(folder: Path, title: str, data: Mapping[str, object]) -> str:
     """A page whose script draws `data`.
 
     Args:
-        folder: holds what differs from page to page: `page.html`, the body, `page.css` and
-            `page.js`, which finds `data`, `$(id)` and `el(parent, name, attributes, text)` in
-            `base.js`.
+        folder: holds what differs from page to page: `page.html`, the body, and styles and scripts,
+            of which those called `page` come last. Scripts find `data`, `$(id)` and
+            `el(parent, name, attributes, text)` in `base.js`.
         title: of the browser's tab.
         data: what JSON can hold.
     """
 
     def styled(suffix: str) -> str:
-        files = (_BASE / f"base.{suffix}", folder / f"page.{suffix}")
+        own = sorted(folder.glob(f"*.{suffix}"), key=lambda file: (file.stem == "page", file.name))
+        files = (_BASE / f"base.{suffix}", *own)
         return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
     parts = {

@@ -1,6 +1,7 @@
 """Shows a recorded timeline: a summary, an HTML page, a trace for Perfetto.
 
     model = fastsync.FastDDP(model, timeline="run.json")    # in the training script
+    model.record_timeline("run.json")                       # or after fastsync.fully_shard(model)
     python -m fastsync.timeline run.json                    # summary, and run.html
     python -m fastsync.timeline run.json --perfetto trace.json
 
@@ -30,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", type=Path, nargs="+", help="what FastDDP(model, timeline=...) has written")
+    add("run", type=Path, nargs="+", help="what was recorded and written")
     add("--html", type=Path, help="where the page goes (default: beside the run, as .html)")
     add("--no-html", action="store_true", help="write no page")
     add("--perfetto", type=Path, help="write a trace for ui.perfetto.dev or chrome://tracing")

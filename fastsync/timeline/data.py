@@ -1,4 +1,4 @@
-"""A recorded run: what every rank's buckets did and when, and what follows from it.
+"""A recorded run: what every rank's buckets and units did and when, and what follows from it.
 
 Pure: reads and writes JSON, needs neither the extension nor a process group. Times are nanoseconds
 on rank 0's steady clock; durations are seconds.
@@ -12,6 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from fastsync.timeline.moves import (
+    Event,
+    Move,
+    Span,
+    UnitInfo,
+    common,
+    length,
+    moves_of,
+    union,
+)
 
 __all__ = [
     "BucketInfo",
@@ -29,12 +40,11 @@ __all__ = [
 ]
 
 FORMAT = "fastsync timeline"
-VERSION = 1
+VERSION = 2
+_READ = (1, VERSION)  # the first knew no units
 _NS = 1e-9
 # A rank is named as the straggler where it costs at least this share of the step.
 _NOTEWORTHY = 0.01
-
-Event = tuple[int, str, int, int, int]  # step, mark, bucket or plan, bytes, nanoseconds
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class RankRecord:
     Attributes:
         clock_error_ns: how far its times may be off rank 0's clock.
         dropped: marks that the ring had overwritten.
-        events: (step, mark, bucket or plan, bytes, time).
+        events: (step, mark, bucket, unit or plan, bytes, time).
     """
 
     rank: int
@@ -76,6 +86,7 @@ class Run:
     Attributes:
         plans: the buckets of each plan; a step's marks count plans from 1.
         missing: ranks whose marks could not be had.
+        units: with zero=3 and fully_shard, which have no buckets; marks count them from 0.
     """
 
     model: str
@@ -86,6 +97,7 @@ class Run:
     plans: tuple[tuple[BucketInfo, ...], ...]
     ranks: tuple[RankRecord, ...]
     missing: tuple[int, ...] = ()
+    units: tuple[UnitInfo, ...] = ()
 
     def dump(self, path: Path) -> None:
         """Writes the run as JSON; the folder is made."""
@@ -107,8 +119,8 @@ def load(path: Path) -> Run:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a timeline that fastsync has recorded")
-    if (version := document.pop("version", None)) != VERSION:
-        raise ValueError(f"{path} has format version {version}; this fastsync reads {VERSION}")
+    if (version := document.pop("version", None)) not in _READ:
+        raise ValueError(f"{path} has format version {version}; this fastsync reads {_READ}")
     try:
         return _run_of(document)
     except (KeyError, TypeError) as error:
@@ -119,6 +131,7 @@ def _run_of(document: Mapping[str, Any]) -> Run:
     fields = dict(document)
     plans = fields.pop("plans")
     ranks = fields.pop("ranks")
+    units = fields.pop("units", ())
     return Run(
         **{**fields, "missing": tuple(fields["missing"])},
         plans=tuple(
@@ -129,6 +142,7 @@ def _run_of(document: Mapping[str, Any]) -> Run:
             RankRecord(**{**r, "events": tuple((s, m, i, b, t) for s, m, i, b, t in r["events"])})
             for r in ranks
         ),
+        units=tuple(UnitInfo(**{**u, "parameters": tuple(u["parameters"])}) for u in units),
     )
 
 
@@ -142,11 +156,17 @@ def merge(runs: Sequence[Run]) -> Run:
     ranks = sorted((r for run in runs for r in run.ranks), key=lambda r: r.rank)
     if len({r.rank for r in ranks}) != len(ranks):
         raise ValueError("two of the files hold the same rank")
-    if len({(run.world_size, run.plans) for run in runs}) != 1:
-        raise ValueError("the files are not of one run: world sizes or buckets differ")
+    if len({(run.world_size, run.plans, run.units) for run in runs}) != 1:
+        raise ValueError("the files are not of one run: world sizes, buckets or units differ")
     missing = sorted(set(range(first.world_size)) - {r.rank for r in ranks})
     facts = {f: getattr(first, f) for f in ("model", "world_size", "backend", "device", "torch")}
-    return Run(**facts, plans=first.plans, ranks=tuple(ranks), missing=tuple(missing))
+    return Run(
+        **facts,
+        plans=first.plans,
+        ranks=tuple(ranks),
+        missing=tuple(missing),
+        units=first.units,
+    )
 
 
 @dataclass(frozen=True)
@@ -170,6 +190,8 @@ class RankStep:
         forwards: start and end of each forward that belongs to it.
         backward_start, backward_end: of the gradients' computation.
         end: all averages are there.
+        moves: collectives of units.
+        accumulating: start and end of each backward before that one that sent nothing.
     """
 
     rank: int
@@ -180,6 +202,8 @@ class RankStep:
     backward_end: int
     end: int
     buckets: tuple[BucketTimes, ...]
+    moves: tuple[Move, ...] = ()
+    accumulating: tuple[Span, ...] = ()
 
     @property
     def start(self) -> int:
@@ -187,44 +211,58 @@ class RankStep:
 
     @property
     def computing(self) -> float:
-        """Seconds of forward and backward."""
-        return sum(_NS * (b - a) for a, b in (*self.forwards, self._backward))
+        """Seconds of forward and backward, without those in which they waited for units."""
+        spans = union((*self.forwards, *self.accumulating, self._backward))
+        return length(spans) - length(common(spans, self.waits()))
+
+    def waits(self, *kinds: str) -> tuple[Span, ...]:
+        """When the computation stood still for units; for movements of some `kinds`, if given."""
+        moves = (m for m in self.moves if not kinds or m.kind in kinds)
+        return union(move.exposed for move in moves)
+
+    @property
+    def exposures(self) -> tuple[Span, ...]:
+        """When averages, or parameters, were missing and nothing was left to compute."""
+        last = [(self.backward_end, self.end)] if self.buckets or self.moves else []
+        return union((*last, *self.waits()))
 
     @property
     def exposed(self) -> float:
-        """Seconds between the last gradient and the last average: what synchronising costs."""
-        return _NS * (self.end - self.backward_end) if self.buckets else 0.0
+        """Seconds of that: what synchronising costs."""
+        return length(self.exposures)
 
     @property
-    def busy(self) -> tuple[tuple[int, int], ...]:
+    def busy(self) -> tuple[Span, ...]:
         """When at least one collective was under way."""
-        return _union((b.launched, b.done) for b in self.buckets)
+        buckets = ((b.launched, b.done) for b in self.buckets)
+        return union((*buckets, *((m.started, m.done) for m in self.moves)))
 
     @property
     def communicating(self) -> float:
         """Seconds in which at least one collective was under way."""
-        return sum(_NS * (b - a) for a, b in self.busy)
+        return length(self.busy)
 
     @property
     def overlapped(self) -> float:
-        """Seconds of that which lie within backward."""
-        start, end = self._backward
-        inside = ((max(a, start), min(b, end)) for a, b in self.busy)
-        return sum(_NS * (b - a) for a, b in inside if b > a)
+        """Seconds of that which lie within backward; with units, which are not exposed."""
+        if self.moves:
+            return self.communicating - length(common(self.busy, self.exposures))
+        return length(common(self.busy, [self._backward]))
 
     @property
-    def _backward(self) -> tuple[int, int]:
+    def bytes(self) -> int:
+        """Handed to the backend; with units, sent."""
+        return sum(b.bytes for b in self.buckets) + sum(m.bytes for m in self.moves)
+
+    @property
+    def launches(self) -> dict[tuple[str, int, int], int]:
+        """When each collective was handed to the backend; the same keys on every rank."""
+        buckets = {("bucket", b.bucket, 0): b.launched for b in self.buckets}
+        return buckets | {(m.kind, m.unit, m.turn): m.started for m in self.moves}
+
+    @property
+    def _backward(self) -> Span:
         return self.backward_start, self.backward_end
-
-
-def _union(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
 
 
 def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:
@@ -261,21 +299,24 @@ def _step_of(rank: int, number: int, events: Sequence[Event]) -> RankStep | None
         rank=rank,
         step=number,
         plan=plan,
-        forwards=_forwards(events),
+        forwards=_spans(events, "forward"),
         backward_start=start,
         backward_end=latest["backward_end"][1],
         end=latest["step_end"][1],
         buckets=tuple(whole),
+        moves=moves_of(events),
+        accumulating=tuple(s for s in _spans(events, "backward") if s[1] <= start),
     )
 
 
-def _forwards(events: Sequence[Event]) -> tuple[tuple[int, int], ...]:
+def _spans(events: Sequence[Event], what: str) -> tuple[Span, ...]:
+    """From every start of a forward or backward to its end."""
     spans = []
     start: int | None = None
     for _, mark, _, _, time in sorted(events, key=lambda event: event[4]):
-        if mark == "forward_start":
+        if mark == f"{what}_start":
             start = time
-        elif mark == "forward_end" and start is not None:
+        elif mark == f"{what}_end" and start is not None:
             spans.append((start, time))
             start = None
     return tuple(spans)
@@ -284,14 +325,14 @@ def _forwards(events: Sequence[Event]) -> tuple[tuple[int, int], ...]:
 def launch_lag(steps: Sequence[RankStep]) -> tuple[int, float] | None:
     """Who launched latest in one step, and how many seconds after the others.
 
-    Per bucket, the lag is that of the last rank to launch it behind the median of the others; the
-    step's is the largest of its buckets'. None where there is nothing to compare.
+    Per collective, the lag is that of the last rank to launch it behind the median of the others;
+    the step's is the largest of them. None where there is nothing to compare.
     """
     worst: tuple[int, float] | None = None
-    launched: dict[int, list[tuple[int, int]]] = {}
+    launched: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     for step in steps:
-        for bucket in step.buckets:
-            launched.setdefault(bucket.bucket, []).append((bucket.launched, step.rank))
+        for which, time in step.launches.items():
+            launched.setdefault(which, []).append((time, step.rank))
     for times in launched.values():
         if len(times) < 2:
             continue

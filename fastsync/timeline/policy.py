@@ -15,10 +15,11 @@ class TimelinePolicy:
     Attributes:
         path: the JSON file that rank 0 writes once the window is full, or at exit where training
             ends earlier. With "{rank}" in it every rank writes its own marks. None: written on
-            demand only, by `FastDDP.write_timeline`.
+            demand only, by `write_timeline`.
         skip: synchronised backwards before the window; the first steps are not like the others.
         steps: synchronised backwards in the window, after which recording ends. None: never ends.
-        capacity: marks that each rank keeps, the latest ones; 5 a step and 4 a bucket.
+        capacity: marks that each rank keeps, the latest ones; 5 a step, 4 a bucket, and with units
+            4 for each gather and each reduction.
     """
 
     path: str | None = None
@@ -36,7 +37,7 @@ class TimelinePolicy:
 
     @classmethod
     def of(cls, wanted: str | os.PathLike[str] | bool | TimelinePolicy) -> TimelinePolicy | None:
-        """From FastDDP's argument: a path, True (record, write on demand), a policy, or False."""
+        """From an argument: a path, True (record, write on demand), a policy, or False."""
         if isinstance(wanted, TimelinePolicy):
             return wanted
         if isinstance(wanted, bool):

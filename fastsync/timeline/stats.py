@@ -7,10 +7,13 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, Protocol
 
-from fastsync.engine.core import Counters
+from fastsync.engine.core import Counters, UnitCounters
 from fastsync.timeline.data import RankStep
+from fastsync.timeline.moves import UnitInfo
+from fastsync.timeline.moves import size_text as _size
+from fastsync.timeline.units import UnitTiming, unit_timings
 
-__all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats"]
+__all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats", "unit_stats"]
 
 _NS = 1e-9
 
@@ -42,23 +45,30 @@ class SyncStats(Mapping[str, Any]):
     Attributes:
         steps: synchronised backwards.
         plans: bucket plans installed.
-        collectives: buckets handed to the backend.
-        bytes: handed to the backend.
+        collectives: buckets handed to the backend; with units, gathers and reductions.
+        bytes: handed to the backend; with units, sent.
         sent_bytes: that left this rank, where all-reduces are rings; none of those that the ranks
-            of one machine read in memory.
+            of one machine read in memory, but with units.
         between_nodes_bytes: those of them that left its node, in the hierarchical form.
         residual_bytes: memory that error feedback holds.
-        exposed_seconds: host time at the end of backwards spent waiting for collectives, in all.
+        exposed_seconds: host time spent waiting for collectives, in all: at the end of backwards,
+            and for units wherever they are waited for.
         buckets: bytes of each bucket of the current plan.
+        gathers, reductions: those of units.
+        gathered_bytes, reduced_bytes: what left this rank for them.
+        units: bytes of each unit's whole parameters.
         recorded_steps: how many steps the times below are medians of.
         step_time: from the end of one synchronised backward to the end of the next, whatever lies
             in between.
         compute_time: forward and backward.
         communication_time: with at least one collective under way.
-        exposed_time: from the last gradient to the last average: what synchronising adds to a step.
+        exposed_time: from the last gradient to the last average, and of waiting for units: what
+            synchronising adds to a step.
         communication_ratio: communication_time / compute_time.
-        overlap: share of the communication that lies within backward, 0 to 1.
+        overlap: share of the communication that lies within backward, 0 to 1; with units, that is
+            not exposed.
         bucket_times: of each bucket of the current plan.
+        unit_times: of each unit.
         scaling_efficiency: step time of a single rank / step_time, 1 being perfect; needs
             `one_rank_step`.
     """
@@ -72,6 +82,11 @@ class SyncStats(Mapping[str, Any]):
     residual_bytes: int
     exposed_seconds: float
     buckets: tuple[int, ...]
+    gathers: int = 0
+    reductions: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    units: tuple[int, ...] = ()
     recorded_steps: int = 0
     step_time: float | None = None
     compute_time: float | None = None
@@ -80,6 +95,7 @@ class SyncStats(Mapping[str, Any]):
     communication_ratio: float | None = None
     overlap: float | None = None
     bucket_times: tuple[BucketTiming, ...] | None = None
+    unit_times: tuple[UnitTiming, ...] | None = None
     scaling_efficiency: float | None = None
 
     def __getitem__(self, name: str) -> Any:
@@ -103,6 +119,9 @@ class SyncStats(Mapping[str, Any]):
 
 
 def _headline(stats: SyncStats) -> str:
+    if stats.units:
+        units = f"{_count(len(stats.units), 'unit')} of {_size(sum(stats.units))} in all"
+        return f"fastsync: {_count(stats.steps, 'synchronised step')}, {units}"
     plans, buckets = _count(stats.plans, "plan"), _count(len(stats.buckets), "bucket")
     return (
         f"fastsync: {_count(stats.steps, 'synchronised step')}, {plans}, "
@@ -110,8 +129,22 @@ def _headline(stats: SyncStats) -> str:
     )
 
 
+def _unit_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
+    steps = max(stats.steps, 1)
+    for name, count, sent in (
+        ("gathers", stats.gathers, stats.gathered_bytes),
+        ("reductions", stats.reductions, stats.reduced_bytes),
+    ):
+        yield f"{name} per step", f"{count / steps:.1f}, for which {_size(sent / steps)} were sent"
+    yield "sent by this rank", f"{_size(stats.sent_bytes / steps)} per step"
+    yield "waited for units", f"{_time(stats.exposed_seconds / steps)} per step"
+
+
 def _counter_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
     steps = max(stats.steps, 1)
+    if stats.units:
+        yield from _unit_rows(stats)
+        return
     yield "collectives per step", f"{stats.collectives / steps:.1f}"
     yield "handed to the backend", f"{_size(stats.bytes / steps)} per step"
     yield "sent by this rank", f"{_size(stats.sent_bytes / steps)} per step"
@@ -124,14 +157,16 @@ def _counter_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
 
 def _time_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
     if not stats.recorded_steps:
-        yield "times", "not recorded; FastDDP(..., timeline=True) records them"
+        how = "FastDDP(..., timeline=True)" + (" or record_timeline()" if stats.units else "")
+        yield "times", f"not recorded; {how} records them"
         return
     yield "times", f"medians of {_count(stats.recorded_steps, 'recorded step')}"
     for name, value in (("step", stats.step_time), ("forward, backward", stats.compute_time)):
         if value is not None:
             yield f"  {name}", _time(value)
     if stats.communication_time is not None:
-        inside = "" if stats.overlap is None else f", {stats.overlap:.0%} of it within backward"
+        where = "behind computation" if stats.units else "within backward"
+        inside = "" if stats.overlap is None else f", {stats.overlap:.0%} of it {where}"
         yield "  communication", _time(stats.communication_time) + inside
     if stats.exposed_time is not None:
         yield "  exposed", f"{_time(stats.exposed_time)} that synchronising adds to a step"
@@ -143,18 +178,17 @@ def _time_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
             f"{_size(bucket.bytes)}: waited {_time(bucket.waiting)}, "
             f"communicated {_time(bucket.communicating)}",
         )
+    for unit in stats.unit_times or ():
+        yield (
+            f"  unit {unit.name!r}",
+            f"{_size(unit.bytes)}: gathered in {_time(unit.gathering)}, of which "
+            f"{_time(unit.gather_exposed)} exposed; reduced in {_time(unit.reducing)}, of which "
+            f"{_time(unit.reduction_exposed)} exposed",
+        )
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(amount: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
 
 
 def _time(seconds: float) -> str:
@@ -181,16 +215,70 @@ def make_stats(
     Raises:
         ValueError: `one_rank_step` is not positive, or there is nothing to compare it with.
     """
+    base = SyncStats(**counters, buckets=tuple(buckets), recorded_steps=len(recorded))
+    stats = _with_times(base, recorded, one_rank_step)
+    if not recorded:
+        return stats
+    return replace(stats, bucket_times=_bucket_times(buckets, recorded))
+
+
+def unit_stats(
+    counted: Sequence[UnitCounters],
+    steps: int,
+    units: Sequence[UnitInfo],
+    recorded: Sequence[RankStep],
+    one_rank_step: float | None,
+) -> SyncStats:
+    """The same of a model whose parameters are shared.
+
+    Args:
+        counted: by the ranks that units travel between.
+        steps: synchronised backwards.
+
+    Raises:
+        ValueError: as `make_stats`.
+    """
+    gathered = sum(c["gathered_bytes"] for c in counted)
+    reduced = sum(c["reduced_bytes"] for c in counted)
+    sent = gathered + reduced + sum(c["summed_bytes"] for c in counted)
+    gathers = sum(c["gathers"] for c in counted)
+    reductions = sum(c["reductions"] for c in counted)
+    base = SyncStats(
+        steps=steps,
+        plans=0,
+        collectives=gathers + reductions,
+        bytes=sent,
+        sent_bytes=sent,
+        between_nodes_bytes=0,
+        residual_bytes=0,
+        exposed_seconds=sum(c["waited_seconds"] for c in counted),
+        buckets=(),
+        gathers=gathers,
+        reductions=reductions,
+        gathered_bytes=gathered,
+        reduced_bytes=reduced,
+        units=tuple(unit.bytes for unit in units),
+        recorded_steps=len(recorded),
+    )
+    stats = _with_times(base, recorded, one_rank_step)
+    if not recorded:
+        return stats
+    return replace(stats, unit_times=tuple(unit_timings(units, recorded)))
+
+
+def _with_times(
+    base: SyncStats, recorded: Sequence[RankStep], one_rank_step: float | None
+) -> SyncStats:
+    """With what follows from recorded steps."""
     if one_rank_step is not None and not one_rank_step > 0:
         raise ValueError(f"one_rank_step must be a positive number of seconds, not {one_rank_step}")
     ends = {step.step: step.end for step in recorded}
     lengths = [_NS * (ends[n] - ends[n - 1]) for n in ends if n - 1 in ends]
     if one_rank_step is not None and not lengths:
         raise ValueError(
-            "scaling efficiency needs two recorded steps in a row: pass timeline=True to FastDDP "
-            "and train before you ask for it"
+            "scaling efficiency needs two recorded steps in a row: pass timeline=True to FastDDP, "
+            "or call record_timeline(True) after fully_shard(), and train before you ask for it"
         )
-    base = SyncStats(**counters, buckets=tuple(buckets), recorded_steps=len(recorded))
     if not recorded:
         return base
     step_time = median(lengths) if lengths else None
@@ -205,7 +293,6 @@ def make_stats(
         exposed_time=median(step.exposed for step in recorded),
         communication_ratio=median(ratios) if ratios else None,
         overlap=median(overlaps) if overlaps else None,
-        bucket_times=_bucket_times(buckets, recorded),
         scaling_efficiency=one_rank_step / step_time if one_rank_step and step_time else None,
     )
 
@@ -246,7 +333,7 @@ def log_to_tensorboard(
     """Writes the model's statistics as scalars; call it as often as you like to see a point.
 
     Args:
-        model: a FastDDP.
+        model: a FastDDP, or the outermost module of fully_shard().
         writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
         step: the x coordinate; the number of synchronised backwards by default.
         prefix: of the tags: "fastsync/exposed_time", "fastsync/bucket_0/communicating", ...
@@ -259,3 +346,6 @@ def log_to_tensorboard(
     for index, timing in enumerate(stats.bucket_times or ()):
         writer.add_scalar(f"{prefix}/bucket_{index}/waiting", timing.waiting, at)
         writer.add_scalar(f"{prefix}/bucket_{index}/communicating", timing.communicating, at)
+    for unit in stats.unit_times or ():
+        for name in ("gathering", "gather_exposed", "reducing", "reduction_exposed"):
+            writer.add_scalar(f"{prefix}/unit_{unit.name}/{name}", getattr(unit, name), at)

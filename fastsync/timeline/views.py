@@ -22,6 +22,8 @@ from fastsync.timeline.data import (
     find_straggler,
     launch_lag,
 )
+from fastsync.timeline.moves import KINDS, Move, length, size_text
+from fastsync.timeline.units import UnitTiming, unit_timings
 
 __all__ = ["Summary", "html_page", "perfetto_trace", "summarise", "summary_text"]
 
@@ -31,6 +33,7 @@ Json: TypeAlias = dict[str, object]
 _PAGE = Path(__file__).resolve().parent / "page"
 _MS = 1e3
 _MIB = 1 << 20
+_NAME = 40  # characters of a unit's
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class RankSummary:
     """Medians over the steps of one rank, in seconds.
 
     Attributes:
-        overlap: share of the communication that lies within backward, 0 to 1.
+        overlap: share of the communication that lies within backward, 0 to 1; with units, that is
+            not exposed.
     """
 
     rank: int
@@ -55,8 +59,11 @@ class Summary:
     Attributes:
         step: from the first rank's forward to the last rank's averages.
         exposed: of the rank with most of it, step by step.
-        overlap: share of the communication that lies within backward, median of the ranks.
-        bytes: handed to the backend by a rank in a step.
+        gather_exposed: the part of it that is waiting for units' parameters.
+        overlap: share of the communication that lies within backward, or with units is not
+            exposed; median of the ranks.
+        bytes: handed to the backend by a rank in a step; with units, sent.
+        moves: gathers and reductions of units.
         clock_error: how far the ranks' clocks may differ from rank 0's.
     """
 
@@ -65,12 +72,15 @@ class Summary:
     computing: float
     communicating: float
     exposed: float
+    gather_exposed: float
     overlap: float
     bytes: int
     buckets: int
+    moves: dict[str, int]
     straggler: Straggler | None
     clock_error: float
     ranks: tuple[RankSummary, ...]
+    units: tuple[UnitTiming, ...]
 
 
 def _length(steps: Sequence[RankStep]) -> float:
@@ -98,7 +108,8 @@ def summarise(run: Run) -> Summary:
     if not steps:
         raise ValueError(
             "the recording holds no step that is complete on every rank: train for more steps "
-            "than it skips, and keep its capacity above 5 marks a step and 4 a bucket"
+            "than it skips, and keep its capacity above 5 marks a step and 4 a bucket, gather or "
+            "reduction"
         )
     per_rank = [
         _of_rank(record.rank, [ranks[i] for ranks in steps.values()])
@@ -111,12 +122,17 @@ def summarise(run: Run) -> Summary:
         computing=median(r.computing for r in per_rank),
         communicating=median(r.communicating for r in per_rank),
         exposed=median(max(s.exposed for s in ranks) for ranks in steps.values()),
+        gather_exposed=median(
+            length(max(ranks, key=lambda s: s.exposed).waits("gather")) for ranks in steps.values()
+        ),
         overlap=median(r.overlap for r in per_rank),
-        bytes=sum(b.bytes for b in latest.buckets),
+        bytes=latest.bytes,
         buckets=len(latest.buckets),
+        moves={kind: sum(m.kind == kind for m in latest.moves) for kind in KINDS},
         straggler=find_straggler(run, steps),
         clock_error=1e-9 * max(r.clock_error_ns for r in run.ranks),
         ranks=tuple(per_rank),
+        units=tuple(unit_timings(run.units, [s for ranks in steps.values() for s in ranks])),
     )
 
 
@@ -128,9 +144,8 @@ def summary_text(run: Run) -> str:
         "",
         f"  step           {s.step * _MS:9.2f} ms",
         f"  computation    {s.computing * _MS:9.2f} ms   forward and backward",
-        f"  communication  {s.communicating * _MS:9.2f} ms   {s.bytes / _MIB:.1f} MiB in "
-        f"{s.buckets} buckets; {s.overlap:.0%} within backward",
-        f"  exposed        {s.exposed * _MS:9.2f} ms   {s.exposed / s.step:.0%} of the step",
+        f"  communication  {s.communicating * _MS:9.2f} ms   {_communication_text(s)}",
+        f"  exposed        {s.exposed * _MS:9.2f} ms   {_exposed_text(s)}",
         f"  straggler      {_straggler_text(s)}",
     ]
     if s.clock_error:
@@ -145,7 +160,35 @@ def summary_text(run: Run) -> str:
             f"  {rank.rank:>4}  {rank.computing * _MS:8.2f} ms  {rank.communicating * _MS:10.2f} ms"
             f"  {rank.exposed * _MS:6.2f} ms  {rank.overlap:7.0%}"
         )
+    if s.units:
+        lines += _unit_lines(s.units)
     return "\n".join(lines)
+
+
+def _communication_text(s: Summary) -> str:
+    if not s.units:
+        return f"{s.bytes / _MIB:.1f} MiB in {s.buckets} buckets; {s.overlap:.0%} within backward"
+    counted = ((kind, count) for kind, count in s.moves.items() if count)
+    counts = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counted)
+    return f"{s.bytes / _MIB:.1f} MiB in {counts}; {s.overlap:.0%} behind computation"
+
+
+def _exposed_text(s: Summary) -> str:
+    share = f"{s.exposed / s.step:.0%} of the step"
+    return f"{share}; {s.gather_exposed * _MS:.2f} ms of it waits for gathers" if s.units else share
+
+
+def _unit_lines(units: Sequence[UnitTiming]) -> Iterator[str]:
+    """A table of what each unit takes in a step."""
+    width = min(_NAME, max(len(unit.name) for unit in units))
+    yield ""
+    yield f"  {'unit':<{width}}        size     gathers   exposed  reductions   exposed  (ms)"
+    for unit in units:
+        times = (unit.gathering, unit.gather_exposed, unit.reducing, unit.reduction_exposed)
+        a, b, c, d = (1e3 * seconds for seconds in times)
+        name = unit.name if len(unit.name) <= width else unit.name[: width - 3] + "..."
+        size = size_text(unit.bytes)
+        yield f"  {name:<{width}}  {size:>10}  {a:10.2f}{b:10.2f}  {c:10.2f}{d:10.2f}"
 
 
 def _straggler_text(summary: Summary) -> str:
@@ -175,6 +218,12 @@ def perfetto_trace(run: Run) -> Json:
                     named.add((step.rank, index))
                     events.append(_name("thread_name", step.rank, index + 1, f"bucket {index}"))
                 events += slices
+            for number in sorted({m.unit for m in step.moves}):
+                if (step.rank, number) not in named:
+                    named.add((step.rank, number))
+                    title = f"unit {run.units[number].name}"
+                    events.append(_name("thread_name", step.rank, number + 1, title))
+            events += _unit_slices(run, step, origin)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -195,15 +244,14 @@ def _compute_slices(step: RankStep, origin: int) -> list[Json]:
     place = (step.rank, 0)
     spans = [("forward", span) for span in step.forwards]
     spans.append(("backward", (step.backward_start, step.backward_end)))
-    if step.buckets:
-        spans.append(("exposed", (step.backward_end, step.end)))
+    spans += [("backward", span) for span in step.accumulating]
+    spans += [("exposed", span) for span in step.exposures]
     return [_slice(name, place, span, origin, step=step.step) for name, span in spans]
 
 
 def _bucket_slices(run: Run, step: RankStep, origin: int) -> Iterator[tuple[int, list[Json]]]:
-    infos = _infos(run, step)
     for bucket in step.buckets:
-        info = infos[bucket.bucket]
+        info = _infos(run, step)[bucket.bucket]
         args = {"step": step.step, "bytes": bucket.bytes, "wire": info.wire}
         place = (step.rank, bucket.bucket + 1)
         whole = {**args, "parameters": list(info.parameters)}
@@ -214,6 +262,15 @@ def _bucket_slices(run: Run, step: RankStep, origin: int) -> Iterator[tuple[int,
                 _slice("all-reduce", place, (bucket.launched, bucket.done), origin, **whole),
             ],
         )
+
+
+def _unit_slices(run: Run, step: RankStep, origin: int) -> Iterator[Json]:
+    for move in step.moves:
+        info = run.units[move.unit]
+        args = {"step": step.step, "bytes": move.bytes, "parameters": list(info.parameters)}
+        waited = 1e-6 * (move.arrived - move.wanted)
+        place, span = (step.rank, move.unit + 1), (move.started, move.done)
+        yield _slice(move.kind, place, span, origin, **args, exposed_ms=waited)
 
 
 def _infos(run: Run, step: RankStep) -> tuple[BucketInfo, ...]:
@@ -237,7 +294,7 @@ def _page_data(run: Run) -> Json:
         **asdict(summary.straggler),
         "lag": 1e9 * summary.straggler.lag,
     }
-    scaled = ("step", "computing", "communicating", "exposed", "clock_error")
+    scaled = ("step", "computing", "communicating", "exposed", "gather_exposed", "clock_error")
     return {
         "model": run.model,
         "world_size": run.world_size,
@@ -247,11 +304,13 @@ def _page_data(run: Run) -> Json:
         "missing": run.missing,
         "ranks": [record.rank for record in run.ranks],
         "plans": [[asdict(info) for info in plan] for plan in run.plans],
+        "units": [asdict(info) for info in run.units],
         "summary": {
             **{name: 1e9 * getattr(summary, name) for name in scaled},
             "overlap": summary.overlap,
             "bytes": summary.bytes,
             "buckets": summary.buckets,
+            "moves": summary.moves,
             "straggler": straggler,
             "typical": _typical(list(steps.values()), summary),
         },
@@ -287,6 +346,9 @@ def _rank_data(step: RankStep, start: int) -> Json:
         "forwards": [[a - start, b - start] for a, b in step.forwards],
         "backward": [step.backward_start - start, step.backward_end - start],
         "end": step.end - start,
+        "accumulating": [[a - start, b - start] for a, b in step.accumulating],
+        "exposures": [[a - start, b - start] for a, b in step.exposures],
+        "moves": [_move_data(move, start) for move in step.moves],
         "buckets": [
             {
                 "bucket": b.bucket,
@@ -299,3 +361,8 @@ def _rank_data(step: RankStep, start: int) -> Json:
             for b in step.buckets
         ],
     }
+
+
+def _move_data(move: Move, start: int) -> Json:
+    times = ("started", "done", "wanted", "arrived")
+    return {**asdict(move), **{name: getattr(move, name) - start for name in times}}

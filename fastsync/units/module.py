@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import UnshardHandle
 
 from fastsync.units.errors import RefusedError
+from fastsync.units.recording import Recording
 from fastsync.units.state import State, state_of
 from fastsync.units.unit import Unit
 
@@ -228,7 +229,7 @@ def _unsupported(what: str) -> NotImplementedError:
     )
 
 
-class FSDPModule(_Gathering, _Reducing, TorchModule):
+class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
     """A module that `fastsync.fully_shard` was applied to; torch's FSDPModule, too."""
 
     def __new__(cls, *args: object, **kwargs: object) -> FSDPModule:

@@ -157,9 +157,7 @@ class Unit:
         if any(strand.begun for strand in self.strands):
             raise RuntimeError(_TOO_LATE.format(strays[0].name))
         before = self.strands
-        self.strands = _strands_of(
-            list(self.members), self.place, before[0].mixed, before[0].wires
-        )
+        self.strands = _strands_of(list(self.members), self.place, before[0].mixed, before[0].wires)
         if before[0].links is not None:
             self.connect(before[0].links)
 

@@ -2,28 +2,8 @@
   const run = data;
   const MS = 1e6; // nanoseconds
   const SHOWN_RANKS = 8;
-  const NAMES = 8;
   const GUTTER = 112;
   const RIGHT = 12;
-
-  // ---- small helpers -------------------------------------------------------------------------------------------
-
-  function duration(ns) {
-    const us = Math.abs(ns) / 1e3;
-    if (us < 1000) return `${(ns / 1e3).toFixed(us < 10 ? 1 : 0)} µs`;
-    const ms = us / 1e3;
-    if (ms < 1000) return `${(ns / MS).toFixed(ms < 10 ? 2 : ms < 100 ? 1 : 0)} ms`;
-    return `${(ns / 1e9).toFixed(2)} s`;
-  }
-
-  function bytes(count) {
-    if (count < 1 << 10) return `${count} B`;
-    if (count < 1 << 20) return `${(count / (1 << 10)).toFixed(1)} KiB`;
-    return `${(count / (1 << 20)).toFixed(1)} MiB`;
-  }
-
-  const percent = (share) => `${Math.round(100 * share)} %`;
-  const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
   // ---- what is shown -------------------------------------------------------------------------------------------
 
@@ -42,18 +22,32 @@
 
   const step = () => run.steps[chosen];
   const infos = () => run.plans[step().plan - 1] || [];
+  const byUnits = run.units.length > 0;
   const shownRanks = () => step().ranks.filter((r) => ranks.includes(r.rank));
 
-  // When the last rank launched each bucket: before that moment, the others can only wait.
+  const launchOf = (x) => (x.kind ? x.started : x.launched);
+
+  // When the last rank launched each collective: before that moment, the others can only wait.
   function lastLaunches() {
     const last = new Map();
     for (const r of step().ranks) {
-      for (const b of r.buckets) {
-        const known = last.get(b.bucket);
-        if (!known || b.launched > known.time) last.set(b.bucket, { time: b.launched, rank: r.rank });
+      for (const x of [...r.buckets, ...r.moves]) {
+        const known = last.get(keyOf(x));
+        if (!known || launchOf(x) > known.time) last.set(keyOf(x), { time: launchOf(x), rank: r.rank });
       }
     }
     return last;
+  }
+
+  // A rank's lanes: its buckets, or its units in the order in which it needs them.
+  function lanesOf(r) {
+    if (!byUnits) return r.buckets.map((b) => ({ name: `bucket ${b.bucket}`, bucket: b, moves: [] }));
+    const lanes = new Map();
+    for (const m of r.moves) {
+      if (!lanes.has(m.unit)) lanes.set(m.unit, { name: run.units[m.unit].name, bucket: null, moves: [] });
+      lanes.get(m.unit).moves.push(m);
+    }
+    return [...lanes.values()];
   }
 
   // ---- head ----------------------------------------------------------------------------------------------------
@@ -74,7 +68,10 @@
     el(verdict, "b", {}, duration(s.step));
     verdict.append(", ");
     el(verdict, "b", {}, `${duration(s.exposed)} (${percent(s.exposed / s.step)})`);
-    verdict.append(" is exposed: computing is over and gradients are still under way. ");
+    verdict.append(byUnits
+      ? ` is exposed: the computation stands still, for ${duration(s.gather_exposed)} of it until parameters are there, `
+        + "and else until gradients are. "
+      : " is exposed: computing is over and gradients are still under way. ");
     const straggler = s.straggler;
     if (straggler) {
       el(verdict, "b", { id: "straggler" }, `Rank ${straggler.rank} is the straggler`);
@@ -85,9 +82,12 @@
     }
     tile("Step", duration(s.step), `median of ${plural(run.steps.length, "step")}`);
     tile("Exposed", duration(s.exposed), `${percent(s.exposed / s.step)} of the step`, "exposed");
-    tile("Overlap", percent(s.overlap), `of ${duration(s.communicating)} of communication lies within backward`);
+    tile("Overlap", percent(s.overlap),
+      `of ${duration(s.communicating)} of communication ${byUnits ? "is not exposed" : "lies within backward"}`);
+    const moves = Object.entries(s.moves).filter(([, count]) => count > 0);
     tile("Communication ratio", s.computing ? (s.communicating / s.computing).toFixed(2) : "-",
-      `of computation; ${bytes(s.bytes)} a step in ${plural(s.buckets, "bucket")}`);
+      `of computation; ${bytes(s.bytes)} a step in `
+      + (byUnits ? moves.map(([kind, count]) => plural(count, kind)).join(", ") : plural(s.buckets, "bucket")));
     tile("Straggler", straggler ? `rank ${straggler.rank}` : "none",
       straggler ? `${duration(straggler.lag)} after the others` : "nobody is late in most of the steps");
   }
@@ -100,8 +100,11 @@
   }
 
   function drawLegend() {
-    const entries = [["forward", "forward"], ["backward", "backward"], ["queue", "waits for its turn, is packed"],
-      ["peer", "launched, waits for a later rank"], ["wire", "collective under way"], ["shade", "exposed"]];
+    const entries = [["forward", "forward"], ["backward", "backward"],
+      ...(byUnits ? [] : [["queue", "waits for its turn, is packed"]]),
+      ["peer", "launched, waits for a later rank"],
+      ...(byUnits ? [["wire", "gather under way"], ["gradients", "reduction under way"]] : [["wire", "collective under way"]]),
+      ["shade", "exposed"]];
     for (const [kind, label] of entries) {
       const item = el($("legend"), "span");
       el(el(item, "svg", { viewBox: "0 0 16 11" }), "rect", { class: kind, width: 16, height: 11, rx: 2 });
@@ -154,7 +157,7 @@
   let scale = null; // what the last drawing used
 
   function layout() {
-    const count = Math.max(1, ...step().ranks.map((r) => r.buckets.length));
+    const count = Math.max(1, ...step().ranks.map((r) => lanesOf(r).length));
     const shown = shownRanks().length;
     const lane = Math.max(4, Math.min(18, Math.floor(560 / (shown * count))));
     const gap = lane > 8 ? 3 : 1;
@@ -229,39 +232,51 @@
     const lanes = body + size.big + 5;
     const foot = lanes + size.count * (size.lane + size.gap) + 5;
     lane(group, inner, "compute", body, size.big);
-    r.buckets.forEach((b, i) => bucketLane(group, inner, b, i, lanes + i * (size.lane + size.gap), size));
+    const rows = lanesOf(r);
+    const rowAt = (i) => lanes + i * (size.lane + size.gap);
+    rows.forEach((row, i) => rowLane(group, inner, row.name, i, rowAt(i), size));
     lane(group, inner, "communication", foot, size.big);
-    if (r.buckets.length) box(inner, "shade exposed", r.backward[1], r.end, top + 8, foot + size.big - top - 8, { rx: 0 });
+    for (const [a, b] of r.exposures) box(inner, "shade exposed", a, b, top + 8, foot + size.big - top - 8, { rx: 0 });
     for (const [a, b] of r.forwards) {
       const bar = box(inner, "forward", a, b, body, size.big);
       el(bar, "title", {}, `forward: ${duration(b - a)}`);
     }
-    const backward = box(inner, "backward", r.backward[0], r.backward[1], body, size.big);
-    el(backward, "title", {}, `backward: ${duration(r.backward[1] - r.backward[0])}`);
+    for (const [a, b] of [...r.accumulating, r.backward]) {
+      const bar = box(inner, "backward", a, b, body, size.big);
+      el(bar, "title", {}, `backward: ${duration(b - a)}`);
+    }
     label(inner, "backward", r.backward[0], r.backward[1], body + 15);
-    r.buckets.forEach((b, i) => drawBucket(inner, r, b, lanes + i * (size.lane + size.gap), size.lane, last.get(b.bucket)));
-    for (const b of r.buckets) box(inner, "peer", b.launched, b.done, foot, size.big);
-    for (const b of r.buckets) box(inner, "wire", moving(b, last), b.done, foot, size.big);
-    if (r.buckets.length) nameExposed(inner, r, top + 8, foot + size.big);
+    if (byUnits) for (const [a, b] of r.exposures) box(inner, "stall", a, b, body, size.big, { rx: 0 });
+    rows.forEach((row, i) => {
+      if (row.bucket) drawBucket(inner, r, row.bucket, rowAt(i), size.lane, last.get(row.bucket.bucket));
+      for (const m of row.moves) drawMove(inner, r, m, rowAt(i), size.lane, last.get(keyOf(m)));
+    });
+    for (const x of [...r.buckets, ...r.moves]) box(inner, "peer", launchOf(x), x.done, foot, size.big);
+    for (const x of [...r.buckets, ...r.moves]) box(inner, kindOf(x), moving(x, last), x.done, foot, size.big);
+    if (r.buckets.length || r.moves.length) nameExposed(inner, r, top + 8, foot + size.big);
   }
 
-  const moving = (b, last) => Math.min(b.done, Math.max(b.launched, last.get(b.bucket).time));
+  const kindOf = (x) => (x.kind && x.kind !== "gather" ? "gradients" : "wire");
+  const moving = (x, last) => Math.min(x.done, Math.max(launchOf(x), last.get(keyOf(x)).time));
 
   function lane(group, inner, name, y, h) {
     el(group, "text", { x: GUTTER - 8, y: y + h / 2 + 4, "text-anchor": "end" }, name);
     el(inner, "rect", { class: "lane", x: GUTTER, y, width: scale.plot, height: h, rx: 2 });
   }
 
-  function bucketLane(group, inner, b, i, y, size) {
+  function rowLane(group, inner, name, i, y, size) {
     el(inner, "rect", { class: "lane", x: GUTTER, y, width: scale.plot, height: size.lane, rx: 2 });
     if (i % Math.ceil(12 / (size.lane + size.gap)) > 0) return; // no room for every name
-    el(group, "text", { x: GUTTER - 8, y: y + size.lane / 2 + 4, "text-anchor": "end" }, `bucket ${b.bucket}`);
+    const shown = name.length > 17 ? `…${name.slice(-16)}` : name;
+    el(group, "text", { x: GUTTER - 8, y: y + size.lane / 2 + 4, "text-anchor": "end" }, shown);
   }
 
   function nameExposed(inner, r, top, bottom) {
     const [start, end] = [r.backward[1], r.end];
     el(inner, "line", { class: "edge", x1: scale.x(start), x2: scale.x(start), y1: top, y2: bottom });
-    const words = `exposed ${duration(end - start)}`;
+    const words = byUnits
+      ? `exposed ${duration(r.exposures.reduce((sum, [a, b]) => sum + b - a, 0))} in all`
+      : `exposed ${duration(end - start)}`;
     const room = scale.x(end) - scale.x(start) > words.length * 7;
     const at = room ? { x: scale.x(start) + 5 } : { x: scale.x(start) - 5, "text-anchor": "end" };
     el(inner, "text", { class: "on-exposed", y: top + 12, ...at }, words);
@@ -273,82 +288,33 @@
     box(group, "peer", b.launched, b.done, y, h);
     box(group, "wire", Math.min(b.done, Math.max(b.launched, last.time)), b.done, y, h);
     const hit = box(group, "hit", b.ready, b.done, y - 1, h + 2);
-    const show = (event) => showTip(r, b, last, event, hit);
+    onHover(group, hit, aboutBucket(infos()[b.bucket] || { parameters: [], wire: "" }, r, b, last));
+  }
+
+  function drawMove(inner, r, m, y, h, last) {
+    const group = el(inner, "g", {
+      class: "bucket move", tabindex: 0, "data-bucket": `unit ${m.unit}`, "data-kind": m.kind, "data-rank": r.rank,
+    });
+    box(group, "peer", m.started, m.done, y, h);
+    box(group, kindOf(m), Math.min(m.done, Math.max(m.started, last.time)), m.done, y, h);
+    if (m.arrived > m.wanted) box(group, "stall", m.wanted, m.arrived, y + h * 0.35, h * 0.3, { rx: 0 });
+    const hit = box(group, "hit", m.started, m.arrived, y - 1, h + 2);
+    onHover(group, hit, aboutMove(run.units[m.unit], r, m, last));
+  }
+
+  function onHover(group, hit, about) {
+    const show = (event) => showTip(about, event, hit);
     group.addEventListener("pointermove", show);
     group.addEventListener("focus", show);
     for (const kind of ["pointerleave", "blur"]) group.addEventListener(kind, hideTip);
   }
 
-  // ---- the tip of a bucket -------------------------------------------------------------------------------------
-
-  function showTip(r, b, last, event, anchor) {
-    const tip = $("tip");
-    const info = infos()[b.bucket] || { parameters: [], wire: "" };
-    tip.replaceChildren();
-    el(tip, "h3", {}, `bucket ${b.bucket} on rank ${r.rank}`);
-    el(tip, "p", {}, `${plural(info.parameters.length, "parameter")}, ${bytes(b.bytes)} as ${info.wire}`);
-    const table = el(tip, "table");
-    const waited = Math.max(0, Math.min(b.done, last.time) - b.launched);
-    const rows = [["ready", duration(b.ready)], ["packed", `+${duration(b.packed - b.ready)}`],
-      ["launched", `+${duration(b.launched - b.packed)}`], ["done", `+${duration(b.done - b.launched)}`]];
-    if (last.rank !== r.rank && waited > 0) rows.push([`of that, waiting for rank ${last.rank}`, duration(waited)]);
-    for (const [name, value] of rows) {
-      const row = el(table, "tr");
-      el(row, "td", {}, name);
-      el(row, "td", {}, value);
-    }
-    const list = el(tip, "ul");
-    for (const name of info.parameters.slice(0, NAMES)) el(list, "li", {}, name);
-    if (info.parameters.length > NAMES) el(list, "li", {}, `and ${info.parameters.length - NAMES} more`);
-    for (const twin of document.querySelectorAll(".bucket")) {
-      twin.classList.toggle("twin", twin.dataset.bucket === String(b.bucket));
-    }
-    tip.hidden = false;
-    const place = anchor.getBoundingClientRect();
-    const x = event.clientX ?? place.left + place.width / 2;
-    const y = event.clientY ?? place.bottom;
-    const fits = x + 20 + tip.offsetWidth < window.innerWidth;
-    tip.style.left = `${Math.max(8, fits ? x + 16 : x - tip.offsetWidth - 16)}px`;
-    tip.style.top = `${Math.max(8, Math.min(y + 14, window.innerHeight - tip.offsetHeight - 8))}px`;
-  }
-
-  function hideTip() {
-    $("tip").hidden = true;
-    for (const twin of document.querySelectorAll(".twin")) twin.classList.remove("twin");
-  }
-
-  // ---- the table of buckets ------------------------------------------------------------------------------------
-
   function drawTable() {
     const table = $("buckets");
     table.replaceChildren();
-    const head = el(table, "tr");
-    for (const name of ["bucket", "parameters", "size", "ready (last rank)", "last to launch", "after the others", "done"]) {
-      el(head, "th", {}, name);
-    }
-    infos().forEach((info, index) => {
-      const found = step().ranks.flatMap((r) => r.buckets.filter((b) => b.bucket === index).map((b) => ({ r, b })));
-      if (!found.length) return;
-      const byLaunch = found.map((f) => f.b.launched).sort((a, b) => a - b);
-      const last = found.find((f) => f.b.launched === byLaunch[byLaunch.length - 1]);
-      const others = byLaunch.slice(0, -1);
-      const lag = others.length ? byLaunch[byLaunch.length - 1] - medianOf(others) : 0;
-      const row = el(table, "tr");
-      const names = info.parameters;
-      el(row, "td", {}, index);
-      el(row, "td", { title: names.join("\n") },
-        names.length > 2 ? `${names[0]} … ${names[names.length - 1]} (${names.length})` : names.join(", "));
-      el(row, "td", {}, bytes(info.bytes));
-      el(row, "td", {}, duration(Math.max(...found.map((f) => f.b.ready))));
-      el(row, "td", {}, others.length ? `rank ${last.r.rank}` : "-");
-      el(row, "td", lag > 0.01 * step().length ? { class: "late" } : {}, others.length ? duration(lag) : "-");
-      el(row, "td", {}, duration(Math.max(...found.map((f) => f.b.done))));
-    });
-  }
-
-  function medianOf(sorted) {
-    const half = sorted.length >> 1;
-    return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+    $("table-title").textContent = byUnits ? "Units of this step" : "Buckets of this step";
+    if (byUnits) unitTable(table, run, step());
+    else bucketTable(table, infos(), step());
   }
 
   // ---- zoom and pan --------------------------------------------------------------------------------------------
