@@ -32,7 +32,6 @@ COMMANDS = {
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
     "allreduce": ("--sizes", "0.01,0.5", "--rounds", "2"),
     "hooks": ("--scale", "0.02", "--rounds", "1"),
-    "freezing": ("--scale", "0.01", "--rounds", "1"),
     "zero": ("--models", "small,transformer", "--scale", "0.01", "--rounds", "1"),
     "zero3": ("--stages", "3", "--models", "gpt2", "--scale", "0.01", "--rounds", "1"),
     "clip": ("--models", "gpt2", "--scale", "0.002", "--rounds", "8"),
@@ -40,8 +39,7 @@ COMMANDS = {
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = ("allreduce", "step", "links", "overlap", "buckets", "hooks", "freezing", "zero")
-IN_RANKS += ("zero3", "clip")
+IN_RANKS = ("allreduce", "step", "links", "overlap", "buckets", "hooks", "zero", "zero3", "clip")
 
 
 def run_rank(rank, world, name, arguments):
@@ -122,13 +120,6 @@ def check_hooks(result):
         "`powerSGD_hook`",
     ]
     assert all(len(row) == len(result["headers"]) == 5 for row in result["rows"])
-
-
-def check_freezing(result):
-    """Plans of the first step, and of each half; none as the halves go on taking turns."""
-    assert [row[0] for row in result["rows"]] == ["small", "wide"]
-    for row in result["rows"]:
-        assert row[-1] == "3 in 18 turns"
 
 
 def check_zero(result):

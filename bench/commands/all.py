@@ -56,7 +56,6 @@ _EVERY = (
     Part("curves", 260, "curves"),
     Part("unused", 75, "unused --rounds 60"),
     Part("hooks", 60, "hooks --rounds 40"),
-    Part("freezing", 60, "freezing"),
     Part("timeline", 95, "timeline --rounds 250"),
     Part("kernels", 170, "kernels --rounds 7"),
     Part("scale", 50, "scale"),
