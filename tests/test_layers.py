@@ -271,7 +271,7 @@ MEASURING_MODULES = {
     "examples": [
         ["checkpoint", "data", "manual_parallel", "ring_allreduce", "shapes"],
         ["gpt", "training"],
-        ["demo"],
+        ["demo", "limited_memory"],
     ],
     "examples.common": [
         ["ranks"],

@@ -146,7 +146,7 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
             group.synchronize()
         ended.set()
     peak = torch.cuda.max_memory_allocated(group.device) if on_gpu else seen.result()
-    nbytes = sum(p.nbytes for p in lane.workload.build().parameters())
+    nbytes = sum(p.nbytes for p in lane.module.parameters())
     return group.most((peak - before) / nbytes)
 
 
