@@ -36,11 +36,12 @@ Optionals optionals_of(const std::vector<at::Tensor>& tensors) {
 }
 
 std::shared_ptr<UnitLinks> make_links(const std::string& group_name,
-                                      const std::shared_ptr<comm::SharedMemory>& memory) {
+                                      const std::shared_ptr<comm::SharedMemory>& memory,
+                                      int64_t mark) {
   std::shared_ptr<comm::Collective> ranks = comm::Collective::resolve(group_name);
   if (memory) ranks = std::make_shared<comm::ShmMessages>(std::move(ranks), memory);
   // The end of the group's last reference joins threads that may want the GIL.
-  return {new UnitLinks(std::move(ranks)), torch::impl::destroy_without_gil<UnitLinks>};
+  return {new UnitLinks(std::move(ranks), mark), torch::impl::destroy_without_gil<UnitLinks>};
 }
 
 UnitLayout make_layout(const std::vector<std::tuple<size_t, int64_t, bool>>& places, int64_t chunk,
@@ -134,7 +135,8 @@ void bind_units(py::module_& m) {
   bind_logs(m);
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<UnitLinks, std::shared_ptr<UnitLinks>>(m, "UnitLinks")
-      .def(py::init(&make_links), release, py::arg("group_name"), py::arg("memory") = py::none())
+      .def(py::init(&make_links), release, py::arg("group_name"), py::arg("memory"),
+           py::arg("mark"))
       .def(
           "has_messages",
           [](const UnitLinks& links, const std::string& device) {
@@ -142,6 +144,7 @@ void bind_units(py::module_& m) {
           },
           py::arg("device"))
       .def("trim", &UnitLinks::trim, release)
+      .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })
       .def("peers", [](const UnitLinks& links) { return links.peers; });
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),

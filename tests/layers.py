@@ -90,6 +90,7 @@ MODULE_LAYERS = {
         ["strand"],
         ["extended", "raw"],
         ["unit"],
+        ["room"],
         ["context"],
         ["state"],
         ["recording"],

@@ -28,10 +28,11 @@ def test_every_variable():
             "FASTSYNC_SHM": "0",
             "FASTSYNC_WATCH": "0",
             "FASTSYNC_STALL_WARN": "30",
+            "FASTSYNC_UNIT_MEMORY_MB": "0.5",
         }
     )
     expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False)
-    assert env == replace(expected, watch=False, stall_warn=30.0)
+    assert env == replace(expected, watch=False, stall_warn=30.0, unit_memory_mb=0.5)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 
@@ -42,6 +43,9 @@ def test_every_variable():
         ("FASTSYNC_SHM", "yes"),
         ("FASTSYNC_WATCH", "yes"),
         ("FASTSYNC_STALL_WARN", "0"),
+        ("FASTSYNC_UNIT_MEMORY_MB", "0"),
+        ("FASTSYNC_UNIT_MEMORY_MB", "much"),
+        ("FASTSYNC_UNIT_MEMORY_MB", "inf"),
         ("FASTSYNC_CUDA_ARCHS", "hopper"),
         ("FASTSYNC_AGREE_TIMEOUT", "0"),
         ("FASTSYNC_AGREE_TIMEOUT", "-1"),

@@ -111,7 +111,8 @@ ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<Shar
       table_(memory_->make_flat(static_cast<int64_t>(sizeof(Mail::Table)), at::kByte)),
       words_(*memory_, 0, memory_->timeout()),
       mail_(make_mail(*memory_, table_, words_)),
-      pool_([memory = memory_](int64_t bytes) { return memory->make_flat(bytes, at::kByte); }) {}
+      pool_(ops::BlockPool::kNoMark,
+            [memory = memory_](int64_t bytes) { return memory->make_flat(bytes, at::kByte); }) {}
 
 // See [Note: what outlives its collective] in shm_collective.cpp.
 ShmMessages::~ShmMessages() {

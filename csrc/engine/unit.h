@@ -46,8 +46,9 @@ namespace fastsync::engine {
 
 // What the units of a model have in common.
 struct UnitLinks {
-  explicit UnitLinks(std::shared_ptr<comm::Collective> among)
-      : ranks(std::move(among)), peers(std::make_shared<UnitPeers>(ranks->rank())) {}
+  // `mark`: of the pool, in bytes.
+  UnitLinks(std::shared_ptr<comm::Collective> among, int64_t mark)
+      : ranks(std::move(among)), pool(mark), peers(std::make_shared<UnitPeers>(ranks->rank())) {}
 
   // Frees what no unit uses.
   void trim() {

@@ -34,26 +34,54 @@ at::Tensor BlockPool::take(int64_t numel, at::ScalarType dtype, at::Device devic
   const c10::InferenceMode no_inference(false);
   const int64_t bytes = bytes_of(numel, dtype);
   largest_ = std::max(largest_, bytes);
+  at::Tensor block = find(bytes);
+  if (!block.defined()) block = make(bytes, device);
+  const auto held = static_cast<int64_t>(block.storage().nbytes());
+  lent_.push_back({block.storage().getWeakStorageImpl(), held});
+  most_ = std::max(most_, lent_bytes() + free_bytes());
+  return typed(block, numel, dtype);
+}
+
+// A free block of that size or, as long as there is no mark to keep, of a little more.
+at::Tensor BlockPool::find(int64_t bytes) {
+  const bool marked = mark_ != kNoMark;
+  const int64_t most = marked ? bytes : bytes + bytes / 4;
   for (auto block = free_.begin(); block != free_.end(); ++block) {
-    if (block->numel() < bytes || block->numel() > bytes + bytes / 4) continue;
+    if (block->numel() < bytes || block->numel() > most) continue;
     const at::Tensor found = *block;
     free_.erase(block);
-    return typed(found, numel, dtype);
+    return found;
   }
-  return typed(make_ ? make_(bytes) : make_scratch({bytes}, at::kByte, device), numel, dtype);
+  return {};
+}
+
+at::Tensor BlockPool::make(int64_t bytes, at::Device device) {
+  while (!free_.empty() && lent_bytes() + free_bytes() > mark_ - bytes) free_.erase(free_.begin());
+  return make_ ? make_(bytes) : make_scratch({bytes}, at::kByte, device);
+}
+
+int64_t BlockPool::lent_bytes() {
+  const auto gone = [](const Lent& lent) { return lent.storage.expired(); };
+  lent_.erase(std::remove_if(lent_.begin(), lent_.end(), gone), lent_.end());
+  int64_t total = 0;
+  for (const Lent& lent : lent_) total += lent.bytes;
+  return total;
+}
+
+int64_t BlockPool::free_bytes() const {
+  int64_t total = 0;
+  for (const at::Tensor& each : free_) total += each.numel();
+  return total;
 }
 
 void BlockPool::give(const at::Tensor& block) {
   if (!block.defined() || !block.device().is_cpu()) return;
-  const auto bytes = static_cast<int64_t>(block.storage().nbytes());
-  free_.push_back(typed(block, bytes, at::kByte));
+  const auto* const storage = block.storage().unsafeGetStorageImpl();
+  const auto is_it = [&](const Lent& lent) { return lent.storage._unsafe_get_target() == storage; };
+  lent_.erase(std::remove_if(lent_.begin(), lent_.end(), is_it), lent_.end());
+  free_.push_back(typed(block, static_cast<int64_t>(block.storage().nbytes()), at::kByte));
   // What is free must not exceed what two requests can use.
-  int64_t total = 0;
-  for (const at::Tensor& each : free_) total += each.numel();
-  while (total > 2 * largest_) {
-    total -= free_.front().numel();
-    free_.erase(free_.begin());
-  }
+  while (free_bytes() > 2 * largest_) free_.erase(free_.begin());
 }
 
 Loan::Loan(int64_t numel, at::ScalarType dtype, at::Device device) {

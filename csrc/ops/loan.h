@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -15,9 +16,12 @@ namespace fastsync::ops {
 class BlockPool {
  public:
   using Make = std::function<at::Tensor(int64_t bytes)>;
+  static constexpr int64_t kNoMark = std::numeric_limits<int64_t>::max();
 
+  // `mark`: bytes that blocks are not to exceed together. What is asked for is lent all the same, but nothing else is kept then.
   // `make`: where a CPU's bytes come from, instead of the allocator.
-  explicit BlockPool(Make make = nullptr) : make_(std::move(make)) {}
+  explicit BlockPool(int64_t mark = kNoMark, Make make = nullptr)
+      : make_(std::move(make)), mark_(mark) {}
 
   // One-dimensional, with whatever the memory holds.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -25,11 +29,27 @@ class BlockPool {
   void give(const at::Tensor& block);
   // Frees what nobody uses.
   void trim() { free_.clear(); }
+  // Bytes of all blocks that there ever were at once, lent ones and free ones.
+  int64_t most() const { return most_; }
 
  private:
+  // A block that somebody has, unless it is gone.
+  struct Lent {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t bytes = 0;
+  };
+
+  at::Tensor find(int64_t bytes);
+  at::Tensor make(int64_t bytes, at::Device device);
+  int64_t lent_bytes();
+  int64_t free_bytes() const;
+
   Make make_;
+  std::vector<Lent> lent_;
   std::vector<at::Tensor> free_;  // bytes
-  int64_t largest_ = 0;           // bytes that were ever asked for at once
+  int64_t mark_;
+  int64_t most_ = 0;
+  int64_t largest_ = 0;  // bytes that were ever asked for at once
 };
 
 // A one-dimensional tensor, which has memory while somebody has lent it some. Tensors that share its storage see it come and

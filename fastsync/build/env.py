@@ -5,6 +5,7 @@ Nothing else in the package looks at the environment.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class Env:
             1).
         stall_warn: ``FASTSYNC_STALL_WARN``, in seconds. How long a rank waits for another before it
             warns (default: 10).
+        unit_memory_mb: ``FASTSYNC_UNIT_MEMORY_MB``, in MiB. What whole parameters of zero=3 and the
+            buffers that they travel in may take before others are gathered ahead of time (default:
+            None, no limit).
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
             compiles to those that wait for it.
     """
@@ -93,6 +97,7 @@ class Env:
     shared_memory: bool = True
     watch: bool = True
     stall_warn: float = 10.0
+    unit_memory_mb: float | None = None
     replace_ddp: Mapping[str, Any] | None = None
 
     @classmethod
@@ -116,6 +121,7 @@ class Env:
             shared_memory=_choice(environ, "FASTSYNC_SHM", ("1", "0")) == "1",
             watch=_choice(environ, "FASTSYNC_WATCH", ("1", "0")) == "1",
             stall_warn=_positive(environ, "FASTSYNC_STALL_WARN", cls.stall_warn),
+            unit_memory_mb=_mebibytes(environ, "FASTSYNC_UNIT_MEMORY_MB"),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
         )
 
@@ -233,12 +239,25 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
+def _mebibytes(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name, "")
+    value = _number(text) if text else None
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{name}={text!r} is not a positive number of MiB")
+    return value
+
+
 def _positive(environ: Mapping[str, str], name: str, default: float) -> float:
     text = environ.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
+    value = _number(text) if text else default
     if not value > 0:
         raise ValueError(f"{name}={text!r} is not a positive number of seconds")
     return value
+
+
+def _number(text: str) -> float:
+    """NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

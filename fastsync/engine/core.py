@@ -288,13 +288,14 @@ def make_timeline(capacity: int, device: torch.device) -> Timeline:
     return _C.Timeline(capacity, str(device))
 
 
-def make_unit_links(group: dist.ProcessGroup, memory: SharedMemory | None = None) -> UnitLinks:
+def make_unit_links(group: dist.ProcessGroup, memory: SharedMemory | None, mark: int) -> UnitLinks:
     """What units whose shares lie on the ranks of `group` have in common. Collective with `memory`.
 
     Args:
         memory: that these ranks share, for messages between them; nobody else uses it.
+        mark: bytes that their pool keeps to, unless one unit alone needs more.
     """
-    return _C.UnitLinks(resolvable_name(group), memory)
+    return _C.UnitLinks(resolvable_name(group), memory, mark)
 
 
 def make_unit_log() -> UnitLog:

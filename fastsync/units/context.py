@@ -24,6 +24,7 @@ from fastsync.timeline.recorder import Recorder
 from fastsync.torch_private import outside_transforms
 from fastsync.units.links import Links
 from fastsync.units.mesh import Place
+from fastsync.units.room import MARK, NO_MARK, fits, mark_here
 from fastsync.units.strand import Strand
 from fastsync.units.unit import Unit
 
@@ -68,6 +69,7 @@ class Context(StepWatcher, Generic[S]):
         self.most_in_flight = IN_FLIGHT
         self.infos: list[UnitInfo] = []
         self.recorder: Recorder | None = None
+        self.mark = NO_MARK  # bytes that units may take, so that others are gathered ahead
         self._links: dict[dist.ProcessGroup, Links] = {}
         self._named: list[Strand] = []
         self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
@@ -91,6 +93,7 @@ class Context(StepWatcher, Generic[S]):
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
+        self.mark = min(self.mark, other.mark)
         if other.in_memory == self.in_memory:
             self._links = {**other._links, **self._links}
         self._keepers = {**other._keepers, **self._keepers}
@@ -101,13 +104,15 @@ class Context(StepWatcher, Generic[S]):
     def links_of(self, place: Place) -> Links:
         """Collective the first time, on the ranks that share and on those that repeat them."""
         if place.group not in self._links:
+            self.mark = mark_here()
             about = {
                 f"what unit {unit.name or number!r} travels as": unit.travels_as()
                 for number, unit in enumerate(self.units())
                 if unit.place.group is place.group
             }
+            about[MARK] = "none" if self.mark == NO_MARK else f"{self.mark} bytes"
             with outside_transforms():
-                self._links[place.group] = Links.of(place, self.in_memory, about)
+                self._links[place.group] = Links.of(place, self.in_memory, self.mark, about)
         return self._links[place.group]
 
     def connect(self, unit: Unit) -> None:
@@ -189,13 +194,27 @@ class Context(StepWatcher, Generic[S]):
     def prefetch_forward(self, unit: Unit) -> None:
         """Starts to gather what the next forward computes with."""
         unit.refresh()
-        self.prefetch(unit)
+        self._gather_ahead(unit, backward=False)
 
     def prefetch(self, unit: Unit) -> None:
         """For a backward: with the parameters that forward had, where they are still there."""
-        if not unit.is_whole:
+        self._gather_ahead(unit, backward=True)
+
+    def _gather_ahead(self, unit: Unit, backward: bool) -> None:
+        if not unit.is_whole and self._has_room(unit, backward):
             unit.start_gather()
             self._ahead.add(id(unit))
+
+    def _has_room(self, unit: Unit, backward: bool) -> bool:
+        """Whether `unit` fits in besides those that are whole, or will be before anybody asks.
+
+        That is the same on every rank, as what ranks run is.
+        """
+        if self.mark == NO_MARK:
+            return True
+        every = self.units()
+        whole = [u for u in every if u is unit or u.is_whole or id(u) in self._ahead]
+        return fits(self.mark, whole, reducing=every if backward else ())
 
     def leave(self, unit: Unit) -> None:
         """A forward of `unit`, whose backward will come, has ended."""

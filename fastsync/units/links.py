@@ -47,11 +47,12 @@ class Links:
     made: int = 0
 
     @classmethod
-    def of(cls, place: Place, in_memory: bool, about: Mapping[str, str]) -> Links:
+    def of(cls, place: Place, in_memory: bool, mark: int, about: Mapping[str, str]) -> Links:
         """Collective, on the ranks that share and on those that have the same shares.
 
         Args:
             in_memory: whether ranks of one machine may exchange through memory that they share.
+            mark: bytes of whole parameters and buffers; see fastsync/units/room.py.
             about: what they must agree on, in words, by what it is.
 
         Raises:
@@ -63,7 +64,7 @@ class Links:
         used = new_cpu_group(place.group, "units") if own else place.group
         _agree(place, used, about)
         memory = share_memory(used, 0) if own and in_memory else None
-        links = core.make_unit_links(used, memory)
+        links = core.make_unit_links(used, memory, mark)
         replicas = None
         if place.replicas is not None:
             if place.device.type == "cpu" and is_registered(place.replicas):

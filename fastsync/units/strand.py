@@ -61,6 +61,7 @@ class Strand:
         self.links: Links | None = None
         self.name: core.UnitName | None = None
         self._core: core.Unit | None = None
+        self._gathered_bytes = 0  # once they are known
         self.shard = self._new_shard()
 
     @property
@@ -161,6 +162,7 @@ class Strand:
             self._way().set_shard(self.shard, self._core_layout())
         else:
             self._core = None
+            self._gathered_bytes = 0
             self._layouts.clear()
 
     def _check_dtypes(self) -> None:
@@ -203,6 +205,28 @@ class Strand:
                 f"the mesh is on {self.place.device}, but these parameters are not: {elsewhere}; "
                 "move the module to that device"
             )
+
+    # --- bytes, of any rank
+
+    def bytes_to_gather(self) -> int:
+        """Of the whole members, and of what their shares travel in."""
+        if not self._gathered_bytes:
+            shapes, layout = [m.shape for m in self.members], self._layout()
+            whole = whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)
+            lowered = layout.chunk if self.compute != self.dtype else 0
+            elements = whole + lowered + self.place.world * layout.packed
+            self._gathered_bytes = elements * self.compute.itemsize
+        return self._gathered_bytes
+
+    def bytes_to_reduce(self) -> int:
+        """At most, of what gradients travel in; without the sums, which become gradients."""
+        trained = self.trained()
+        if not trained:
+            return 0
+        layout = self._layout_of(trained)[0]
+        chunks = self.place.world - 1 if self.place.by_messages else 1
+        elements = self.place.world * layout.packed + chunks * layout.chunk
+        return elements * self.reduce.itemsize
 
     # --- whole parameters
 

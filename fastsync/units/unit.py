@@ -195,6 +195,14 @@ class Unit:
             member.show_whole()
         self.is_whole = True
 
+    def bytes_to_gather(self) -> int:
+        """That being whole takes, the same on every rank."""
+        return sum(strand.bytes_to_gather() for strand in self.strands)
+
+    def bytes_to_reduce(self) -> int:
+        """At most, that gradients take on their way, the same on every rank."""
+        return sum(strand.bytes_to_reduce() for strand in self.strands)
+
     def show_sharded(self) -> None:
         for member in self.members:
             member.show_sharded()
