@@ -18,8 +18,6 @@ constexpr int kOutOfOrderSteps = 2;  // one may be an accident of scheduling
 }  // namespace
 
 void PlanWatch::plan_installed() {
-  if (plans_ > 0) patience_ = std::min(patience_ * 2, kLongestPatience);
-  ++plans_;
   learned_ = steps_ > 0;
   steps_since_plan_ = 0;
   out_of_order_steps_ = 0;
@@ -83,7 +81,9 @@ bool PlanWatch::replan_due() {
     votes.copied->synchronize();
     votes.passed = ops::first_element(votes.host) > 0;
   }
-  return std::exchange(votes, Votes{}).passed;
+  const bool passed = std::exchange(votes, Votes{}).passed;
+  if (passed) patience_ = std::min(patience_ * 2, kLongestPatience);
+  return passed;
 }
 
 }  // namespace fastsync::engine

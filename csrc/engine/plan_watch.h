@@ -56,12 +56,11 @@ class PlanWatch {
   std::vector<int64_t> order_;
   std::vector<int64_t> last_order_;
   int64_t steps_ = 0;
-  int64_t plans_ = 0;
   bool learned_ = false;  // the plan was made from an observed order
   bool out_of_order_ = false;
   int out_of_order_steps_ = 0;
   int64_t steps_since_plan_ = 0;
-  int64_t patience_ = 4;  // steps before the next vote
+  int64_t patience_ = 8;  // steps before the next vote
   bool vote_ = false;
   std::array<Votes, 2> votes_;
 };

@@ -35,6 +35,11 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
   watch_.plan_installed();
 }
 
+void Reducer::set_until(int64_t until) {
+  const Lock lock(mutex_);
+  plan_.until = until;
+}
+
 bool Reducer::restore_plan(int64_t number) {
   const Lock lock(mutex_);
   leave_backward("change the plan");
@@ -102,7 +107,8 @@ void Reducer::make_due_plan() {
   std::function<void()> make_plan;
   {
     const Lock lock(mutex_);
-    const bool asked = !captured_ && watch_.replan_due();
+    if (captured_) return;
+    const bool asked = watch_.replan_due();
     if (asked || (plan_.until >= 0 && steps() >= plan_.until)) make_plan = plan_due_;
   }
   if (!make_plan) return;
