@@ -30,7 +30,7 @@ from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPoli
 from fastsync.shard.norms import clip_norm
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.policy import TimelinePolicy
-from fastsync.timeline.recorder import RecordedModel, Recorder
+from fastsync.timeline.recorder import Recorder, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
     BuiltinCommHookType,
@@ -39,6 +39,8 @@ from fastsync.torch_private import (
     split_graphs_at_buckets,
     untraced,
 )
+from fastsync.tune.policy import TunePolicy
+from fastsync.tune.tuner import attach_tuner
 from fastsync.units.choosing import UnitChoice, describe_units
 from fastsync.wire.formats import Choice, Wire
 
@@ -83,6 +85,8 @@ class FastDDP(StagedFront):
         on_nonfinite: what becomes of a step on gradients that hold NaN or infinity: "skip" leaves
             it out, "raise" makes it an error, on every rank; both name parameter and ranks.
         shared_memory: False has CPU ranks of one machine average through the process group, too.
+        tune: True tries other sizes of buckets in the first 50 steps and keeps, for later runs too,
+            what measures faster. A `TunePolicy` says more; see docs/tuning.md.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -123,9 +127,10 @@ class FastDDP(StagedFront):
         parameter_wire: str | None = None,
         on_nonfinite: str = "ignore",
         shared_memory: bool = True,
+        tune: bool | TunePolicy = False,
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
-        self._buckets, self._policy, self._timeline = request.settle(
+        self._buckets, self._policy, self._timeline, self._tune = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
                 wire=Wire.of(wire),
@@ -142,6 +147,7 @@ class FastDDP(StagedFront):
                 shared_memory=shared_memory,
             ),
             lambda: TimelinePolicy.of(timeline),
+            lambda: TunePolicy.of(tune),
         )
         self._buffer_watch = BufferWatch()
         self._units = None if units is None else list(units)
@@ -198,20 +204,12 @@ class FastDDP(StagedFront):
         self._guard = NonFiniteGuard(engine) if self._policy.checks_finite else None
         zero = self._policy.zero
         sharded = ShardedOptimizers(engine, zero) if zero.stage else None
-        self.reducer = FrontReducer(engine, logger, self._record(engine), in_lockstep, sharded)
+        recorder = record_steps(self._timeline, type(self.module).__name__, engine)
+        attach_tuner(engine, self._tune)
+        self.reducer = FrontReducer(engine, logger, recorder, in_lockstep, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
-
-    def _record(self, engine: Engine) -> Recorder | None:
-        if self._timeline is None:
-            return None
-        names = tuple(param.name for param in engine.params)
-        device = engine.params[0].tensor.device
-        model = RecordedModel(type(self.module).__name__, names, device, engine.plans)
-        recorder = Recorder(self._timeline, model, self.process_group)
-        engine.on_step = recorder.before_step
-        return recorder
 
     @property
     def _engine(self) -> Engine:
@@ -303,7 +301,7 @@ class FastDDP(StagedFront):
                 asks to look at them.
         """
         self._check_comm_hook(hook)
-        check_hook(self._policy)
+        check_hook(self._policy, self._tune)
         self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]

@@ -8,7 +8,7 @@ PACKAGE_LAYERS = [
     ["plan"],
     ["ranks"],
     ["engine"],
-    ["timeline"],
+    ["timeline", "tune"],
     ["shard", "units"],
     ["front"],
     ["ddp"],
@@ -36,7 +36,8 @@ MODULE_LAYERS = {
     ],
     "engine": [
         ["core", "agreement", "steps", "unused"],
-        ["memory", "shares", "state", "watch"],
+        ["memory", "shares", "sizing", "state", "watch"],
+        ["routes"],
         ["engine"],
         ["checkpoint"],
     ],
@@ -48,7 +49,7 @@ MODULE_LAYERS = {
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "meeting"],
         ["farewell"],
     ],
-    "plan": [["layout", "topology"], ["policy"], ["buckets"]],
+    "plan": [["layout", "topology"], ["policy"], ["buckets", "sizes"]],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],
         ["strategy", "synthetic", "tracing", "profile", "compute"],
@@ -82,6 +83,7 @@ MODULE_LAYERS = {
         ["groups", "optimizers", "parallel", "tensors"],
         ["__init__"],
     ],
+    "tune": [["moves", "policy", "search", "store"], ["tuner"], ["__init__"]],
     "units": [
         ["choosing", "errors", "layout", "nested"],
         ["mesh"],

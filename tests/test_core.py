@@ -119,7 +119,7 @@ def refuse_plans(rank, world):
     reducer, sender = engine.core, core.Sender(engine.wire, rank)
 
     def specs(*orders):
-        buckets = [bucket for order in orders for bucket in engine._plan(order).buckets]
+        buckets = [bucket for order in orders for bucket in engine._plan(order, None).buckets]
         return [core.bucket_spec(i, bucket, sender) for i, bucket in enumerate(buckets)]
 
     def facts():

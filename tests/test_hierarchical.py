@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
+from fastsync.engine.sizing import Sizing
+from fastsync.plan.policy import BucketPolicy
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
 from tests.test_wire import (
@@ -98,7 +100,7 @@ def residual_mass(rank, world, wire):
         owed = owed + true_average(step, world) - flat_grads(wrapped).double()
         if step == 2:  # another plan: shards move between ranks
             engine = wrapped._engine
-            engine._buckets = type(engine._buckets)((1 << 30,))
+            engine.sizing = Sizing(engine.core, BucketPolicy((1 << 30,)))
             engine._install(list(range(len(engine.params))))
     kept = wrapped.sync_state_dict()["residuals"].values()
     mine = torch.cat([r.flatten() for r in kept]).double()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP, PowerSGD, RankMismatchError, Wire
+from fastsync.engine.sizing import Sizing
+from fastsync.plan.policy import BucketPolicy
 from fastsync.testing import run_ranks
 from tests.test_wire_state import inputs, load, residual_of, run, states_of, train, wrap
 
@@ -95,7 +97,7 @@ def replanned(rank, world, cap):
     before, engine = factors_of(wrapped), wrapped._engine
     order = [index for bucket in engine.plan.buckets for index in bucket.params]
     count = len(engine.plan.buckets)
-    engine._buckets = type(engine._buckets)((cap,))
+    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)))
     engine._install(order[::-1])
     return before, factors_of(wrapped), count, len(engine.plan.buckets)
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.engine.checkpoint import VERSION, deal
+from fastsync.engine.sizing import Sizing
+from fastsync.plan.policy import BucketPolicy
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import Codec
 
@@ -162,7 +164,7 @@ def measured_rates(rank, world, deterministic):
         wrapped, optimizer = wrap("int4")
         if states:
             wrapped.load_sync_state_dict(states[-1])
-            assert wrapped._engine._network.known != deterministic
+            assert wrapped._engine.network.known != deterministic
         train(wrapped, optimizer, range(3), rank)
         states.append(wrapped.sync_state_dict())
     return [(state["rate"], state["latency"]) for state in states]
@@ -186,7 +188,7 @@ def replanned(rank, world, cap):
     engine = wrapped._engine
     plan = engine.plan
     order = [index for bucket in plan.buckets for index in bucket.params]
-    engine._buckets = type(engine._buckets)((cap,))
+    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)))
     engine._install(order[::-1])
     after = residual_of(wrapped)
     same = all(torch.equal(before[name], after[name]) for name in before)

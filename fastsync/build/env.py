@@ -43,6 +43,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "parameter_wire": str,
     "on_nonfinite": str,
     "shared_memory": bool,
+    "tune": bool,
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fastsync.plan.topology import Network
 
-__all__ = ["PlanFacts", "agree_on_plan"]
+__all__ = ["PlanFacts", "agree_on_plan", "slowest"]
 
 _PROBES = 3
 
@@ -53,6 +53,16 @@ def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.devic
     order, latency = _of_first_rank(mine, latency, group, device)
     trained = rows[:, network.nbytes :].amax(dim=0).tolist()
     return PlanFacts([bool(t) for t in trained], order, Network(rate, latency))
+
+
+def slowest(
+    mine: Sequence[float], group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, ...]:
+    """Collective. Each of these numbers as it is on the rank where it is largest."""
+    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    everyones = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, row, group=group)
+    return tuple(torch.stack(everyones).amax(dim=0).tolist())
 
 
 def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from fastsync.engine.engine import Engine, Progress
-from fastsync.engine.state import Carried
+from fastsync.engine.engine import Engine
+from fastsync.engine.state import Carried, Progress
 from fastsync.plan.topology import Network
 from fastsync.ranks import consensus
 
@@ -48,9 +48,8 @@ class Share:
 
 def capture(engine: Engine) -> dict[str, Any]:
     """This rank's state; no collective. See `FastDDP.sync_state_dict`."""
-    expected = engine.feedback_shapes()
-    carried = engine.carried()
-    factors = engine.factor_shapes()
+    shapes, carried = engine.state_shapes(), engine.carried()
+    expected, factors = shapes["residual"], shapes["factor"]
     network = engine.measured()
     return {
         "version": VERSION,
@@ -200,7 +199,7 @@ def check_fit(share: Share, engine: Engine) -> None:
     Raises:
         ValueError: it does not; names a parameter.
     """
-    expected = engine.feedback_shapes()
+    expected = engine.state_shapes()["residual"]
     known = {param.name for param in engine.params}
     wire = engine.wire.describe()
     for name, residual in share.carried.residuals.items():
@@ -230,7 +229,7 @@ def check_fit(share: Share, engine: Engine) -> None:
 
 
 def _check_factors(factors: Mapping[str, torch.Tensor], engine: Engine) -> None:
-    expected = engine.factor_shapes()
+    expected = engine.state_shapes()["factor"]
     for name, factor in factors.items():
         if tuple(factor.shape) != expected.get(name):
             raise ValueError(

@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
-from fastsync.engine.memory import share_memory
+from fastsync.engine.routes import Routes
 from fastsync.engine.shares import ShardedUnit, Shares
-from fastsync.engine.state import Carried
+from fastsync.engine.sizing import Sizing
+from fastsync.engine.state import Carried, Progress
 from fastsync.engine.unused import NamedParam, UnusedParams
 from fastsync.engine.watch import open_watch, watch_of
 from fastsync.plan.buckets import (
@@ -32,29 +33,13 @@ from fastsync.plan.buckets import (
     settled_order,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.sizes import Sizes
 from fastsync.plan.topology import Network
-from fastsync.ranks.links import Nodes, find_nodes, make_links, new_cpu_group
 from fastsync.ranks.meeting import MeetingPlace
-from fastsync.torch_private import is_registered, resolvable_name, without_modes
+from fastsync.torch_private import resolvable_name, without_modes
 from fastsync.wire.formats import Wire
 
-__all__ = ["Engine", "NamedParam", "Progress", "ShardedUnit"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a training is, as far as its buckets and schedules depend on it.
-
-    Attributes:
-        steps: synchronised steps so far.
-        order: names of parameters, perhaps others than are trained now, in the order of the
-            buckets.
-        network: as this rank measured it, for bytes of gradients.
-    """
-
-    steps: int
-    order: Sequence[str]
-    network: Network
+__all__ = ["Engine", "NamedParam", "ShardedUnit"]
 
 
 class Engine:
@@ -69,8 +54,12 @@ class Engine:
 
     Attributes:
         plan: the current plan; `plans`: every one so far.
+        network: as all ranks know it, for bytes of gradients.
+        graphs: what compiled graphs yield, each in planned order.
         policy: how gradients travel, now.
         shares: what of them the ranks share.
+        sizing: how much travels at a time, and who tries other sizes.
+        routes: what gradients travel over beside the process group.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
         regrouped: a plan of this training replaced another one with different buckets.
@@ -86,13 +75,8 @@ class Engine:
         self._params = list(params)
         self._group = group
         self.policy = policy
-        self._network = Network()  # as all ranks know it, for bytes of gradients
+        self.network = Network()
         self._measured_rate = 0.0  # by this rank, before a restart
-        self._nodes = self._find_nodes()
-        self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
-        self._linked: list[str] = []  # those that the reducer has
-        self._node_memory: dict[Nodes, core.SharedMemory | None] = {}
-        self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
         self._meeting = self._meeting_place()
         self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
         self._check_devices()
@@ -102,31 +86,24 @@ class Engine:
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, names, group, policy, self.precision)
         self.core.use_watch(watch_of(group))
-        self._memory = self._share_memory(group)
-        self.core.use_memory(self._memory)
-        self._buckets = buckets.in_memory() if self._memory and policy.zero.stage else buckets
-        self.shares = Shares(self.core, group, tensors[0].device, self._memory)
+        self.routes = Routes(self.core, self._params)
+        self.routes.use_group(group, policy)
+        memory = self.routes.memory
+        sized = buckets.in_memory() if memory and policy.zero.stage else buckets
+        self.sizing = Sizing(self.core, sized)
+        self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False
         self._plan_changed = False
-        self._graphs: list[list[int]] = []  # what compiled graphs yield, each in planned order
+        self.graphs: list[list[int]] = []
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
         self.unused = UnusedParams(self._params, group, policy.warn_unused)
         self.on_step: Callable[[core.Reducer], None] | None = None
         me = weakref.ref(self)
-        self.core.on_plan_due(lambda: _replan(me))
+        self.core.on_plan_due(lambda: _end_step(me))
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
-
-    def _share_memory(self, group: dist.ProcessGroup) -> core.SharedMemory | None:
-        """Memory of the ranks of `group`, where they are on one machine. Collective."""
-        if not self.policy.in_memory or any(p.tensor.device.type != "cpu" for p in self._params):
-            return None
-        return share_memory(group, sum(p.tensor.nbytes for p in self._params))
-
-    def _find_nodes(self) -> Nodes | None:
-        return find_nodes(self.policy.wire, self._group, Env.read().local_ranks)
 
     def _check_devices(self) -> None:
         for device in {p.tensor.device for p in self._params if p.tensor.requires_grad}:
@@ -223,8 +200,8 @@ class Engine:
         order = [index_of[id(t)] for t in ready if id(t) in index_of]
         plan = self.plan
         if self.core.stats()["steps"] == 0:
-            plan = self._plan(order)
-            self._graphs.extend(list(bucket.params) for bucket in plan.buckets)
+            plan = self._plan(order, self.sizing.chosen)
+            self.graphs.extend(list(bucket.params) for bucket in plan.buckets)
         known = set(order)
         groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
         return [[self._params[i].tensor for i in group] for group in groups if group]
@@ -235,12 +212,10 @@ class Engine:
         self.core.use_group(resolvable_name(group))
         open_watch(group)
         self.core.use_watch(watch_of(group))
-        self._memory = self._share_memory(group)
-        self.core.use_memory(self._memory)
-        self._nodes = self._find_nodes()
-        self._links, self._linked, self._own_group = {}, [], None
+        self.routes.use_group(group, self.policy)
         self._meeting = self._meeting_place()
         self._forget_plans()
+        self.sizing.forget("the process group is another one")
         self._install(self._order())
 
     def shard(self, units: Sequence[ShardedUnit]) -> None:
@@ -262,7 +237,8 @@ class Engine:
         order = self._order()
         self.policy = replace(self.policy, wire=wire)
         self._forget_plans()
-        self._nodes = self._find_nodes()
+        self.sizing.forget("the wire is another one")
+        self.routes.find_nodes(wire)
         self._install(order)
         for name, shapes in self.state_shapes().items():
             gone = [i for i, p in enumerate(self._params) if p.name not in shapes]
@@ -270,15 +246,15 @@ class Engine:
 
     def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shapes of what parameters carry, by the name of the state and of the parameter."""
-        return {"residual": self.feedback_shapes(), "factor": self.factor_shapes()}
+        return {"residual": self._feedback_shapes(), "factor": self._factor_shapes()}
 
-    def feedback_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _feedback_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
         specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
         pairs = zip(self._params, specs, strict=True)
         return {p.name: tuple(p.tensor.shape) for p, spec in pairs if feeds_back(spec, self.wire)}
 
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _factor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what PowerSGD's next step starts with, by name, frozen parameters included."""
         specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
         found = zip(self._params, map(factor_shape, specs), strict=True)
@@ -293,7 +269,7 @@ class Engine:
         ready = self.core.ready_order()
         if self._order_is_known or not ready:
             return self._order()
-        return settled_order(ready, self._graphs)
+        return settled_order(ready, self.graphs)
 
     def measured(self) -> Network:
         """How fast this rank saw buckets travel in the first step of training.
@@ -303,14 +279,14 @@ class Engine:
         """
         timed = not torch.are_deterministic_algorithms_enabled()
         rate = self._measured_rate or (self.core.wire_rate() if timed else 0.0)
-        return Network(rate, self._network.latency)
+        return Network(rate, self.network.latency)
 
     def resume(self, progress: Progress, carried: Carried) -> None:
         """Resumes where a training was left. Collective: rank 0's order decides."""
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
         self._forget_plans()
-        self._measured_rate, self._network = progress.network.rate, progress.network
+        self._measured_rate, self.network = progress.network.rate, progress.network
         order = [index_of[name] for name in progress.order if name in index_of]
         trained, agreed = self._agreed(order)
         self._install([i for i in self._complete(agreed) if trained[i]])
@@ -333,31 +309,31 @@ class Engine:
         order = self._order()
         self.policy = replace(self.policy, hooked=True)
         self._forget_plans()
-        self.core.set_hook(state, hook, self._flags_group())
+        self.core.set_hook(state, hook, self.routes.flags_group(self.policy))
         self._install(order)
 
-    def _flags_group(self) -> str:
-        """Collective. The name of a process group for used flags; empty where none is needed."""
-        told = self.policy.static_graph or self.policy.fail_on_unused
-        alone = self._group.size() == 1
-        if told or alone or self._memory is not None or self._params[0].tensor.device.type != "cpu":
-            return ""
-        if not is_registered(self._group):  # torch makes no groups like it
-            return ""
-        if self._own_group is None:
-            self._own_group = new_cpu_group(self._group, "used flags")
-        return str(self._own_group.group_name)
+    def use(self, sizes: Sizes | None) -> None:
+        """Plans by `sizes` from now on, or by policy and network. Collective.
 
-    def _plan(self, order: Sequence[int]) -> BucketPlan:
+        Every rank calls it between the same two steps, or at the end of one.
+        """
+        self.sizing.chosen = sizes
+        self._forget_plans()
+        self._follow([index for bucket in self.plan.buckets for index in bucket.params])
+
+    def plan_by(self, sizes: Sizes | None) -> BucketPlan:
+        """What the plan would be by other sizes."""
+        return self._plan([index for bucket in self.plan.buckets for index in bucket.params], sizes)
+
+    def _plan(self, order: Sequence[int], sizes: Sizes | None) -> BucketPlan:
         wire = Wire() if self._is_warming_up() else self.policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = self._group.size()
         # Compiled graphs have been split where the first plan's buckets end.
-        follows = self._buckets.adaptive and not self._graphs
-        network = self._network if follows else Network()
+        rules = self.sizing.rules(sizes, wire, self.network, fixed=bool(self.graphs))
+        buckets, wire, network = rules
         policy = replace(self.policy, wire=wire, network=network)
-        buckets = self._buckets.on(network)
-        node_ranks = len(self._nodes.node_ranks) if self._nodes else 1
+        node_ranks = len(self.routes.nodes.node_ranks) if self.routes.nodes else 1
         return make_plan(specs, order, buckets, policy, world, node_ranks)
 
     def _is_warming_up(self) -> bool:
@@ -369,13 +345,16 @@ class Engine:
         Args:
             keep: the plan that it replaces will be wanted again.
         """
-        until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
-        self.plan = self._plan(order)
+        self.plan = self._plan(order, self.sizing.chosen)
         self._order_is_known = self.core.stats()["steps"] > 0
+        warming = self._is_warming_up()
+        until = self.sizing.until(settled=self._order_is_known and not warming)
+        until = self.policy.wire.warmup_steps if warming else until
         if self.plan.chained and self._group.size() > 1:
-            self._make_chains()
-        gradients, owners = self.shares.gradients, self.shares.owners(self._nodes)
-        sender = core.Sender(self.wire, self._group.rank(), self._nodes, gradients, owners)
+            self.routes.make_chains(self.policy)
+        nodes, gradients = self.routes.nodes, self.shares.gradients
+        owners = self.shares.owners(nodes)
+        sender = core.Sender(self.wire, self._group.rank(), nodes, gradients, owners)
         specs = [core.bucket_spec(i, b, sender) for i, b in enumerate(self.plan.buckets)]
         self.core.set_plan(specs, until, keep)
         self.plans.append(self.plan)
@@ -387,18 +366,6 @@ class Engine:
         shard = self.shares.place(index) if self.policy.shardable else None
         return replace(spec, shard=shard)
 
-    def _make_chains(self) -> None:
-        if self._nodes not in self._links:
-            device = self._params[0].tensor.device
-            links = make_links(self._group, self.wire, self._nodes, device)
-            self._links[self._nodes] = [group.group_name for group in links]
-            if self._nodes is not None:
-                self._node_memory[self._nodes] = self._share_memory(links[0])
-        if self._linked != self._links[self._nodes]:
-            self._linked = self._links[self._nodes]
-            memory = self._node_memory.get(self._nodes) if self._nodes is not None else None
-            self.core.use_chains(self._linked, memory)
-
     def _regroup(self) -> None:
         """Collective. Others are trained than are planned: takes a recent plan or a new one."""
         trained = self._trained()
@@ -406,6 +373,8 @@ class Engine:
         known = number if self.core.keeps_plan(number) else 0
         reason = f"the others to train the same parameters ({len(trained)} on this rank)"
         alike = self._meeting.meet(reason, f"plan {known}")
+        if self.sizing.tuner is not None:
+            self.sizing.forget("other parameters are trained")
         if not (known and alike):
             self._replan(keep=True)
             return
@@ -423,9 +392,16 @@ class Engine:
         self._recent.clear()
         self.core.forget_plans()
 
+    def _end_step(self) -> None:
+        if not self.sizing.tick():
+            self._replan()
+
     def _replan(self, keep: bool = False) -> None:
-        """Collective. Rank 0's ready order decides; a parameter that any rank trains is planned."""
-        ready = settled_order(self.core.ready_order(), self._graphs)
+        """Collective. Rank 0's ready order decides."""
+        self._follow(settled_order(self.core.ready_order(), self.graphs), keep)
+
+    def _follow(self, ready: Sequence[int], keep: bool = False) -> None:
+        """Collective. Plans in rank 0's `ready` order what any rank trains."""
         trained, order = self._agreed(ready)
         before = self.plan
         self._install([i for i in self._complete(order) if trained[i]], keep)
@@ -436,14 +412,14 @@ class Engine:
         """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
         mine = PlanFacts(self.core.trainable(), ready, self.measured())
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
-        self._network = agreed.network
+        self.network = agreed.network
         return list(agreed.trained), list(agreed.order)
 
 
-def _replan(engine: weakref.ref[Engine]) -> None:
-    """What the reducer calls; it must not keep its engine alive."""
+def _end_step(engine: weakref.ref[Engine]) -> None:
+    """What the reducer calls where a plan is due; it must not keep its engine alive."""
     alive = engine()
     if alive is None:
         return
     with without_modes():  # those of the backward that has just ended
-        alive._replan()
+        alive._end_step()

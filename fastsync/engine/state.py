@@ -8,10 +8,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fastsync.plan.topology import Network
+
 if TYPE_CHECKING:
     from fastsync.engine.core import Reducer
 
-__all__ = ["Carried"]
+__all__ = ["Carried", "Progress"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training is, as far as its buckets and schedules depend on it.
+
+    Attributes:
+        steps: synchronised steps so far.
+        order: names of parameters, perhaps others than are trained now, in the order of the
+            buckets.
+        network: as this rank measured it, for bytes of gradients.
+    """
+
+    steps: int
+    order: Sequence[str]
+    network: Network
 
 
 @dataclass(frozen=True)

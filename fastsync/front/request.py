@@ -26,13 +26,14 @@ from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer, is_registered
+from fastsync.tune.policy import TunePolicy, check_tunable, describe_tuning
 from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
 
 __all__ = ["Request", "check_hook", "check_join", "named_params"]
 
 T = TypeVar("T")
-Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None]
+Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, TunePolicy | None]
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class Request:
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
         timeline: Callable[[], TimelinePolicy | None],
+        tune: Callable[[], TunePolicy | None],
     ) -> Settled:
         """Checks the arguments and agrees on them with all ranks."""
 
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
-            caps, settled, recorded = buckets(), policy(), timeline()
+            caps, settled, recorded, tuned = buckets(), policy(), timeline(), tune()
+            check_tunable(tuned, caps, settled)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
@@ -76,8 +79,9 @@ class Request:
                 "zero": str(settled.zero),
                 "on_nonfinite": settled.on_nonfinite,
                 "shared_memory": str(settled.shared_memory),
+                "tune": describe_tuning(tuned),
             }
-            return (caps, settled, recorded), settings
+            return (caps, settled, recorded, tuned), settings
 
         settled = self._together(check, "FastDDP cannot be built on every rank;")
         open_watch(self._group())
@@ -321,12 +325,17 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
         )
 
 
-def check_hook(policy: SyncPolicy) -> None:
+def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
     """Whether a communication hook may reduce the buckets.
 
     Raises:
         ValueError: not under this policy.
     """
+    if tuned is not None:
+        raise ValueError(
+            "a communication hook may keep something of each bucket, and tune tries other buckets; "
+            "leave one of them out"
+        )
     if policy.checks_finite:
         raise ValueError(
             "only the communication hook knows what its buffers hold, so look for NaN there and "

@@ -31,8 +31,9 @@ from fastsync.torch_private import backend_name, group_store, resolvable_name
 
 if TYPE_CHECKING:
     from fastsync.engine.core import Timeline
+    from fastsync.engine.engine import Engine
 
-__all__ = ["RecordedModel", "Recorder"]
+__all__ = ["RecordedModel", "Recorder", "record_steps"]
 
 # Seconds to wait for other ranks where this one is about to exit.
 _EXIT_TIMEOUT = 10.0
@@ -205,6 +206,17 @@ class Recorder:
                 self.write(self._policy.path, _EXIT_TIMEOUT)
             except RuntimeError as error:  # the store may be gone already
                 _say(f"rank {self._rank} could not hand over its timeline: {error}")
+
+
+def record_steps(policy: TimelinePolicy | None, model: str, engine: Engine) -> Recorder | None:
+    """Has every step of `engine`, which trains a `model`, recorded; None: no step."""
+    if policy is None:
+        return None
+    names = tuple(param.name for param in engine.params)
+    device = engine.params[0].tensor.device
+    recorder = Recorder(policy, RecordedModel(model, names, device, engine.plans), engine.group)
+    engine.on_step = recorder.before_step
+    return recorder
 
 
 def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:

@@ -42,6 +42,8 @@ class Case:
 
     def add(self, drawn, group=None, twins=None):
         self.note(f"theme: {drawn.theme}")
+        if "tune" in drawn.options:
+            self.note("tune")
         twins = twins or Twins(Tree(self.rng, drawn), self.rng, self.mine)
         return Wrapped(self.seat, drawn, twins, self.rng, self.mine, group)
 

@@ -1,0 +1,87 @@
+"""What gradients travel over beside the process group itself: memory, and groups for chains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from fastsync.build.env import Env
+from fastsync.engine import core
+from fastsync.engine.memory import share_memory
+from fastsync.engine.unused import NamedParam
+from fastsync.plan.policy import SyncPolicy
+from fastsync.ranks.links import Nodes, find_nodes, make_links, new_cpu_group
+from fastsync.torch_private import is_registered
+from fastsync.wire.formats import Wire
+
+__all__ = ["Routes"]
+
+
+class Routes:
+    """Of one engine. Everything is made when it is first needed, on all ranks alike.
+
+    Args:
+        reducer: what is to know of them.
+        params: whose gradients travel.
+
+    Attributes:
+        nodes: this rank's place in the hierarchical form; None in the others.
+        memory: of the ranks, where they are on one machine.
+    """
+
+    def __init__(self, reducer: core.Reducer, params: Sequence[NamedParam]) -> None:
+        self._core = reducer
+        self._device = params[0].tensor.device
+        self._nbytes = sum(p.tensor.nbytes for p in params)
+        self._on_cpu = all(p.tensor.device.type == "cpu" for p in params)
+        self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
+        self._linked: list[str] = []  # those that the reducer has
+        self._node_memory: dict[Nodes, core.SharedMemory | None] = {}
+        self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
+        self.nodes: Nodes | None = None
+        self.memory: core.SharedMemory | None = None
+
+    def use_group(self, group: dist.ProcessGroup, policy: SyncPolicy) -> None:
+        """Collective. Between the ranks of `group` from now on."""
+        self._group = group
+        self.memory = self._share_memory(group, policy)
+        self._core.use_memory(self.memory)
+        self.find_nodes(policy.wire)
+        self._links, self._linked, self._own_group = {}, [], None
+
+    def find_nodes(self, wire: Wire) -> None:
+        """Gradients travel as `wire` from now on."""
+        self.nodes = find_nodes(wire, self._group, Env.read().local_ranks)
+
+    def _share_memory(
+        self, group: dist.ProcessGroup, policy: SyncPolicy
+    ) -> core.SharedMemory | None:
+        """Memory of the ranks of `group`, where they are on one machine. Collective."""
+        if not policy.in_memory or not self._on_cpu:
+            return None
+        return share_memory(group, self._nbytes)
+
+    def make_chains(self, policy: SyncPolicy) -> None:
+        """The reducer can send coded buckets. Collective the first time."""
+        if self.nodes not in self._links:
+            links = make_links(self._group, policy.wire, self.nodes, self._device)
+            self._links[self.nodes] = [group.group_name for group in links]
+            if self.nodes is not None:
+                self._node_memory[self.nodes] = self._share_memory(links[0], policy)
+        if self._linked != self._links[self.nodes]:
+            self._linked = self._links[self.nodes]
+            memory = self._node_memory.get(self.nodes) if self.nodes is not None else None
+            self._core.use_chains(self._linked, memory)
+
+    def flags_group(self, policy: SyncPolicy) -> str:
+        """Collective. The name of a process group for used flags; empty where none is needed."""
+        told = policy.static_graph or policy.fail_on_unused
+        alone = self._group.size() == 1
+        if told or alone or self.memory is not None or self._device.type != "cpu":
+            return ""
+        if not is_registered(self._group):  # torch makes no groups like it
+            return ""
+        if self._own_group is None:
+            self._own_group = new_cpu_group(self._group, "used flags")
+        return str(self._own_group.group_name)

@@ -1,0 +1,57 @@
+"""Sizes that somebody chose for a plan, in place of those that follow from policy and network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fastsync.plan.policy import BucketPolicy, piece_bytes
+from fastsync.plan.topology import Network
+from fastsync.wire.formats import Format, Wire, make_codec
+
+__all__ = ["Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much travels at a time, in bytes, and in which form.
+
+    Attributes:
+        first: of gradients that close the first bucket; cap: likewise, the others.
+        last: that the last bucket should hold at most; None: as the others.
+        piece: of a coded bucket's pieces; None: as wire and network say.
+        form: of what travels coded; None: as the wire says.
+    """
+
+    first: int
+    cap: int
+    last: int | None = None
+    piece: int | None = None
+    form: str | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.first, self.cap, self.last, self.piece)
+        if any(type(n) is not int or n <= 0 for n in numbers if n is not None):
+            raise ValueError(f"sizes must be positive numbers of bytes, but are {numbers}")
+
+    @classmethod
+    def of(cls, buckets: BucketPolicy, wire: Wire, network: Network) -> Sizes:
+        """Those that plans have by themselves."""
+        sized = buckets.on(network)
+        codec = make_codec(wire.format)
+        piece = None
+        if isinstance(codec, Format) and not wire.plain and wire.piece_bytes is None:
+            share = codec.coded_bytes(codec.block) / (4 * codec.block)
+            piece = piece_bytes(wire, network.at_share(share))
+        return cls(sized.caps[0], sized.caps[-1], sized.last, piece)
+
+    def buckets(self) -> BucketPolicy:
+        """How large buckets grow."""
+        return BucketPolicy((self.first, self.cap), last=self.last)
+
+    def wire(self, wire: Wire) -> Wire:
+        """`wire` in these pieces and this form; what travels as it is has neither."""
+        if wire.plain:
+            return wire
+        return replace(
+            wire, piece_bytes=self.piece or wire.piece_bytes, form=self.form or wire.form
+        )
