@@ -181,6 +181,13 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong):
         TunePolicy(**wrong)
 
 
+def test_an_argument_of_another_kind_is_refused():
+    assert TunePolicy.of(False) is None
+    assert TunePolicy.of(True) == TunePolicy()
+    with pytest.raises(TypeError, match="tune must be True, False or a TunePolicy"):
+        TunePolicy.of("false")
+
+
 SUBJECT = {"parameters": [("w", (2, 3), "torch.float32", True, False)], "ranks": 2}
 
 

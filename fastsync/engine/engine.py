@@ -133,6 +133,8 @@ class Engine:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
         captured = self._is_captured()
+        if captured:
+            self.sizing.keep("a step is captured into a CUDA graph, which knows its buckets")
         if self.on_step is not None and not captured:
             self.on_step(self.core)
         if self.precision is not None:
@@ -200,7 +202,7 @@ class Engine:
         order = [index_of[id(t)] for t in ready if id(t) in index_of]
         plan = self.plan
         if self.core.stats()["steps"] == 0:
-            plan = self._plan(order, self.sizing.chosen)
+            plan = self._plan(order, None)  # by sizes that stay
             self.graphs.extend(list(bucket.params) for bucket in plan.buckets)
         known = set(order)
         groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]

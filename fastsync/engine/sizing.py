@@ -59,10 +59,14 @@ class Sizing:
 
     def forget(self, why: str) -> None:
         """What has been chosen does not fit any more, nor what is being tried."""
+        self.keep(why)
+        self.chosen = None
+
+    def keep(self, why: str) -> None:
+        """No more is tried; the present plan stays."""
         if self.tuner is not None:
             self.tuner.interrupted(why)
             self.stop()
-        self.chosen = None
 
     def until(self, settled: bool) -> int:
         """After how many steps of the training the plan that is about to be installed is done with.

@@ -42,9 +42,15 @@ class TunePolicy:
 
     @classmethod
     def of(cls, wanted: bool | TunePolicy) -> TunePolicy | None:
-        """From FastDDP's argument: True, a policy, or False."""
+        """From FastDDP's argument: True, a policy, or False.
+
+        Raises:
+            TypeError: it is something else.
+        """
         if isinstance(wanted, TunePolicy):
             return wanted
+        if not isinstance(wanted, bool):
+            raise TypeError(f"tune must be True, False or a TunePolicy, but is {wanted!r}")
         return cls() if wanted else None
 
 
