@@ -191,6 +191,19 @@ def test_ranks_that_run_out_of_inputs_take_part():
     assert len(set(longest)) >= 2
 
 
+def told_again(rank, world):
+    model, optimizer = wrap(EAGER)
+    for number in range(2):
+        step(model, optimizer, number, rank)
+    tuner = model._engine.sizing.tuner
+    return tuner._received > 0, tuner._seconds(model._engine)
+
+
+def test_a_rank_tells_each_of_its_own_steps_once():
+    """Where others make a step without it, it has no time to tell."""
+    assert run_ranks(told_again, 2) == [(True, 0.0)] * 2
+
+
 def uneven(rank, world):
     """Ranks differ in forwards under no_sync(), in ones without backward, in what they use."""
     model, optimizer = wrap(EAGER, find_unused_parameters=True)
@@ -283,14 +296,16 @@ def twice(rank, world, folder):
     logger.setLevel(logging.INFO)
     policy = replace(SHORT, remember=True, folder=str(folder))
     model, optimizer = wrap(policy)
+    first, counts = model._engine, set()
     for number in range(12):
         step(model, optimizer, number, rank)
-    first = model._engine
+        if first.sizing.tuner is None:
+            counts.add(model.sync_stats()["plans"])
     files = [store.read(path) for path in folder.iterdir()]
     dist.barrier()
     second = wrap(policy)[0]._engine
     words = [text for text in said if "tuned in" in text]
-    ended = first.sizing.tuner is None
+    ended = len(counts) == 1  # plans no more, from the end of the tuning on
     return ended, first.sizing.chosen, first.network, files, second.sizing.chosen, words
 
 
