@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from fastsync.engine.core import Counters, StepReport, UnitCounters
+from fastsync.engine.reports import Counters, StepReport, UnitCounters
 
 with_cuda: bool
 

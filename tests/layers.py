@@ -35,7 +35,7 @@ MODULE_LAYERS = {
         ["__main__"],
     ],
     "engine": [
-        ["core", "agreement", "steps", "unused"],
+        ["core", "agreement", "reports", "steps", "unused"],
         ["memory", "shares", "sizing", "state", "watch"],
         ["routes"],
         ["engine"],
@@ -93,6 +93,7 @@ MODULE_LAYERS = {
         ["extended", "raw"],
         ["unit"],
         ["room"],
+        ["connections"],
         ["context"],
         ["state"],
         ["recording"],

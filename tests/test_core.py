@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fastsync
 from fastsync.build import extension
-from fastsync.engine import core
+from fastsync.engine import core, reports
 from fastsync.engine.engine import Engine, NamedParam
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.testing import run_ranks
@@ -107,7 +107,7 @@ def a_reducer(rank, world):
 
 
 def test_dictionaries_have_the_keys_that_are_promised():
-    kinds = (core.Counters, core.StepReport)
+    kinds = (reports.Counters, reports.StepReport)
     for found, kind in zip(run_ranks(a_reducer, 1)[0], kinds, strict=True):
         assert set(found) == set(kind.__annotations__), kind.__name__
 

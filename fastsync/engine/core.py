@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -53,11 +53,8 @@ else:
     _C = _Extension()
 
 __all__ = [
-    "Counters",
     "MemoryAddress",
     "Sender",
-    "StepReport",
-    "UnitCounters",
     "all_finite",
     "bucket_spec",
     "check_backend",
@@ -89,59 +86,6 @@ __all__ = [
 MemoryAddress = tuple[int, int, int, int]
 # A format's name, and the elements of what it codes.
 CodePlan = tuple[str, int]
-
-
-class Counters(TypedDict):
-    """`Reducer.stats()`: of this rank, since the reducer was made; `SyncStats` says what of."""
-
-    steps: int
-    plans: int
-    collectives: int
-    bytes: int
-    sent_bytes: int
-    between_nodes_bytes: int
-    residual_bytes: int
-    exposed_seconds: float
-
-
-class StepReport(TypedDict):
-    """`Reducer.last_step()`: times in nanoseconds since the epoch, 0 where it got no so far.
-
-    Keys:
-        buckets: how many were sent.
-        used: parameters that received a gradient, by index; empty before the first step.
-        same_so_far: no step used other parameters than the one before.
-        error: of the last call or backward that failed.
-    """
-
-    forward_start: int
-    forward_end: int
-    backward_start: int
-    first_send: int
-    backward_end: int
-    received: int
-    buckets: int
-    used: list[bool]
-    same_so_far: bool
-    error: str
-
-
-class UnitCounters(TypedDict):
-    """`UnitPeers.stats()`: of this rank, since the model's units were connected.
-
-    Keys:
-        gathers, reductions: how many.
-        gathered_bytes, reduced_bytes: sent by this rank for them.
-        summed_bytes: sent to ranks that have the same shares.
-        waited_seconds: what the host has waited for all of that.
-    """
-
-    gathers: int
-    reductions: int
-    gathered_bytes: int
-    reduced_bytes: int
-    summed_bytes: int
-    waited_seconds: float
 
 
 @dataclass(frozen=True)

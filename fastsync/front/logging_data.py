@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from fastsync.build.env import ddp_environment
-from fastsync.engine.core import StepReport
 from fastsync.engine.engine import Engine
+from fastsync.engine.reports import StepReport
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.torch_private import Front, backend_name, gloo_threads
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, Protocol
 
-from fastsync.engine.core import Counters, UnitCounters
+from fastsync.engine.reports import Counters, UnitCounters
 from fastsync.timeline.data import RankStep
 from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.moves import size_text as _size

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fastsync.engine import core
+from fastsync.engine.reports import UnitCounters
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
-from fastsync.ranks.links import new_part
-from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.recorder import Recorder
-from fastsync.torch_private import outside_transforms
+from fastsync.units.connections import Connections, links_in
 from fastsync.units.links import Links
-from fastsync.units.mesh import Place
-from fastsync.units.room import MARK, NO_MARK, fits, mark_here
-from fastsync.units.strand import Strand
+from fastsync.units.room import NO_MARK, fits
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -53,8 +46,7 @@ class Context(StepWatcher, Generic[S]):
         root_forward: the state whose forward is the outermost one of those that run.
         ends_queued: whether the running backward will call the root at its end.
         last_backward: whether what was observed in forward is forgotten after the next backward.
-        in_memory: whether ranks of one machine may exchange through memory that they share.
-        infos: how timelines call the units, once that is known; the list stays the same one.
+        connections: to other ranks.
         recorder: asked before every forward that counts, if there is one.
     """
 
@@ -65,14 +57,9 @@ class Context(StepWatcher, Generic[S]):
         self.root_forward: S | None = None
         self.ends_queued = False
         self.last_backward = True
-        self.in_memory = True
+        self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
-        self.infos: list[UnitInfo] = []
         self.recorder: Recorder | None = None
-        self.mark = NO_MARK  # bytes that units may take, so that others are gathered ahead
-        self._links: dict[dist.ProcessGroup, Links] = {}
-        self._named: list[Strand] = []
-        self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
@@ -93,66 +80,13 @@ class Context(StepWatcher, Generic[S]):
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
-        self.mark = min(self.mark, other.mark)
-        if other.in_memory == self.in_memory:
-            self._links = {**other._links, **self._links}
-        self._keepers = {**other._keepers, **self._keepers}
+        self.connections.take_over(other.connections)
         other.stop_watching()
 
-    # --- links
+    def all_links(self) -> list[Links]:
+        return links_in(self.units())
 
-    def links_of(self, place: Place) -> Links:
-        """Collective the first time, on the ranks that share and on those that repeat them."""
-        if place.group not in self._links:
-            self.mark = mark_here()
-            about = {
-                f"what unit {unit.name or number!r} travels as": unit.travels_as()
-                for number, unit in enumerate(self.units())
-                if unit.place.group is place.group
-            }
-            about[MARK] = "none" if self.mark == NO_MARK else f"{self.mark} bytes"
-            with outside_transforms():
-                self._links[place.group] = Links.of(place, self.in_memory, self.mark, about)
-        return self._links[place.group]
-
-    def connect(self, unit: Unit) -> None:
-        """It can be gathered, and resharded to fewer ranks. Collective the first time."""
-        unit.connect(self.links_of(unit.place))
-        number = unit.switches.reshard_to
-        if number is None or unit.keepers is not None:
-            return
-        group = unit.place.group
-        if (group, number) not in self._keepers:
-            self._keepers[group, number] = new_part(group, number, "between forward and backward")
-        unit.keepers = self._keepers[group, number]
-
-    @cached_property
-    def log(self) -> core.UnitLog:
-        """What they do, step by step."""
-        return core.make_unit_log()
-
-    def strands(self) -> list[Strand]:
-        return [strand for unit in self.units() for strand in unit.strands]
-
-    def introduce(self) -> None:
-        """Says how the units are called; they are connected. In the same order on every rank."""
-        strands = self.strands()
-        if strands == self._named:
-            return
-        self._named = strands
-        self.infos[:] = [info for unit in self.units() for info in unit.infos()]
-        for number, (strand, info) in enumerate(zip(strands, self.infos, strict=True)):
-            strand.call(core.make_unit_name(number, info.words, info.parameters))
-        names = [f"unit {info.name!r}" for info in self.infos]
-        for links in self.all_links():
-            for peers in links.peers():
-                peers.join(self.log, names)
-
-    def all_links(self) -> Iterator[Links]:
-        """Also those that a unit had when it was gathered before the first forward of the root."""
-        return iter({id(s.links): s.links for s in self.strands() if s.links is not None}.values())
-
-    def counters(self) -> list[core.UnitCounters]:
+    def counters(self) -> list[UnitCounters]:
         return [peers.ranks.stats() for links in self.all_links() for peers in links.peers()]
 
     def trim(self) -> None:
@@ -167,8 +101,8 @@ class Context(StepWatcher, Generic[S]):
         if in_backward:
             return
         if counts and self.recorder is not None:
-            self.recorder.before_step(self.log)
-        self.log.begin_forward(counts)
+            self.recorder.before_step(self.connections.log)
+        self.connections.log.begin_forward(counts)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` has its parameters: starts to gather those of the next one."""
@@ -210,11 +144,11 @@ class Context(StepWatcher, Generic[S]):
 
         That is the same on every rank, as what ranks run is.
         """
-        if self.mark == NO_MARK:
+        if self.connections.mark == NO_MARK:
             return True
         every = self.units()
         whole = [u for u in every if u is unit or u.is_whole or id(u) in self._ahead]
-        return fits(self.mark, whole, reducing=every if backward else ())
+        return fits(self.connections.mark, whole, reducing=every if backward else ())
 
     def leave(self, unit: Unit) -> None:
         """A forward of `unit`, whose backward will come, has ended."""
@@ -223,7 +157,7 @@ class Context(StepWatcher, Generic[S]):
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
-        self.log.end_forward()
+        self.connections.log.end_forward()
         self._order = self._running
         self._drop_prefetched()
 
@@ -237,7 +171,7 @@ class Context(StepWatcher, Generic[S]):
 
     def begin_backward(self) -> None:
         self.ends_queued = True
-        self.log.begin_backward()
+        self.connections.log.begin_backward()
 
     def prefetch_before(self, unit: Unit) -> None:
         """Starts to gather the unit whose backward comes after that of `unit`."""
@@ -278,7 +212,7 @@ class Context(StepWatcher, Generic[S]):
                 unit.places.clear()
             self._drop_prefetched()
         self.trim()
-        self.log.end_work()
+        self.connections.log.end_work()
 
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""

@@ -42,7 +42,7 @@ def record(
     if not places:
         raise RuntimeError("there is nothing to record: fully_shard() found no parameters")
     names = tuple(name for name, _ in root.named_parameters())
-    model = RecordedModel(_kind(root), names, places[0].device, units=context.infos)
+    model = RecordedModel(_kind(root), names, places[0].device, units=context.connections.infos)
     context.recorder = Recorder(policy, model, group or _everybody(places[0]))
     return context.recorder
 
@@ -51,8 +51,8 @@ def stats_of(root: nn.Module, one_rank_step: float | None) -> SyncStats:
     """What synchronising has cost this rank."""
     context = context_of(root)
     steps = context.recorder.steps() if context.recorder is not None else []
-    counted, infos = context.counters(), context.infos
-    return unit_stats(counted, context.log.steps(), infos, steps, one_rank_step)
+    counted, infos = context.counters(), context.connections.infos
+    return unit_stats(counted, context.connections.log.steps(), infos, steps, one_rank_step)
 
 
 def context_of(module: nn.Module) -> Context[State]:

@@ -136,7 +136,7 @@ class State:
         for unit in self.uses:
             unit.settle()
         if self.is_root is not None:
-            self.context.introduce()
+            self.context.connections.introduce(self.context.units())
 
     # --- the first forward
 
@@ -200,12 +200,12 @@ class State:
     def connect(self) -> None:
         """Everything below can be gathered. Collective the first time."""
         for unit in self.context.units():
-            self.context.connect(unit)
+            self.context.connections.connect(unit, self.context.units())
             if not unit.is_whole:
                 unit.settle()
             for strand in unit.strands:
                 strand.check_memory()
-        self.context.introduce()
+        self.context.connections.introduce(self.context.units())
         self._connected = True
 
     # --- forward
@@ -401,7 +401,7 @@ class State:
     @untraced
     def end_of_backward(self) -> None:
         """Sends what has not been sent, and waits for everything."""
-        self.context.log.end_backward()
+        self.context.connections.log.end_backward()
         for state in self.context.states:
             state._missing.clear()
             state.moment = Moment.IDLE

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from fastsync.engine import core
 from fastsync.plan.policy import UnitWires
-from fastsync.timeline.moves import UnitInfo
 from fastsync.torch_private import set_local
 from fastsync.units.codes import Codes, gradient_codes, parameter_codes
 from fastsync.units.kept import KeptPart
@@ -79,11 +78,11 @@ class Strand:
 
     # --- what travels
 
-    def gathered_as(self) -> Codes | None:
+    def _gathered_as(self) -> Codes | None:
         """What shares travel as to become whole parameters; None: as these are."""
         return parameter_codes(self.wires, self.place, self.dtype, self.compute)
 
-    def reduced_as(self) -> Codes | None:
+    def _reduced_as(self) -> Codes | None:
         """Likewise gradients; None: as `reduce`."""
         return gradient_codes(self.wires, self.place, (self.dtype, self.compute), self.reduce)
 
@@ -103,7 +102,7 @@ class Strand:
 
     def _layout(self) -> ChunkLayout:
         shapes = [m.shape for m in self.members]
-        every, codes = range(len(shapes)), self.gathered_as()
+        every, codes = range(len(shapes)), self._gathered_as()
         if codes is not None:
             return lay_out(shapes, every, self.place.world, None, False, codes.block)
         direct_from = self._direct_from(self.compute)
@@ -184,7 +183,7 @@ class Strand:
         member.sharded = found
 
     def _core_layout(self) -> core.UnitLayout:
-        return self._core_layout_of(self._layout(), self.gathered_as())
+        return self._core_layout_of(self._layout(), self._gathered_as())
 
     def check_memory(self) -> None:
         """
@@ -234,13 +233,6 @@ class Strand:
     def begun(self) -> bool:
         """Whether it has been gathered."""
         return self._core is not None
-
-    def info(self, name: str) -> UnitInfo:
-        """As timelines show it."""
-        numel = sum(math.prod(member.shape.sizes) for member in self.members)
-        dtype = str(self.compute).removeprefix("torch.")
-        names = tuple(member.name for member in self.members)
-        return UnitInfo(name, names, numel * self.compute.itemsize, dtype)
 
     def call(self, name: core.UnitName) -> None:
         """Has errors and timelines call it so."""
@@ -333,7 +325,7 @@ class Strand:
 
     def _layout_of(self, trained: tuple[int, ...]) -> tuple[ChunkLayout, core.UnitLayout]:
         if trained not in self._layouts:
-            shapes, codes = [m.shape for m in self.members], self.reduced_as()
+            shapes, codes = [m.shape for m in self.members], self._reduced_as()
             direct_from = self._direct_from(self.reduce) if self.reduce == self.compute else None
             if codes is not None:
                 laid = lay_out(shapes, trained, self.place.world, None, True, codes.block)

@@ -21,7 +21,6 @@ from torch import nn
 
 from fastsync.engine import core
 from fastsync.plan.policy import UnitWires
-from fastsync.timeline.moves import UnitInfo
 from fastsync.units.extended import ExtendedStrand, has_extension, stands_apart
 from fastsync.units.links import Links, wait_for
 from fastsync.units.member import Member
@@ -125,12 +124,6 @@ class Unit:
     def travels_as(self) -> str:
         """What ranks must agree on, in words."""
         return "; ".join(strand.travels_as() for strand in self.strands)
-
-    def infos(self) -> list[UnitInfo]:
-        """How timelines and errors call it: a name for each strand."""
-        name = self.name or "root"
-        several = len(self.strands) > 1
-        return [s.info(f"{name} ({s.compute})" if several else name) for s in self.strands]
 
     # --- parameters
 

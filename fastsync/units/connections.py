@@ -1,0 +1,114 @@
+"""How the units of one model are reached on other ranks, and what they are called there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch.distributed as dist
+
+from fastsync.engine import core
+from fastsync.ranks.links import new_part
+from fastsync.timeline.moves import UnitInfo
+from fastsync.torch_private import outside_transforms
+from fastsync.units.links import Links
+from fastsync.units.mesh import Place
+from fastsync.units.room import MARK, NO_MARK, mark_here
+from fastsync.units.strand import Strand
+from fastsync.units.unit import Unit
+
+__all__ = ["Connections", "links_in"]
+
+
+class Connections:
+    """What a model's units share on their way to other ranks.
+
+    Attributes:
+        in_memory: whether ranks of one machine may exchange through memory that they share.
+        mark: bytes that units may take, so that others are gathered ahead.
+        infos: how timelines call the units, once that is known; the list stays the same one.
+    """
+
+    def __init__(self) -> None:
+        self.in_memory = True
+        self.mark = NO_MARK
+        self.infos: list[UnitInfo] = []
+        self._links: dict[dist.ProcessGroup, Links] = {}
+        self._named: list[Strand] = []
+        self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
+
+    @cached_property
+    def log(self) -> core.UnitLog:
+        """What they do, step by step."""
+        return core.make_unit_log()
+
+    def take_over(self, other: Connections) -> None:
+        """What a unit has had alone, which is one of these from now on."""
+        self.mark = min(self.mark, other.mark)
+        if other.in_memory == self.in_memory:
+            self._links = {**other._links, **self._links}
+        self._keepers = {**other._keepers, **self._keepers}
+
+    def connect(self, unit: Unit, units: Sequence[Unit]) -> None:
+        """It can be gathered, and resharded to fewer ranks. Collective the first time.
+
+        Args:
+            units: of the model, which the ranks compare.
+        """
+        unit.connect(self._links_of(unit.place, units))
+        number = unit.switches.reshard_to
+        if number is None or unit.keepers is not None:
+            return
+        group = unit.place.group
+        if (group, number) not in self._keepers:
+            self._keepers[group, number] = new_part(group, number, "between forward and backward")
+        unit.keepers = self._keepers[group, number]
+
+    def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:
+        if place.group not in self._links:
+            self.mark = mark_here()
+            about = {
+                f"what unit {unit.name or number!r} travels as": unit.travels_as()
+                for number, unit in enumerate(units)
+                if unit.place.group is place.group
+            }
+            about[MARK] = "none" if self.mark == NO_MARK else f"{self.mark} bytes"
+            with outside_transforms():
+                self._links[place.group] = Links.of(place, self.in_memory, self.mark, about)
+        return self._links[place.group]
+
+    def introduce(self, units: Sequence[Unit]) -> None:
+        """Says how the units are called; they are connected. In the same order on every rank."""
+        strands = [strand for unit in units for strand in unit.strands]
+        if strands == self._named:
+            return
+        self._named = strands
+        self.infos[:] = [info for unit in units for info in _infos(unit)]
+        for number, (strand, info) in enumerate(zip(strands, self.infos, strict=True)):
+            strand.call(core.make_unit_name(number, info.words, info.parameters))
+        names = [f"unit {info.name!r}" for info in self.infos]
+        for links in links_in(units):
+            for peers in links.peers():
+                peers.join(self.log, names)
+
+
+def links_in(units: Sequence[Unit]) -> list[Links]:
+    """Also those that a unit had when it was gathered before the first forward of the root."""
+    strands = (strand for unit in units for strand in unit.strands)
+    return list({id(s.links): s.links for s in strands if s.links is not None}.values())
+
+
+def _infos(unit: Unit) -> list[UnitInfo]:
+    """How timelines and errors call it: a name for each strand."""
+    name = unit.name or "root"
+    several = len(unit.strands) > 1
+    return [_info(s, f"{name} ({s.compute})" if several else name) for s in unit.strands]
+
+
+def _info(strand: Strand, name: str) -> UnitInfo:
+    """As timelines show it."""
+    numel = sum(math.prod(member.shape.sizes) for member in strand.members)
+    dtype = str(strand.compute).removeprefix("torch.")
+    names = tuple(member.name for member in strand.members)
+    return UnitInfo(name, names, numel * strand.compute.itemsize, dtype)
