@@ -122,6 +122,30 @@ def dies(rank, world, folder):
             return
 
 
+def gathers_again(rank, world, way, folder):
+    """Tries to gather a unit three times after another rank has died."""
+    os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[way]
+    model = by_units()
+    loss_of(model, words(rank, 0)).backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcomes = []
+    for _ in range(3):
+        try:
+            model.blocks[0].unshard()
+            outcomes.append("parameters")
+        except RuntimeError:
+            outcomes.append("error")
+    Path(folder, str(rank)).write_text(", ".join(outcomes))
+
+
+@pytest.mark.parametrize("way", ["memory", "group"])
+def test_memory_that_nobody_has_filled_is_not_taken_for_parameters(way, tmp_path):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        run_ranks(gathers_again, 2, way, str(tmp_path), grace=10.0)
+    assert (tmp_path / "0").read_text() == "error, error, error"
+
+
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         run_ranks(dies, 2, str(tmp_path), grace=5.0)

@@ -108,6 +108,22 @@ void Unit::start_gather() {
   if (whole_.has_memory()) return;
   FS_CHECK(shard_.defined(), "a unit is gathered before it has any parameters");
   const at::NoGradGuard no_grad;
+  try {
+    begin_gather();
+  } catch (...) {
+    // Memory that nobody fills must not be taken for parameters.
+    forget_gather();
+    throw;
+  }
+}
+
+// What was lent for it: somebody may still write there, so it goes to nobody else.
+std::vector<at::Tensor> Unit::forget_gather() {
+  gathered_codes_.reset();
+  return {std::exchange(staging_, {}), std::exchange(lowered_, {}), whole_.take_back()};
+}
+
+void Unit::begin_gather() {
   lend();
   if (layout_.codes) return start_coded_gather();
   if (ranks_ > 1) gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
@@ -148,11 +164,7 @@ void Unit::finish_gather() {
   try {
     gather_->await(work->can_be_asked() ? arrives : nullptr, [&work] { work->wait(); });
   } catch (...) {
-    // Somebody may still write to these: they go to nobody else, and live for as long.
-    const std::vector<at::Tensor> kept{std::exchange(staging_, {}), std::exchange(lowered_, {}),
-                                       whole_.take_back()};
-    gathered_codes_.reset();
-    work->on_done([kept] {});
+    work->on_done([kept = forget_gather()] {});
     throw;
   }
   if (gathered_codes_) fill_from_codes();

@@ -141,7 +141,9 @@ class Unit {
   }
   bool by_messages() const { return links_->ranks->has_messages(device_); }
   at::Tensor source_of_gather();
+  void begin_gather();
   void start_coded_gather();
+  std::vector<at::Tensor> forget_gather();
   void fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct);
   void fill_from_codes();
   void add_shares(ItemList& items, int64_t begin, int rank, bool direct) const;
