@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 TINY = {
     "custom_codec": (),
     "demo": ("--help",),
+    "limited_memory": ("--help",),
     "manual_parallel": ("--help",),
     "ring_allreduce": ("--ranks", "2", "--numel", "10"),
     "training": ("--help",),

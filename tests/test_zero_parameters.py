@@ -396,7 +396,6 @@ def refused(rank, world, options, message, dtype=torch.float32):
     ("options", "message"),
     [
         ({"zero": 0, "parameter_wire": "int8"}, "zero=0 does not"),
-        ({"zero": 3, "parameter_wire": "int8"}, "zero=3 does not"),
         ({"zero": 1, "parameter_wire": "int4"}, "one of 'bf16', .* but is 'int4'"),
         ({"zero": 1, "parameter_wire": "topk"}, "but is 'topk'"),
         ({"zero": 2, "parameter_wire": TopK(0.1)}, "but is TopK"),
