@@ -8,29 +8,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync import fully_shard
 from fastsync.testing import run_ranks
+from tests.backends import OverGloo
 from tests.test_units_wires import INT8, Twin, Weighed, numbers_of
 
 
-class Flat(dist.ProcessGroup):
+class Flat(OverGloo):
     """Between chunks of equal size as on NCCL: what is gathered is this rank's part everywhere."""
 
+    called = "flat"
+
     def __init__(self, rank, world, inner):
-        super().__init__(rank, world)
-        self._inner = inner
+        super().__init__(rank, world, inner)
         fake = FakeProcessGroup._create_internal(rank, world)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
-
-    def getBackendName(self):
-        return "flat"
-
-    def setGroupName(self, name):
-        self._name = name
-
-    def getGroupName(self):
-        return self._name
-
-    def allgather(self, *args):
-        return self._inner.allgather(*args)
 
     def all_to_all_single(self, *args):
         return self._inner.alltoall_base(*args)

@@ -1,12 +1,20 @@
 #include "shm_mail.h"
 
 #include <new>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
 #include "../check.h"
 
 namespace fastsync::comm {
+namespace {
+
+// What a rank is waited for to do, as it reads in errors.
+constexpr const char* kSend = "send a message";
+constexpr const char* kRead = "read a message";
+
+}  // namespace
 
 Mail::Mail(std::vector<std::shared_ptr<Segment>> segments, size_t rank, std::vector<size_t> tables,
            std::chrono::milliseconds timeout)
@@ -24,7 +32,7 @@ void Mail::post(size_t tag, uint64_t number, size_t offset) {
   if (number > kLetters) {
     const uint64_t oldest = number - kLetters;
     for (size_t r = 0; r < ranks(); ++r) {
-      wait_for(r, "read a message", [&] { return r == rank_ || is_done(r, tag, oldest); });
+      wait_for(r, kRead, [&] { return r == rank_ || is_done(r, tag, oldest); });
     }
   }
   Box& mine = box(rank_, tag);
@@ -34,10 +42,10 @@ void Mail::post(size_t tag, uint64_t number, size_t offset) {
 }
 
 const std::byte* Mail::letter(size_t tag, uint64_t number, size_t sender) {
+  wait_for(sender, kSend, [&] { return has_posted(sender, tag, number); });
   const Box& theirs = box(sender, tag);
-  const std::atomic<uint64_t>& posted = theirs.numbers.at(number % kLetters);
-  wait_for(sender, "send a message", [&] { return posted.load() >= number; });
-  FS_ASSERT(posted.load() == number, "a letter was overwritten before it was read");
+  FS_ASSERT(theirs.numbers.at(number % kLetters).load() == number,
+            "a letter was overwritten before it was read");
   const auto offset = theirs.offsets.at(number % kLetters).load(std::memory_order_relaxed);
   return segments_[sender]->data() + offset;
 }
@@ -47,15 +55,9 @@ bool Mail::have_posted(size_t tag, uint64_t number, std::chrono::milliseconds ti
   const auto end = Bell::Clock::now() + time;
   for (size_t r = 0; r < ranks(); ++r) {
     if (r == rank_) continue;
-    const auto come = [&] { return box(r, tag).numbers.at(number % kLetters).load() >= number; };
-    const auto check_life = [&] {
-      FS_CHECK(come() || segments_[r]->owner_lives(), "rank ", r, " ended while rank ", rank_,
-               " waited for it to send a message");
-    };
-    if (Bell(table(0).bell).wait_until(come, end, check_life)) continue;
-    FS_CHECK(Bell::Clock::now() < since + timeout_, "rank ", rank_, " waited ",
-             std::chrono::duration<double>(timeout_).count(), " s for rank ", r,
-             " to send a message, but it did not come");
+    const auto posted = [&] { return has_posted(r, tag, number); };
+    if (comes_by(end, r, kSend, posted)) continue;
+    if (Bell::Clock::now() >= since + timeout_) give_up(r, kSend);
     return false;
   }
   return true;
@@ -75,15 +77,22 @@ bool Mail::is_read(size_t tag, uint64_t number) const {
 }
 
 template <class Done>
-void Mail::wait_for(size_t rank, const char* what, const Done& done) {
-  const auto check_life = [&] {
+bool Mail::comes_by(Bell::Clock::time_point end, size_t rank, const char* what, const Done& done) {
+  return Bell(table(0).bell).wait_until(done, end, [&] {
     FS_CHECK(done() || segments_[rank]->owner_lives(), "rank ", rank, " ended while rank ", rank_,
              " waited for it to ", what);
-  };
-  const bool came = Bell(table(0).bell).wait_until(done, Bell::Clock::now() + timeout_, check_life);
+  });
+}
+
+template <class Done>
+void Mail::wait_for(size_t rank, const char* what, const Done& done) {
+  if (!comes_by(Bell::Clock::now() + timeout_, rank, what, done)) give_up(rank, what);
+}
+
+void Mail::give_up(size_t rank, const char* what) const {
   const double seconds = std::chrono::duration<double>(timeout_).count();
-  FS_CHECK(came, "rank ", rank_, " waited ", seconds, " s for rank ", rank, " to ", what,
-           ", but it did not come");
+  throw std::runtime_error(concat("fastsync: rank ", rank_, " waited ", seconds, " s for rank ",
+                                  rank, " to ", what, ", but it did not come"));
 }
 
 }  // namespace fastsync::comm

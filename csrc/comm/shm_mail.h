@@ -62,11 +62,18 @@ class Mail {
  private:
   Table& table(size_t rank) const;
   Box& box(size_t rank, size_t tag) const { return table(rank).boxes.at(tag); }
+  bool has_posted(size_t rank, size_t tag, uint64_t number) const {
+    return box(rank, tag).numbers.at(number % kLetters).load() >= number;
+  }
   bool is_done(size_t rank, size_t tag, uint64_t number) const {
     return box(rank, tag).done.load() >= number;
   }
+  // Whether `done` has come true by `end`, for which `rank` has to do `what`. Throws if that has ended.
+  template <class Done>
+  bool comes_by(Bell::Clock::time_point end, size_t rank, const char* what, const Done& done);
   template <class Done>
   void wait_for(size_t rank, const char* what, const Done& done);
+  [[noreturn]] void give_up(size_t rank, const char* what) const;
 
   std::vector<std::shared_ptr<Segment>> segments_;
   size_t rank_;

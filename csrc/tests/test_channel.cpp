@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -16,6 +15,7 @@
 #include "../comm/shm_channel.h"
 #include "../kernels/sum.h"
 #include "harness.h"
+#include "other_process.h"
 
 namespace fastsync::comm {
 namespace {
@@ -232,24 +232,13 @@ void absent_ranks_are_named() {
 }
 
 void dead_ranks_are_named() {
-  int ends[2];
-  EXPECT(pipe(ends) == 0, "pipe");
-  const pid_t child = fork();
-  if (child == 0) {
-    const auto kept = Segment::make(kBytes);
-    const bool sent = write(ends[1], &kept->address(), sizeof(SegmentAddress)) > 0;
-    pause();
-    _exit(sent ? 0 : 1);
-  }
-  SegmentAddress address;
-  EXPECT(read(ends[0], &address, sizeof address) == sizeof address, "read");
+  const testing::OtherProcess other(kBytes);
   const auto mine = Segment::make(kBytes);
-  Channel channel({mine, Segment::open(address)}, 0, seconds(60));
+  Channel channel({mine, Segment::open(other.address())}, 0, seconds(60));
   const Channel::Sum sum = channel.join({mine->take(64), 16, kernels::DType::kFloat32});
-  kill(child, SIGKILL);
+  other.kill();
   const std::string text = testing::message_of<std::runtime_error>([&] { channel.wait(sum); });
   EXPECT(text.find("rank 1 ended while rank 0 waited") != std::string::npos, text);
-  waitpid(child, nullptr, 0);
 }
 
 void blocks_are_zeros_and_apart() {

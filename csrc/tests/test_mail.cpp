@@ -1,10 +1,6 @@
 // Letters between "ranks" that are threads of one process, each with its own mapping of every segment. For ThreadSanitizer too.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -15,6 +11,7 @@
 
 #include "../comm/shm_mail.h"
 #include "harness.h"
+#include "other_process.h"
 
 namespace fastsync::comm {
 namespace {
@@ -185,26 +182,15 @@ void a_rank_that_does_not_send_is_named() {
 }
 
 void dead_ranks_are_named() {
-  int ends[2];
-  EXPECT(pipe(ends) == 0, "pipe");
-  const pid_t child = fork();
-  if (child == 0) {
-    const auto kept = Segment::make(kBytes);
-    const bool sent = write(ends[1], &kept->address(), sizeof(SegmentAddress)) > 0;
-    pause();
-    _exit(sent ? 0 : 1);
-  }
-  SegmentAddress address;
-  EXPECT(read(ends[0], &address, sizeof address) == sizeof address, "read");
+  const testing::OtherProcess other(kBytes);
   const auto mine = Segment::make(kBytes);
   const size_t table = mine->take(sizeof(Mail::Table));
-  Mail mail({mine, Segment::open(address)}, 0, {table, Segment::kHeaderBytes}, seconds(60));
-  kill(child, SIGKILL);
+  Mail mail({mine, Segment::open(other.address())}, 0, {table, Segment::kHeaderBytes}, seconds(60));
+  other.kill();
   const std::string text = testing::message_of<std::runtime_error>([&] { mail.letter(0, 1, 1); });
   EXPECT(
       text.find("rank 1 ended while rank 0 waited for it to send a message") != std::string::npos,
       text);
-  waitpid(child, nullptr, 0);
 }
 
 }  // namespace

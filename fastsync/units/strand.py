@@ -100,13 +100,18 @@ class Strand:
     def _direct_from(self, dtype: torch.dtype) -> int | None:
         return DIRECT_BYTES // dtype.itemsize if self.place.by_messages else None
 
-    def _layout(self) -> ChunkLayout:
-        shapes = [m.shape for m in self.members]
-        every, codes = range(len(shapes)), self._gathered_as()
+    def _lay_out(
+        self, members: Sequence[int], direct_from: int | None, flags: bool, codes: Codes | None
+    ) -> ChunkLayout:
+        """Codes of a chunk travel in one message, whatever the sizes."""
+        shapes, world = [m.shape for m in self.members], self.place.world
         if codes is not None:
-            return lay_out(shapes, every, self.place.world, None, False, codes.block)
-        direct_from = self._direct_from(self.compute)
-        return lay_out(shapes, every, self.place.world, direct_from, flags=False)
+            return lay_out(shapes, members, world, None, flags, codes.block)
+        return lay_out(shapes, members, world, direct_from, flags)
+
+    def _layout(self) -> ChunkLayout:
+        every, direct_from = range(len(self.members)), self._direct_from(self.compute)
+        return self._lay_out(every, direct_from, flags=False, codes=self._gathered_as())
 
     def _room(self, shard: torch.Tensor, layout: ChunkLayout, index: int) -> torch.Tensor:
         sizes = self.members[index].local_sizes()
@@ -325,12 +330,9 @@ class Strand:
 
     def _layout_of(self, trained: tuple[int, ...]) -> tuple[ChunkLayout, core.UnitLayout]:
         if trained not in self._layouts:
-            shapes, codes = [m.shape for m in self.members], self._reduced_as()
+            codes = self._reduced_as()
             direct_from = self._direct_from(self.reduce) if self.reduce == self.compute else None
-            if codes is not None:
-                laid = lay_out(shapes, trained, self.place.world, None, True, codes.block)
-            else:
-                laid = lay_out(shapes, trained, self.place.world, direct_from, flags=True)
+            laid = self._lay_out(trained, direct_from, flags=True, codes=codes)
             self._layouts[trained] = (laid, self._core_layout_of(laid, codes))
         return self._layouts[trained]
 
