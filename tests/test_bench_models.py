@@ -9,6 +9,7 @@ from bench.models import WORKLOADS
 TRUE_SIZES = {
     "small": (1_664_000, 800),
     "wide": (25_178_112, 12),
+    "deep": (32 * 1536 * 1537, 64),
     "resnet50": (25_557_032, 161),
     "gpt2": (124_439_808, 148),
     "llama_layer": (218_112_000, 9),

@@ -7,7 +7,7 @@ Clipping takes less than whole steps differ by. So steps of one model, with Adam
 blocks of one step of each way, in an order that all ranks draw alike. A step's time is the mean of
 the ranks'. Forward and backward know nothing of what comes after: the cost is what a step takes
 after its backward, less what the one without clipping in its block does, over the median step.
-Whole steps are compared besides. Shown are medians and 95 % intervals of order statistics.
+Shown are medians and 95 % intervals of order statistics.
 
 The learning rate is 0, so that all steps do the same work; and all ways must find the same norms.
 """
@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bench.measure import benchmark as b
 from examples.common.ranks import CheckFailed, Group, argument
-from examples.common.rounds import FEWEST_ROUNDS, less, over
+from examples.common.rounds import FEWEST_ROUNDS, less
 from examples.common.text import Progress
 from examples.common.training import BATCHES, Lane, Workload, make_lane
 from examples.common.variants import OURS, Variant, fast_ddp
@@ -109,15 +109,13 @@ def percent(parts: Sequence[float]) -> str:
     return "{} % ({} to {})".format(*shown)
 
 
-def cells(found: Steps) -> dict[str, tuple[str, str]]:
-    """The cost of each way, and its whole steps over those without clipping; of these, the step."""
+def cells(found: Steps) -> dict[str, str]:
+    """The cost of each way; of the one without clipping, its step and the number of blocks."""
     whole, rest = ({way: [s[i] for s in steps] for way, steps in found.items()} for i in range(2))
-    base, count = median(whole[NONE]), len(whole[NONE])
-    shown = {NONE: (f"{1e3 * base:.1f} ms", f"{count} blocks")}
-    for way in (way for way in found if way != NONE):
-        cost = [seconds / base for seconds in less(rest[way], rest[NONE])]
-        shown[way] = percent(cost), percent([r - 1 for r in over(whole[way], whole[NONE])])
-    return shown
+    base = median(whole[NONE])
+    costs = {way: [s / base for s in less(rest[way], rest[NONE])] for way in found if way != NONE}
+    shown = {way: percent(cost) for way, cost in costs.items()}
+    return {NONE: f"{1e3 * base:.1f} ms, {len(whole[NONE])} blocks", **shown}
 
 
 def make(workload: Workload, stage: str, group: Group) -> Lane:
@@ -133,11 +131,9 @@ def make(workload: Workload, stage: str, group: Group) -> Lane:
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     rows: dict[tuple[str, str], list[str]] = {}
-    for name in args.models:
-        for stage in args.stages:
-            lane = make(b.workload(name, args), stage, group)
-            for way, shown in cells(blocks(lane, group, args)).items():
-                rows.setdefault((f"`zero={stage}`", way), []).extend(shown)
-    headers = ("", "way", *(h for n in args.models for h in (f"{n}: cost", "of whole steps")))
+    for name, stage in product(args.models, args.stages):
+        lane = make(b.workload(name, args), stage, group)
+        for way, shown in cells(blocks(lane, group, args)).items():
+            rows.setdefault((f"`zero={stage}`", way), []).append(shown)
     title = "what clipping adds to a step with AdamW; medians and their 95 % intervals"
-    yield b.table(title, headers, [(*key, *row) for key, row in rows.items()])
+    yield b.table(title, ("", "way", *args.models), [(*key, *row) for key, row in rows.items()])

@@ -23,13 +23,12 @@ from examples.common.variants import Variant
     argument("--peak", "that of a step with AdamW, per byte of parameters", action="store_true"),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    title = "memory of gradients and buckets, in bytes per byte of gradients"
-    if args.peak:
-        title = "peak memory of a training step with AdamW, in bytes per byte of parameters"
+    held = "memory of gradients and buckets, in bytes per byte of gradients"
+    peak = "peak memory of a training step with AdamW, in bytes per byte of parameters"
 
     def cell(workload: Workload, variant: Variant) -> str:
         if args.peak:
             return times(peak_memory(partial(make_lane, workload, variant, group, "adamw"), group))
         return times(gradient_memory(workload, variant, group))
 
-    yield b.by_variant(title, args, cell)
+    yield b.by_variant(peak if args.peak else held, args, cell)

@@ -37,6 +37,5 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             trained = train(workload, variant, group, optimizer, args.steps)
             cells[variant.name].append(judge(variant, trained, expected, group))
     headers = ("variant", *(f"{model}, {optimizer}" for model, optimizer in pairs))
-    rows = [(name, *found) for name, found in cells.items()]
     title = f"weights after {args.steps} steps on {group.world} ranks, against default DDP"
-    yield b.table(title, headers, rows)
+    yield b.table(title, headers, [(name, *found) for name, found in cells.items()])

@@ -36,6 +36,12 @@ def wide(scale: float = 1.0) -> Workload:
     return seeded("wide", partial(_relu_stack, 6, width), normal_batch(8, width))
 
 
+def deep(scale: float = 1.0) -> Workload:
+    """32 x (Linear(1536, 1536), ReLU) = 76 M elements in 64 tensors: what a step holds besides."""
+    width = side(1536, scale)
+    return seeded("deep", partial(_relu_stack, 32, width), normal_batch(8, width))
+
+
 def _encoder(width: int, vocabulary: int) -> nn.Module:
     """Token embedding, 6 pre-norm encoder layers, untied output projection; from tokens [batch,
     length] to logits [batch, length, vocabulary]."""

@@ -89,7 +89,8 @@ class Engine:
         self.routes = Routes(self.core, self._params)
         self.routes.use_group(group, policy)
         memory = self.routes.memory
-        sized = buckets.in_memory() if memory and policy.zero.stage else buckets
+        shares = memory and policy.zero.stage > 0
+        sized = buckets.in_memory(policy.zero.masters) if shares else buckets
         self.sizing = Sizing(self.core, sized)
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False

@@ -87,14 +87,16 @@ class BucketPolicy:
         last = network.carries(_LAST_BUCKET, _FIRST_BUCKET_BYTES, cap)
         return replace(self, caps=(*self.caps[:-1], cap), last=last)
 
-    def in_memory(self) -> BucketPolicy:
+    def in_memory(self, masters: bool) -> BucketPolicy:
         """Where ranks share memory and gradients.
 
         A collective costs little there, and its buffers are most of what a step needs for a while.
+        With `masters` those of a bucket's step are twice as large as its gradients.
         """
         if not self.adaptive:
             return self
-        return replace(self, caps=tuple(min(cap, _MEMORY_CAP_MB * _MIB) for cap in self.caps))
+        most = _MEMORY_CAP_MB * _MIB // (2 if masters else 1)
+        return replace(self, caps=tuple(min(cap, most) for cap in self.caps))
 
     def limit(self, closed: int, left: int) -> int:
         """Bytes that close a bucket after `closed` others, with `left` in it or still to come."""

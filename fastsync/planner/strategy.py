@@ -142,7 +142,7 @@ def engine_plan(
     policy = SyncPolicy(wire=Wire(strategy.wire), network=seen)
     caps = buckets or BucketPolicy.from_mb(None)
     if strategy.stage in (1, 2) and carrier is Carrier.MEMORY:
-        caps = caps.in_memory()
+        caps = caps.in_memory(strategy.masters)
     plan = make_plan(specs, record.order, caps.on(seen), policy, strategy.world)
     if strategy.stage not in (1, 2) or strategy.wire != "fp32":
         return plan, []

@@ -1,0 +1,62 @@
+"""The most memory that a step with AdamW takes under zero=1 and 2, per parameter."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from bench.models import WORKLOADS
+from examples.common.costs import live_bytes_reader, peak_memory
+from examples.common.ranks import Group
+from examples.common.training import Workload, make_lane
+from examples.common.variants import OURS, Variant, fast_ddp
+from fastsync.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        live_bytes_reader(torch.device("cpu")) is None, reason="needs glibc's count"
+    ),
+]
+SPREAD = 0.03 * 16  # bytes per parameter: 3 % of what a rank holds that shares nothing
+
+
+def narrow():
+    """The model `deep` in bf16."""
+    whole = WORKLOADS["deep"]()
+    return Workload(
+        "narrow",
+        lambda: whole.build().to(torch.bfloat16),
+        lambda rank, step: whole.batch(rank, step).to(torch.bfloat16),
+        whole.loss,
+    )
+
+
+def peaks(rank, world, masters):
+    """By stage, in bytes per parameter."""
+    group = Group(rank, world, torch.device("cpu"))
+    workload = narrow() if masters else WORKLOADS["deep"]()
+    size = 2 if masters else 4
+
+    def peak(stage):
+        wrap = fast_ddp(zero=stage, master_weights=masters)
+        return size * peak_memory(
+            partial(make_lane, workload, Variant(OURS, wrap), group, "adamw"), group
+        )
+
+    peak(1)  # what a process loads and keeps once is no part of a step
+    return peak(1), peak(2)
+
+
+def test_in_fp32():
+    """Parameters, and half of two states and of the gradients; buckets besides."""
+    first, second = run_ranks(peaks, 2, False, timeout=300.0)[0]
+    assert 4 * 2.5 < first <= 4 * 3.05
+    assert 4 * 2.5 < second <= 4 * 2.60
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_in_bf16_with_masters(world):
+    first, second = run_ranks(peaks, world, True, timeout=300.0)[0]
+    assert 2 + 14 / world < first <= 4 + 12 / world + SPREAD
+    assert 2 + 14 / world < second <= 2 + 14 / world + SPREAD
