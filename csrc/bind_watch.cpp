@@ -71,11 +71,19 @@ std::vector<int64_t> connect(FaultWatch& watch, const std::vector<Address>& addr
   return watch.connect(std::move(members), rank);
 }
 
-void explain(FaultWatch& watch, const std::string& place, const std::string& error, double waited) {
+engine::Wanted wanted_in(const std::string& place) {
   engine::Wanted wanted;
   wanted.model = SIZE_MAX;  // whoever has ended lacks it
   wanted.place = place;
-  watch.explain(wanted, error, waited);
+  return wanted;
+}
+
+void explain(FaultWatch& watch, const std::string& place, const std::string& error, double waited) {
+  watch.explain(wanted_in(place), error, waited);
+}
+
+void look(FaultWatch& watch, const std::string& place, double waited) {
+  watch.look(wanted_in(place), waited);
 }
 
 }  // namespace
@@ -99,6 +107,7 @@ void bind_watch(py::module_& m) {
            })
       .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
       .def("explain", &explain, release, py::arg("place"), py::arg("error"), py::arg("waited"))
+      .def("look", &look, release, py::arg("place"), py::arg("waited"))
       .def(
           "leave",
           [](FaultWatch& watch, const std::string& how, const std::string& why) {

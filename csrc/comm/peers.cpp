@@ -124,6 +124,15 @@ std::vector<int64_t> Peers::called_by(int64_t rank, int64_t ranks) {
   return result;
 }
 
+std::set<int64_t> Peers::neighbours_of(int64_t rank, int64_t ranks) {
+  std::set<int64_t> result;
+  for (int64_t distance = 1; 2 * distance <= ranks; distance *= 2) {
+    result.insert((rank + distance) % ranks);
+    result.insert((rank + ranks - distance) % ranks);
+  }
+  return result;
+}
+
 std::vector<int64_t> Peers::connect(const std::vector<PeerAddress>& all, int64_t rank,
                                     Listener listener) {
   rank_ = rank;

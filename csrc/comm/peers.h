@@ -60,6 +60,8 @@ class Peers {
 
   // Ranks that `rank` calls, of so many.
   static std::vector<int64_t> called_by(int64_t rank, int64_t ranks);
+  // All that `rank` has connections with: those, and the ones that call it.
+  static std::set<int64_t> neighbours_of(int64_t rank, int64_t ranks);
 
  private:
   using Clock = std::chrono::steady_clock;

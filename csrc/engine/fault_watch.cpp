@@ -55,6 +55,9 @@ std::string join(const std::vector<std::string>& parts, const char* between) {
   return result;
 }
 
+// Whether a rank can say that it has not issued this.
+bool is_counted(const Wanted& wanted) { return wanted.bucket >= 0 || wanted.issued > 0; }
+
 }  // namespace
 
 FaultWatch::FaultWatch(const std::string& host, Options options, Interpreter interpreter)
@@ -71,6 +74,10 @@ std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t ra
   main_thread_ = pthread_self();
   std::vector<comm::PeerAddress> addresses;
   for (const Member& member : members_) addresses.push_back(member.address);
+  for (const int64_t other :
+       comm::Peers::neighbours_of(rank, static_cast<int64_t>(members_.size()))) {
+    neighbours_[other].heard = Clock::now();  // one that never speaks is silent from here on
+  }
   comm::Peers::Listener listener;
   listener.beat = [this] { return encode(standings()); };
   listener.on_beat = [this](int64_t other, const std::string& beat) { on_beat(other, beat); };
@@ -127,11 +134,12 @@ void FaultWatch::on_news(const std::string& bytes) {
   }
 }
 
-// Says so where this rank is behind, and for neighbours that are and do not speak.
+// Says so where this rank is behind, and for neighbours that do not speak, whatever they have issued: who has been stopped
+// may not have sent it.
 void FaultWatch::answer(const News& question) {
   const Wanted wanted{static_cast<size_t>(question.model), question.issued, -1, "", {}};
   News mine{News::Kind::kLate, rank_, question.model, question.issued, standings(), ""};
-  if (lacks(mine, wanted) && question.about != rank_) {
+  if (is_counted(wanted) && lacks(mine, wanted) && question.about != rank_) {
     mine.text = stack();
     tell(mine);
   }
@@ -144,7 +152,6 @@ void FaultWatch::answer(const News& question) {
     }
   }
   for (News& news : silent) {
-    if (!lacks(news, wanted)) continue;
     const int64_t process = members_[static_cast<size_t>(news.about)].process;
     if (is_here(news.about) && is_stopped(process)) news.text = "is stopped (SIGSTOP, SIGTSTP)";
     note(news);
@@ -187,6 +194,12 @@ bool FaultWatch::lacks(const News& news, const Wanted& wanted) {
          news.standings[wanted.model].issued < wanted.issued;
 }
 
+// Whether a rank of which these news are waits for others.
+bool FaultWatch::waits(const News& news, const Wanted& wanted) {
+  return wanted.model < news.standings.size() &&
+         static_cast<Phase>(news.standings[wanted.model].phase) >= Phase::kWaiting;
+}
+
 // Those for which it is time.
 std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
                                                   Clock::duration grace) const {
@@ -208,13 +221,19 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
   return first.empty() ? secondary : first;
 }
 
+// Who waits itself is late because of another; it is named only where there is nobody else.
 std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
-  std::vector<Report> result;
+  std::vector<Report> causes;
+  std::vector<Report> waiting;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [rank, report] : late_) {
-    if (lacks(report.news, wanted)) result.push_back(report);
+    if (report.news.kind == News::Kind::kSilent) {
+      causes.push_back(report);
+    } else if (is_counted(wanted) && lacks(report.news, wanted)) {
+      (waits(report.news, wanted) ? waiting : causes).push_back(report);
+    }
   }
-  return result;
+  return causes.empty() ? waiting : causes;
 }
 
 void FaultWatch::ask(const Wanted& wanted) {
@@ -252,12 +271,12 @@ void FaultWatch::check(const Wanted& wanted, double waited, Clock::duration grac
   if (!gone.empty()) raise(gone, wanted, waited, "");
 }
 
+void FaultWatch::look(const Wanted& wanted, double waited) { check(wanted, waited, kDeathGrace); }
+
 void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
   if (!is_networks(error)) return;
   const auto start = Clock::now();
-  const bool asks =
-      wanted.bucket >= 0 || wanted.issued > 0;  // else nobody can say that it is behind
-  if (asks) ask(wanted);
+  ask(wanted);
   while (Clock::now() - start < kAnswers) {
     std::vector<Report> gone = ended(wanted, Clock::duration{});
     const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
@@ -265,7 +284,11 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
     std::this_thread::sleep_for(milliseconds(10));
   }
   std::vector<Report> found = ended(wanted, Clock::duration{});
-  if (found.empty() && asks && tells_of_time(error)) found = late(wanted);
+  const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
+  if (!knows && tells_of_time(error)) {
+    std::vector<Report> causes = late(wanted);
+    if (!causes.empty()) found = std::move(causes);
+  }
   if (!found.empty()) raise(found, wanted, waited, error);
 }
 

@@ -93,6 +93,8 @@ class FaultWatch {
   // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the interpreter raises: because a rank
   // that is wanted has ended, or a signal has come. Warns of ranks that are late.
   void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
+  // For who waits in another way: throws where a rank that is wanted has ended.
+  void look(const Wanted& wanted, double waited);
   // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
   void explain(const Wanted& wanted, const std::string& error, double waited);
   // Throws where an error of this watch has been raised before: the ranks no longer agree.
@@ -130,6 +132,7 @@ class FaultWatch {
   bool is_here(int64_t rank) const;
   void ask(const Wanted& wanted);
   static bool lacks(const News& news, const Wanted& wanted);
+  static bool waits(const News& news, const Wanted& wanted);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
   std::vector<Report> late(const Wanted& wanted) const;
   void check(const Wanted& wanted, double waited, Clock::duration grace);

@@ -274,7 +274,7 @@ void Reducer::make_room() {
     if (bucket.state() != BucketState::kInFlight) continue;
     if (!bucket.transport().ends_early()) return;
     const bool crowded = under_way >= routes_.shards->at_a_time(bucket.device());
-    if (!arrives_within(i, crowded ? patience_ : std::chrono::milliseconds{})) {
+    if (!(crowded ? comes_within(i, patience_) : arrives_within(i, {}))) {
       if (crowded) patience_ = {};
       return;
     }

@@ -215,6 +215,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish(size_t bucket, const std::vector<bool>& used);
   void await(size_t bucket);
   bool arrives_within(size_t bucket, std::chrono::milliseconds time);
+  bool comes_within(size_t bucket, std::chrono::milliseconds patience);
   [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
   Wanted wanted(size_t bucket) const;
   double waited() const;

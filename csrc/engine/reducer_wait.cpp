@@ -45,6 +45,19 @@ void Reducer::await(size_t index) {
                 [&](std::chrono::milliseconds time) { return arrives_within(index, time); });
 }
 
+// Whether a bucket arrives meanwhile, looking out for faults.
+bool Reducer::comes_within(size_t index, std::chrono::milliseconds patience) {
+  if (!faults_ || !plan_.buckets[index].can_be_asked()) return arrives_within(index, patience);
+  log_.progress()->await(static_cast<int64_t>(index));
+  waits_since_ = FaultWatch::Clock::now();
+  bool here = false;
+  faults_->wait(wanted(index), [&](std::chrono::milliseconds time) {
+    here = arrives_within(index, time);
+    return here || FaultWatch::Clock::now() - waits_since_ >= patience;
+  });
+  return here;
+}
+
 bool Reducer::arrives_within(size_t index, std::chrono::milliseconds time) {
   try {
     return plan_.buckets[index].arrives_within(time);

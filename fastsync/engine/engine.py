@@ -23,7 +23,7 @@ from fastsync.engine.shares import ShardedUnit, Shares
 from fastsync.engine.sizing import Sizing
 from fastsync.engine.state import Carried, Progress
 from fastsync.engine.unused import NamedParam, UnusedParams
-from fastsync.engine.watch import open_watch, watch_of
+from fastsync.engine.watch import explained, meeting_place, open_watch, watch_of
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
@@ -389,7 +389,7 @@ class Engine:
 
     def _meeting_place(self) -> MeetingPlace:
         identity = zlib.crc32("\n".join(p.name for p in self._params).encode())
-        return MeetingPlace(self._group, f"plan-{identity}", Env.read().agree_timeout)
+        return meeting_place(self._group, f"plan-{identity}", Env.read().agree_timeout)
 
     def _forget_plans(self) -> None:
         self._recent.clear()
@@ -414,7 +414,8 @@ class Engine:
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
         """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
         mine = PlanFacts(self.core.trainable(), ready, self.measured())
-        agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
+        with explained(self._group, "the vote on a plan"):
+            agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
         return list(agreed.trained), list(agreed.order)
 

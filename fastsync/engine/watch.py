@@ -25,9 +25,10 @@ from fastsync.engine import core
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import own_address, process_space
+from fastsync.ranks.meeting import MeetingPlace
 from fastsync.torch_private import Store, gather_objects, group_store
 
-__all__ = ["explained", "open_watch", "watch_of"]
+__all__ = ["explained", "meeting_place", "open_watch", "watch_of"]
 
 _log = logging.getLogger("fastsync")
 
@@ -104,6 +105,17 @@ def explained(group: dist.ProcessGroup, place: str) -> Iterator[None]:
         if watch is not None and not isinstance(error, SyncFault):
             watch.explain(place, str(error), time.monotonic() - start)
         raise
+
+
+def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:
+    """Where ranks that wait for each other look out for faults. See `MeetingPlace`."""
+
+    def look(reason: str, waited: float) -> None:
+        watch = watch_of(group)
+        if watch is not None:
+            watch.look(reason, waited)
+
+    return MeetingPlace(group, name, timeout, look)
 
 
 def _make_offer(store: Store) -> tuple[core.FaultWatch | None, _Offer]:

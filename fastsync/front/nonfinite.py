@@ -24,7 +24,7 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.ranks.meeting import MeetingPlace
+from fastsync.engine.watch import explained, meeting_place
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.torch_private import caller_level, gather_objects
 
@@ -70,7 +70,7 @@ class NonFiniteGuard(StepWatcher):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._index_of = {id(param.tensor): i for i, param in enumerate(engine.params)}
-        self._place = MeetingPlace(engine.group, "non-finite gradients", Env.read().agree_timeout)
+        self._place = meeting_place(engine.group, "non-finite gradients", Env.read().agree_timeout)
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
@@ -135,7 +135,8 @@ class NonFiniteGuard(StepWatcher):
             "the others to step on gradients that hold NaN or infinity",
             remedy="With on_nonfinite, every rank makes the same steps",
         )
-        return gather_objects(mine, group)
+        with explained(group, "the search for NaN and infinity"):
+            return gather_objects(mine, group)
 
 
 def _error(found: list[tuple[str, list[int]]]) -> NonFiniteGradientError:

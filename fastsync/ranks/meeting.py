@@ -6,6 +6,8 @@ Where ranks have to change course together, they first meet here, through the re
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from fastsync.torch_private import Store, group_store
 __all__ = ["MeetingPlace"]
 
 _REMEDY = "Every rank has to make that change before the same forward"
+_FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others, which become rarer
 
 
 class MeetingPlace:
@@ -24,12 +27,19 @@ class MeetingPlace:
         group: whose ranks.
         name: of the place; equal on all ranks.
         timeout: seconds that a rank waits for the others.
+        look: called meanwhile with the reason and the seconds so far; raises where one has ended.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        timeout: float,
+        look: Callable[[str, float], None] = lambda reason, waited: None,
+    ) -> None:
         self._rank, self._world = group.rank(), group.size()
         self._store = group_store(group) if self._world > 1 else None
-        self._name, self._timeout = name, timeout
+        self._name, self._timeout, self._look = name, timeout, look
         self._meetings = 0
         self._said = ""
         if self._store is not None:
@@ -68,14 +78,16 @@ class MeetingPlace:
         return verdict
 
     def _wait(self, store: Store, place: str, reason: str, remedy: str) -> None:
-        try:
-            store.wait([f"{place}/all"], timedelta(seconds=self._timeout))
-        except RuntimeError as error:  # each kind of store has its own
-            absent = [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
-            raise RuntimeError(
-                f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks {absent} "
-                f"did not come. {remedy}"
-            ) from error
+        start, pause = time.monotonic(), _FIRST_LOOK
+        while not _comes(store, f"{place}/all", min(pause, self._timeout)):
+            waited, pause = time.monotonic() - start, min(2 * pause, _LAST_LOOK)
+            self._look(f"a meeting for {reason}", waited)
+            if waited >= self._timeout:
+                absent = [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
+                raise RuntimeError(
+                    f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks "
+                    f"{absent} did not come. {remedy}"
+                )
 
     def _clear(self, store: Store, former: str, said: str) -> None:
         """Everybody is here, so nobody looks at the place before this one any more."""
@@ -84,3 +96,11 @@ class MeetingPlace:
         if self._rank == 0:
             store.delete_key(f"{former}/count")
             store.delete_key(f"{former}/all")
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:  # each kind of store has its own
+        return False
+    return True

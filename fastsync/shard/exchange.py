@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync.engine import core
+from fastsync.engine.watch import explained
 from fastsync.ranks.meeting import MeetingPlace
 
 __all__ = ["Exchange"]
@@ -56,7 +57,8 @@ class Exchange:
             return sum(self._tell(self._words, wish, mine))
         self.meet(wish)
         total = torch.tensor([mine], dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self.group)
+        with explained(self.group, wish):
+            dist.all_reduce(total, group=self.group)
         return total.item()
 
     def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fastsync.engine import core
+from fastsync.engine.watch import explained
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.space import Space
 from fastsync.torch_private import WrapperTensor, map_tensors
@@ -59,7 +60,8 @@ class Sharers:
         pieces = [share.piece for unit in self.units for share in unit.shares()]
         local = torch.stack([_powers(piece, order) for piece in pieces])
         how = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
-        dist.all_reduce(local, op=how, group=self.group)
+        with explained(self.group, "norms of gradients"):
+            dist.all_reduce(local, op=how, group=self.group)
         if order != float("inf"):
             local = local.pow(1.0 / order)
         norms = iter(local.unbind())
@@ -259,7 +261,8 @@ class GradientShards:
         whole = torch.zeros_like(param)  # in the same order in memory
         flat = whole.as_strided((whole.numel(),), (1,))
         flat[share.begin : share.begin + share.piece.numel()] = share.piece
-        dist.all_reduce(flat.view(torch.uint8), group=self.sharers.group)
+        with explained(self.sharers.group, "the gathering of a gradient"):
+            dist.all_reduce(flat.view(torch.uint8), group=self.sharers.group)
         return whole
 
 
@@ -426,5 +429,6 @@ def _unscale(
     sharers.exchange.meet("gradients to be unscaled")
     func([face.share.piece for face in faces], found_inf, inv_scale)
     _changed(faces)
-    dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=sharers.group)
+    with explained(sharers.group, "the search for infinities"):
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=sharers.group)
     return None

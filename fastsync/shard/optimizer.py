@@ -40,10 +40,10 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
+from fastsync.engine.watch import explained, meeting_place
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.layout import ALIGNMENT
 from fastsync.plan.policy import ZeroPolicy
-from fastsync.ranks.meeting import MeetingPlace
 from fastsync.shard import codes
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
@@ -69,8 +69,8 @@ class ShardedOptimizers(StepWatcher):
         self.engine, self.unit, self._policy = engine, policy.unit, policy
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         timeout = Env.read().agree_timeout
-        self.place = MeetingPlace(engine.group, "sharded optimizer", timeout)
-        meeting = MeetingPlace(engine.group, "gradients", timeout)
+        self.place = meeting_place(engine.group, "sharded optimizer", timeout)
+        meeting = meeting_place(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
         self.sharers = Sharers(Exchange(engine.group, meeting, words, device))
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
@@ -406,7 +406,8 @@ class ShardedOptimizer:
                     for piece, tensor in space.owned.items()
                     if piece.param in batch and (state := self.saved(optimizer, tensor))
                 }
-                everyones = gather_objects(mine, self._group)
+                with explained(self._group, "the collection of an optimizer's state"):
+                    everyones = gather_objects(mine, self._group)
                 parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
                 for piece, state in (pair for states in everyones for pair in states.items()):
                     parts[piece.param].append((piece, state))

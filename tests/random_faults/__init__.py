@@ -1,0 +1,1 @@
+"""Trainings in which one rank has a fault, at a place or after a time that are drawn."""

@@ -1,0 +1,134 @@
+"""What a rank of a schedule does: it trains, and writes down what it sees as it goes."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastsync
+from tests.random_faults.schedule import LAYERS, STEPS, WRAPPERS
+
+__all__ = ["run"]
+
+WIDTH = 32
+
+
+class BadBatch(ValueError):
+    """What a rank that raises does."""
+
+
+class Log:
+    """Lines of JSON, of which none is lost when the process is killed."""
+
+    def __init__(self, path):
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, **what):
+        os.write(self.file, (json.dumps({"at": time.monotonic(), **what}) + "\n").encode())
+
+
+class Net(nn.Module):
+    """Whose layers are places for faults, in forward and backward."""
+
+    def __init__(self, reach):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.reach = reach
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            self.reach("forward", index)
+            x = layer(x).tanh()
+            x.register_hook(lambda grad, index=index: self.reach("backward", index))
+        return x.square().mean()
+
+
+class Trainer:
+    """One rank's; its fault happens where the schedule says."""
+
+    def __init__(self, schedule, rank, log):
+        self.schedule, self.rank, self.log, self.step = schedule, rank, log, -1
+
+    def reach(self, place, layer=None):
+        at = self.schedule
+        if at is None or self.rank != at.victim or (place, self.step) != (at.place, at.step):
+            return
+        if layer in (None, at.layer):
+            self.log.write(fault=at.fault)
+            self.fail(at.fault)
+
+    def fail(self, fault):
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif fault in ("stop", "pause"):
+            os.kill(os.getpid(), signal.SIGSTOP)  # whoever started the ranks ends a pause
+        elif fault == "exit":
+            os._exit(3)
+        elif fault == "raise":
+            raise BadBatch("bad batch")
+
+    def train(self, wrapper):
+        model = wrap(Net(self.reach), WRAPPERS[wrapper])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(lambda *_: self.reach("step"))
+        self.log.write(ready=True)
+        for self.step in range(STEPS):
+            self.reach("batch")
+            seed = 100 * self.rank + self.step
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            model(x).backward()
+            self.reach("between")
+            optimizer.step()
+            self.log.write(step=self.step, weights=digest(model))
+
+
+def wrap(net, options):
+    if options is not None:
+        return fastsync.FastDDP(net, **{"bucket_cap_mb": 0.005, **options})
+    for layer in net.layers:
+        fastsync.fully_shard(layer)
+    return fastsync.fully_shard(net)
+
+
+def digest(model):
+    """Of the bits of what this rank holds of the weights."""
+    state = hashlib.blake2b(digest_size=8)
+    for param in model.parameters():
+        local = param.to_local() if hasattr(param, "to_local") else param
+        state.update(local.detach().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def run(prefix, schedule, wrapper, world, rank):
+    """Trains in this process; without a `schedule` nothing goes wrong."""
+    log = Log(f"{prefix}-{rank}.log")
+    output = os.open(f"{prefix}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    hangs = schedule is not None and schedule.fault == "stop"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{prefix}.store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=3 if hangs else 60),
+    )
+    try:
+        Trainer(schedule, rank, log).train(wrapper)
+        log.write(end="finished")
+    except fastsync.SyncFault as error:
+        log.write(end="SyncFault", ranks=error.ranks, text=str(error))
+        raise
+    except BaseException as error:
+        log.write(end=type(error).__name__, text=str(error))
+        raise

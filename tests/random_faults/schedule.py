@@ -1,0 +1,88 @@
+"""What goes wrong in a training, all of it drawn from one number."""
+
+import random
+from dataclasses import dataclass
+
+from torch import nn
+
+__all__ = ["AFTER", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
+
+STEPS = 24
+LAYERS = 5
+UNITS = {"zero": 3, "units": [nn.Linear]}
+WRAPPERS = {
+    "fp32": {},
+    "group": {"shared_memory": False},
+    "bf16": {"wire": "bf16"},
+    "int8": {"wire": "int8", "shared_memory": False},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2, "shared_memory": False},
+    "zero3": UNITS,
+    "zero3_group": {**UNITS, "shared_memory": False},
+    "fsdp": None,
+}
+ENDS = ("kill", "terminate", "exit", "raise")  # a rank ends
+FAULTS = (*ENDS * 3, "stop", "pause", "pause")
+PLACES = ("batch", "forward", "backward", "between", "step")
+AFTER = "after"  # place of a signal from outside, when some time has passed
+SIGNALLED = ("kill", "terminate", "stop", "pause")
+LONGEST = 0.25  # seconds until such a signal, about what all steps take
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training and its fault.
+
+    Attributes:
+        victim: the rank that has it.
+        place: where in `step`, and at which `layer`; or `AFTER` so many `seconds`.
+        lasts: seconds of a pause.
+    """
+
+    number: int
+    world: int
+    wrapper: str
+    fault: str
+    victim: int
+    place: str
+    step: int
+    layer: int
+    seconds: float
+    lasts: float
+
+    @classmethod
+    def draw(cls, number):
+        draw = random.Random(number)
+        world, fault = draw.choice((2, 2, 3, 4)), draw.choice(FAULTS)
+        places = (*PLACES, AFTER, AFTER, AFTER) if fault in SIGNALLED else PLACES
+        return cls(
+            number,
+            world,
+            draw.choice(tuple(WRAPPERS)),
+            fault,
+            draw.randrange(world),
+            draw.choice(places),
+            draw.randrange(STEPS),
+            draw.randrange(LAYERS),
+            draw.uniform(0, LONGEST),
+            draw.uniform(0.05, 0.6),
+        )
+
+    @property
+    def sound(self):
+        """The same training without a fault."""
+        return f"{self.wrapper}-{self.world}"
+
+    @property
+    def passes(self):
+        """The training goes on after the fault."""
+        return self.fault == "pause"
+
+    def __str__(self):
+        where = f"after {self.seconds:.3f} s"
+        if self.place != AFTER:
+            where = f"in {self.place} of step {self.step}, layer {self.layer}"
+        return (
+            f"schedule {self.number}: {self.fault} of rank {self.victim} {where}; "
+            f"{self.wrapper} on {self.world} ranks"
+        )

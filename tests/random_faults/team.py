@@ -1,0 +1,195 @@
+"""Runs schedules on forked ranks, one after the other, and says what is wrong with how they end."""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.random_faults.rank import run
+from tests.random_faults.schedule import AFTER, STEPS, Schedule
+
+__all__ = ["Runner", "Tally"]
+
+LIMIT = 40.0  # seconds for a training
+BEAT = 0.005
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "terminate": signal.SIGTERM,
+    "stop": signal.SIGSTOP,
+    "pause": signal.SIGSTOP,
+}
+
+
+@dataclass
+class Tally:
+    """What has been run, and by fault the seconds until survivors had their error."""
+
+    count: int = 0
+    waits: dict[str, list[float]] = field(default_factory=dict)
+
+    def __str__(self):
+        rows = [f"{self.count} schedules"]
+        for fault, waits in sorted(self.waits.items()):
+            ordered = sorted(waits)
+            middle, most = ordered[len(ordered) // 2], ordered[-1]
+            rows.append(f"{fault}: {len(ordered)} errors, median {middle:.2f} s, last {most:.2f} s")
+        return "; ".join(rows)
+
+
+class Job:
+    """The ranks of one training, in forked processes."""
+
+    def __init__(self, prefix, schedule, wrapper, world):
+        self.prefix, self.schedule, self.world = prefix, schedule, world
+        self.children = {}
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                _become_rank(prefix, schedule, wrapper, world, rank)
+            self.children[rank] = child
+        self.struck = None  # when a signal from outside was sent
+
+    def lines(self, rank):
+        path = Path(f"{self.prefix}-{rank}.log")
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def wait(self):
+        """Until all have ended, or have had their time. Returns those that had to be killed."""
+        left, deadline, began = dict(self.children), time.monotonic() + LIMIT, None
+        while left and time.monotonic() < deadline:
+            left = {rank: pid for rank, pid in left.items() if not os.waitpid(pid, os.WNOHANG)[0]}
+            if began is None and all(self.lines(rank) for rank in range(self.world)):
+                began = time.monotonic()
+            self._strike(left, began)
+            if self.schedule and self.schedule.fault == "stop" and set(left) <= {self._victim}:
+                break
+            time.sleep(BEAT)
+        for pid in left.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return set(left)
+
+    @property
+    def _victim(self):
+        return self.schedule.victim
+
+    def _strike(self, left, began):
+        """Sends the signal when it is due, and ends a pause."""
+        schedule = self.schedule
+        if schedule is None or began is None or self._victim not in left:
+            return
+        now, outside = time.monotonic(), schedule.place == AFTER
+        if outside and self.struck is None and now >= began + schedule.seconds:
+            os.kill(left[self._victim], SIGNALS[schedule.fault])
+            self.struck = now
+        struck = self.struck if outside else self.fault_time()
+        if schedule.passes and struck is not None and now >= struck + schedule.lasts:
+            os.kill(left[self._victim], signal.SIGCONT)
+
+    def fault_time(self):
+        """When the fault happened; None where it has not."""
+        times = [line["at"] for line in self.lines(self._victim) if "fault" in line]
+        return times[0] if times else self.struck
+
+
+def _become_rank(*job):
+    """Runs a rank and ends this process as a script would end."""
+    code = 1
+    try:
+        run(*job)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Runner:
+    """Runs schedules by number.
+
+    Args:
+        folder: for what ranks write.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.tally = Path(folder), Tally()
+        self._sound = {}
+
+    def check(self, number):
+        """Raises AssertionError that tells what is wrong."""
+        schedule = Schedule.draw(number)
+        wanted = self._weights(schedule)
+        prefix = self.folder / str(number)
+        job = Job(prefix, schedule, schedule.wrapper, schedule.world)
+        stuck = job.wait()
+        allowed = {schedule.victim} if schedule.fault == "stop" else set()
+        seen = [job.lines(rank) for rank in range(schedule.world)]
+        wrong = [f"rank {rank} hangs" for rank in sorted(stuck - allowed)]
+        for rank, lines in enumerate(seen):
+            wrong += _other_weights(rank, lines, wanted[rank])
+            if rank != schedule.victim or schedule.passes:
+                wrong += self._wrong_end(schedule, job, rank, lines)
+        if wrong:
+            logs = "".join(
+                f"\n{p.read_text()}" for p in sorted(self.folder.glob(f"{number}-*.txt"))
+            )
+            raise AssertionError(f"{schedule}\n" + "\n".join(wrong) + logs)
+        self.tally.count += 1
+        for path in self.folder.glob(f"{number}[-.]*"):
+            path.unlink()
+
+    def _weights(self, schedule):
+        """By rank and step, those of the training without a fault."""
+        name = schedule.sound
+        if name not in self._sound:
+            job = Job(self.folder / name, None, schedule.wrapper, schedule.world)
+            assert not job.wait(), f"{name} hangs"
+            lines = [job.lines(rank) for rank in range(schedule.world)]
+            self._sound[name] = [
+                {x["step"]: x["weights"] for x in of if "step" in x} for of in lines
+            ]
+            assert all(len(of) == STEPS for of in self._sound[name]), (
+                f"{name}\n{self._printed(name)}"
+            )
+        return self._sound[name]
+
+    def _printed(self, name):
+        """What the ranks of a training have printed."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{name}-?.txt")))
+
+    def _wrong_end(self, schedule, job, rank, lines):
+        """Of a rank that lives on: it finishes, or names the one that does not."""
+        ends = [line for line in lines if "end" in line]
+        if not ends:
+            return [f"rank {rank} ended without a word"]
+        end, struck = ends[0], job.fault_time()
+        if end["end"] == "finished":
+            return []
+        if schedule.passes or struck is None:
+            return [f"rank {rank} ended by {end['end']}: {end.get('text')}"]
+        self.tally.waits.setdefault(schedule.fault, []).append(end["at"] - struck)
+        victim, text = schedule.victim, end["text"]
+        # One that gave up earlier is named, and what it says names the rank.
+        quoted = " gave up " in text and f"SyncFault: fastsync: rank {victim} " in text
+        if end["end"] != "SyncFault" or not (end["ranks"] == [victim] or quoted):
+            return [f"rank {rank}'s {end['end']} does not name the rank: {end.get('text')}"]
+        if schedule.fault == "raise" and "BadBatch: bad batch (rank.py:" not in end["text"]:
+            return [f"rank {rank} does not say why: {end['text']}"]
+        return []
+
+
+def _other_weights(rank, lines, wanted):
+    """Steps after which the rank held others than without a fault."""
+    steps = {line["step"]: line["weights"] for line in lines if "step" in line}
+    return [
+        f"rank {rank} has other weights after step {step}"
+        for step, weights in steps.items()
+        if weights != wanted[step]
+    ]
