@@ -39,7 +39,7 @@ def extension_arguments():
             build.check_compilers()
             work = Path(self.build_temp).resolve()
             work.mkdir(parents=True, exist_ok=True)
-            recipe = build.recipe(work, build.find_toolkit(), build.DEFAULT_ARCHS)
+            recipe = build.recipe(work, build.find_toolkit(), build.Options())
             for extension in self.extensions:
                 extension.extra_compile_args = {"cxx": recipe.cxx_flags}
                 extension.extra_link_args = recipe.link_flags

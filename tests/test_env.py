@@ -22,6 +22,7 @@ def test_every_variable():
             "FASTSYNC_CUDA": "0",
             "FASTSYNC_CUDA_ARCHS": "8.0, 9.0a".replace(" ", ""),
             "FASTSYNC_SANITIZE": "thread",
+            "FASTSYNC_STRICT": "1",
             "FASTSYNC_VERBOSE": "1",
             "FASTSYNC_AGREE_TIMEOUT": "2.5",
             "RANK": "3",
@@ -31,8 +32,9 @@ def test_every_variable():
             "FASTSYNC_UNIT_MEMORY_MB": "0.5",
         }
     )
-    expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, 2.5, 3, shared_memory=False)
-    assert env == replace(expected, watch=False, stall_warn=30.0, unit_memory_mb=0.5)
+    expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, True, 2.5, 3)
+    expected = replace(expected, shared_memory=False, watch=False)
+    assert env == replace(expected, stall_warn=30.0, unit_memory_mb=0.5)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 
@@ -40,6 +42,7 @@ def test_every_variable():
     ("name", "value"),
     [
         ("FASTSYNC_CUDA", "yes"),
+        ("FASTSYNC_STRICT", "yes"),
         ("FASTSYNC_SHM", "yes"),
         ("FASTSYNC_WATCH", "yes"),
         ("FASTSYNC_STALL_WARN", "0"),

@@ -209,8 +209,8 @@ def run(command: list[str], path: str) -> str:
 
 
 def compile_source(nvcc: str, source: Path, output: Path, path: str) -> None:
-    """Compiles as the extension does."""
-    flags = [*BUILD.NVCC_FLAGS, *BUILD.arch_flags(BUILD.DEFAULT_ARCHS)]
+    """Compiles as the extension does under CI."""
+    flags = BUILD.Options(strict=True).nvcc_flags
     run([nvcc, *flags, "-c", str(source), "-o", str(output)], path)
 
 

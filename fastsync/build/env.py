@@ -66,6 +66,7 @@ class Env:
             (default: 80, 90 and 100, and PTX of the last).
         sanitize: ``FASTSYNC_SANITIZE``. Sanitizers to build the extension with, such as
             ``address,undefined`` or ``thread`` (default: none).
+        strict: ``FASTSYNC_STRICT=1``. Makes errors of the compilers' warnings, as CI does.
         verbose: ``FASTSYNC_VERBOSE=1``. Shows the compiler's output during a JIT build.
         agree_timeout: ``FASTSYNC_AGREE_TIMEOUT``, in seconds. How long a rank waits for the others
             where all of them have to change their plan together (default: 60).
@@ -91,6 +92,7 @@ class Env:
     cuda: str = "auto"
     cuda_archs: tuple[str, ...] = ("80", "90", "100")
     sanitize: str = ""
+    strict: bool = False
     verbose: bool = False
     agree_timeout: float = 60.0
     rank: int = 0
@@ -115,6 +117,7 @@ class Env:
             cuda=_choice(environ, "FASTSYNC_CUDA", _SWITCH),
             cuda_archs=_archs(archs) or cls.cuda_archs,
             sanitize=environ.get("FASTSYNC_SANITIZE", ""),
+            strict=_choice(environ, "FASTSYNC_STRICT", ("0", "1")) == "1",
             verbose=environ.get("FASTSYNC_VERBOSE", "0") not in ("", "0"),
             agree_timeout=_positive(environ, "FASTSYNC_AGREE_TIMEOUT", cls.agree_timeout),
             rank=_integer(environ, "RANK", cls.rank),

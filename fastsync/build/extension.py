@@ -93,7 +93,7 @@ def _prebuilt() -> Path | None:
 def _built(env: Env) -> Path:
     recipe.check_compilers()
     toolkit = recipe.find_toolkit(env.cuda)
-    digest = recipe.fingerprint(toolkit, env.cuda_archs, env.sanitize)
+    digest = recipe.fingerprint(toolkit, _options(env))
     version = torch.__version__.split("+")[0]
     folder = _cache_folder(env.cache_dir) / f"torch{version}-{digest}"
     library = folder / f"{recipe.MODULE}.so"
@@ -105,6 +105,10 @@ def _built(env: Env) -> Path:
         if reason := why_not_ours(path):
             raise BuildError(f"{_REFUSED} {path}: {reason}. Delete {folder} to have it built again")
     return library
+
+
+def _options(env: Env) -> recipe.Options:
+    return recipe.Options(env.cuda_archs, env.sanitize, env.strict)
 
 
 _REFUSED = "refusing to load code that others may have written, from"
@@ -188,6 +192,7 @@ def _compile(env: Env, folder: Path, with_cuda: bool) -> None:
     log = _beside(folder, ".log")
     command = [sys.executable, _RECIPE, "--out", str(work), "--cuda", env.cuda]
     command += ["--archs", ";".join(env.cuda_archs), "--sanitize", env.sanitize]
+    command += ["--strict"] if env.strict else []
     try:
         _run_logged(command, log, env.verbose, recipe.count_jobs(with_cuda))
         shutil.rmtree(folder, ignore_errors=True)

@@ -25,83 +25,31 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 MODULE = "_C"
-CPP_SOURCES = (
-    "kernels/norm_cpu.cpp",
-    "kernels/pack_cpu.cpp",
-    "ops/buffers.cpp",
-    "ops/device.cpp",
-    "ops/items.cpp",
-    "kernels/codec_cpu.cpp",
-    "kernels/select_cpu.cpp",
-    "kernels/low_rank_cpu.cpp",
-    "kernels/sum_cpu.cpp",
-    "ops/ops.cpp",
-    "ops/loan.cpp",
-    "ops/pool.cpp",
-    "ops/codec_ops.cpp",
-    "ops/lossy_ops.cpp",
-    "ops/norms.cpp",
-    "comm/sparse_rows.cpp",
-    "comm/collective.cpp",
-    "comm/messages.cpp",
-    "comm/peers.cpp",
-    "comm/worker.cpp",
-    "comm/shm_segment.cpp",
-    "comm/shm_bell.cpp",
-    "comm/shm_channel.cpp",
-    "comm/shm_mail.cpp",
-    "comm/shm_memory.cpp",
-    "comm/incoming.cpp",
-    "comm/shm_collective.cpp",
-    "comm/shm_words.cpp",
-    "comm/shm_messages.cpp",
-    "comm/chain.cpp",
-    "comm/python_hook.cpp",
-    "engine/autograd_hooks.cpp",
-    "engine/plan_watch.cpp",
-    "engine/precision.cpp",
-    "engine/timeline.cpp",
-    "engine/unit.cpp",
-    "engine/unit_codes.cpp",
-    "engine/unit_log.cpp",
-    "engine/unit_wait.cpp",
-    "engine/step_log.cpp",
-    "engine/process.cpp",
-    "engine/news.cpp",
-    "engine/fault_watch.cpp",
-    "codec/coder.cpp",
-    "codec/python_codec.cpp",
-    "codec/plugin_codec.cpp",
-    "codec/topk_coder.cpp",
-    "transport/low_rank.cpp",
-    "transport/coded.cpp",
-    "transport/hierarchical.cpp",
-    "transport/slots.cpp",
-    "transport/coding.cpp",
-    "transport/code_buffers.cpp",
-    "transport/gradient_buffer.cpp",
-    "transport/flat.cpp",
-    "transport/hooked.cpp",
-    "transport/region_codes.cpp",
-    "transport/plain_regions.cpp",
-    "transport/coded_regions.cpp",
-    "transport/node_regions.cpp",
-    "transport/scattered.cpp",
-    "transport/shared_gradients.cpp",
-    "transport/sparse.cpp",
-    "transport/chained.cpp",
-    "transport/choose.cpp",
-    "engine/bucket.cpp",
-    "engine/flags.cpp",
-    "engine/usage.cpp",
-    "engine/reducer.cpp",
-    "engine/reducer_state.cpp",
-    "engine/reducer_plan.cpp",
-    "engine/reducer_wait.cpp",
-    "bind_specs.cpp",
-    "bind_units.cpp",
-    "bind_watch.cpp",
-    "bindings.cpp",
+# By their folder in csrc.
+_CPP_NAMES = {
+    "kernels": "norm_cpu pack_cpu codec_cpu select_cpu low_rank_cpu sum_cpu",
+    "ops": "buffers device items ops loan pool codec_ops lossy_ops norms",
+    "comm": (
+        "sparse_rows collective messages peers worker shm_segment shm_bell shm_channel shm_mail "
+        "shm_memory incoming shm_collective shm_words shm_messages chain python_hook"
+    ),
+    "engine": (
+        "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_wait "
+        "step_log process news fault_watch bucket flags usage reducer reducer_state "
+        "reducer_plan reducer_wait"
+    ),
+    "codec": "coder python_codec plugin_codec topk_coder",
+    "transport": (
+        "low_rank coded hierarchical slots coding code_buffers gradient_buffer flat hooked "
+        "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
+        "sparse chained choose"
+    ),
+    "": "bind_specs bind_units bind_watch bindings",
+}
+CPP_SOURCES = tuple(
+    f"{folder}/{name}.cpp".lstrip("/")
+    for folder, names in _CPP_NAMES.items()
+    for name in names.split()
 )
 CUDA_SOURCES = ("kernels/pack_cuda.cu", "kernels/codec_cuda.cu")
 # torch's own load() adds no -O flag, which costs the pack kernels a factor of ten. A product and a
@@ -114,7 +62,6 @@ CXX_FLAGS = (
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
-    "-Werror",
     "-Wno-unused-parameter",
 )
 KERNEL_NVCC_FLAGS = ("-O3", "-fmad=false")
@@ -122,9 +69,13 @@ NVCC_FLAGS = (
     *KERNEL_NVCC_FLAGS,
     "-std=c++17",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "--threads=0",  # architectures in parallel
+)
+# For those who change the sources: whoever only uses them may have a compiler that warns of more.
+STRICT_CXX_FLAGS = ("-Werror",)
+STRICT_NVCC_FLAGS = (
     "-Werror=all-warnings",
     "-Xptxas=-Werror,-warn-spills,-warn-lmem-usage",
-    "--threads=0",  # architectures in parallel
 )
 STRIP_FLAG = "-Wl,-s"
 CUDA_LINK_FLAGS = ("-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL")
@@ -132,6 +83,25 @@ DEFAULT_ARCHS = ("80", "90", "100")
 # Instrumented code at -O3 takes minutes to compile and finds nothing more. gcc, which then inlines
 # less, takes optional values in torch's headers for uninitialised.
 _SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What may be chosen of a build. `strict` makes errors of warnings."""
+
+    archs: Sequence[str] = DEFAULT_ARCHS
+    sanitize: str = ""
+    strict: bool = False
+
+    @property
+    def cxx_flags(self) -> list[str]:
+        strict = STRICT_CXX_FLAGS if self.strict else ()
+        return [*CXX_FLAGS, *strict, *sanitizer_flags(self.sanitize)]
+
+    @property
+    def nvcc_flags(self) -> list[str]:
+        strict = STRICT_NVCC_FLAGS if self.strict else ()
+        return [*NVCC_FLAGS, *strict, *arch_flags(self.archs)]
 
 
 # Processor seconds that compiling took, the longest of its parts, and what runs once and alone
@@ -275,16 +245,15 @@ def arch_flags(archs: Sequence[str]) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
 
 
-def compile_cuda(toolkit: Toolkit, out: Path, archs: Sequence[str]) -> list[str]:
+def compile_cuda(toolkit: Toolkit, out: Path, options: Options) -> list[str]:
     """Compiles the CUDA sources with nvcc alone, all at once; returns the object files.
 
     Raises:
         BuildError: nvcc failed; carries its output.
     """
-    flags = [*NVCC_FLAGS, *arch_flags(archs)]
     with ThreadPoolExecutor(len(CUDA_SOURCES)) as pool:
         jobs = {
-            pool.submit(_compile_one, toolkit.nvcc, flags, source, out): source
+            pool.submit(_compile_one, toolkit.nvcc, options.nvcc_flags, source, out): source
             for source in CUDA_SOURCES
         }
         for done, job in enumerate(as_completed(jobs), 1):
@@ -345,17 +314,15 @@ def binary_identity() -> dict[str, str]:
     }
 
 
-def fingerprint(toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> str:
+def fingerprint(toolkit: Toolkit | None, options: Options) -> str:
     """A digest of all that shapes the binary: sources, flags, compilers, torch and Python."""
     compiler = subprocess.run([*cxx().split(), "--version"], capture_output=True, text=True)
     facts = [
         *binary_identity().values(),
-        *CXX_FLAGS,
-        *NVCC_FLAGS,
+        *options.cxx_flags,
         STRIP_FLAG,
-        *sanitizer_flags(sanitize),
         compiler.stdout,
-        f"{toolkit.version} {archs}" if toolkit else "no cuda",
+        *((toolkit.version, *options.nvcc_flags) if toolkit else ("no cuda",)),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
@@ -370,18 +337,18 @@ class Recipe:
     link_flags: list[str]
 
 
-def recipe(out: Path, toolkit: Toolkit | None, archs: Sequence[str], sanitize: str = "") -> Recipe:
+def recipe(out: Path, toolkit: Toolkit | None, options: Options) -> Recipe:
     """Compiles the CUDA kernels, if there is a toolkit, and describes the rest of the build."""
-    flags = [*CXX_FLAGS, *sanitizer_flags(sanitize)]
-    link = sanitizer_flags(sanitize)[:1] or [STRIP_FLAG]
+    flags = options.cxx_flags
+    link = sanitizer_flags(options.sanitize)[:1] or [STRIP_FLAG]
     if toolkit is not None:
         flags.append("-DFASTSYNC_WITH_CUDA")
-        link += [*compile_cuda(toolkit, out, archs), f"-L{toolkit.library_dir}", *CUDA_LINK_FLAGS]
+        link += [*compile_cuda(toolkit, out, options), f"-L{toolkit.library_dir}", *CUDA_LINK_FLAGS]
     root = source_dir()
     return Recipe([str(root / u) for u in translation_units()], [str(root)], flags, link)
 
 
-def build(out: Path, wanted_cuda: str, archs: Sequence[str], sanitize: str) -> None:
+def build(out: Path, wanted_cuda: str, options: Options) -> None:
     """Compiles the extension into ``out``.
 
     Raises:
@@ -391,7 +358,7 @@ def build(out: Path, wanted_cuda: str, archs: Sequence[str], sanitize: str) -> N
     from torch.utils import cpp_extension
 
     check_compilers()
-    plan = recipe(out, find_toolkit(wanted_cuda), archs, sanitize)
+    plan = recipe(out, find_toolkit(wanted_cuda), options)
     cpp_extension.load(
         name=MODULE,
         sources=plan.sources,
@@ -425,6 +392,7 @@ def main() -> int:
     parser.add_argument("--cuda", default="auto", choices=("auto", "0", "1"))
     parser.add_argument("--archs", default=";".join(DEFAULT_ARCHS), help="such as '80;90;100'")
     parser.add_argument("--sanitize", default="", help="such as address,undefined")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
     args = parser.parse_args()
     if args.cmake:
         print(_cmake_commands())
@@ -432,7 +400,7 @@ def main() -> int:
     if args.out is None:
         parser.error("one of --out and --cmake is needed")
     try:
-        build(args.out, args.cuda, args.archs.split(";"), args.sanitize)
+        build(args.out, args.cuda, Options(args.archs.split(";"), args.sanitize, args.strict))
     except RuntimeError as error:
         print(f"fastsync: {error}", file=sys.stderr)
         return 2
