@@ -70,8 +70,10 @@ void bind_ops(py::module_& m) {
   m.def("square_sums", &ops::square_sums, release, py::arg("tensors"));
   m.def("all_finite", &ops::all_finite, release, py::arg("tensors"));
   m.def(
-      "supports", [](const std::string& device) { return ops::supports(at::Device(device)); },
+      "device_problem",
+      [](const std::string& device) { return ops::device_problem(at::Device(device)); },
       py::arg("device"));
+  m.def("driver_problem", &ops::driver_problem, py::arg("runtime"), py::arg("driver"));
 #ifdef FASTSYNC_WITH_CUDA
   m.attr("with_cuda") = true;
 #else

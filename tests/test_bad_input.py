@@ -333,6 +333,19 @@ def no_compiler(env):
     raise BuildError("no C++ compiler on this machine")
 
 
+def lack_kernels(rank, world):
+    try:
+        FastDDP(linear().to("meta") if rank == 1 else linear())
+    except (BuildError, RankMismatchError) as error:
+        return str(error)
+    return ""
+
+
+def test_kernels_that_one_rank_cannot_run():
+    for text in run_ranks(lack_kernels, 2, timeout=30):
+        assert "this build of fastsync has no kernels for meta" in text
+
+
 def test_an_extension_that_one_rank_cannot_build():
     for text, kind in run_ranks(fail_to_build, 2, timeout=30):
         assert kind

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,8 +23,37 @@ from fastsync.build.recipe import BuildError
 def test_it_is_loaded_once():
     assert extension.load() is extension.load()
     assert sys.modules["fastsync._C"] is extension.load()
-    assert extension.load().supports("cpu")
-    assert not extension.load().supports("meta")
+    assert not extension.load().device_problem("cpu")
+    assert "no kernels for meta" in extension.load().device_problem("meta")
+
+
+OLD = r"CUDA 13\.0 and need .* for CUDA 13 \(580 or newer\), but the one here serves CUDA 12\.8"
+DRIVERS = [
+    # CUDA's runtime and driver, and the problem
+    (13000, 13000, ""),
+    (13020, 13000, ""),  # within a major version any minor version runs
+    (12040, 13010, ""),
+    (13000, 12080, OLD),
+    (13000, 12080, r"build fastsync with CUDA 12: point CUDA_HOME"),
+    (12060, 11080, r"CUDA 12 \(525 or newer\)"),
+    (14000, 13000, r"for CUDA 14, but"),
+    (13000, 0, r"but there is none here\. Install one"),
+]
+
+
+@pytest.mark.parametrize(("runtime", "driver", "problem"), DRIVERS)
+def test_a_driver_that_is_too_old_is_told_with_the_remedy(runtime, driver, problem):
+    found = extension.load().driver_problem(runtime, driver)
+    assert bool(found) == bool(problem)
+    assert re.search(problem, found)
+
+
+@pytest.mark.skipif(not extension.load().with_cuda, reason="the extension has no CUDA kernels")
+def test_the_driver_of_this_machine_is_looked_at():
+    found = extension.load().device_problem("cuda")
+    assert bool(found) is not torch.cuda.is_available()
+    if not os.path.exists("/dev/nvidiactl"):
+        assert "there is none here" in found
 
 
 def test_the_cache_is_keyed_by_torch():

@@ -104,8 +104,11 @@ def test_a_full_disk_matters_where_something_is_compiled():
 
 def test_gpus_need_kernels():
     assert levels(checks.check_build({0: BASE}, "gloo")) == [Level.OK]
-    assert the_bad(checks.check_build({0: BASE}, "nccl")).level == Level.FAIL
-    assert levels(checks.check_build({0: replace(BASE, cuda_kernels=True)}, "nccl")) == [Level.OK]
+    old = replace(BASE, cuda_error="the driver is too old")
+    assert levels(checks.check_build({0: old}, "gloo")) == [Level.OK]
+    found = the_bad(checks.check_build({0: BASE, 1: old}, "nccl"))
+    assert (found.level, found.text) == (Level.FAIL, "rank 1: the driver is too old")
+    assert levels(checks.check_build({0: BASE}, "nccl")) == [Level.OK]
 
 
 DIFFERENT = [

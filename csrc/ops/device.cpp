@@ -3,20 +3,68 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "../check.h"
+#ifdef FASTSYNC_WITH_CUDA
+#include "../kernels/driver.h"
+#endif
 
 namespace fastsync::ops {
 
-bool supports(at::Device device) {
+namespace {
+
+// The oldest Linux driver of each major version, within which any minor version runs.
+const char* oldest_driver(int major) {
+  switch (major) {
+    case 11:
+      return " (450 or newer)";
+    case 12:
+      return " (525 or newer)";
+    case 13:
+      return " (580 or newer)";
+  }
+  return "";
+}
+
 #ifdef FASTSYNC_WITH_CUDA
-  return device.is_cpu() || device.is_cuda();
-#else
-  return device.is_cpu();
+const std::string& problem_with_driver() {
+  static const std::string problem = [] {
+    const kernels::CudaVersions versions = kernels::cuda_versions();
+    return driver_problem(versions.runtime, versions.driver);
+  }();
+  return problem;
+}
 #endif
+
+}  // namespace
+
+std::string driver_problem(int runtime, int driver) {
+  const int major = runtime / 1000;
+  if (driver / 1000 >= major) return {};
+  const std::string found =
+      driver == 0 ? std::string("there is none here")
+                  : concat("the one here serves CUDA ", driver / 1000, ".", driver % 1000 / 10);
+  const std::string remedy = driver == 0
+                                 ? std::string("Install one")
+                                 : concat("Update it, or build fastsync with CUDA ", driver / 1000,
+                                          ": point CUDA_HOME at such a toolkit");
+  return concat("the kernels of this build were compiled with CUDA ", major, ".",
+                runtime % 1000 / 10, " and need an NVIDIA driver for CUDA ", major,
+                oldest_driver(major), ", but ", found, ". ", remedy,
+                ", or keep the model on the CPU");
+}
+
+std::string device_problem(at::Device device) {
+  if (device.is_cpu()) return {};
+#ifdef FASTSYNC_WITH_CUDA
+  if (device.is_cuda()) return problem_with_driver();
+#endif
+  return concat("this build of fastsync has no kernels for ", device,
+                "; install a CUDA toolkit (nvcc) and delete the cached extension, or keep the "
+                "model on the CPU");
 }
 
 void check_supported(at::Device device) {
-  FS_CHECK_VALUE(supports(device), "this build has no kernels for ", device,
-                 "; install a CUDA toolkit (nvcc) and rebuild, or keep the model on the CPU");
+  const std::string problem = device_problem(device);
+  FS_CHECK_VALUE(problem.empty(), problem);
 }
 
 #ifdef FASTSYNC_WITH_CUDA

@@ -7,14 +7,19 @@
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <string>
+
 struct CUstream_st;
 
 namespace fastsync::ops {
 
-// Whether this build can run the kernels on `device`.
-bool supports(at::Device device);
+// Why this build cannot run the kernels on `device`, with the remedy; empty where it can.
+std::string device_problem(at::Device device);
+// The same of versions of CUDA's runtime and driver, as kernels/driver.h counts them. A driver serves its own major version and
+// older ones; without this check the first launch fails.
+std::string driver_problem(int runtime, int driver);
 
-// Throws std::invalid_argument where it cannot.
+// Throws std::invalid_argument where there is a problem.
 void check_supported(at::Device device);
 
 #ifdef FASTSYNC_WITH_CUDA

@@ -118,11 +118,12 @@ def check_build(ranks: Ranks, backend: str) -> list[Finding]:
         return [fail("build", f"{name_ranks(its)}: {why}", remedy) for why, its in broken.items()]
     groups = _by(ranks, _origin)
     findings = [ok("build", f"the extension was {kinds_text(groups)}")]
-    lacking = [rank for rank, facts in ranks.items() if not facts.cuda_kernels]
+    lacking = _by({r: f for r, f in ranks.items() if f.cuda_error}, lambda f: f.cuda_error)
     if backend == "nccl" and lacking:
-        remedy = "Install the CUDA toolkit, and have FASTSYNC_CUDA=1 insist on its use"
-        text = f"the extension of {name_ranks(lacking)} has no CUDA kernels"
-        findings = [fail("build", text, remedy)]
+        remedy = "FASTSYNC_CUDA=1 insists on CUDA kernels where the extension is compiled"
+        findings = [
+            fail("build", f"{name_ranks(its)}: {why}", remedy) for why, its in lacking.items()
+        ]
     low = [r for r, f in ranks.items() if not f.prebuilt and f.cache[1] < _LEAST_FREE]
     if low:
         text = f"less than {_LEAST_FREE:g} GiB are free for {ranks[low[0]].cache[0]}"

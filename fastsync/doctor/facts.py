@@ -56,7 +56,7 @@ class Facts:
         extension: where it is; empty where there is none.
         prebuilt: whether ``pip install`` compiled it.
         cache: the folder in which the first import keeps what it compiles, and GiB free there.
-        cuda_kernels: whether the extension has them.
+        cuda_error: why the extension cannot run kernels on GPUs.
         build_error: why there is no extension.
         memory_error: why this rank has no memory that others could map.
         backends: of torch.distributed that this build of torch has.
@@ -74,7 +74,7 @@ class Facts:
     extension: str = ""
     prebuilt: bool = False
     cache: tuple[str, float] = ("", 0.0)
-    cuda_kernels: bool = False
+    cuda_error: str = ""
     build_error: str = ""
     memory_error: str = ""
     backends: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ def facts_of_this_rank(store: Store | None, local_rank: int) -> Facts:
         extension=extension,
         prebuilt=prebuilt,
         cache=_cache(),
-        cuda_kernels=not build_error and core.supports(torch.device("cuda")),
+        cuda_error=build_error or core.device_problem(torch.device("cuda")),
         build_error=build_error,
         memory_error=build_error or _memory_error(),
         backends=_backends(),

@@ -7,7 +7,7 @@ reducer takes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync.build import extension
+from fastsync.build.recipe import BuildError
 from fastsync.plan.buckets import CodedPlan, PlannedBucket
 from fastsync.plan.layout import FlatLayout, LowRankLayout, PayloadLayout
 from fastsync.plan.policy import SyncPolicy
@@ -60,6 +61,7 @@ __all__ = [
     "check_backend",
     "coded_spec",
     "decode",
+    "device_problem",
     "encode",
     "load",
     "low_rank_spec",
@@ -78,7 +80,6 @@ __all__ = [
     "make_watch",
     "make_words",
     "square_sums",
-    "supports",
 ]
 
 
@@ -108,18 +109,22 @@ class Sender:
     owners: Sequence[int] = ()
 
 
-def load() -> None:
+def load(devices: Iterable[torch.device] = ()) -> None:
     """Loads the extension, which may have to be compiled first.
 
     Raises:
-        BuildError: it has to be compiled and cannot be; the text carries the remedy.
+        BuildError: it has to be compiled and cannot be, or its kernels cannot run on one of
+            `devices`; the text carries the remedy.
     """
     extension.load()
+    for device in devices:
+        if problem := device_problem(device):
+            raise BuildError(f"fastsync: {problem}")
 
 
-def supports(device: torch.device) -> bool:
-    """Whether this build has kernels for `device`."""
-    return _C.supports(str(device))
+def device_problem(device: torch.device) -> str:
+    """Why the kernels cannot run on `device`, with the remedy; empty where they can."""
+    return _C.device_problem(str(device))
 
 
 def make_precision(params: Sequence[torch.Tensor], compute: torch.dtype) -> Precision:

@@ -79,7 +79,6 @@ class Engine:
         self._measured_rate = 0.0  # by this rank, before a restart
         self._meeting = self._meeting_place()
         self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
-        self._check_devices()
         tensors = [p.tensor for p in params]
         compute = policy.mixed.param
         self.precision = None if compute is None else core.make_precision(tensors, compute)
@@ -105,14 +104,6 @@ class Engine:
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
-
-    def _check_devices(self) -> None:
-        for device in {p.tensor.device for p in self._params if p.tensor.requires_grad}:
-            if not core.supports(device):
-                raise RuntimeError(
-                    f"this build of fastsync has no kernels for {device}: install a CUDA toolkit "
-                    "(nvcc) and delete the cached extension, or keep the model on the CPU"
-                )
 
     @property
     def params(self) -> Sequence[NamedParam]:

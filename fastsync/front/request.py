@@ -65,7 +65,7 @@ class Request:
             self._check_zero(settled.zero)
             if settled.zero.stage == 3:
                 self._check_units()
-            core.load()
+            core.load({p.tensor.device for p in self._params() if p.tensor.requires_grad})
             settings = {
                 "torch": torch.__version__,
                 "the module's device": self._params()[0].tensor.device.type,
