@@ -74,13 +74,17 @@ __device__ __forceinline__ void load_input(float (&x)[kGroup], float (&old)[kGro
 
 __device__ __forceinline__ void fill_group(float (&x)[kGroup], float fill, int numel) {
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) x[i] = i < numel ? fill : 0;
+  for (int i = 0; i < kGroup; ++i) x[i] = i / kQuad * kHalf + i % kQuad < numel ? fill : 0;
+}
+
+// How many of the quads of a group that begins `left` elements before the end lie in front of it.
+__device__ __forceinline__ int quads_inside(int64_t left) {
+  return left <= 0 ? 0 : left <= kHalf ? 1 : kQuads;
 }
 
 // First element of this thread's group in a round, in its run.
 __device__ __forceinline__ int group_begin(uint32_t block, int round) {
-  return static_cast<int>(block) * kTile +
-         (round * kThreads + static_cast<int>(threadIdx.x)) * kGroup;
+  return static_cast<int>(block) * kTile + round * kThreads * kGroup + group_in_tile();
 }
 
 template <class Codec, class T, class AnyTable>
@@ -106,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const Random random{call.key, static_cast<uint32_t>(run.first + begin)};
     code_group<Codec>(x, call.payload, place_after<Codec>(run.place, begin), random,
-                      call.stochastic, begin < padded);
+                      call.stochastic, quads_inside(padded - begin));
     if (kept) keep_group<false>(residual, x, old, numel - begin);
   }
 }
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
     const int left = table.numel[segment] - begin;
     if (left <= 0) return;
     float x[kGroup];
-    sum_group<Codec>(x, call, place_after<Codec>(run.place, begin));
+    sum_group<Codec>(x, call, place_after<Codec>(run.place, begin), quads_inside(left));
     store_group(static_cast<T*>(run.tensor) + begin, x, left);
   }
 }
@@ -133,16 +137,18 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const ReduceCall call)
   for (int round = 0; round < kRounds; ++round) {
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile + group_begin(0, round);
     if (!warp_inside(begin, call.numel)) return;
-    const bool inside = begin < call.numel;
+    const int64_t left = call.numel - begin;
+    const int quads = quads_inside(left);
     const Place place = place_after<Codec>(call.place, begin);
-    float* residual = inside && call.residual != nullptr ? call.residual + begin : nullptr;
+    float* residual = quads > 0 && call.residual != nullptr ? call.residual + begin : nullptr;
+    const int numel = left < kHalf + kQuad ? static_cast<int>(left) : kHalf + kQuad;
     float x[kGroup] = {};
     float old[kGroup];
-    if (inside) sum_group<Codec>(x, call.sum, place);
-    if (residual != nullptr) load_group(old, residual, kGroup);
+    if (quads > 0) sum_group<Codec>(x, call.sum, place, quads);
+    if (residual != nullptr) load_group(old, residual, numel);
     const Random random{call.key, call.first + static_cast<uint32_t>(begin)};
-    code_group<Codec>(x, call.result, place, random, call.stochastic, inside);
-    if (residual != nullptr) keep_group<true>(residual, x, old, kGroup);
+    code_group<Codec>(x, call.result, place, random, call.stochastic, quads);
+    if (residual != nullptr) keep_group<true>(residual, x, old, numel);
   }
 }
 

@@ -13,14 +13,24 @@ struct Vec {
   T item[kCount];
 };
 
-__device__ __forceinline__ bool aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % kAccessBytes == 0;
+// [Note: whole sectors]
+// Memory moves in sectors of 32 bytes. Where neighbouring threads' accesses lie side by side, each instruction of a warp fills
+// the sectors that it touches. A thread that owned 32 bytes in a row would need two instructions of 16, each of which fills
+// half of every sector. So a thread never moves more than one access at a time of consecutive memory: the widest type
+// decides how many elements that is, and what a thread does besides lies a whole warp, or block, further on.
+
+// Whether kCount elements from `pointer` on may be one access.
+template <int kCount, class T>
+__device__ __forceinline__ bool aligned(const T* pointer) {
+  constexpr uintptr_t kBytes = kCount * sizeof(T);
+  return reinterpret_cast<uintptr_t>(pointer) % kBytes == 0;
 }
 
-// The type of one access to (part of) a Vec. A struct of small members may be moved by several narrow accesses.
+// The type of one access to a Vec. A struct of small members may be moved by several narrow accesses.
 template <int kBytes>
-struct Access {
-  static_assert(kBytes % kAccessBytes == 0, "a Vec of 4, 8 or a multiple of 16 bytes");
+struct Access;
+template <>
+struct Access<16> {
   using Type = uint4;
 };
 template <>
@@ -31,6 +41,10 @@ template <>
 struct Access<4> {
   using Type = unsigned;
 };
+template <>
+struct Access<2> {
+  using Type = unsigned short;
+};
 
 template <int kCount, class T>
 __device__ __forceinline__ Vec<T, kCount> load(const T* from) {
@@ -39,12 +53,8 @@ __device__ __forceinline__ Vec<T, kCount> load(const T* from) {
     vec.item[0] = *from;
   } else {
     using Raw = typename Access<sizeof vec>::Type;
-    Raw raw[sizeof vec / sizeof(Raw)];
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof vec / sizeof(Raw)); ++i) {
-      raw[i] = reinterpret_cast<const Raw*>(from)[i];
-    }
-    memcpy(&vec, raw, sizeof vec);
+    const Raw raw = *reinterpret_cast<const Raw*>(from);
+    memcpy(&vec, &raw, sizeof vec);
   }
   return vec;
 }
@@ -56,12 +66,9 @@ __device__ __forceinline__ void store(T* to, const Vec<T, kCount>& vec) {
     *to = vec.item[0];
   } else {
     using Raw = typename Access<sizeof vec>::Type;
-    Raw raw[sizeof vec / sizeof(Raw)];
-    memcpy(raw, &vec, sizeof vec);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof vec / sizeof(Raw)); ++i) {
-      __stwb(reinterpret_cast<Raw*>(to) + i, raw[i]);
-    }
+    Raw raw;
+    memcpy(&raw, &vec, sizeof vec);
+    __stwb(reinterpret_cast<Raw*>(to), raw);
   }
 }
 

@@ -1,8 +1,8 @@
 // pack and unpack on the device: one launch moves every segment that its table holds ([Note: segment table]).
 //
 // [Note: one routine for every alignment]
-// A chunk is moved by move_chunk<kVec>: kVec elements, 16 bytes of the narrower type, per access where both sides are
-// 16-byte aligned, else kVec = 1. The misaligned case and the tail are therefore the same code with another constant.
+// A chunk is moved by move_chunk<kVec>: kVec elements, 16 bytes of the wider type, per access where both sides are aligned
+// to that, else kVec = 1. The misaligned case and the tail are therefore the same code with another constant.
 #include <cstdint>
 #include <cstring>
 
@@ -46,10 +46,9 @@ static_assert(sizeof(LargeTable) + sizeof(double) <= kLargeParameters);
 
 template <class Dst, class Src>
 struct Shape {
-  static constexpr int kNarrow = sizeof(Dst) < sizeof(Src) ? sizeof(Dst) : sizeof(Src);
   static constexpr int kWide = sizeof(Dst) < sizeof(Src) ? sizeof(Src) : sizeof(Dst);
-  static constexpr int kVec = kAccessBytes / kNarrow;
-  static constexpr int kUnroll = kBytesPerThread / (kVec * kWide);
+  static constexpr int kVec = kAccessBytes / kWide;  // [Note: whole sectors]
+  static constexpr int kUnroll = kBytesPerThread / kAccessBytes;
   static constexpr int kChunk = kThreads * kVec * kUnroll;  // elements per block
 };
 
@@ -102,7 +101,7 @@ __device__ __forceinline__ void fill_chunk(Dst* dst, int numel, float fill) {
   Vec<Dst, kVec> values;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) values.item[i] = value;
-  const int vectors = aligned(dst) ? numel / kVec : 0;
+  const int vectors = aligned<kVec>(dst) ? numel / kVec : 0;
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
   for (int i = thread; i < vectors; i += kThreads) store(dst + i * kVec, values);
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
     if (run.src == nullptr) return fill_chunk(dst, numel, table.fill[segment]);
   }
   const Src* src = static_cast<const Src*>(run.src) + begin;
-  const int vectors = aligned(dst) && aligned(src) ? numel / S::kVec : 0;
+  const int vectors = aligned<S::kVec>(dst) && aligned<S::kVec>(src) ? numel / S::kVec : 0;
   move_chunk<S::kVec, S::kUnroll, kAccumulate>(dst, src, vectors, scale);
   const int done = vectors * S::kVec;
   move_chunk<1, 4, kAccumulate>(dst + done, src + done, numel - done, scale);

@@ -7,7 +7,8 @@ SASS:
 
   - 16-byte loads and stores (LDG...128, STG...128): as many as a round of the kernel moves, so that
     not one of them has been split, and all loads before the first store
-  - 8-byte ones, likewise, where a thread's codes in a wire format of 8 bits are moved
+  - 8-byte ones, likewise, where elements of half the size of the widest are moved
+  - no thread moves 32 bytes in a row by two accesses of 16: each would half-fill its sectors
   - no local memory: no LDL, no STL, no stack
   - at most MAX_REGISTERS registers per thread
 
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -38,6 +39,7 @@ MAX_REGISTERS = 64
 
 # As in pack_cuda.cu, whose loops must not be unrolled beyond it for the counts to hold.
 BYTES_PER_THREAD = 64
+ACCESS_BYTES = 16
 
 
 def load_build() -> ModuleType:
@@ -52,7 +54,8 @@ def load_build() -> ModuleType:
 
 
 BUILD = load_build()
-SOURCES = [ROOT / "csrc" / source for source in BUILD.CUDA_SOURCES]
+ALL_SOURCES = [ROOT / "csrc" / source for source in BUILD.CUDA_SOURCES]
+SOURCES = [source for source in ALL_SOURCES if "__global__" in source.read_text()]
 
 
 class CheckError(Exception):
@@ -62,16 +65,17 @@ class CheckError(Exception):
 SIZES = {"BFloat16": 2, "Half": 2, "float": 4, "double": 8}
 
 
-# Bytes of a thread's group of eight codes in codec_cuda.cu.
-GROUP = 8
+# Elements of a quad in codec_group.h, of which a thread has two, and bytes of their codes.
+QUAD = 4
+QUADS = 2
 CODE_BYTES = {
-    "Float32Codec": 32,
-    "BFloat16Codec": 16,
-    "Float16Codec": 16,
-    "Float8E4M3Codec": 8,
-    "Float8E5M2Codec": 8,
-    "Int8Codec": 8,
-    "Int4Codec": 4,
+    "Float32Codec": 16,
+    "BFloat16Codec": 8,
+    "Float16Codec": 8,
+    "Float8E4M3Codec": 4,
+    "Float8E5M2Codec": 4,
+    "Int8Codec": 4,
+    "Int4Codec": 2,
 }
 
 # The first source, two at a time, and one that is left: places that load codes.
@@ -87,6 +91,16 @@ class Accesses:
     loads8: int | None = None
     stores8: int | None = None
 
+    @property
+    def in_flight(self) -> int:
+        """The loads before the first store."""
+        return self.loads + (self.loads8 or 0)
+
+    @classmethod
+    def of(cls, loads: list[int], stores: list[int]) -> Accesses:
+        """From the bytes of each."""
+        return cls(loads.count(16), stores.count(16), loads.count(8), stores.count(8))
+
 
 def transfer_accesses(dst: str, src: str, accumulate: str) -> Accesses:
     """pack and unpack: kBytesPerThread in the wider type, and the fill.
@@ -94,38 +108,42 @@ def transfer_accesses(dst: str, src: str, accumulate: str) -> Accesses:
     The fill store of the kernels that do not accumulate is one more.
     """
     wide = max(SIZES[dst], SIZES[src])
-    moved = {t: BYTES_PER_THREAD * SIZES[t] // wide // 16 for t in (dst, src)}
+    moved = {t: [ACCESS_BYTES * SIZES[t] // wide] * (BYTES_PER_THREAD // 16) for t in (dst, src)}
     adds = accumulate == "true"
-    return Accesses(moved[src] + moved[dst] * adds, moved[dst] + (not adds))
+    found = Accesses.of(moved[src] + moved[dst] * adds, moved[dst] + [16] * (not adds))
+    return replace(found, loads8=None, stores8=None) if wide == 8 else found
 
 
-def group_accesses(size: int) -> int:
-    """16-byte accesses to a group of elements of a size."""
-    return GROUP * size // 16
+def group_accesses(size: int) -> list[int]:
+    """Bytes of the accesses to a group of elements of a size."""
+    return [QUAD * size] * QUADS
+
+
+def code_accesses(codec: str) -> list[int]:
+    """Of a group's codes."""
+    return [CODE_BYTES[codec]] * QUADS
 
 
 def encode_accesses(codec: str, tensor: str) -> Accesses:
     """A group of the tensor and of the residual in, codes and residual out."""
-    codes = CODE_BYTES[codec]
-    residual = group_accesses(4)
-    loads = group_accesses(SIZES[tensor]) + residual
-    return Accesses(loads, codes // 16 + residual, 0, int(codes == 8))
+    loads = group_accesses(SIZES[tensor]) + group_accesses(4)
+    return Accesses.of(loads, code_accesses(codec) + group_accesses(4))
 
 
 def decode_accesses(codec: str, tensor: str) -> Accesses:
     """Codes of several sources in, a group of the tensor out."""
-    codes = CODE_BYTES[codec]
-    stores = group_accesses(SIZES[tensor])
-    return Accesses(SOURCE_LOADS * (codes // 16), stores, SOURCE_LOADS * (codes == 8))
+    return Accesses.of(SOURCE_LOADS * code_accesses(codec), group_accesses(SIZES[tensor]))
 
 
 def reduce_accesses(codec: str) -> Accesses:
     """Codes of several sources and the residual in, codes and residual out."""
-    codes = CODE_BYTES[codec]
-    residual = group_accesses(4)
-    loads = SOURCE_LOADS * (codes // 16) + residual
-    stores = codes // 16 + residual
-    return Accesses(loads, stores, SOURCE_LOADS * (codes == 8), int(codes == 8))
+    loads = SOURCE_LOADS * code_accesses(codec) + group_accesses(4)
+    return Accesses.of(loads, code_accesses(codec) + group_accesses(4))
+
+
+def single_accesses() -> Accesses:
+    """Element by element."""
+    return Accesses(0, 0)
 
 
 EXPECTATIONS = (
@@ -133,6 +151,7 @@ EXPECTATIONS = (
     (r"encode_kernel<(\w+), (\w+), ", encode_accesses),
     (r"decode_kernel<(\w+), (\w+), ", decode_accesses),
     (r"reduce_kernel<(\w+)>", reduce_accesses),
+    (r"(?:orthonormalise|random|product)_kernel$", single_accesses),
 )
 
 
@@ -157,6 +176,7 @@ class Kernel:
     loads8: int = 0
     stores8: int = 0
     local: int = 0
+    places: set[tuple[str, str, int]] = field(default_factory=set)
     registers: int = -1
     stack: int = -1
 
@@ -170,7 +190,7 @@ class Kernel:
             ("16-byte stores (STG...128)", self.stores, expected.stores),
             ("8-byte loads (LDG...64)", self.loads8, expected.loads8),
             ("8-byte stores (STG...64)", self.stores8, expected.stores8),
-            ("16-byte loads before the first store", self.in_flight, expected.loads),
+            ("wide loads before the first store", self.in_flight, expected.in_flight),
         )
         found = [
             f"{n} {what}, {wanted} expected"
@@ -179,6 +199,11 @@ class Kernel:
         ]
         if self.local or self.stack != 0:
             found.append(f"local memory: {self.local} LDL/STL, stack {self.stack} bytes")
+        halves = [p for p in self.places if (p[0], p[1], p[2] + ACCESS_BYTES) in self.places]
+        if halves:
+            found.append(
+                f"{len(halves)} pairs of 16-byte accesses side by side, which half-fill sectors"
+            )
         if not 0 < self.registers <= MAX_REGISTERS:
             found.append(f"{self.registers} registers, at most {MAX_REGISTERS} expected")
         return found
@@ -233,6 +258,27 @@ def read_usage(text: str, kernels: dict[str, Kernel]) -> None:
         kernels[name].registers = int(registers)
 
 
+def count(line: str, kernel: Kernel, streak: int) -> int:
+    """Counts one instruction; returns the wide loads since the last store."""
+    access = re.search(r"\b(LDG|STG)((?:\.\w+)*)", line)
+    if access is None:
+        kernel.local += bool(re.search(r"\b(LDL|STL)\b", line))
+        return streak
+    kind, modifiers = access[1], access[2].split(".")
+    bits = next((bits for bits in ("64", "128") if bits in modifiers), None)
+    if bits == "128" and (place := re.search(r"\[(R\d+)\.64(?:\+(-?0x[0-9a-f]+))?\]", line)):
+        kernel.places.add((kind, place[1], int(place[2] or "0", 16)))
+    if kind == "STG":
+        kernel.stores += bits == "128"
+        kernel.stores8 += bits == "64"
+        return 0
+    kernel.loads += bits == "128"
+    kernel.loads8 += bits == "64"
+    streak += bits is not None
+    kernel.in_flight = max(kernel.in_flight, streak)
+    return streak
+
+
 def read_sass(text: str, arch: str) -> dict[str, Kernel]:
     """Counts instructions per kernel from `cuobjdump -sass`."""
     kernels: dict[str, Kernel] = {}
@@ -243,18 +289,8 @@ def read_sass(text: str, arch: str) -> dict[str, Kernel]:
         if header:
             kernel = kernels[header[1]] = Kernel(arch, short_name(header[1]))
             streak = 0
-        elif kernel is not None and re.search(r"\bLDG\S*\.128\b", line):
-            streak += 1
-            kernel.loads += 1
-            kernel.in_flight = max(kernel.in_flight, streak)
-        elif kernel is not None and re.search(r"\bLDG\S*\.64\b", line):
-            kernel.loads8 += 1
-        elif kernel is not None and re.search(r"\bSTG\b", line):
-            streak = 0
-            kernel.stores += bool(re.search(r"\bSTG\S*\.128\b", line))
-            kernel.stores8 += bool(re.search(r"\bSTG\S*\.64\b", line))
         elif kernel is not None:
-            kernel.local += bool(re.search(r"\b(LDL|STL)\b", line))
+            streak = count(line, kernel, streak)
     return kernels
 
 
@@ -282,7 +318,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sources", nargs="*", type=Path, default=SOURCES, help="default: all")
+    parser.add_argument(
+        "sources", nargs="*", type=Path, default=SOURCES, help="default: all kernels"
+    )
     try:
         kernels = [kernel for source in parser.parse_args().sources for kernel in check(source)]
     except CheckError as error:
