@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fastsync.build import extension
 from fastsync.wire.formats import FORMATS
@@ -26,6 +27,21 @@ def late(value, stream, numel=100_000):
 
 def test_the_extension_has_cuda_kernels():
     assert C.with_cuda and not C.device_problem("cuda:0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_flags_take_no_launch_of_their_own(dtype, wire):
+    sources = [torch.ones(1000, dtype=dtype, device="cuda"), None]
+    like = [sources[0], torch.ones(16, device="cuda")]
+    flat = torch.zeros(1024, dtype=wire, device="cuda")
+    C.pack(sources, like, [0, 1000], flat, 1.0)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        C.pack(sources, like, [0, 1000], flat, 1.0)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in seen.events() or () if "transfer_kernel" in event.name]
+    assert len(kernels) == 1
 
 
 def test_pack_runs_on_the_current_stream():

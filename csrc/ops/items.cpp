@@ -78,29 +78,37 @@ DType kernel_dtype(at::ScalarType dtype) {
 
 SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t numel,
                            at::Device device, at::ScalarType dtype) {
+  std::vector<Segment> fills;
   for (const Item& item : items) {
     check_item(item, numel, device);
     FS_CHECK_VALUE(item.tensor.defined() || way == Way::kGather,
                    "cannot unpack into an undefined tensor");
-    add(item, way, item.tensor.defined() ? item.tensor.scalar_type() : dtype);
+    if (item.tensor.defined()) {
+      add(item, way);
+    } else {
+      fills.push_back({nullptr, item.layout->offset, item.layout->numel, item.fill});
+    }
   }
+  // A value has no dtype: it goes along with tensors of any, where there are some, and takes no launch of its own.
+  auto group =
+      std::find_if(groups_.begin(), groups_.end(), [](const auto& g) { return !g.empty(); });
+  if (group == groups_.end()) group = groups_.begin() + static_cast<int64_t>(kernel_dtype(dtype));
+  group->insert(group->end(), fills.begin(), fills.end());
 }
 
-void SegmentTable::add(const Item& item, Way way, at::ScalarType dtype) {
+void SegmentTable::add(const Item& item, Way way) {
   const SlotLayout& layout = *item.layout;
-  Segment segment{nullptr, layout.offset, layout.numel, item.fill};
-  if (item.tensor.defined()) {
-    at::Tensor memory = item.tensor;
-    if (!in_slot_order(item.tensor, layout)) {
-      memory = make_strided(layout.sizes, layout.strides, item.tensor.scalar_type(),
-                            item.tensor.device());
-      if (way != Way::kScatter) memory.copy_(item.tensor);
-      reordered_.emplace_back(item.tensor, memory);
-    }
-    segment.tensor = memory.data_ptr();
-    if (way != Way::kGather) item.tensor.unsafeGetTensorImpl()->bump_version();
+  at::Tensor memory = item.tensor;
+  if (!in_slot_order(item.tensor, layout)) {
+    memory =
+        make_strided(layout.sizes, layout.strides, item.tensor.scalar_type(), item.tensor.device());
+    if (way != Way::kScatter) memory.copy_(item.tensor);
+    reordered_.emplace_back(item.tensor, memory);
   }
-  groups_.at(static_cast<size_t>(kernel_dtype(dtype))).push_back(segment);
+  if (way != Way::kGather) item.tensor.unsafeGetTensorImpl()->bump_version();
+  const DType dtype = kernel_dtype(item.tensor.scalar_type());
+  groups_.at(static_cast<size_t>(dtype))
+      .push_back({memory.data_ptr(), layout.offset, layout.numel, item.fill});
 }
 
 void SegmentTable::finish() {

@@ -48,7 +48,8 @@ class SegmentTable {
  public:
   enum class Way { kGather, kScatter, kScatterAdd };
 
-  // The slots must fit in a flat buffer of `numel` elements on `device`, whose items without tensor are of `dtype`.
+  // The slots must fit in a flat buffer of `numel` elements on `device`. Items without tensor count as `dtype` where there are
+  // no others.
   SegmentTable(const std::vector<Item>& items, Way way, int64_t numel, at::Device device,
                at::ScalarType dtype);
   // Copies temporaries to the tensors they stand for.
@@ -63,7 +64,7 @@ class SegmentTable {
   }
 
  private:
-  void add(const Item& item, Way way, at::ScalarType dtype);
+  void add(const Item& item, Way way);
 
   std::array<std::vector<kernels::Segment>, kDTypes> groups_;
   std::vector<std::pair<at::Tensor, at::Tensor>> reordered_;  // tensor, temporary
