@@ -178,7 +178,7 @@ class Coded final : public Coding {
   void send_flags(const std::vector<float>& flags) {
     const at::NoGradGuard no_grad;
     const int64_t numel = buffers_->flags_plan.numel;
-    const at::Tensor values = on_host(flags, numel).to(buffers_->device);
+    const at::Tensor values = flags_on(buffers_->device, flags, numel);
     const ops::SlotLayout layout = ops::SlotLayout::run(0, numel);
     buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent,
                                   buffers_->encoding());

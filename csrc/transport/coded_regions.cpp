@@ -37,7 +37,7 @@ class CodedRegions final : public Regions {
   void close(const std::vector<float>& flags, const Packing& /*how*/) override {
     const at::NoGradGuard no_grad;
     const CodedSpec& spec = codes_.spec();
-    codes_.encode_flags(on_host(flags, spec.flags_per_chunk).to(codes_.device()), 0, sent());
+    codes_.encode_flags(flags_on(codes_.device(), flags, spec.flags_per_chunk), 0, sent());
   }
 
   std::unique_ptr<comm::InFlight> launch() override {

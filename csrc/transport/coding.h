@@ -32,8 +32,11 @@ struct Taking {
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
-// Flags as a tensor [numel] on the CPU, zeros after them.
-at::Tensor on_host(const std::vector<float>& flags, int64_t numel);
+// Writes flags to `to`, fp32 [numel], and zeros after them. They are values of a kernel's arguments: a copy from the host would
+// wait for the stream of the backward, and could not be captured.
+void write_flags(const std::vector<float>& flags, const at::Tensor& to);
+// The same in a tensor of their own.
+at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel);
 
 class Coding {
  public:

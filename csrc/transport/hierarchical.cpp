@@ -147,7 +147,7 @@ class Hierarchical final : public Coding {
     if (!items.empty()) take(items, how);
     buffers_->codes.seed = buffers_->spec().seed_of(how.step);
     if (carried_.defined()) buffers_->values.packed.add_(std::exchange(carried_, at::Tensor()));
-    if (buffers_->has_flags()) pack_flags(flags);
+    if (buffers_->has_flags()) write_flags(flags, buffers_->flags.packed);
   }
 
   // Averages are complete only after the last link.
@@ -220,11 +220,6 @@ class Hierarchical final : public Coding {
   at::Tensor my_shard(const at::Tensor& flat) const {
     const CodedSpec& spec = buffers_->spec();
     return flat.view({spec.pieces, spec.node_ranks, -1}).select(1, spec.node_rank);
-  }
-
-  void pack_flags(const std::vector<float>& flags) {
-    const at::Tensor& packed = buffers_->flags.packed;
-    packed.copy_(on_host(flags, packed.numel()));
   }
 
   std::shared_ptr<NodeBuffers> buffers_;

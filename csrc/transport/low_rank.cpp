@@ -76,7 +76,7 @@ class Factors {
 
   void set_flags(const std::vector<float>& flags) const {
     const at::NoGradGuard no_grad;
-    flags_in_first().copy_(on_host(flags, spec_.flags));
+    write_flags(flags, flags_in_first());
   }
 
   at::Tensor flags_in_first() const { return first_.narrow(0, spec_.flags_offset, spec_.flags); }
