@@ -273,20 +273,26 @@ void bind_lossy_ops(py::module_& m) {
   m.def(
       "orthonormalise",
       [](const at::Tensor& vectors, const std::optional<at::Tensor>& refill, bool by_torch) {
-        (by_torch ? ops::orthonormalise_by_torch : ops::orthonormalise)(
-            vectors, refill.value_or(at::Tensor()));
+        const at::Tensor others = refill.value_or(at::Tensor());
+        if (by_torch) return ops::orthonormalise_by_torch(vectors, others);
+        ops::orthonormalise({{vectors, others}});
       },
       release, py::arg("vectors"), py::arg("refill") = py::none(), py::arg("by_torch") = false);
   m.def(
       "low_rank_product",
       [](const std::pair<at::Tensor, at::Tensor>& factors, double share, const at::Tensor& matrix,
          const std::optional<at::Tensor>& residual, bool by_torch) {
-        (by_torch ? ops::low_rank_product_by_torch : ops::low_rank_product)(
-            factors.first, factors.second, share, matrix, residual.value_or(at::Tensor()));
+        const at::Tensor lost = residual.value_or(at::Tensor());
+        const auto& [left, right] = factors;
+        if (by_torch) return ops::low_rank_product_by_torch(left, right, share, matrix, lost);
+        ops::low_rank_product({{left, right, share, matrix, lost, at::Tensor()}});
       },
       release, py::arg("factors"), py::arg("share"), py::arg("matrix"),
       py::arg("residual") = py::none(), py::arg("by_torch") = false);
-  m.def("fill_random", &ops::fill_random, release, py::arg("values"), py::arg("seed"));
+  m.def(
+      "fill_random",
+      [](const at::Tensor& values, uint64_t seed) { ops::fill_random({{values, seed}}); }, release,
+      py::arg("values"), py::arg("seed"));
 }
 
 using Address = std::tuple<int64_t, int64_t, uint64_t, uint64_t>;

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from fastsync import FastDDP
+from fastsync import FastDDP, PowerSGD, Wire
 from tests import models
 from tests.devices import needs_gpu, run_cuda_ranks
 from tests.models import batch, build, loss_of
@@ -18,9 +21,23 @@ def step_of(model, inputs):
     loss_of(model(inputs)).backward()
 
 
+def wrap(wire, module=None):
+    """`wire`: a wire, or a function that registers a communication hook."""
+    module = (build("wide") if module is None else module).cuda()
+    if not callable(wire):
+        return FastDDP(module, wire=wire)
+    model = FastDDP(module)
+    wire(model)
+    return model
+
+
+def hooked(model):
+    model.register_comm_hook(None, fp16_compress_hook)
+
+
 def eager(rank, steps, wire):
     """The averages of each step, without a graph."""
-    model = FastDDP(build("wide").cuda(), wire=wire)
+    model = wrap(wire)
     found = []
     for step in steps:
         step_of(model, batch("wide", 100 * step + rank).cuda())
@@ -34,7 +51,7 @@ def captured(rank, world, wire):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        model = FastDDP(build("wide").cuda(), wire=wire)
+        model = wrap(wire)
         inputs = batch("wide", rank).cuda()
         for _ in range(WARMUP):
             step_of(model, inputs)
@@ -60,6 +77,77 @@ def captured(rank, world, wire):
 def test_replays_average_their_own_inputs(world, wire):
     for found in run_cuda_ranks(captured, world, wire):
         assert found == [True] * REPLAYS
+
+
+def captured_only(rank, world, wire):
+    """Only that it works: replays begin with another residual than the eager steps."""
+    assert len(captured(rank, world, wire)) == REPLAYS
+
+
+WAYS = {
+    "hook": hooked,
+    "gather": Wire("int8", form="gather"),
+    "pieces": Wire("int8", form="two_shot", piece_bytes=65536),
+    "power": PowerSGD(2),
+    "power_cold": PowerSGD(2, warm_start=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_can_be_captured(way):
+    """Nothing copies from pageable memory, which a capture refuses."""
+    run_cuda_ranks(captured_only, 2, WAYS[way])
+
+
+def on_nodes(rank, world, check):
+    """Two ranks are a node."""
+    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    groups = {"node_group": nodes[rank // 2], "cross_group": across[rank % 2]}
+    check(rank, world, Wire("int8", form="hierarchical", **groups))
+
+
+@pytest.mark.parametrize("check", ["captured_only", "changing_flags"])
+def test_the_hierarchical_form_neither_waits_nor_refuses_a_capture(check):
+    run_cuda_ranks(on_nodes, 4, globals()[check])
+
+
+class Skipping(nn.Module):
+    """May leave out its second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+
+    def forward(self, x, both):
+        x = self.layers[0](x)
+        return self.layers[1](x) if both else x
+
+
+def changing_flags(rank, world, wire):
+    """A rank missed gradients in one step, so its flags change back in the next: nobody waits."""
+    torch.manual_seed(0)
+    model = wrap(wire, Skipping())
+    inputs = batch("wide", rank).cuda()
+
+    def step(both):
+        model.zero_grad(set_to_none=True)
+        loss_of(model(inputs, both)).backward()
+
+    for number in range(WARMUP + 1):
+        step(both=rank == 0 or number != WARMUP)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(both=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_step_waits_because_flags_change(way):
+    run_cuda_ranks(changing_flags, 2, WAYS[way])
 
 
 def capture_too_early(rank, world):

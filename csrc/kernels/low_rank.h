@@ -4,7 +4,12 @@
 // by processor.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#include "random.h"
+
+struct CUstream_st;
 
 namespace fastsync::kernels {
 
@@ -16,7 +21,13 @@ void orthonormalise_cpu(float* vectors, int64_t count, int64_t numel, const floa
 // Below this part of its length, what is left of a vector is rounding.
 constexpr double kDependent = 1e-6;
 
-// Uniform in [-1, 1), the same on every machine.
+// Element i of what the seed that `start` is mixed(seed) of stands for: uniform in [-1, 1), the same on every machine.
+FS_HOST_DEVICE float random_value(uint64_t start, int64_t i) {
+  constexpr int32_t half = 1 << 23;
+  const uint64_t bits = mixed(start + static_cast<uint64_t>(i)) >> 40;
+  return static_cast<float>(static_cast<int32_t>(bits) - half) / static_cast<float>(half);
+}
+
 void fill_random(float* values, int64_t numel, uint64_t seed);
 
 struct LowRankArgs {
@@ -32,5 +43,29 @@ struct LowRankArgs {
 // unless that is not finite.
 void low_rank_product_cpu(const LowRankArgs& args, int64_t begin, int64_t end, float* matrix,
                           float* residual);
+
+// What one call of the functions above is given. On a device one launch serves the sets, runs or matrices of a whole bucket.
+struct VectorSet {
+  float* vectors;
+  const float* refill;
+  int64_t count;
+  int64_t numel;
+};
+struct RandomRun {
+  float* values;
+  int64_t numel;
+  uint64_t seed;
+};
+struct LowRankJob {
+  LowRankArgs args;
+  float* matrix;
+  float* residual;
+  const float* used;  // where that is not above zero, `left` counts as zeros; or nullptr
+};
+
+// Sums of a vector add up in another order than on a CPU, always the same one; the rest is as there.
+void orthonormalise_cuda(const VectorSet* sets, size_t count, CUstream_st* stream);
+void fill_random_cuda(const RandomRun* runs, size_t count, CUstream_st* stream);
+void low_rank_product_cuda(const LowRankJob* jobs, size_t count, CUstream_st* stream);
 
 }  // namespace fastsync::kernels

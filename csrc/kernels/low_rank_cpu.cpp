@@ -75,12 +75,8 @@ void orthonormalise_cpu(float* vectors, int64_t count, int64_t numel, const floa
 }
 
 void fill_random(float* values, int64_t numel, uint64_t seed) {
-  constexpr int32_t half = 1 << 23;
   const uint64_t start = mixed(seed);
-  for (int64_t i = 0; i < numel; ++i) {
-    const uint64_t bits = mixed(start + static_cast<uint64_t>(i)) >> 40;
-    values[i] = static_cast<float>(static_cast<int32_t>(bits) - half) / static_cast<float>(half);
-  }
+  for (int64_t i = 0; i < numel; ++i) values[i] = random_value(start, i);
 }
 
 void low_rank_product_cpu(const LowRankArgs& args, int64_t begin, int64_t end, float* matrix,

@@ -70,12 +70,17 @@ Direction direction(const at::Tensor& others, const at::Tensor& vector) {
   return {left / length, length <= kernels::kDependent * scaled.norm()};
 }
 
-void multiply_on_cpu(const at::Tensor& left, const at::Tensor& right, double share,
-                     const at::Tensor& matrix, const at::Tensor& residual) {
-  const kernels::LowRankArgs args{data(left),   data(right),   left.size(0),
-                                  left.size(1), right.size(1), static_cast<float>(share)};
-  float* out = mutable_data(matrix);
-  float* lost = mutable_data(residual);
+kernels::LowRankArgs args_of(const LowRankProduct& one) {
+  return {data(one.left),   data(one.right),   one.left.size(0),
+          one.left.size(1), one.right.size(1), static_cast<float>(one.share)};
+}
+
+void multiply_on_cpu(const LowRankProduct& one) {
+  const at::NoGradGuard no_grad;
+  if (one.used.defined() && !(*data(one.used) > 0)) one.left.mul_(0.0);
+  const kernels::LowRankArgs args = args_of(one);
+  float* out = mutable_data(one.matrix);
+  float* lost = mutable_data(one.residual);
   parallel_ranges(args.rows, args.cols, [&](int64_t begin, int64_t end) {
     kernels::low_rank_product_cpu(args, begin, end, out, lost);
   });
@@ -116,19 +121,25 @@ void keep_finite(const at::Tensor& from, const at::Tensor& to) {
       [&] { to.copy_(at::where(at::isfinite(from), from, to)); });
 }
 
-void orthonormalise(const at::Tensor& vectors, const at::Tensor& refill) {
-  check_floats(vectors, "vectors");
-  if (refill.defined()) {
-    check_floats(refill, "vectors");
-    FS_CHECK_VALUE(refill.sizes() == vectors.sizes(), "expects as many vectors to refill from");
+void orthonormalise(const std::vector<Vectors>& all) {
+  if (all.empty()) return;
+  std::vector<kernels::VectorSet> sets;
+  for (const auto& [vectors, refill] : all) {
+    check_floats(vectors, "vectors");
+    if (refill.defined()) {
+      check_floats(refill, "vectors");
+      FS_CHECK_VALUE(refill.sizes() == vectors.sizes(), "expects as many vectors to refill from");
+    }
+    sets.push_back({mutable_data(vectors), data(refill), vectors.size(0), vectors.size(1)});
   }
-  run_kernel_or_torch(
-      vectors.device(),
+  run_kernel(
+      all.front().vectors.device(),
       [&] {
-        kernels::orthonormalise_cpu(mutable_data(vectors), vectors.size(0), vectors.size(1),
-                                    data(refill));
+        for (const kernels::VectorSet& set : sets) {
+          kernels::orthonormalise_cpu(set.vectors, set.count, set.numel, set.refill);
+        }
       },
-      [&] { orthonormalise_by_torch(vectors, refill); });
+      [&](auto stream) { kernels::orthonormalise_cuda(sets.data(), sets.size(), stream); });
 }
 
 void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill) {
@@ -149,12 +160,20 @@ void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill
   }
 }
 
-void low_rank_product(const at::Tensor& left, const at::Tensor& right, double share,
-                      const at::Tensor& matrix, const at::Tensor& residual) {
-  check_product(left, right, matrix, residual);
-  run_kernel_or_torch(
-      matrix.device(), [&] { multiply_on_cpu(left, right, share, matrix, residual); },
-      [&] { low_rank_product_by_torch(left, right, share, matrix, residual); });
+void low_rank_product(const std::vector<LowRankProduct>& all) {
+  if (all.empty()) return;
+  std::vector<kernels::LowRankJob> jobs;
+  for (const LowRankProduct& one : all) {
+    check_product(one.left, one.right, one.matrix, one.residual);
+    jobs.push_back(
+        {args_of(one), mutable_data(one.matrix), mutable_data(one.residual), data(one.used)});
+  }
+  run_kernel(
+      all.front().matrix.device(),
+      [&] {
+        for (const LowRankProduct& one : all) multiply_on_cpu(one);
+      },
+      [&](auto stream) { kernels::low_rank_product_cuda(jobs.data(), jobs.size(), stream); });
 }
 
 void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, double share,
@@ -165,11 +184,21 @@ void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, 
   matrix.copy_(product);
 }
 
-void fill_random(const at::Tensor& values, uint64_t seed) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor host = make_scratch(values.sizes(), at::kFloat, at::kCPU);
-  kernels::fill_random(mutable_data(host), host.numel(), seed);
-  values.copy_(host);
+void fill_random(const std::vector<std::pair<at::Tensor, uint64_t>>& all) {
+  if (all.empty()) return;
+  std::vector<kernels::RandomRun> runs;
+  for (const auto& [values, seed] : all) {
+    check_floats(values, "values");
+    runs.push_back({mutable_data(values), values.numel(), seed});
+  }
+  run_kernel(
+      all.front().first.device(),
+      [&] {
+        for (const kernels::RandomRun& run : runs) {
+          kernels::fill_random(run.values, run.numel, run.seed);
+        }
+      },
+      [&](auto stream) { kernels::fill_random_cuda(runs.data(), runs.size(), stream); });
 }
 
 Feedback::Feedback(const std::vector<Item>& items, at::Tensor residual)

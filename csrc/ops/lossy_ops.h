@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "items.h"
@@ -22,18 +23,31 @@ void select_largest_by_torch(const at::Tensor& values, const at::Tensor& positio
 void keep_finite(const at::Tensor& from, const at::Tensor& to);
 
 // Makes the rows of `vectors` [count, numel] orthonormal. `refill` is undefined or of the same sizes. See kernels/low_rank.h.
-void orthonormalise(const at::Tensor& vectors, const at::Tensor& refill);
+// Of several at once, which are on one device.
+struct Vectors {
+  at::Tensor vectors;
+  at::Tensor refill;
+};
+void orthonormalise(const std::vector<Vectors>& all);
 void orthonormalise_by_torch(const at::Tensor& vectors, const at::Tensor& refill);
 
 // matrix [rows, cols] = leftᵀ right, where these are [rank, rows] and [rank, cols]; and, where `residual` is defined, residual =
 // (what was in matrix) - share * matrix, unless that is not finite.
-void low_rank_product(const at::Tensor& left, const at::Tensor& right, double share,
-                      const at::Tensor& matrix, const at::Tensor& residual);
+struct LowRankProduct {
+  at::Tensor left;
+  at::Tensor right;
+  double share = 1.0;
+  at::Tensor matrix;
+  at::Tensor residual;
+  at::Tensor
+      used;  // [1]: where it is not above zero, `left`, which it may be written to, counts as zeros; or undefined
+};
+void low_rank_product(const std::vector<LowRankProduct>& all);
 void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, double share,
                                const at::Tensor& matrix, const at::Tensor& residual);
 
-// Uniform random numbers in [-1, 1), the same on every machine.
-void fill_random(const at::Tensor& values, uint64_t seed);
+// Uniform random numbers in [-1, 1), the same on every machine and device, of each seed.
+void fill_random(const std::vector<std::pair<at::Tensor, uint64_t>>& all);
 
 // What error feedback adds to a bucket, where gradients may be absent. The average of one that no rank has reaches nobody, so what
 // is kept of an absent one stays.

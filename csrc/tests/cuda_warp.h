@@ -1,7 +1,8 @@
-// The threads of a warp as fibers, so that a kernel with shuffles runs on the host as it is written.
+// The threads of a warp, or of a block, as fibers, so that a kernel with shuffles or barriers runs on the host as it is written.
 //
 // A thread that shuffles leaves its value and waits until all threads of its warp have; a warp whose threads disagree on
-// whether to shuffle, undefined on the device, is an error here. Threads that never shuffle share one fiber.
+// whether to shuffle, undefined on the device, is an error here. So it is with a barrier and a block. Threads that never wait
+// share one fiber.
 #pragma once
 
 #include <ucontext.h>
@@ -49,6 +50,9 @@ class Warp {
     return values_[turn][(lane ^ lanes) % kWarpSize];
   }
 
+  // For a block that is run as one.
+  void barrier() { wait(); }
+
  private:
   struct Fiber {
     ucontext_t context;
@@ -60,7 +64,7 @@ class Warp {
   Fiber& fiber(size_t i) {
     while (fibers_.size() <= i) {
       auto fiber = std::make_unique<Fiber>();
-      fiber->stack = std::make_unique<char[]>(kStack);
+      fiber->stack.reset(new char[kStack]);  // pages that nobody writes to take no memory
       getcontext(&fiber->context);
       fiber->context.uc_stack.ss_sp = fiber->stack.get();
       fiber->context.uc_stack.ss_size = kStack;
@@ -77,7 +81,7 @@ class Warp {
     for (;;) {
       while (next_ != end_) {
         *index_ = next_++;
-        turn_[*index_ - first_] = false;
+        turn_[(*index_ - first_) % kWarpSize] = false;
         body_(self_, *index_);
       }
       suspend();

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -354,6 +355,90 @@ void poison_does_not_stay() {
   }
 }
 
+// --- The CUDA kernels, run on the host, against the CPU's ---
+
+bool near(double a, double b) { return a == b || (a != a && b != b) || std::abs(a - b) < 1e-6; }
+
+void expect_near(Floats& found, Floats& wanted, const char* what) {
+  for (int64_t i = 0; i < wanted.numel(); ++i) {
+    EXPECT(near(found[i], wanted[i]), what, ": element ", i, " is ", found[i], " but ", wanted[i],
+           " on the CPU");
+  }
+  found.check_guards();
+}
+
+// Vectors of every kind: independent, multiples of one another, poisoned.
+struct Set {
+  Set(int64_t vectors, int64_t elements, bool refilled, Random& random)
+      : count(vectors), numel(elements), cpu(count * numel, random), refill(count * numel, random) {
+    for (int64_t i = 0; i < numel && count > 2; ++i) {
+      cpu.set(numel + i, 2 * static_cast<float>(cpu[i]));
+    }
+    if (refilled && count > 3) cpu.set(3 * numel, kNan);
+    cuda = std::make_unique<Floats>(cpu.copy());
+    other = refilled ? refill.data() : nullptr;
+  }
+
+  int64_t count;
+  int64_t numel;
+  Floats cpu;
+  Floats refill;
+  std::unique_ptr<Floats> cuda;
+  const float* other = nullptr;
+};
+
+void cuda_makes_the_same_vectors() {
+  Random random;
+  const std::pair<int64_t, int64_t> sizes[] = {{1, 1}, {4, 60}, {3, 1024}, {2, 1025}, {3, 2500}};
+  std::vector<std::unique_ptr<Set>> sets;
+  std::vector<kernels::VectorSet> table;
+  for (const auto& [count, numel] : sizes) {
+    sets.push_back(std::make_unique<Set>(count, numel, numel != 1024, random));
+    Set& set = *sets.back();
+    table.push_back({set.cuda->data(), set.other, count, numel});
+    kernels::orthonormalise_cpu(set.cpu.data(), count, numel, set.other);
+  }
+  kernels::orthonormalise_cuda(table.data(), table.size(), nullptr);
+  for (const auto& set : sets) expect_near(*set->cuda, set->cpu, "a vector");
+}
+
+void cuda_draws_the_same_numbers() {
+  std::vector<std::unique_ptr<Floats>> all;
+  std::vector<kernels::RandomRun> runs;
+  for (int64_t i = 0; i < 400; ++i) {  // more than one table holds
+    all.push_back(std::make_unique<Floats>(i % 7 == 6 ? 1030 : i % 7));
+    runs.push_back({all.back()->data(), all.back()->numel(), static_cast<uint64_t>(i) << 40});
+  }
+  kernels::fill_random_cuda(runs.data(), runs.size(), nullptr);
+  for (const kernels::RandomRun& run : runs) {
+    Floats wanted(run.numel);
+    kernels::fill_random(wanted.data(), run.numel, run.seed);
+    EXPECT(std::equal(run.values, run.values + run.numel, wanted.data()), "other numbers");
+  }
+  for (const auto& floats : all) floats->check_guards();
+}
+
+void cuda_multiplies_the_same() {
+  Random random;
+  for (const bool kept : {false, true}) {
+    for (const float used : {0.0F, 2.0F}) {
+      const int64_t rank = 3, rows = 37, cols = 61;
+      Floats left(rank * rows, random), right(rank * cols, random), flag(std::vector<float>{used});
+      Floats matrix(rows * cols, random), residual(rows * cols, random);
+      matrix.set(5, kInfinity);
+      Floats cuda(matrix.copy()), lost(residual.copy());
+      const kernels::LowRankArgs args{left.data(), right.data(), rank, rows, cols, 0.5F};
+      const kernels::LowRankJob job{args, cuda.data(), kept ? lost.data() : nullptr, flag.data()};
+      kernels::low_rank_product_cuda(&job, 1, nullptr);
+      for (int64_t i = 0; i < left.numel() && used == 0; ++i) left.set(i, 0);
+      kernels::low_rank_product_cpu(args, 0, rows, matrix.data(), kept ? residual.data() : nullptr);
+      EXPECT(cuda.equals(matrix) && lost.equals(residual), "another product, or residual");
+      cuda.check_guards();
+      lost.check_guards();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fastsync::testing
 
@@ -372,6 +457,9 @@ int main(int argc, char** argv) {
       {"rows_do_not_depend_on_others", rows_do_not_depend_on_others},
       {"does_without_a_residual", does_without_a_residual},
       {"poison_does_not_stay", poison_does_not_stay},
+      {"cuda_makes_the_same_vectors", cuda_makes_the_same_vectors},
+      {"cuda_draws_the_same_numbers", cuda_draws_the_same_numbers},
+      {"cuda_multiplies_the_same", cuda_multiplies_the_same},
   };
   return run_cases(cases, argc, argv);
 }

@@ -43,11 +43,14 @@ class Factors {
     const at::NoGradGuard no_grad;
     if (residual_.defined()) take_residual();
     if (!spec_.warm_start) draw(second_, step);
+    std::vector<ops::Vectors> rights;
     for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
-      const at::Tensor right = right_of(second_, matrix);
-      ops::orthonormalise(right, right_of(initial_, matrix));
+      rights.push_back({right_of(second_, matrix), right_of(initial_, matrix)});
+    }
+    ops::orthonormalise(rights);
+    for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
       at::Tensor left = left_of(matrix);
-      at::mm_out(left, right, matrix_in(flat_, matrix).t());
+      at::mm_out(left, right_of(second_, matrix), matrix_in(flat_, matrix).t());
     }
     ops::pack(runs(), first_, 1.0);
   }
@@ -55,8 +58,12 @@ class Factors {
   // After the first all-reduce: `second` becomes Q.
   void project() const {
     const at::NoGradGuard no_grad;
+    std::vector<ops::Vectors> lefts;
     for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
-      ops::orthonormalise(left_of(matrix), at::Tensor());
+      lefts.push_back({left_of(matrix), at::Tensor()});
+    }
+    ops::orthonormalise(lefts);
+    for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
       at::Tensor right = right_of(second_, matrix);
       at::mm_out(right, left_of(matrix), matrix_in(flat_, matrix));
     }
@@ -65,12 +72,15 @@ class Factors {
   // After the second one: the flat buffer becomes the averages.
   void expand() const {
     const at::NoGradGuard no_grad;
+    std::vector<ops::LowRankProduct> products;
     for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
       const at::Tensor lost = residual_.defined() ? matrix_in(residual_, matrix) : at::Tensor();
-      if (lost.defined() && spec_.flags > 0) left_of(matrix).mul_(used_anywhere(matrix));
-      ops::low_rank_product(left_of(matrix), right_of(second_, matrix), 1.0 / ranks_,
-                            matrix_in(flat_, matrix), lost);
+      const bool asks = lost.defined() && spec_.flags > 0;
+      products.push_back({left_of(matrix), right_of(second_, matrix), 1.0 / ranks_,
+                          matrix_in(flat_, matrix), lost,
+                          asks ? used_anywhere(matrix) : at::Tensor()});
     }
+    ops::low_rank_product(products);
     ops::unpack(runs(), first_, 1.0, false);
   }
 
@@ -115,10 +125,12 @@ class Factors {
   }
 
   void draw(const at::Tensor& all, uint64_t step) const {
+    std::vector<std::pair<at::Tensor, uint64_t>> runs;
     for (size_t i = 0; i < spec_.matrices.size(); ++i) {
       const uint64_t seed = spec_.seed + (static_cast<uint64_t>(i) << 32) + (step << 48);
-      ops::fill_random(right_of(all, spec_.matrices[i]), seed);
+      runs.emplace_back(right_of(all, spec_.matrices[i]), seed);
     }
+    ops::fill_random(runs);
   }
 
   static at::Tensor matrix_in(const at::Tensor& flat, const LowRankSpec::Matrix& matrix) {
@@ -129,7 +141,7 @@ class Factors {
     const int64_t numel = matrix.rank * matrix.cols;
     return all.narrow(0, matrix.right, numel).view({matrix.rank, matrix.cols});
   }
-  // 1 or 0, after the first all-reduce.
+  // How many ranks have it, after the first all-reduce: [1].
   at::Tensor used_anywhere(const LowRankSpec::Matrix& matrix) const {
     const auto before = [&](const auto& other) { return other.offset < matrix.offset; };
     const auto empty = [&](const LowRankSpec::Run& run) {
@@ -138,7 +150,7 @@ class Factors {
     const auto slot = std::count_if(spec_.matrices.begin(), spec_.matrices.end(), before) +
                       std::count_if(spec_.runs.begin(), spec_.runs.end(), before) +
                       std::count_if(spec_.runs.begin(), spec_.runs.end(), empty);
-    return flags_in_first().narrow(0, slot, 1).gt(0).to(at::kFloat);
+    return flags_in_first().narrow(0, slot, 1);
   }
   at::Tensor right_at(int64_t offset, const at::Tensor& all) const {
     if (!spec_.warm_start) return {};

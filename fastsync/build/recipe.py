@@ -51,7 +51,7 @@ CPP_SOURCES = tuple(
     for folder, names in _CPP_NAMES.items()
     for name in names.split()
 )
-CUDA_SOURCES = ("kernels/driver_cuda.cu", "kernels/pack_cuda.cu", "kernels/codec_cuda.cu")
+CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "codec", "low_rank"))
 # torch's own load() adds no -O flag, which costs the pack kernels a factor of ten. A product and a
 # sum are never contracted into one rounding: host, device and the slow twins must agree on bits.
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")
