@@ -172,6 +172,19 @@ def test_pieces_shrink_on_slow_networks_where_nobody_chose_their_size(wire):
     assert pieces(1e3, piece_bytes=2 << 20) == pytest.approx(2, rel=0.05)
 
 
+def test_devices_send_a_bucket_in_one_piece_where_nobody_chose_their_size():
+    """On one stream pieces only cost launches."""
+
+    def pieces(device, **options):
+        spec = ParamSpec(0, 32 << 20, torch.float32, torch.device(device), codec=FORMATS["int8"])
+        plan = plan_of([spec], wire=Wire("int8", **options))
+        return plan.buckets[0].coded.layout.pieces
+
+    assert pieces("cpu") == 8
+    assert pieces("cuda") == 1
+    assert pieces("cuda", piece_bytes=4 << 20) == 8
+
+
 def test_flags_are_left_out_where_unused_parameters_are_errors():
     assert plan_of(specs_of(1)).buckets[0].layout.flags_offset == 16
     assert plan_of(specs_of(1), fail_on_unused=True).buckets[0].layout.flags_offset == -1

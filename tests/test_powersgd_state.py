@@ -97,7 +97,7 @@ def replanned(rank, world, cap):
     before, engine = factors_of(wrapped), wrapped._engine
     order = [index for bucket in engine.plan.buckets for index in bucket.params]
     count = len(engine.plan.buckets)
-    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)))
+    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)), torch.device("cpu"))
     engine._install(order[::-1])
     return before, factors_of(wrapped), count, len(engine.plan.buckets)
 

@@ -7,6 +7,7 @@ from functools import partial
 from statistics import median
 
 import pytest
+import torch
 
 from fastsync.plan.policy import BucketPolicy
 from fastsync.plan.sizes import Sizes
@@ -18,6 +19,7 @@ from fastsync.tune.search import GAIN, SLOWER, Rules, Search
 from fastsync.wire.formats import Wire
 
 MIB = 1 << 20
+CPU = torch.device("cpu")
 
 
 def towards(step):
@@ -160,13 +162,14 @@ def test_moves_stay_within_bounds():
 
 def test_default_sizes_are_those_of_the_default_plan():
     buckets, slow = BucketPolicy.from_mb(None), Network(100e6, 0.001)
-    sizes = Sizes.of(buckets, Wire(), slow)
+    sizes = Sizes.of(buckets, Wire(), slow, CPU)
     sized = buckets.on(slow)
     assert sizes == Sizes(sized.caps[0], sized.caps[1], sized.last)
     assert sizes.buckets() == replace(sized, adaptive=False)
     assert sizes.wire(Wire()) == Wire()
-    assert Sizes.of(buckets, Wire("int8"), slow).piece == 256 << 10
-    assert Sizes.of(buckets, Wire("int8", piece_bytes=5), slow).piece is None
+    assert Sizes.of(buckets, Wire("int8"), slow, CPU).piece == 256 << 10
+    assert Sizes.of(buckets, Wire("int8", piece_bytes=5), slow, CPU).piece is None
+    assert Sizes.of(buckets, Wire("int8"), slow, torch.device("cuda")).piece is None
 
 
 @pytest.mark.parametrize("wrong", [{"first": 0}, {"cap": -1}, {"last": 0}, {"piece": 1.5}])

@@ -188,7 +188,7 @@ def replanned(rank, world, cap):
     engine = wrapped._engine
     plan = engine.plan
     order = [index for bucket in plan.buckets for index in bucket.params]
-    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)))
+    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)), torch.device("cpu"))
     engine._install(order[::-1])
     after = residual_of(wrapped)
     same = all(torch.equal(before[name], after[name]) for name in before)

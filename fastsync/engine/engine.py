@@ -90,7 +90,7 @@ class Engine:
         memory = self.routes.memory
         shares = memory and policy.zero.stage > 0
         sized = buckets.in_memory(policy.zero.masters) if shares else buckets
-        self.sizing = Sizing(self.core, sized)
+        self.sizing = Sizing(self.core, sized, params[0].tensor.device)
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False
         self._plan_changed = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from fastsync.engine import core
 from fastsync.plan.policy import BucketPolicy
 from fastsync.plan.sizes import Sizes
@@ -31,8 +33,9 @@ class Sizing:
         tuner: who is called after each step; None: nobody.
     """
 
-    def __init__(self, reducer: core.Reducer, buckets: BucketPolicy) -> None:
+    def __init__(self, reducer: core.Reducer, buckets: BucketPolicy, device: torch.device) -> None:
         self._core = reducer
+        self._device = device
         self._buckets = buckets
         self.chosen: Sizes | None = None
         self.tuner: Tuner | None = None
@@ -40,7 +43,7 @@ class Sizing:
 
     def default(self, wire: Wire, network: Network) -> Sizes:
         """What policy and network give."""
-        return Sizes.of(self._buckets, wire, network)
+        return Sizes.of(self._buckets, wire, network, self._device)
 
     def rules(
         self, sizes: Sizes | None, wire: Wire, network: Network, fixed: bool

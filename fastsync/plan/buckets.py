@@ -385,7 +385,7 @@ def _coded(
     parts = node_ranks * (nodes if form == "two_shot" else 1)
     coded_bytes = codec.coded_bytes
     share = coded_bytes(slots.numel) / max(1, sum(spec.nbytes for spec in group))
-    at_a_time = piece_bytes(policy.wire, policy.network.at_share(share))
+    at_a_time = piece_bytes(policy.wire, policy.network.at_share(share), group[0].device)
     if getattr(codec, "whole", False):
         whole = codec.coded_bytes(sum(slots.numels))
         coded_bytes, at_a_time = lambda numel: whole, sys.maxsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -361,18 +362,23 @@ class SyncPolicy:
                 raise ValueError(f"zero=3 does not combine with {what} yet; leave it out")
 
 
-def piece_bytes(wire: Wire, network: Network) -> int:
+def piece_bytes(wire: Wire, network: Network, device: torch.device) -> int:
     """The size of a coded bucket's pieces.
 
     What is coded before the first piece leaves and decoded after the last one has come adds to
-    the step, so pieces are small. On a fast network the costs of a collective count more.
+    the step, so pieces are small. On a fast network the costs of a collective count more. On
+    devices all pieces of a bucket would follow each other on one stream, where nothing overlaps
+    and each costs its launches: there is one.
 
     Args:
         wire: whose `piece_bytes` wins where it is set.
         network: as it carries coded bytes.
+        device: of the gradients.
     """
     if wire.piece_bytes is not None:
         return wire.piece_bytes
+    if device.type != "cpu":
+        return sys.maxsize
     if not network.known:
         return PIECE_BYTES
     return network.carries(_PIECE, LEAST_PIECE_BYTES, PIECE_BYTES)

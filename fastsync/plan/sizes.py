@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from fastsync.plan.policy import BucketPolicy, piece_bytes
 from fastsync.plan.topology import Network
 from fastsync.wire.formats import Format, Wire, make_codec
@@ -34,14 +36,15 @@ class Sizes:
             raise ValueError(f"sizes must be positive numbers of bytes, but are {numbers}")
 
     @classmethod
-    def of(cls, buckets: BucketPolicy, wire: Wire, network: Network) -> Sizes:
+    def of(cls, buckets: BucketPolicy, wire: Wire, network: Network, device: torch.device) -> Sizes:
         """Those that plans have by themselves."""
         sized = buckets.on(network)
         codec = make_codec(wire.format)
         piece = None
-        if isinstance(codec, Format) and not wire.plain and wire.piece_bytes is None:
+        free = device.type == "cpu" and wire.piece_bytes is None  # else it is settled
+        if isinstance(codec, Format) and not wire.plain and free:
             share = codec.coded_bytes(codec.block) / (4 * codec.block)
-            piece = piece_bytes(wire, network.at_share(share))
+            piece = piece_bytes(wire, network.at_share(share), device)
         return cls(sized.caps[0], sized.caps[-1], sized.last, piece)
 
     def buckets(self) -> BucketPolicy:

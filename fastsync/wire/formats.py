@@ -340,7 +340,7 @@ class Wire:
         seed: of stochastic rounding.
         piece_bytes: a coded bucket travels in pieces of about this size, so that one is coded,
             summed and decoded while others are on the wire. None: of 4 MiB, or of what a slower
-            network carries in 3 ms, which the first step measures.
+            network carries in 3 ms, which the first step measures; on devices in one piece.
         node_group: for the hierarchical form, the process group of the ranks in this rank's node;
             None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
         cross_group: likewise, the ranks that have this rank's place in each node.
