@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.__main__ import module_of
 from bench.gpu import all as gpu_all
@@ -15,7 +16,8 @@ from bench.gpu.stages import Context, Stage, stages
 from bench.measure.benchmark import choose
 from bench.measure.gpu import Kernel, exposed, launches, length, summary
 from bench.report import documents as report
-from examples.common.ranks import UsageError, over_sockets
+from examples.common.ranks import Group, UsageError, over_sockets
+from tests.devices import CUDA_TIMEOUT
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,6 +68,46 @@ def test_a_stage_that_fails_does_not_stop_the_others(tmp_path):
     assert str(tmp_path) not in (tmp_path / "kept" / "summary.json").read_text()
 
 
+def test_a_command_that_hangs_costs_little(tmp_path):
+    says = "import time\nfor i in range(8): print(i, flush=True); time.sleep(0.3)"
+    some = [
+        Stage("hangs", "", 60, (python("import time; time.sleep(100)"),), quiet=1),
+        Stage("speaks", "", 60, (python(says),), quiet=1.5),
+    ]
+    mine = session(tmp_path)
+    start = time.monotonic()
+    gpu_all.run_all(some, mine)
+    assert time.monotonic() - start < 40
+    assert [o.status for o in mine.outcomes] == ["FAILED", "passed"]
+    assert "silent for 1 s" in mine.outcomes[0].note
+    assert all(
+        stage.quiet <= 90
+        for stage in EVERY.values()
+        if not stage.tools or "nvcc" in stage.tools[:1]
+    )
+    assert CUDA_TIMEOUT < 90
+
+
+SHARING = [(1, False, "NCCL"), (2, False, "NCCL, taking turns"), (2, True, "NCCL")]
+
+
+def test_kernels_come_first_and_alone():
+    order = list(EVERY)
+    assert order[:4] == ["build", "units", "kernels", "nccl"]
+    tested = {file for name in ("units", "nccl") for c in EVERY[name].commands for file in c}
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_cuda_*.py")} <= tested
+
+
+@pytest.mark.parametrize(("world", "mps", "said"), SHARING)
+def test_figures_say_where_ranks_take_turns_on_a_gpu(tmp_path, monkeypatch, world, mps, said):
+    monkeypatch.setenv("BENCH_OVER_SOCKETS", "1")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if mps:
+        (tmp_path / "control").touch()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert Group(0, world, torch.device("cuda")).transport == said
+
+
 def test_nothing_is_begun_when_the_time_is_over(tmp_path):
     mine = session(tmp_path, seconds=gpu_all.SHORTEST / 2)
     gpu_all.run_all([Stage("late", "", 60, (python("raise SystemExit(1)"),))], mine)
@@ -74,7 +116,7 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path):
 
 def test_stages_are_chosen_and_ordered(tmp_path):
     every = stages(context(tmp_path, 8))
-    assert [s.name for s in choose("stage", every, "all", "tests,build")] == list(every)[2:]
+    assert [s.name for s in choose("stage", every, "all", "units,build")] == list(every)[2:]
     assert [s.name for s in choose("stage", every, "trace,build", "")] == ["trace", "build"]
     for wrong in (("nothing", ""), ("build", "build")):
         with pytest.raises(UsageError):

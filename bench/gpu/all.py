@@ -1,7 +1,7 @@
 """Everything that needs a GPU, with one command: tests, sanitizers, benchmarks, profiles.
 
     python -m bench gpu_all                         # into bench/results/<gpu>
-    python -m bench gpu_all --out DIR --seconds 570 --only build,tests,kernels
+    python -m bench gpu_all --out DIR --seconds 570 --only build,units,kernels
     python -m bench gpu_all --rehearse              # on a CPU: what can be tried without a GPU
 
 Stages run in the order of their value, each for at most its own time; one that fails does not stop
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -81,11 +82,6 @@ class Session:
         return environment(Group(0, 1, torch.device("cuda" if self.context.gpus else "cpu")))
 
 
-def gpu_name() -> str:
-    """The first GPU's name, as a folder's."""
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
-
-
 def run_stage(stage: Stage, session: Session) -> Outcome:
     """Runs a stage's commands until one fails or the time is over."""
     commands = stage.rehearsal if session.rehearse else stage.commands
@@ -97,9 +93,8 @@ def run_stage(stage: Stage, session: Session) -> Outcome:
     log = session.context.work / "logs" / f"{stage.name}.log"
     with log.open("w", encoding="utf-8") as output:
         for command in commands:
-            note = _run(command, output.fileno(), end - time.monotonic(), session.variables)
-            if note:
-                break
+            limits = end - time.monotonic(), stage.quiet
+            note = note or _run(command, output.fileno(), limits, session.variables)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     print("\n".join(lines[-SHOWN:]), flush=True)
     seconds = round(time.monotonic() - start, 1)
@@ -115,7 +110,9 @@ def _reason_to_skip(stage: Stage, commands: Sequence[Command], session: Session)
     return f"no {', '.join(absent)} on PATH" if absent and not session.rehearse else ""
 
 
-def _run(command: Command, output: int, seconds: float, variables: Mapping[str, str]) -> str:
+def _run(
+    command: Command, output: int, limits: tuple[float, float], variables: Mapping[str, str]
+) -> str:
     """Runs one command; says what went wrong, if anything did. Its children end with it."""
     shown, variables = " ".join(command[:5]), os.environ | variables
     both = {"stdout": output, "stderr": subprocess.STDOUT}
@@ -123,15 +120,18 @@ def _run(command: Command, output: int, seconds: float, variables: Mapping[str, 
         process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **both)  # type: ignore[call-overload]
     except OSError as error:
         return f"{shown}: {error.strerror}"
+    (seconds, quiet), said, until = limits, -1, math.inf
+    end = time.monotonic() + max(seconds, 1.0)
     try:
-        code = process.wait(max(seconds, 1.0))
-    except subprocess.TimeoutExpired:
-        _end(process)
-        return f"{shown}: its time was over"
-    except KeyboardInterrupt:
-        _end(process)
-        raise
-    return f"{shown}: exit code {code}" if code else ""
+        while time.monotonic() < min(end, until):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return f"{shown}: exit code {process.returncode}" if process.wait(0.2) else ""
+            if (size := os.fstat(output).st_size) > said:
+                said, until = size, time.monotonic() + quiet
+    finally:
+        if process.poll() is None:
+            _end(process)
+    return f"{shown}: " + ("its time was over" if until > end else f"silent for {quiet:g} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -181,7 +181,8 @@ def _session(args: argparse.Namespace) -> Session:
     gpus = torch.cuda.device_count()
     if not gpus and not args.rehearse:
         raise UsageError("torch sees no GPU here; --rehearse tries what can be tried without one")
-    name = "rehearsal" if args.rehearse else gpu_name()
+    gpu = "rehearsal" if args.rehearse else torch.cuda.get_device_name(0)
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     work = ROOT / "out" / "gpu" / name
     shutil.rmtree(work, ignore_errors=True)
     for folder in ("logs", "results"):

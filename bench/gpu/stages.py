@@ -30,6 +30,8 @@ COUNTERS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,"
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 )
+KERNEL_TESTS = ("tests/test_ops.py", "tests/test_cuda_ops.py", "tests/test_cuda_low_rank.py")
+RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in ("ddp", "wire", "graphs"))
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
 RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
@@ -62,6 +64,7 @@ class Stage:
         commands: on GPUs.
         rehearsal: the same in tiny form, on a CPU; empty: it needs a GPU.
         tools: programs that must be there.
+        quiet: seconds without a word after which a command is taken to hang, and stopped.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Stage:
     commands: tuple[Command, ...]
     rehearsal: tuple[Command, ...] = ()
     tools: tuple[str, ...] = ()
+    quiet: float = 90.0
 
 
 def stages(context: Context) -> dict[str, Stage]:
@@ -79,11 +83,9 @@ def stages(context: Context) -> dict[str, Stage]:
         kept = ("--json", str(context.results / f"{result}.json")) if result else ()
         return (sys.executable, "-m", "bench", *arguments.split(), *kept)
 
-    def measured(
-        name: str, summary: str, seconds: float, command: str, gpus: str, tiny: str = TINY
-    ) -> Stage:
+    def measured(name: str, summary: str, seconds: float, command: str, gpus: str) -> Stage:
         """One benchmark, with what it is given on GPUs and in a rehearsal."""
-        on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, tiny))
+        on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, TINY))
         return Stage(name, summary, seconds, (on_gpus,), (rehearsed,))
 
     # torch's exact variants that this torch has, and FastDDP's default.
@@ -94,7 +96,7 @@ def stages(context: Context) -> dict[str, Stage]:
     worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
     every = (
         _build(),
-        _tests(),
+        _tests("units", "the kernels do what their slow twins do, in one process", KERNEL_TESTS),
         measured(
             "kernels",
             "pack and unpack against this GPU's own copy and what torch offers",
@@ -102,6 +104,7 @@ def stages(context: Context) -> dict[str, Stage]:
             f"kernels --models {SHAPES} --cases pack,unpack",
             "--device cuda",
         ),
+        _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS),
         measured(
             "overhead",
             "what a wrapper costs where there is nothing to send: one rank",
@@ -138,7 +141,6 @@ def stages(context: Context) -> dict[str, Stage]:
             "kernels --cases encode,reduce,decode,select --models gpt2",
             "--device cuda",
         ),
-        # Only of interest where ranks have GPUs of their own: without --sockets they use NVLink.
         Stage(
             "ranks",
             "steps on several GPUs, over NVLink or PCIe",
@@ -162,16 +164,10 @@ def _build() -> Stage:
     return Stage("build", summary, 300, commands[:1], commands[1:], ("nvcc",))
 
 
-def _tests() -> Stage:
-    files = (*map(str, sorted(Path("tests").glob("test_cuda_*.py"))), "tests/test_ops.py")
+def _tests(name: str, summary: str, files: Command) -> Stage:
     pytest = (sys.executable, "-m", "pytest", "-q")
-    return Stage(
-        "tests",
-        "kernels, streams, graphs, NCCL and Gloo on CUDA tensors do what they should",
-        300,
-        ((*pytest, "-m", "gpu", "--durations=10", *files),),
-        ((*pytest, "--collect-only", "-m", "gpu", *files), (*pytest, "tests/test_ops.py")),
-    )
+    on_gpus = (*pytest, "-m", "gpu", "--durations=10", *files)
+    return Stage(name, summary, 300, (on_gpus,), ((*pytest, "--collect-only", *files),))
 
 
 def _sanitizer(folder: str) -> Stage:
@@ -189,12 +185,12 @@ def _sanitizer(folder: str) -> Stage:
     )
     summary = "the kernels' own tests on the GPU, and under compute-sanitizer"
     tools = ("cmake", "ninja", "nvcc", "compute-sanitizer")
-    return Stage("sanitizer", summary, 300, commands, tools=tools)
+    return Stage("sanitizer", summary, 300, commands, tools=tools, quiet=300)
 
 
 def _profile(kernels: Command, context: Context) -> Stage:
     log = str(context.results / "profile.csv")
     counted = ("ncu", "--clock-control", "none", "--csv", "--log-file", log, "--metrics", COUNTERS)
     few = ("--kernel-name", KERNELS, "--launch-count", "60")
-    summary = "hardware counters of pack and unpack"
-    return Stage("profile", summary, 150, ((*counted, *few, *kernels),), tools=("ncu",))
+    summary, commands = "hardware counters of pack and unpack", ((*counted, *few, *kernels),)
+    return Stage("profile", summary, 150, commands, tools=("ncu",), quiet=150)

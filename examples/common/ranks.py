@@ -51,7 +51,10 @@ class Group:
 
     @property
     def transport(self) -> str:
-        return "NCCL" if self.device.type == "cuda" else "Gloo"
+        daemon = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps") + "/control"  # MPS
+        shares = OVER_SOCKETS in os.environ and self.world > torch.cuda.device_count()
+        nccl = "NCCL, taking turns" if shares and not os.path.exists(daemon) else "NCCL"
+        return nccl if self.device.type == "cuda" else "Gloo"
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum over ranks, on the CPU."""
