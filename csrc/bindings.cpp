@@ -17,6 +17,7 @@
 #include "comm/shm_collective.h"
 #include "comm/shm_words.h"
 #include "engine/reducer.h"
+#include "ops/digests.h"
 #include "ops/lossy_ops.h"
 #include "ops/norms.h"
 #include "ops/ops.h"
@@ -69,6 +70,7 @@ void bind_ops(py::module_& m) {
         py::arg("scale"), py::arg("accumulate"));
   m.def("square_sums", &ops::square_sums, release, py::arg("tensors"));
   m.def("all_finite", &ops::all_finite, release, py::arg("tensors"));
+  m.def("digests", &ops::digests, release, py::arg("tensors"));
   m.def(
       "device_problem",
       [](const std::string& device) { return ops::device_problem(at::Device(device)); },
@@ -389,6 +391,7 @@ void bind_engine(py::module_& m) {
       .def("keeps_plan", &Reducer::keeps_plan, release, py::arg("number"))
       .def("forget_plans", &Reducer::forget_plans, release)
       .def("on_plan_due", &Reducer::on_plan_due, release, py::arg("fn"))
+      .def("compare_every", &Reducer::compare_every, release, py::arg("steps"), py::arg("fn"))
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_local_forward", &Reducer::prepare_local_forward, release)
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"),

@@ -42,8 +42,11 @@ MODULE_LAYERS = {
         ["checkpoint"],
     ],
     "front": [
-        ["buffers", "mixed_precision", "nonfinite", "logging_data", "request", "stages"],
-        ["torch_faces"],
+        [
+            *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
+            "stages",
+        ],
+        ["guards", "torch_faces"],
     ],
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "meeting"],
@@ -107,7 +110,7 @@ CPP_LAYERS = [
     ["kernels"],
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
-    ["ops/loan", "ops/norms", "ops/ops", "comm/worker"],
+    ["ops/digests", "ops/loan", "ops/norms", "ops/ops", "comm/worker"],
     ["comm/shm_bell", "comm/shm_segment", "comm/peers"],
     ["comm/in_flight"],
     ["comm/messages", "comm/sparse_rows"],

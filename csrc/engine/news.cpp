@@ -46,6 +46,8 @@ std::string activity(const Standing& at, const Names& names) {
       return concat("in step ", step, ", gathering ", named(names, at.bucket));
     case Phase::kReducingUnit:
       return concat("in step ", step, ", reducing ", named(names, at.bucket));
+    case Phase::kComparing:
+      return concat("after step ", at.step, ", comparing what all ranks should have");
     default:
       return at.step == 0 ? "before the first step" : concat("after step ", at.step);
   }
@@ -69,6 +71,8 @@ const char* name_of(int64_t phase) {
       return "gathering";
     case Phase::kReducingUnit:
       return "reducing";
+    case Phase::kComparing:
+      return "comparing";
     default:
       return "between steps";
   }

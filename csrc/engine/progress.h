@@ -21,6 +21,7 @@ enum class Phase : int64_t {
   kGathering,  // parameters that an optimizer has stepped on
   kGatheringUnit,
   kReducingUnit,
+  kComparing,  // what all ranks should have
 };
 
 // A copy.

@@ -354,7 +354,7 @@ void Reducer::finish_backward(int64_t generation) {
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
   lock.unlock();
-  make_due_plan();  // before this rank alone complains
+  call_what_is_due();  // before this rank alone complains
   lock.lock();
   noting_errors([&] { FS_CHECK(change.empty(), change); });
 }

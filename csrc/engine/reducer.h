@@ -106,6 +106,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Called at the end of a step where a new plan is due. See [Note: where plans change].
   void on_plan_due(std::function<void()> fn);
+  // Calls `fn` after each synchronised step whose number in the training is a multiple of `steps`: with the averages in place,
+  // and nothing under way.
+  void compare_every(int64_t steps, std::function<void()> fn);
 
   // Start of a forward that will be differentiated, and synchronise. Throws what the previous backward left to say.
   // `captured`: see [Note: captured steps].
@@ -201,7 +204,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void leave_backward(const char* task);
   void check_ended();
   void attach_thawed();
-  void make_due_plan();
+  void call_what_is_due();
+  void call(Phase phase, const std::function<void()>& fn);
   void check_covers(const Plan& plan) const;
   void install(Plan plan, bool keep);
   void forget_unused_plans();
@@ -256,6 +260,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::deque<std::unique_ptr<comm::InFlight>> gathers_;  // of regions, under way
   std::vector<std::function<void()>> at_end_;
   std::function<void()> plan_due_;
+  std::function<void()> compare_;
+  int64_t compared_every_ = 0;  // steps; 0: nothing is compared
   double divisor_ = 1.0;
 
   Plan plan_;

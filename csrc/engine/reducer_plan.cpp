@@ -102,19 +102,34 @@ void Reducer::on_plan_due(std::function<void()> fn) {
   plan_due_ = std::move(fn);
 }
 
-// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
-void Reducer::make_due_plan() {
+void Reducer::compare_every(int64_t steps, std::function<void()> fn) {
+  const Lock lock(mutex_);
+  FS_CHECK_VALUE(steps > 0, "nothing can be compared every ", steps, " steps");
+  compared_every_ = steps;
+  compare_ = std::move(fn);
+}
+
+// Every rank comes here after the same steps. Not under the lock: Python plans and compares, and other threads of it may ask us
+// things.
+void Reducer::call_what_is_due() {
+  std::function<void()> compare;
   std::function<void()> make_plan;
   {
     const Lock lock(mutex_);
     if (captured_) return;
+    if (compared_every_ > 0 && steps() % compared_every_ == 0) compare = compare_;
     const bool asked = watch_.replan_due();
     if (asked || (plan_.until >= 0 && steps() >= plan_.until)) make_plan = plan_due_;
   }
-  if (!make_plan) return;
-  if (precision_) precision_->end_forward();  // plans look at what parameters are stored in
-  log_.progress()->reach(Phase::kPlanning);
-  make_plan();
+  call(Phase::kPlanning, make_plan);
+  call(Phase::kComparing, compare);
+}
+
+void Reducer::call(Phase phase, const std::function<void()>& fn) {
+  if (!fn) return;
+  if (precision_) precision_->end_forward();  // Python looks at what parameters are stored in
+  log_.progress()->reach(phase);
+  fn();
   log_.progress()->reach(Phase::kBetweenSteps);
 }
 

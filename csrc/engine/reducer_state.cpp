@@ -222,7 +222,7 @@ void Reducer::shadow_step() {
   log_.count_steps(++stats_.steps);
   forget_unused_plans();
   lock.unlock();
-  make_due_plan();
+  call_what_is_due();
 }
 
 std::optional<GradientSquares> Reducer::squares(const std::vector<at::Tensor>& params,

@@ -5,6 +5,7 @@
 #include "../ops/buffers.cpp"
 #include "../ops/codec_ops.cpp"
 #include "../ops/device.cpp"
+#include "../ops/digests.cpp"
 #include "../ops/items.cpp"
 #include "../ops/loan.cpp"
 #include "../ops/lossy_ops.cpp"

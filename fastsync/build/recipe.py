@@ -27,8 +27,8 @@ from pathlib import Path
 MODULE = "_C"
 # By their folder in csrc.
 _CPP_NAMES = {
-    "kernels": "norm_cpu pack_cpu codec_cpu select_cpu low_rank_cpu sum_cpu",
-    "ops": "buffers device items ops loan pool codec_ops lossy_ops norms",
+    "kernels": "norm_cpu digest_cpu pack_cpu codec_cpu select_cpu low_rank_cpu sum_cpu",
+    "ops": "buffers device items ops loan pool codec_ops lossy_ops norms digests",
     "comm": (
         "sparse_rows collective messages peers worker shm_segment shm_bell shm_channel shm_mail "
         "shm_memory incoming shm_collective shm_words shm_messages chain python_hook"

@@ -62,6 +62,7 @@ __all__ = [
     "coded_spec",
     "decode",
     "device_problem",
+    "digests",
     "encode",
     "load",
     "low_rank_spec",
@@ -163,6 +164,14 @@ def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
 def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Which tensors hold neither NaN nor infinity; the host waits for the answer."""
     return _C.all_finite(tensors)
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """64 bits of each dense tensor that differ where its elements do, bit for bit.
+
+    Equal on all ranks that have the same elements, however these lie in memory.
+    """
+    return _C.digests(tensors)
 
 
 def encode(

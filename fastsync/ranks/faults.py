@@ -17,8 +17,8 @@ class SyncFault(RuntimeError):
         ranks: those that were missing, of the process group.
         phase: what the first of them was doing when it was last heard of: "forward", "after
             forward", "backward", "waiting" (for a bucket), "gathering" (parameters), "reducing" (a
-            unit's gradients), "planning" or "between steps"; empty where it had not wrapped the
-            model yet.
+            unit's gradients), "planning", "comparing" (replicas) or "between steps"; empty where
+            it had not wrapped the model yet.
         bucket: that this rank waited for, from 0; -1 where it waited for something else.
         parameters: names of those in that bucket, or unit.
         seconds: that this rank had waited.
