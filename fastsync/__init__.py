@@ -12,6 +12,8 @@ from fastsync.build.recipe import BuildError
 from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
 from fastsync.front.nonfinite import NonFiniteGradientError
+from fastsync.front.replicas import ReplicaError
+from fastsync.plan.policy import ReplicaPolicy
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.leaving import guard_exit
@@ -35,6 +37,8 @@ __all__ = [
     "NonFiniteGradientError",
     "PowerSGD",
     "RankMismatchError",
+    "ReplicaError",
+    "ReplicaPolicy",
     "SyncFault",
     "SyncStats",
     "TimelinePolicy",

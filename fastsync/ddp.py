@@ -20,13 +20,13 @@ from fastsync.engine import checkpoint
 from fastsync.engine.engine import Engine
 from fastsync.engine.watch import explained
 from fastsync.front.buffers import BufferWatch, buffer_arguments
+from fastsync.front.guards import make_guards
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.front.nonfinite import NonFiniteGuard
 from fastsync.front.request import Request, check_hook, check_join, named_params
 from fastsync.front.stages import StagedFront
 from fastsync.front.torch_faces import FrontLogger, FrontReducer
-from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.policy import BucketPolicy, MixedPolicy, ReplicaPolicy, SyncPolicy, ZeroPolicy
 from fastsync.shard.norms import clip_norm
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.policy import TimelinePolicy
@@ -84,6 +84,8 @@ class FastDDP(StagedFront):
             "int8". Each rank keeps exact ones of its share; see docs/zero.md, docs/zero3.md.
         on_nonfinite: what becomes of a step on gradients that hold NaN or infinity: "skip" leaves
             it out, "raise" makes it an error, on every rank; both name parameter and ranks.
+        check_replicas: True compares parameters and averages of all ranks every 10 steps; if any
+            bit differs, the error names it. A `ReplicaPolicy` says more; see docs/faults.md.
         shared_memory: False has CPU ranks of one machine average through the process group, too.
         tune: True tries other sizes of buckets in the first 50 steps and keeps, for later runs too,
             what measures faster. A `TunePolicy` says more; see docs/tuning.md.
@@ -126,6 +128,7 @@ class FastDDP(StagedFront):
         master_weights: bool = False,
         parameter_wire: str | None = None,
         on_nonfinite: str = "ignore",
+        check_replicas: bool | ReplicaPolicy = False,
         shared_memory: bool = True,
         tune: bool | TunePolicy = False,
     ) -> None:
@@ -145,12 +148,12 @@ class FastDDP(StagedFront):
                 ),
                 on_nonfinite=on_nonfinite,
                 shared_memory=shared_memory,
+                replicas=ReplicaPolicy.of(check_replicas),
             ),
             lambda: TimelinePolicy.of(timeline),
             lambda: TunePolicy.of(tune),
         )
-        self._buffer_watch = BufferWatch()
-        self._units = None if units is None else list(units)
+        self._buffer_watch, self._units = BufferWatch(), None if units is None else list(units)
         with request.explained():
             super().__init__(
                 module,
@@ -172,8 +175,7 @@ class FastDDP(StagedFront):
                 **buffer_arguments(broadcast_buffers, forward_sync_buffers),
             )
         if forward_sync_buffers is not None:
-            # On a torch without that argument this is the name of the same switch.
-            self.broadcast_buffers = forward_sync_buffers
+            self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
         self._set_mixed_precision(mixed_precision)
 
     def _set_mixed_precision(self, mixed_precision: object) -> None:
@@ -201,9 +203,8 @@ class FastDDP(StagedFront):
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
         in_lockstep = partial(_in_lockstep, weakref.ref(self))
-        self._guard = NonFiniteGuard(engine) if self._policy.checks_finite else None
-        zero = self._policy.zero
-        sharded = ShardedOptimizers(engine, zero) if zero.stage else None
+        self._guards = make_guards(engine)
+        sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
         attach_tuner(engine, self._tune)
         self.reducer = FrontReducer(engine, logger, recorder, in_lockstep, sharded)
@@ -273,7 +274,7 @@ class FastDDP(StagedFront):
         """As in DistributedDataParallel.
 
         Raises:
-            ValueError: with zero or on_nonfinite: a rank without inputs would miss others' steps.
+            ValueError: with zero, on_nonfinite or check_replicas: ranks without inputs miss steps.
         """
         check_join(self._policy, enable)
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
@@ -443,6 +444,5 @@ class FastDDP(StagedFront):
 def _in_lockstep(model: weakref.ref[FastDDP]) -> bool:
     """Whether all ranks have all forwards in common: under join(), and under no_sync()."""
     alive = model()
-    if alive is None:
-        return False
-    return bool(alive._join_config.enable) or alive._engine.policy.reduces_always
+    joins = alive is not None and alive._join_config.enable
+    return alive is not None and (joins or alive._engine.policy.reduces_always)

@@ -2,7 +2,7 @@
 
 import torch
 
-from fastsync import FastDDP
+from fastsync import FastDDP, ReplicaPolicy
 from fastsync.testing import count_dispatched_ops, run_ranks
 from tests.models import many
 
@@ -45,3 +45,11 @@ def test_nor_where_ranks_share_the_optimizers_state_over_a_network():
     for stage in (1, 2):
         check({"zero": stage, "shared_memory": False})
     check({"zero": 2, "shared_memory": False, "wire": "int8", "parameter_wire": "int8"})
+
+
+def test_comparing_replicas_adds_none_to_the_steps_in_between():
+    plain, rarely, always = (
+        run_ranks(count, 2, {"check_replicas": policy})[0][1]
+        for policy in (False, ReplicaPolicy(every=100), ReplicaPolicy(every=1))
+    )
+    assert plain == rarely < always, "a comparison can be counted"

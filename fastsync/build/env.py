@@ -42,6 +42,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "master_weights": bool,
     "parameter_wire": str,
     "on_nonfinite": str,
+    "check_replicas": bool,
     "shared_memory": bool,
     "tune": bool,
 }

@@ -78,6 +78,7 @@ class Request:
                 "mixed_precision": str(settled.mixed),
                 "zero": str(settled.zero),
                 "on_nonfinite": settled.on_nonfinite,
+                "check_replicas": str(settled.replicas),
                 "shared_memory": str(settled.shared_memory),
                 "tune": describe_tuning(tuned),
             }
@@ -317,6 +318,11 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
         raise ValueError(
             "a rank that has run out of inputs makes no steps that could be skipped; use "
             "on_nonfinite='ignore' with join()"
+        )
+    if policy.replicas is not None:
+        raise ValueError(
+            "a rank that has run out of inputs makes no optimizer steps, so its weights are others "
+            "until the end of join(), and check_replicas would find that; leave it out"
         )
     if policy.zero.stage:
         raise ValueError(

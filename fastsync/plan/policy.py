@@ -16,6 +16,7 @@ __all__ = [
     "PARAMETER_WIRES",
     "BucketPolicy",
     "MixedPolicy",
+    "ReplicaPolicy",
     "SyncPolicy",
     "UnitWires",
     "ZeroPolicy",
@@ -275,6 +276,44 @@ class UnitWires:
         return self.gradients.describe() + parameters
 
 
+@dataclass(frozen=True)
+class ReplicaPolicy:
+    """How often the ranks compare what all of them should have, and what a difference leads to.
+
+    Attributes:
+        every: synchronised backwards from one comparison to the next.
+        repair: ranks that differ take over what most ranks have. False, or where there is no
+            majority: an error, on every rank.
+
+    Raises:
+        TypeError, ValueError: `every` is no positive number.
+    """
+
+    every: int = 10
+    repair: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool):
+            raise TypeError(f"check_replicas: every must be a number, but is {self.every!r}")
+        if self.every < 1:
+            raise ValueError(f"check_replicas: every must be at least 1, but is {self.every}")
+
+    @classmethod
+    def of(cls, wanted: bool | ReplicaPolicy) -> ReplicaPolicy | None:
+        """From FastDDP's argument: True, a policy, or False.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if isinstance(wanted, ReplicaPolicy):
+            return wanted
+        if not isinstance(wanted, bool):
+            raise TypeError(
+                f"check_replicas must be True, False or a ReplicaPolicy, but is {wanted!r}"
+            )
+        return cls() if wanted else None
+
+
 ON_NONFINITE = ("ignore", "skip", "raise")
 
 
@@ -296,6 +335,7 @@ class SyncPolicy:
         on_nonfinite: what a step does with gradients that hold NaN or infinity, one of
             `ON_NONFINITE`.
         shared_memory: the ranks of one machine may average through memory that they share.
+        replicas: when they compare what all of them should have; None: never.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -310,6 +350,7 @@ class SyncPolicy:
     zero: ZeroPolicy = ZeroPolicy()
     on_nonfinite: str = "ignore"
     shared_memory: bool = True
+    replicas: ReplicaPolicy | None = None
 
     @property
     def checks_finite(self) -> bool:
@@ -352,6 +393,11 @@ class SyncPolicy:
 
     def _check_stage3(self) -> None:
         UnitWires(self.wire, self.zero.parameter_wire)
+        if self.replicas is not None:
+            raise ValueError(
+                "check_replicas compares what every rank has, and with zero=3 each has its share "
+                "of everything; leave it out"
+            )
         asked = {
             "mixed_precision (use fastsync.fully_shard with mp_policy)": self.mixed
             != MixedPolicy(),

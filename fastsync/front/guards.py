@@ -1,0 +1,21 @@
+"""Who looks at gradients and parameters for what no error tells of."""
+
+from __future__ import annotations
+
+from fastsync.engine.engine import Engine
+from fastsync.engine.steps import StepWatcher
+from fastsync.front.nonfinite import NonFiniteGuard
+from fastsync.front.replicas import ReplicaGuard
+
+__all__ = ["make_guards"]
+
+
+def make_guards(engine: Engine) -> list[StepWatcher]:
+    """Those that the policy asks for; they look as long as somebody holds them."""
+    policy = engine.policy
+    guards: list[StepWatcher] = []
+    if policy.checks_finite:
+        guards.append(NonFiniteGuard(engine))
+    if policy.replicas is not None and engine.group.size() > 1:
+        guards.append(ReplicaGuard(engine, policy.replicas))
+    return guards

@@ -1,0 +1,270 @@
+"""What all ranks should have, compared bit for bit: parameters, and averages of gradients.
+
+A flipped bit in one rank's memory raises no error, and each step that follows carries it on. So at
+the end of every so many synchronised backwards each rank digests what it has. One number of all of
+it is compared first; only where ranks differ do the digests of single tensors travel, which tell
+the parameter and, by majority, the ranks.
+
+Nothing is under way then, and the optimizer has not stepped yet: what is repaired here has done no
+more harm than to this rank's part of one average.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fastsync.engine import core
+from fastsync.engine.engine import Engine
+from fastsync.engine.steps import StepWatcher, watch_steps
+from fastsync.engine.watch import explained
+from fastsync.plan.policy import ReplicaPolicy
+from fastsync.shard.gradients import ShardedGradient
+from fastsync.torch_private import without_modes
+
+__all__ = ["ReplicaError", "ReplicaGuard"]
+
+_log = logging.getLogger("fastsync")
+_ABSENT = 0  # what stands for a gradient that is not there, or not compared
+
+
+class ReplicaError(RuntimeError):
+    """The ranks hold different parameters, or different averages of gradients.
+
+    Attributes:
+        parameters: names, in the order of the model.
+        ranks: by parameter, those that differ from the majority; all of them where there is none.
+        step: after which the ranks were compared, counted from 1.
+    """
+
+    def __init__(
+        self, message: str, parameters: list[str], ranks: list[list[int]], step: int
+    ) -> None:
+        super().__init__(message)
+        self.parameters, self.ranks, self.step = parameters, ranks, step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.parameters, self.ranks, self.step)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A tensor that is not the same on all ranks.
+
+    Attributes:
+        index: of the parameter.
+        what: in words.
+        tensor: this rank's; None where it has none.
+        wrong: the ranks that differ from the majority; all where there is none.
+        source: the first rank of the majority; None where there is none, or it has no such tensor.
+    """
+
+    index: int
+    what: str
+    tensor: torch.Tensor | None
+    wrong: list[int]
+    source: int | None
+
+
+class ReplicaGuard(StepWatcher):
+    """Compares what the ranks of an engine have.
+
+    Args:
+        engine: whose parameters and gradients.
+        policy: when, and what becomes of a difference.
+    """
+
+    def __init__(self, engine: Engine, policy: ReplicaPolicy) -> None:
+        self._engine, self._policy = engine, policy
+        # In the order of their first steps.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+        me = weakref.ref(self)
+        engine.core.compare_every(policy.every, lambda: _compare(me))
+        watch_steps(self)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._optimizers.setdefault(optimizer, None)
+
+    def compare(self) -> None:
+        """Collective, at the end of a backward.
+
+        Raises:
+            ReplicaError: the ranks differ, and nothing is to be repaired, or nobody knows how.
+        """
+        group = self._engine.group
+        held = [*self._parameters(), *self._averages()]
+        digests = self._digests(held)
+        with explained(group, "the comparison of what all ranks should have"):
+            if self._are_alike(digests):
+                return
+            findings = self._locate(held, self._everyones(digests))
+            step = self._engine.core.steps()
+            if not self._policy.repair or any(f.source is None for f in findings):
+                raise self._error(findings, step)
+            for finding in findings:
+                self._repair(finding)
+        self._say(findings, step)
+
+    def _parameters(self) -> list[torch.Tensor | None]:
+        return [param.tensor.detach() for param in self._engine.params]
+
+    def _averages(self) -> list[torch.Tensor | None]:
+        """Of the parameters whose gradients have just been averaged, and which every rank has.
+
+        Where nobody used a parameter, its gradient stays what each rank had.
+        """
+        params = self._engine.params
+        counts = self._engine.core.used_counts()
+        counts += [0] * (len(params) - len(counts))
+        grads = (param.tensor.grad for param in params)
+        return [
+            grad if used and _is_whole(grad) else None
+            for grad, used in zip(grads, counts, strict=True)
+        ]
+
+    def _digests(self, held: Sequence[torch.Tensor | None]) -> list[int]:
+        known = iter(core.digests([tensor for tensor in held if tensor is not None]))
+        return [_ABSENT if tensor is None else next(known) for tensor in held]
+
+    def _are_alike(self, digests: Sequence[int]) -> bool:
+        """Whether all ranks have the same: by the largest and the smallest digest of everything."""
+        (mine,) = core.digests([torch.tensor(digests, dtype=torch.int64)])
+        both = torch.tensor([mine, ~mine], dtype=torch.int64, device=self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._engine.group)
+        largest, smallest = both.tolist()
+        return bool(largest == ~smallest)
+
+    def _everyones(self, digests: Sequence[int]) -> list[list[int]]:
+        group = self._engine.group
+        mine = torch.tensor(digests, dtype=torch.int64, device=self._device)
+        rows = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(rows, mine, group=group)
+        return [row.tolist() for row in rows]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._engine.params[0].tensor.device
+
+    def _locate(
+        self, held: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]
+    ) -> list[_Finding]:
+        params = self._engine.params
+        findings = []
+        for place, digests in enumerate(zip(*rows, strict=True)):
+            (digest, count), *others = Counter(digests).most_common()
+            if not others:
+                continue
+            index = place % len(params)
+            kind = "parameter" if place < len(params) else "the average gradient of parameter"
+            known = 2 * count > len(digests)
+            wrong = [r for r, other in enumerate(digests) if other != digest or not known]
+            # A tensor that some rank lacks cannot be sent to it in place.
+            source = digests.index(digest) if known and _ABSENT not in digests else None
+            what = f"{kind} {params[index].name!r}"
+            findings.append(_Finding(index, what, held[place], wrong, source))
+        return sorted(findings, key=lambda finding: finding.index)
+
+    def _error(self, findings: Sequence[_Finding], step: int) -> ReplicaError:
+        first, *others = findings
+        more = f", and {len(others)} more tensors differ" if others else ""
+        if len(first.wrong) < self._engine.group.size():
+            text = f"{_ranks(first.wrong)} from the other ranks in {first.what}"
+            remedy = "A rank that differs again and again has a broken machine"
+        else:
+            text = f"{_ranks(first.wrong)} from each other in {first.what}"
+            remedy = "No value has a majority, so nobody can say which ranks are right"
+        remedy += ". Restart from a checkpoint"
+        if not self._policy.repair and all(f.source is not None for f in findings):
+            remedy += (
+                ", or have ranks take over what most of them have: "
+                "check_replicas=fastsync.ReplicaPolicy(repair=True)"
+            )
+        return ReplicaError(
+            f"after step {step}, {text}{more}. A bit was flipped, or a script changed one rank "
+            f"alone. {remedy}",
+            [self._engine.params[finding.index].name for finding in findings],
+            [finding.wrong for finding in findings],
+            step,
+        )
+
+    def _repair(self, finding: _Finding) -> None:
+        """Collective. Every rank has what the majority had, and its optimizers' state."""
+        group, tensor = self._engine.group, finding.tensor
+        assert tensor is not None and finding.source is not None
+        flat = tensor.detach().resolve_conj().resolve_neg().clone().reshape(-1).contiguous()
+        dist.broadcast(flat.view(torch.uint8), group_src=finding.source, group=group)
+        is_wrong = group.rank() in finding.wrong
+        if is_wrong:
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.shape))
+        if finding.what.startswith("parameter") and self._engine.policy.zero.stage == 0:
+            self._repair_states(finding, is_wrong)
+
+    def _repair_states(self, finding: _Finding, is_wrong: bool) -> None:
+        """What led a parameter astray may stand in the state of its optimizer, too."""
+        param = self._engine.params[finding.index].tensor
+        states = [o.state[param] for o in self._optimizers if param in o.state]
+        told: list[Any] = [[_on_host(state) for state in states]]
+        dist.broadcast_object_list(
+            told, group_src=finding.source, group=self._engine.group, device=self._device
+        )
+        if is_wrong:
+            for mine, theirs in zip(states, told[0], strict=False):
+                _take_over(mine, theirs)
+
+    def _say(self, findings: Sequence[_Finding], step: int) -> None:
+        """On rank 0, and on those that were repaired."""
+        rank = self._engine.group.rank()
+        for finding in findings:
+            if rank == 0 or rank in finding.wrong:
+                _log.warning(
+                    "fastsync: after step %d, %s from the other ranks in %s, and took over what "
+                    "rank %d has. A rank that differs again and again has a broken machine",
+                    step,
+                    _ranks(finding.wrong, "differed"),
+                    finding.what,
+                    finding.source,
+                )
+
+
+def _compare(guard: weakref.ref[ReplicaGuard]) -> None:
+    """What the reducer calls; it must not keep its engine alive."""
+    alive = guard()
+    if alive is not None:
+        with without_modes(), torch.no_grad():  # the modes of the backward that has just ended
+            alive.compare()
+
+
+def _is_whole(grad: torch.Tensor | None) -> bool:
+    """Whether this rank has all elements, one after the other or in strides."""
+    spread = isinstance(grad, ShardedGradient)
+    return grad is not None and not spread and grad.layout is torch.strided
+
+
+def _ranks(ranks: Sequence[int], verb: str = "") -> str:
+    names = ", ".join(map(str, ranks))
+    if len(ranks) == 1:
+        return f"rank {names} {verb or 'differs'}"
+    return f"ranks {names} {verb or 'differ'}"
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+
+
+def _take_over(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """In place where it can be: somebody else may hold these tensors."""
+    for name, value in theirs.items():
+        own = mine.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            own.copy_(value)
+        else:
+            mine[name] = value
