@@ -44,6 +44,8 @@ class Case:
         self.note(f"theme: {drawn.theme}")
         if "tune" in drawn.options:
             self.note("tune")
+        if drawn.compares:
+            self.note("comparing")
         twins = twins or Twins(Tree(self.rng, drawn), self.rng, self.mine)
         return Wrapped(self.seat, drawn, twins, self.rng, self.mine, group)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import TunePolicy, Wire
+from fastsync import ReplicaPolicy, TunePolicy, Wire
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import PARAMETER_WIRES
 from fastsync.wire.formats import FORMATS
@@ -94,6 +94,11 @@ class Drawn:
         return self.options["on_nonfinite"] != "ignore"
 
     @property
+    def compares(self):
+        """What all ranks should have."""
+        return "check_replicas" in self.options
+
+    @property
     def rounds_sums(self):
         """Whether what is added up is rounded on the way, however much of it cancels out."""
         return bool(self.mixed or self.zero)
@@ -115,6 +120,8 @@ def draw(rng, world, theme=None):
         "on_nonfinite": "ignore" if theme == "hook" else rng.choice(("ignore", "ignore", "skip")),
         "shared_memory": rng.random() < 0.5,
     }
+    if rng.random() < 0.4:
+        options["check_replicas"] = ReplicaPolicy(every=rng.choice((1, 1, 2)))
     if theme not in ("hook", "zero") and rng.random() < 0.25:
         options |= {"bucket_cap_mb": None, "tune": TUNED}
     if theme == "plain":

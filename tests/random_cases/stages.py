@@ -355,7 +355,8 @@ def uneven(wrapped):
 
 
 def may_join(wrapped):
-    return wrapped.drawn.theme in ("plain", "hook") and not wrapped.drawn.looks
+    drawn = wrapped.drawn
+    return drawn.theme in ("plain", "hook") and not (drawn.looks or drawn.compares)
 
 
 def poisoned(wrapped):
