@@ -1,4 +1,4 @@
-// Python bindings of what looks out for other ranks' faults.
+// Python bindings of what looks out for other ranks' faults, and pace.
 #include <signal.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -96,6 +96,12 @@ void bind_watch(py::module_& m) {
       error.restore();
     }
   });
+  py::class_<engine::PaceRecord>(m, "PaceRecord")
+      .def_readonly("rank", &engine::PaceRecord::rank)
+      .def_readonly("times", &engine::PaceRecord::times);
+  py::class_<engine::PaceReport>(m, "PaceReport")
+      .def_readonly("steps", &engine::PaceReport::steps)
+      .def_readonly("earliest", &engine::PaceReport::earliest);
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<FaultWatch, std::shared_ptr<FaultWatch>>(m, "FaultWatch")
       .def(py::init(&make_watch), py::arg("host"), py::arg("warn_after"), py::arg("stack_file"),

@@ -373,7 +373,8 @@ void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
-      .def_readonly("unused", &engine::ForwardAdvice::unused);
+      .def_readonly("unused", &engine::ForwardAdvice::unused)
+      .def_readonly("paced", &engine::ForwardAdvice::paced);
   using engine::Precision;
   py::class_<Precision, std::shared_ptr<Precision>>(m, "Precision")
       .def(py::init<Tensors, at::ScalarType>(), py::arg("params"), py::arg("compute"))
@@ -427,6 +428,8 @@ void bind_engine(py::module_& m) {
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)
       .def("last_step", &last_step_dict)
+      .def("pace", &Reducer::pace, release)
+      .def("await_buffers", &Reducer::await_buffers, py::arg("exchange"))
       .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))
       .def("used_counts", &Reducer::used_counts, release)
       .def("backward_running", &Reducer::backward_running)

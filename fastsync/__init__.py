@@ -11,6 +11,7 @@ from types import ModuleType
 from fastsync.build.recipe import BuildError
 from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
+from fastsync.engine.pace import SlowRanks
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.front.replicas import ReplicaError
 from fastsync.plan.policy import ReplicaPolicy
@@ -39,6 +40,7 @@ __all__ = [
     "RankMismatchError",
     "ReplicaError",
     "ReplicaPolicy",
+    "SlowRanks",
     "SyncFault",
     "SyncStats",
     "TimelinePolicy",

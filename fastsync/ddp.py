@@ -244,7 +244,7 @@ class FastDDP(StagedFront):
         watch = self._buffer_watch
         usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
         if not usual or (watch.stale and self.process_group.size() > 1):
-            super()._sync_buffers()
+            self._engine.core.await_buffers(super()._sync_buffers)
         watch.stale = False
 
     @untraced
@@ -422,7 +422,7 @@ class FastDDP(StagedFront):
         engine = self._engine
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
         steps = self._recorder.steps() if self._recorder is not None else []
-        return make_stats(engine.core.stats(), sizes, steps, one_rank_step)
+        return make_stats(engine.core.stats(), sizes, steps, one_rank_step, engine.pace.measured())
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes what has been recorded so far; every rank calls it.

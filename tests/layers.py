@@ -36,7 +36,7 @@ MODULE_LAYERS = {
     ],
     "engine": [
         ["core", "agreement", "reports", "steps", "unused"],
-        ["memory", "shares", "sizing", "state", "watch"],
+        ["memory", "pace", "shares", "sizing", "state", "watch"],
         ["routes"],
         ["engine"],
         ["checkpoint"],
@@ -114,7 +114,7 @@ CPP_LAYERS = [
     ["comm/shm_bell", "comm/shm_segment", "comm/peers"],
     ["comm/in_flight"],
     ["comm/messages", "comm/sparse_rows"],
-    ["engine/process", "engine/progress", "engine/timeline"],
+    ["engine/pace", "engine/process", "engine/progress", "engine/timeline", "engine/words"],
     ["ops/codec_ops", "ops/lossy_ops", "ops/pool", "comm/shm_channel", "comm/shm_mail"],
     ["comm/incoming"],
     ["comm/collective"],
@@ -141,7 +141,7 @@ CPP_LAYERS = [
     ["transport/coded_regions", "transport/node_regions"],
     ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
     ["transport/choose"],
-    ["engine/news"],
+    ["engine/news", "engine/pace_board"],
     ["engine/fault_watch"],
     [
         "engine/autograd_hooks",

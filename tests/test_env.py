@@ -29,12 +29,13 @@ def test_every_variable():
             "FASTSYNC_SHM": "0",
             "FASTSYNC_WATCH": "0",
             "FASTSYNC_STALL_WARN": "30",
+            "FASTSYNC_STRAGGLER_WARN": "0.25",
             "FASTSYNC_UNIT_MEMORY_MB": "0.5",
         }
     )
     expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, True, 2.5, 3)
-    expected = replace(expected, shared_memory=False, watch=False)
-    assert env == replace(expected, stall_warn=30.0, unit_memory_mb=0.5)
+    watching = replace(expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25)
+    assert env == replace(watching, unit_memory_mb=0.5)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 
@@ -46,6 +47,8 @@ def test_every_variable():
         ("FASTSYNC_SHM", "yes"),
         ("FASTSYNC_WATCH", "yes"),
         ("FASTSYNC_STALL_WARN", "0"),
+        ("FASTSYNC_STRAGGLER_WARN", "10"),
+        ("FASTSYNC_STRAGGLER_WARN", "nan"),
         ("FASTSYNC_UNIT_MEMORY_MB", "0"),
         ("FASTSYNC_UNIT_MEMORY_MB", "much"),
         ("FASTSYNC_UNIT_MEMORY_MB", "inf"),

@@ -77,6 +77,7 @@ def test_a_rank_that_sleeps_is_the_straggler(tmp_path):
     run = load(tmp_path / "run.json")
     assert find_straggler(run, by_step(run)).rank == 1
     assert "rank 1 launches last in" in summary_text(run)
+    assert "it is slow in forward" in summary_text(run)
 
 
 def write_twice(rank, world, folder):

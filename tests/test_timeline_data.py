@@ -4,7 +4,17 @@ import json
 
 import pytest
 
-from fastsync.timeline.data import by_step, find_straggler, launch_lag, load, merge, steps_of
+from fastsync.timeline.data import (
+    BucketInfo,
+    Run,
+    by_step,
+    find_straggler,
+    launch_lag,
+    load,
+    merge,
+    steps_of,
+)
+from fastsync.timeline.views import summary_text
 from tests.runs import MS, made_up_run, record, step_events
 
 
@@ -71,6 +81,38 @@ def test_the_straggler_is_named():
     straggler = find_straggler(run, by_step(run))
     assert (straggler.rank, straggler.late_steps, straggler.steps) == (1, 4, 4)
     assert straggler.lag == pytest.approx(0.008)
+    assert straggler.slow == "backward"
+
+
+def late_run(where, steps=4):
+    """Three ranks; the last takes 20 ms longer somewhere, the others wait for it."""
+    late = {"between steps": (20, 20, 0), "forward": (0, 20, 0), "backward": (0, 0, 20)}
+    before, forward, backward = late.get(where, (0, 0, 0))
+    ranks = []
+    for rank in range(3):
+        mine = rank == 2
+        events = []
+        for number in range(steps):
+            at = 100 * number + mine * before
+            begin = 10 + mine * (forward - before)
+            ready = begin + 10 + mine * backward
+            packed = ready + (21 if mine and where == "packing" else 1)
+            done = 100 * number + 45 - at
+            events += step_events(
+                number, at, [(ready, packed, packed, done)], (begin, packed + 1), done
+            )
+        ranks.append(record(rank, events))
+    return Run("Net", 3, "gloo", "cpu", "2", ((BucketInfo(("w",), 1, "float32"),),), tuple(ranks))
+
+
+@pytest.mark.parametrize("where", ["between steps", "forward", "backward", "packing"])
+def test_what_the_straggler_is_slow_with(where):
+    run = late_run(where)
+    straggler = find_straggler(run, by_step(run))
+    assert (straggler.rank, straggler.slow) == (2, where)
+    assert straggler.lag == pytest.approx(0.02)
+    named = where if where == "between steps" else f"in {where}"
+    assert f"20.00 ms after the others; it is slow {named}" in summary_text(run)
 
 
 @pytest.mark.parametrize("run", [made_up_run(late=0.1), made_up_run(late=8, error=9 * MS)])

@@ -56,6 +56,7 @@ def test_it_says_what_matters(open_page):
     verdict = page.locator("#verdict").inner_text()
     assert "68.0 ms" in verdict and "18.0 ms (26 %)" in verdict
     assert "Rank 1 is the straggler" in verdict and "8.00 ms after the others" in verdict
+    assert "It is slow in backward" in verdict
     assert page.locator("#tiles .tile").count() == 5
     assert "on 2 ranks" in page.locator("h1").inner_text()
 

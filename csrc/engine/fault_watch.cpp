@@ -79,7 +79,7 @@ std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t ra
     neighbours_[other].heard = Clock::now();  // one that never speaks is silent from here on
   }
   comm::Peers::Listener listener;
-  listener.beat = [this] { return encode(standings()); };
+  listener.beat = [this] { return beat(); };
   listener.on_beat = [this](int64_t other, const std::string& beat) { on_beat(other, beat); };
   listener.on_news = [this](const std::string& news) { on_news(news); };
   listener.on_closed = [this](int64_t other) { on_closed(other); };
@@ -87,9 +87,10 @@ std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t ra
   return peers_.connect(addresses, rank, std::move(listener));
 }
 
-size_t FaultWatch::add(std::shared_ptr<const Progress> progress, Names names) {
+size_t FaultWatch::add(std::shared_ptr<const Progress> progress, Names names,
+                       std::shared_ptr<PaceBoard> board) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  models_.push_back({std::move(progress), std::move(names)});
+  models_.push_back({std::move(progress), std::move(names), std::move(board)});
   return models_.size() - 1;
 }
 
@@ -102,9 +103,22 @@ std::vector<Standing> FaultWatch::standings() const {
 
 // -- the thread's --
 
-void FaultWatch::on_beat(int64_t rank, const std::string& beat) {
+std::string FaultWatch::beat() const {
+  Beat beat{standings(), {}};
   const std::lock_guard<std::mutex> lock(mutex_);
-  neighbours_[rank] = {decode_standings(beat), Clock::now()};
+  for (const Model& model : models_) {
+    beat.paces.push_back(model.board ? model.board->encode() : "");
+  }
+  return encode(beat);
+}
+
+void FaultWatch::on_beat(int64_t rank, const std::string& bytes) {
+  Beat beat = decode_beat(bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < std::min(models_.size(), beat.paces.size()); ++i) {
+    if (models_[i].board) models_[i].board->merge(beat.paces[i]);
+  }
+  neighbours_[rank] = {std::move(beat.standings), Clock::now()};
 }
 
 void FaultWatch::on_closed(int64_t rank) {

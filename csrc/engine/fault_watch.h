@@ -26,6 +26,7 @@
 
 #include "../comm/peers.h"
 #include "news.h"
+#include "pace_board.h"
 
 namespace fastsync::engine {
 
@@ -88,7 +89,9 @@ class FaultWatch {
   // All ranks of the group. Returns those that could not be reached. On the thread whose stack others shall see.
   std::vector<int64_t> connect(std::vector<Member> members, int64_t rank);
   // A model of the group, in the order in which every rank makes them. Returns its number.
-  size_t add(std::shared_ptr<const Progress> progress, Names names);
+  // `board`: where it learns which ranks the others wait for; null: nowhere.
+  size_t add(std::shared_ptr<const Progress> progress, Names names,
+             std::shared_ptr<PaceBoard> board = nullptr);
 
   // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the interpreter raises: because a rank
   // that is wanted has ended, or a signal has come. Warns of ranks that are late.
@@ -119,10 +122,12 @@ class FaultWatch {
   struct Model {
     std::shared_ptr<const Progress> progress;
     Names names;
+    std::shared_ptr<PaceBoard> board;
   };
 
   std::vector<Standing> standings() const;
-  void on_beat(int64_t rank, const std::string& beat);
+  std::string beat() const;
+  void on_beat(int64_t rank, const std::string& bytes);
   void on_closed(int64_t rank);
   void on_news(const std::string& bytes);
   void answer(const News& question);

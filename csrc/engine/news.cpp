@@ -1,9 +1,7 @@
 #include "news.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "../check.h"
+#include "words.h"
 
 namespace fastsync::engine {
 namespace {
@@ -120,25 +118,25 @@ std::string describe(const News& news, const Standing* at, const Names& names) {
 
 namespace {
 
-void put(std::string& bytes, int64_t value) {
-  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
-}
-
-// Zeros after the end.
-int64_t take(const std::string& bytes, size_t& at) {
-  int64_t value = 0;
-  if (at + sizeof value <= bytes.size()) std::memcpy(&value, bytes.data() + at, sizeof value);
-  at = std::min(bytes.size(), at + sizeof value);
-  return value;
+std::string encode(const std::vector<Standing>& standings) {
+  std::string bytes;
+  put_word(bytes, static_cast<int64_t>(standings.size()));
+  for (const Standing& each : standings) {
+    for (const int64_t value :
+         {each.step, each.phase, each.bucket, each.buckets, each.param, each.issued}) {
+      put_word(bytes, value);
+    }
+  }
+  return bytes;
 }
 
 std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
   std::vector<Standing> result;
-  for (int64_t left = take(bytes, at); left > 0 && at < bytes.size(); --left) {
+  for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
     Standing each;
     for (int64_t* value :
          {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param, &each.issued}) {
-      *value = take(bytes, at);
+      *value = take_word(bytes, at);
     }
     result.push_back(each);
   }
@@ -147,28 +145,32 @@ std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
 
 }  // namespace
 
-std::string encode(const std::vector<Standing>& standings) {
-  std::string bytes;
-  put(bytes, static_cast<int64_t>(standings.size()));
-  for (const Standing& each : standings) {
-    for (const int64_t value :
-         {each.step, each.phase, each.bucket, each.buckets, each.param, each.issued}) {
-      put(bytes, value);
-    }
+Beat decode_beat(const std::string& bytes) {
+  size_t at = 0;
+  Beat beat;
+  beat.standings = take_standings(bytes, at);
+  while (at < bytes.size()) {
+    const auto size = static_cast<size_t>(take_word(bytes, at));
+    beat.paces.push_back(bytes.substr(at, size));
+    at += beat.paces.back().size();
   }
-  return bytes;
+  return beat;
 }
 
-std::vector<Standing> decode_standings(const std::string& bytes) {
-  size_t at = 0;
-  return take_standings(bytes, at);
+std::string encode(const Beat& beat) {
+  std::string bytes = encode(beat.standings);
+  for (const std::string& pace : beat.paces) {
+    put_word(bytes, static_cast<int64_t>(pace.size()));
+    bytes += pace;
+  }
+  return bytes;
 }
 
 std::string encode(const News& news) {
   std::string bytes;
   for (const int64_t value :
        {static_cast<int64_t>(news.kind), news.about, news.model, news.issued}) {
-    put(bytes, value);
+    put_word(bytes, value);
   }
   return bytes + encode(news.standings) + news.text;
 }
@@ -176,10 +178,10 @@ std::string encode(const News& news) {
 News decode_news(const std::string& bytes) {
   size_t at = 0;
   News news;
-  news.kind = static_cast<News::Kind>(take(bytes, at));
-  news.about = take(bytes, at);
-  news.model = take(bytes, at);
-  news.issued = take(bytes, at);
+  news.kind = static_cast<News::Kind>(take_word(bytes, at));
+  news.about = take_word(bytes, at);
+  news.model = take_word(bytes, at);
+  news.issued = take_word(bytes, at);
   news.standings = take_standings(bytes, at);
   news.text = bytes.substr(at);
   return news;

@@ -30,13 +30,19 @@ struct News {
   std::string text;
 };
 
+// What neighbours tell each other ten times a second.
+struct Beat {
+  std::vector<Standing> standings;  // of a rank's models
+  std::vector<std::string> paces;   // of pace boards, by model
+};
+
 inline bool is_end(News::Kind kind) { return kind <= News::Kind::kDied; }
 
 std::string encode(const News& news);
-std::string encode(const std::vector<Standing>& standings);
+std::string encode(const Beat& beat);
 // Of bytes that are cut off, what there is.
 News decode_news(const std::string& bytes);
-std::vector<Standing> decode_standings(const std::string& bytes);
+Beat decode_beat(const std::string& bytes);
 
 // The names of a model's parameters.
 using Names = std::vector<std::string>;

@@ -120,6 +120,7 @@ ForwardAdvice Reducer::advise() {
   check_ended();
   ForwardAdvice advice;
   advice.unused = usage_.take_warning();
+  advice.paced = board_ && board_->take_news();
   if (captured_) {
     check_capture();
     return advice;
@@ -322,6 +323,7 @@ void Reducer::launch(Bucket& bucket) {
   stats_.bytes += transport.bytes();
   stats_.sent_bytes += transport.sent_bytes();
   stats_.between_nodes_bytes += transport.between_nodes_bytes();
+  log_.sent();
 }
 
 template <typename Fn>
@@ -342,6 +344,7 @@ void Reducer::close_backward(int64_t generation) {
     counting_fires_ = false;
     close_buckets();
   });
+  log_.begin_wait();
 }
 
 void Reducer::finish_backward(int64_t generation) {
@@ -376,41 +379,6 @@ void Reducer::close_buckets() {
   }
   usage_.end_backward(planned_);
   advance();
-}
-
-void Reducer::finish_buckets() {
-  if (!communicates()) {
-    for (Bucket& bucket : plan_.buckets) {
-      if (options_.check_finite) {
-        bucket.check_finite();
-        bucket.note_finite(/*travelled=*/false);
-      }
-      bucket.abandon();
-    }
-    return;
-  }
-  std::vector<bool> used;
-  const auto start = std::chrono::steady_clock::now();
-  if (flags_) {
-    for (Bucket& bucket : plan_.buckets) {
-      if (bucket.state() == BucketState::kInFlight) bucket.receive();
-    }
-    start_flags();  // where they had to wait for all hooks
-    used = flags_->wait();
-  }
-  const Bucket* last = nullptr;
-  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
-    if (plan_.buckets[i].state() == BucketState::kReady) {
-      plan_.buckets[i].abandon();  // idle
-      continue;
-    }
-    const bool finished = plan_.buckets[i].state() == BucketState::kFilling;
-    if (!finished) finish(i, used);
-    last = &plan_.buckets[i];
-  }
-  stats_.exposed_seconds +=
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
 // skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.

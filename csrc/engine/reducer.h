@@ -70,6 +70,7 @@ struct ReducerOptions {
 struct ForwardAdvice {
   bool regrouped = false;           // see [Note: unfreezing]: plan anew before this forward
   std::vector<std::string> unused;  // parameters to warn about, once
+  bool paced = false;               // there is a pace() that is new
 };
 
 // Counters of this rank. Durations in seconds, sizes in bytes.
@@ -140,6 +141,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
                   std::shared_ptr<ops::BufferPool> pool);
   // Looks out for other ranks' faults while it waits; null: no longer.
   void use_watch(std::shared_ptr<FaultWatch> watch);
+  // Of the latest window of steps that all ranks have told of; nothing where nobody looks out, or on devices.
+  std::optional<PaceReport> pace() const;
+  // Has this rank wait for others by `exchange`.
+  void await_buffers(const std::function<void()>& exchange);
   void detach_hooks();
 
   // Of the parameters' gradients: see known_squares(). From now on buckets have squares summed up on the way.
@@ -283,6 +288,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   StepLog log_;
   std::shared_ptr<FaultWatch> faults_;  // null: nobody looks out
   size_t watched_as_ = 0;
+  std::shared_ptr<PaceBoard> board_;  // null: nobody learns of the ranks' pace
   FaultWatch::Clock::time_point waits_since_;
   RateMeter rate_;
   std::unique_ptr<FlagExchange>

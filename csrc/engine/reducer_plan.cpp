@@ -130,6 +130,7 @@ void Reducer::call(Phase phase, const std::function<void()>& fn) {
   if (precision_) precision_->end_forward();  // Python looks at what parameters are stored in
   log_.progress()->reach(phase);
   fn();
+  log_.restart_pace();
   log_.progress()->reach(Phase::kBetweenSteps);
 }
 

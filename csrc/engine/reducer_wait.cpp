@@ -14,10 +14,26 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
   const Lock lock(mutex_);
   faults_ = std::move(watch);
+  log_.use_board(board_ = nullptr);
   if (!faults_) return;
   std::vector<std::string> names;
   for (const auto& param : params_) names.push_back(param->name);
-  watched_as_ = faults_->add(log_.progress(), std::move(names));
+  // On devices the host does not wait for averages, so its times tell nothing.
+  const bool on_cpu = !params_.empty() && params_.front()->tensor.is_cpu();
+  board_ =
+      on_cpu ? std::make_shared<PaceBoard>(routes_.group->rank(), routes_.group->size()) : nullptr;
+  log_.use_board(board_);
+  watched_as_ = faults_->add(log_.progress(), std::move(names), board_);
+}
+
+std::optional<PaceReport> Reducer::pace() const {
+  const Lock lock(mutex_);
+  return board_ ? board_->latest() : std::nullopt;
+}
+
+void Reducer::await_buffers(const std::function<void()>& exchange) {
+  const Lap lap = log_.waiting();
+  exchange();
 }
 
 Wanted Reducer::wanted(size_t bucket) const {
@@ -31,6 +47,41 @@ Wanted Reducer::wanted(size_t bucket) const {
     result.parameters.push_back(slot.param->name);
   }
   return result;
+}
+
+void Reducer::finish_buckets() {
+  if (!communicates()) {
+    for (Bucket& bucket : plan_.buckets) {
+      if (options_.check_finite) {
+        bucket.check_finite();
+        bucket.note_finite(/*travelled=*/false);
+      }
+      bucket.abandon();
+    }
+    return;
+  }
+  std::vector<bool> used;
+  const auto start = std::chrono::steady_clock::now();
+  if (flags_) {
+    for (Bucket& bucket : plan_.buckets) {
+      if (bucket.state() == BucketState::kInFlight) bucket.receive();
+    }
+    start_flags();  // where they had to wait for all hooks
+    used = flags_->wait();
+  }
+  const Bucket* last = nullptr;
+  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+    if (plan_.buckets[i].state() == BucketState::kReady) {
+      plan_.buckets[i].abandon();  // idle
+      continue;
+    }
+    const bool finished = plan_.buckets[i].state() == BucketState::kFilling;
+    if (!finished) finish(i, used);
+    last = &plan_.buckets[i];
+  }
+  stats_.exposed_seconds +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
 // Before a bucket is received. On devices nobody waits there.
@@ -59,6 +110,7 @@ bool Reducer::comes_within(size_t index, std::chrono::milliseconds patience) {
 }
 
 bool Reducer::arrives_within(size_t index, std::chrono::milliseconds time) {
+  const Lap lap = log_.waiting();
   try {
     return plan_.buckets[index].arrives_within(time);
   } catch (const std::exception& error) {
@@ -82,6 +134,7 @@ void Reducer::await_region(comm::InFlight& gather) {
   wanted.issued = log_.progress()->issued();
   wanted.place = concat("the gathering of parameters after step ", stats_.steps);
   waits_since_ = FaultWatch::Clock::now();
+  const Lap lap = log_.waiting();
   const auto explained = [&](const auto& wait) {
     try {
       return wait();

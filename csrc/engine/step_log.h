@@ -1,7 +1,7 @@
 // What the last synchronised step of this rank did: when, with which parameters, and what went wrong.
 //
-// Feeds the logging data, and the timeline where there is one. A step costs six readings of the clock and one bit per
-// parameter.
+// Feeds the logging data, the timeline where there is one, and what other ranks learn of this one's pace. A step costs some
+// readings of the clock and one bit per parameter.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "pace.h"
+#include "pace_board.h"
 #include "progress.h"
 #include "timeline.h"
 
@@ -38,6 +40,8 @@ class StepLog {
  public:
   // Records into `timeline` from now on; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline);
+  // Tells `board` of this rank's pace from now on; null: nobody.
+  void use_board(std::shared_ptr<PaceBoard> board) { board_ = std::move(board); }
   void plan_installed(int64_t plans) { plans_ = plans; }
   // So many synchronised backwards have been made.
   void count_steps(int64_t steps);
@@ -55,7 +59,14 @@ class StepLog {
   void end_forward();
   void begin_backward();
   void sending();
+  void sent() { pace_.reach(Activity::kBackward); }
   void end_backward();
+  // All buckets have been sent; other wrappers of the backward may wait before this one does.
+  void begin_wait() { pace_.reach(Activity::kWaiting); }
+  // While it lives, this rank waits.
+  Lap waiting() { return {pace_, Activity::kWaiting}; }
+  // The ranks have planned.
+  void restart_pace() { pace_.restart(); }
   void end_step(std::vector<bool> used);
   // Other parameters are trained from now on: earlier steps cannot be compared with later ones.
   void forget_used() { last_.used.clear(); }
@@ -75,6 +86,8 @@ class StepLog {
   int64_t plans_ = 0;
   std::shared_ptr<Timeline> timeline_;
   bool paused_ = false;
+  Pace pace_;
+  std::shared_ptr<PaceBoard> board_;
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
 };
 

@@ -82,6 +82,8 @@ class Env:
             1).
         stall_warn: ``FASTSYNC_STALL_WARN``, in seconds. How long a rank waits for another before it
             warns (default: 10).
+        straggler_warn: ``FASTSYNC_STRAGGLER_WARN``. The share of the step, 0 to 1, from which on
+            rank 0 warns of a rank that the others wait for in every step (default: 0.1).
         unit_memory_mb: ``FASTSYNC_UNIT_MEMORY_MB``, in MiB. What whole parameters of zero=3 and the
             buffers that they travel in may take before others are gathered ahead of time (default:
             None, no limit).
@@ -101,6 +103,7 @@ class Env:
     shared_memory: bool = True
     watch: bool = True
     stall_warn: float = 10.0
+    straggler_warn: float = 0.1
     unit_memory_mb: float | None = None
     replace_ddp: Mapping[str, Any] | None = None
 
@@ -126,6 +129,7 @@ class Env:
             shared_memory=_choice(environ, "FASTSYNC_SHM", ("1", "0")) == "1",
             watch=_choice(environ, "FASTSYNC_WATCH", ("1", "0")) == "1",
             stall_warn=_positive(environ, "FASTSYNC_STALL_WARN", cls.stall_warn),
+            straggler_warn=_share(environ, "FASTSYNC_STRAGGLER_WARN", cls.straggler_warn),
             unit_memory_mb=_mebibytes(environ, "FASTSYNC_UNIT_MEMORY_MB"),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
         )
@@ -257,6 +261,14 @@ def _positive(environ: Mapping[str, str], name: str, default: float) -> float:
     value = _number(text) if text else default
     if not value > 0:
         raise ValueError(f"{name}={text!r} is not a positive number of seconds")
+    return value
+
+
+def _share(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "")
+    value = _number(text) if text else default
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={text!r} is not a share between 0 and 1")
     return value
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
+from fastsync.engine.pace import PaceWatch
 from fastsync.engine.routes import Routes
 from fastsync.engine.shares import ShardedUnit, Shares
 from fastsync.engine.sizing import Sizing
@@ -62,6 +63,7 @@ class Engine:
         routes: what gradients travel over beside the process group.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
+        pace: which ranks the others wait for.
         regrouped: a plan of this training replaced another one with different buckets.
     """
 
@@ -98,6 +100,7 @@ class Engine:
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
         self.unused = UnusedParams(self._params, group, policy.warn_unused)
+        self.pace = PaceWatch(self.core, group, Env.read().straggler_warn)
         self.on_step: Callable[[core.Reducer], None] | None = None
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _end_step(me))
@@ -135,6 +138,8 @@ class Engine:
             advice = self.core.prepare_forward(captured)
         if advice.unused:
             self.unused.look_at(advice.unused)
+        if advice.paced:
+            self.pace.warn()
         if advice.regrouped:
             self._regroup()
         changed, self._plan_changed = self._plan_changed, False
@@ -202,7 +207,7 @@ class Engine:
 
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another process group from now on."""
-        self._group = group
+        self._group = self.pace.group = group
         self.core.use_group(resolvable_name(group))
         open_watch(group)
         self.core.use_watch(watch_of(group))

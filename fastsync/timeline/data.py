@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fastsync.engine.pace import ACTIVITIES
 from fastsync.timeline.moves import (
     Event,
     Move,
@@ -351,12 +352,15 @@ class Straggler:
         lag: seconds that it launches after the others: the median of its late steps.
         late_steps: steps in which it was the last.
         steps: steps that were compared.
+        slow: what it takes longest with, beside the others: "between steps", "forward",
+            "backward" or "packing".
     """
 
     rank: int
     lag: float
     late_steps: int
     steps: int
+    slow: str
 
 
 def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Straggler | None:
@@ -379,7 +383,40 @@ def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Strag
     error = _NS * max(r.clock_error_ns for r in run.ranks)
     if lag <= max(error, _NOTEWORTHY * length) or 2 * len(lags[rank]) < compared:
         return None
-    return Straggler(rank, lag, len(lags[rank]), compared)
+    return Straggler(rank, lag, len(lags[rank]), compared, _slow_with(rank, by_step))
+
+
+def _slow_with(rank: int, by_step: Mapping[int, Sequence[RankStep]]) -> str:
+    """What a rank takes longer with than the median of the others, in the median step."""
+    excess: dict[str, list[float]] = {activity: [] for activity in ACTIVITIES}
+    for number, steps in by_step.items():
+        ends = {step.rank: step.end for step in by_step.get(number - 1, ())}
+        times = {step.rank: _activities(step, ends.get(step.rank, step.start)) for step in steps}
+        for activity, longer in excess.items():
+            others = median(t[activity] for other, t in times.items() if other != rank)
+            longer.append(times[rank][activity] - others)
+    return max(ACTIVITIES, key=lambda activity: median(excess[activity]))
+
+
+def _activities(step: RankStep, before: int) -> dict[str, float]:
+    """Seconds of each activity of a step, without waiting.
+
+    Args:
+        before: when the step before it ended.
+    """
+    waits = step.waits()
+    backward = union((*step.accumulating, (step.backward_start, step.backward_end)))
+    forward = ((step.start, step.backward_start),)
+    packing, sent = 0, 0
+    for bucket in sorted(step.buckets, key=lambda b: b.launched):
+        packing += bucket.launched - max(bucket.ready, sent)
+        sent = bucket.launched
+    return {
+        "between steps": _NS * (step.start - before),
+        "forward": length(forward) - length(common(forward, union((*waits, *backward)))),
+        "backward": length(backward) - length(common(backward, waits)) - _NS * packing,
+        "packing": _NS * packing,
+    }
 
 
 def by_step(run: Run) -> dict[int, list[RankStep]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, Protocol
 
+from fastsync.engine.pace import Pace, SlowRanks
 from fastsync.engine.reports import Counters, UnitCounters
 from fastsync.timeline.data import RankStep
 from fastsync.timeline.moves import UnitInfo
@@ -71,6 +72,9 @@ class SyncStats(Mapping[str, Any]):
         unit_times: of each unit.
         scaling_efficiency: step time of a single rank / step_time, 1 being perfect; needs
             `one_rank_step`.
+        straggler: whom the others wait for, over 50 steps; the same on every rank. Known without
+            `timeline=`, on CPUs; None where nobody keeps the others waiting, and with units.
+        network_time: of a step that even the rank that waits least waits, so for the network.
     """
 
     steps: int
@@ -97,6 +101,8 @@ class SyncStats(Mapping[str, Any]):
     bucket_times: tuple[BucketTiming, ...] | None = None
     unit_times: tuple[UnitTiming, ...] | None = None
     scaling_efficiency: float | None = None
+    straggler: SlowRanks | None = None
+    network_time: float | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in _NAMES:
@@ -153,6 +159,9 @@ def _counter_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
     if stats.residual_bytes:
         yield "error feedback", f"{_size(stats.residual_bytes)} of memory"
     yield "waited after backward", f"{_time(stats.exposed_seconds / steps)} per step"
+    if stats.network_time is not None:
+        yield "waits for", str(stats.straggler or "no rank")
+        yield "waits for the network", f"{_time(stats.network_time)} per step, on every rank"
 
 
 def _time_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
@@ -203,6 +212,7 @@ def make_stats(
     buckets: Sequence[int],
     recorded: Sequence[RankStep],
     one_rank_step: float | None,
+    pace: Pace | None = None,
 ) -> SyncStats:
     """Puts the statistics together.
 
@@ -211,11 +221,14 @@ def make_stats(
         buckets: bytes of each bucket of the current plan.
         recorded: this rank's recorded steps, in order.
         one_rank_step: seconds of a step on a single rank.
+        pace: of all ranks, where it is known.
 
     Raises:
         ValueError: `one_rank_step` is not positive, or there is nothing to compare it with.
     """
     base = SyncStats(**counters, buckets=tuple(buckets), recorded_steps=len(recorded))
+    if pace is not None:
+        base = replace(base, straggler=pace.slow, network_time=pace.network_time)
     stats = _with_times(base, recorded, one_rank_step)
     if not recorded:
         return stats

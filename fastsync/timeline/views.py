@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
+from fastsync.engine.pace import during
 from fastsync.page import make_page
 from fastsync.timeline.data import (
     BucketInfo,
@@ -197,7 +198,7 @@ def _straggler_text(summary: Summary) -> str:
         return "none: no rank keeps the others waiting"
     return (
         f"rank {straggler.rank} launches last in {straggler.late_steps} of {straggler.steps} "
-        f"steps, {straggler.lag * _MS:.2f} ms after the others"
+        f"steps, {straggler.lag * _MS:.2f} ms after the others; it is slow {during(straggler.slow)}"
     )
 
 
@@ -293,6 +294,7 @@ def _page_data(run: Run) -> Json:
     straggler = summary.straggler and {
         **asdict(summary.straggler),
         "lag": 1e9 * summary.straggler.lag,
+        "slow": during(summary.straggler.slow),
     }
     scaled = ("step", "computing", "communicating", "exposed", "gather_exposed", "clock_error")
     return {

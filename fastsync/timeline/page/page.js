@@ -76,7 +76,7 @@
     if (straggler) {
       el(verdict, "b", { id: "straggler" }, `Rank ${straggler.rank} is the straggler`);
       verdict.append(`: it launches last in ${straggler.late_steps} of ${straggler.steps} steps, `
-        + `${duration(straggler.lag)} after the others.`);
+        + `${duration(straggler.lag)} after the others. It is slow ${straggler.slow}.`);
     } else if (run.world_size > 1) {
       el(verdict, "span", { id: "straggler" }, "No rank keeps the others waiting.");
     }
@@ -89,7 +89,7 @@
       `of computation; ${bytes(s.bytes)} a step in `
       + (byUnits ? moves.map(([kind, count]) => plural(count, kind)).join(", ") : plural(s.buckets, "bucket")));
     tile("Straggler", straggler ? `rank ${straggler.rank}` : "none",
-      straggler ? `${duration(straggler.lag)} after the others` : "nobody is late in most of the steps");
+      straggler ? `${duration(straggler.lag)} after the others, slow ${straggler.slow}` : "nobody is late in most of the steps");
   }
 
   function tile(name, value, note, kind = "") {

@@ -1,0 +1,217 @@
+"""Which ranks the others wait for, and with what they are slow.
+
+The rank that waits least while others wait is the one that they wait for. csrc/engine/pace.h says
+how ranks measure that, csrc/engine/pace_board.h how all come to know the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from fastsync.engine.core import Reducer
+
+__all__ = [
+    "ACTIVITIES",
+    "Pace",
+    "PaceRecord",
+    "PaceWarning",
+    "PaceWatch",
+    "SlowRanks",
+    "during",
+    "pace_of",
+    "remedy_for",
+]
+
+_log = logging.getLogger("fastsync")
+_NS = 1e-9
+
+# What a rank may be slow with, in the order of the engine's; the last of its activities is waiting.
+ACTIVITIES = ("between steps", "forward", "backward", "packing")
+_WINDOW = 50  # steps; Pace::kWindow
+_NOTEWORTHY = 0.05  # of the step: less is noise
+_MENTIONED = 0.2  # of what slow ranks cost: what makes up less of it is left out
+_DISTANCE = 3  # each warning comes so many times later
+_REMEDIES = {
+    "between steps": "Look at its data loader, and at what its script does between steps",
+    "forward": "Look at the sizes of its batches, its cores, and what else runs on its machine",
+    "backward": "Look at the sizes of its batches, its cores, and what else runs on its machine",
+    "packing": "Look at its memory, and what else runs on its machine",
+}
+
+
+class PaceRecord(Protocol):
+    """One rank's means over a window.
+
+    Attributes:
+        times: of a step in nanoseconds, by activity; the last is waiting.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def times(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class SlowRanks:
+    """Ranks that the others wait for, on average over some steps; the same on every rank.
+
+    Attributes:
+        ranks: one, or some that are slow alike, such as those of one machine; half at most.
+        cost: seconds of each step that the others would not wait if these were no slower than the
+            next rank.
+        share: of the step.
+        excess: seconds per step that they take longer than the next rank, by what they do:
+            "between steps" (data, the optimizer, backwards under `no_sync()`), "forward",
+            "backward", "packing". Negative where they are faster.
+    """
+
+    ranks: tuple[int, ...]
+    cost: float
+    share: float
+    excess: Mapping[str, float] = field(hash=False)
+
+    @property
+    def slow(self) -> str:
+        """What they lose most time with, one of the keys of `excess`."""
+        return max(self.excess, key=lambda activity: self.excess[activity])
+
+    def __str__(self) -> str:
+        """Such as "rank 2, for 30.2 ms (84 %) of each step: it takes 30.9 ms longer in forward"."""
+        it_takes = "it takes" if len(self.ranks) == 1 else "they take"
+        worst = sorted(ACTIVITIES, key=lambda activity: -self.excess[activity])
+        said = [a for a in worst if a == self.slow or self.excess[a] > _MENTIONED * self.cost]
+        where = " and ".join(f"{1e3 * self.excess[a]:.1f} ms longer {during(a)}" for a in said)
+        return (
+            f"{_ranks(self.ranks)}, for {1e3 * self.cost:.1f} ms ({self.share:.0%}) of each step: "
+            f"{it_takes} {where}"
+        )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What ranks wait for, on average over a window of steps; the same on every rank.
+
+    Attributes:
+        steps: those that had been made at its end.
+        step_time: seconds.
+        network_time: seconds per step that even the rank that waits least waits: nobody is late
+            then, so it is for the network.
+        slow: whom the others wait for; None where nobody keeps them waiting for long.
+    """
+
+    steps: int
+    step_time: float
+    network_time: float
+    slow: SlowRanks | None
+
+
+def pace_of(steps: int, earliest: Sequence[PaceRecord], ranks: int) -> Pace:
+    """Judges a window.
+
+    Ranks are slow where a gap divides their waiting from that of the rest, and they are half of all
+    at most. Ranks that wait alike have no gap: all are slow, or the network is.
+
+    Args:
+        steps: those that had been made at its end.
+        earliest: those that wait least, in that order; not necessarily all ranks.
+        ranks: how many there are.
+    """
+    waits = [record.times[-1] for record in earliest]
+    step_time = _NS * sum(earliest[0].times)
+    gaps = [later - sooner for sooner, later in pairwise(waits)]
+    candidates = gaps[: ranks // 2]
+    slow = None
+    if candidates and _NS * max(candidates) >= _NOTEWORTHY * step_time:
+        count = candidates.index(max(candidates)) + 1
+        slow = _slow_ranks(earliest[:count], earliest[count], step_time)
+    return Pace(steps, step_time, _NS * waits[0], slow)
+
+
+def _slow_ranks(slow: Sequence[PaceRecord], following: PaceRecord, step_time: float) -> SlowRanks:
+    cost = _NS * (following.times[-1] - slow[-1].times[-1])
+    excess = {}
+    for index, activity in enumerate(ACTIVITIES):
+        mean = sum(record.times[index] for record in slow) / len(slow)
+        excess[activity] = _NS * (mean - following.times[index])
+    return SlowRanks(tuple(sorted(r.rank for r in slow)), cost, cost / step_time, excess)
+
+
+class PaceWarning:
+    """Warns of ranks that the others wait for, more and more rarely.
+
+    Args:
+        share: of the step that they must cost.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._distance = 1  # in windows
+        self._next = 0
+
+    def look_at(self, pace: Pace | None) -> None:
+        """Logs a warning where one is due."""
+        slow = None if pace is None else pace.slow
+        if pace is None or slow is None or slow.share < self._share or pace.steps < self._next:
+            return
+        self._next = pace.steps + _WINDOW * self._distance
+        self._distance *= _DISTANCE
+        first = pace.steps - _WINDOW + 1
+        _log.warning(
+            "fastsync: the others wait for %s (steps %d to %d). %s",
+            slow,
+            first,
+            pace.steps,
+            remedy_for(slow.slow),
+        )
+
+
+def remedy_for(activity: str) -> str:
+    """Where to look if a rank is slow with it."""
+    return _REMEDIES[activity]
+
+
+class PaceWatch:
+    """What one model's ranks wait for.
+
+    Args:
+        share: of the step that slow ranks must cost for a warning.
+
+    Attributes:
+        group: whose ranks are compared.
+    """
+
+    def __init__(self, core: Reducer, group: dist.ProcessGroup, share: float) -> None:
+        self._core = core
+        self.group = group
+        self._warning = PaceWarning(share)
+
+    def measured(self) -> Pace | None:
+        """Of the latest window that all ranks know of; None before, and where nobody looks out."""
+        report = self._core.pace()
+        if report is None:
+            return None
+        return pace_of(report.steps, report.earliest, self.group.size())
+
+    def warn(self) -> None:
+        """Where a window is known that was not before: rank 0 warns, if there is cause to."""
+        if self.group.rank() == 0:
+            self._warning.look_at(self.measured())
+
+
+def during(activity: str) -> str:
+    """ "between steps", "in forward", ..."""
+    return activity if activity == "between steps" else f"in {activity}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
