@@ -9,6 +9,8 @@
 
 namespace fastsync {
 
+// Kernels, and what stands around them.
+void bind_ops(pybind11::module_& m);
 // What a plan says about buckets.
 void bind_specs(pybind11::module_& m);
 // Parameters that ranks share.

@@ -14,7 +14,7 @@ from fastsync.ddp import FastDDP
 from fastsync.engine.pace import SlowRanks
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.front.replicas import ReplicaError
-from fastsync.plan.policy import ReplicaPolicy
+from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.leaving import guard_exit

@@ -24,9 +24,10 @@ from fastsync.front.guards import make_guards
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.front.request import Request, check_hook, check_join, named_params
-from fastsync.front.stages import StagedFront
+from fastsync.front.skipping import SkippingFront, Skips
 from fastsync.front.torch_faces import FrontLogger, FrontReducer
-from fastsync.plan.policy import BucketPolicy, MixedPolicy, ReplicaPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.shard.norms import clip_norm
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.policy import TimelinePolicy
@@ -47,7 +48,7 @@ from fastsync.wire.formats import Choice, Wire
 __all__ = ["FastDDP"]
 
 
-class FastDDP(StagedFront):
+class FastDDP(SkippingFront):
     """Averages gradients over ranks while backward is still running.
 
     Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
@@ -87,8 +88,9 @@ class FastDDP(StagedFront):
         check_replicas: True compares parameters and averages of all ranks every 10 steps; if any
             bit differs, the error names it. A `ReplicaPolicy` says more; see docs/faults.md.
         shared_memory: False has CPU ranks of one machine average through the process group, too.
-        tune: True tries other sizes of buckets in the first 50 steps and keeps, for later runs too,
-            what measures faster. A `TunePolicy` says more; see docs/tuning.md.
+        tune: True tries other sizes of buckets in the first 50 steps, and keeps what is faster for
+            later runs, too. A `TunePolicy` says more; see docs/tuning.md.
+        on_skip: "average_others" lets ranks leave out steps that fail: `skipping()`.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -131,6 +133,7 @@ class FastDDP(StagedFront):
         check_replicas: bool | ReplicaPolicy = False,
         shared_memory: bool = True,
         tune: bool | TunePolicy = False,
+        on_skip: str = "raise",
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline, self._tune = request.settle(
@@ -149,6 +152,7 @@ class FastDDP(StagedFront):
                 on_nonfinite=on_nonfinite,
                 shared_memory=shared_memory,
                 replicas=ReplicaPolicy.of(check_replicas),
+                on_skip=on_skip,
             ),
             lambda: TimelinePolicy.of(timeline),
             lambda: TunePolicy.of(tune),
@@ -174,12 +178,12 @@ class FastDDP(StagedFront):
                 bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
                 **buffer_arguments(broadcast_buffers, forward_sync_buffers),
             )
+        self._complete(mixed_precision, forward_sync_buffers)
+
+    def _complete(self, mixed_precision: object, forward_sync_buffers: bool | None) -> None:
+        """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
         if forward_sync_buffers is not None:
             self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
-        self._set_mixed_precision(mixed_precision)
-
-    def _set_mixed_precision(self, mixed_precision: object) -> None:
-        """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
         self.mixed_precision = mixed_precision
         if mixed_precision is not None:
             ignored = self.parameters_to_ignore
@@ -204,7 +208,9 @@ class FastDDP(StagedFront):
         # A reference to itself would keep the model until it is collected.
         in_lockstep = partial(_in_lockstep, weakref.ref(self))
         self._guards = make_guards(engine)
-        sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
+        self._skips = Skips(engine) if self._policy.may_skip else None
+        zero = self._policy.zero
+        sharded = ShardedOptimizers(engine, zero) if zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
         attach_tuner(engine, self._tune)
         self.reducer = FrontReducer(engine, logger, recorder, in_lockstep, sharded)
@@ -237,10 +243,7 @@ class FastDDP(StagedFront):
             return super()._run_ddp_forward(*inputs, **kwargs)
 
     def _sync_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, unless no forward can have changed any since the last time.
-
-        Under join() the ranks do not share a history.
-        """
+        """Broadcasts rank 0's buffers, unless no forward can have changed any; always in a join."""
         watch = self._buffer_watch
         usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
         if not usual or (watch.stale and self.process_group.size() > 1):

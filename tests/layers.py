@@ -46,13 +46,13 @@ MODULE_LAYERS = {
             *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
             "stages",
         ],
-        ["guards", "torch_faces"],
+        ["guards", "skipping", "torch_faces"],
     ],
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "meeting"],
         ["farewell"],
     ],
-    "plan": [["layout", "topology"], ["policy"], ["buckets", "sizes"]],
+    "plan": [["layout", "replicas", "topology"], ["policy"], ["buckets", "sizes"]],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],
         ["strategy", "synthetic", "tracing", "profile", "compute"],
@@ -157,9 +157,9 @@ CPP_LAYERS = [
     ["engine/bucket", "engine/flags"],
     ["engine/usage"],
     ["engine/reducer"],
-    ["engine/reducer_state", "engine/reducer_plan", "engine/reducer_wait"],
+    ["engine/reducer_state", "engine/reducer_plan", "engine/reducer_skip", "engine/reducer_wait"],
     ["bindings.h"],
-    ["bind_specs.cpp", "bind_units.cpp", "bind_watch.cpp"],
+    ["bind_ops.cpp", "bind_specs.cpp", "bind_units.cpp", "bind_watch.cpp"],
     ["bindings.cpp"],
     ["units"],
 ]

@@ -76,6 +76,7 @@ def another_value(name, group):
         "master_weights": {"zero": 1, "master_weights": True},
         "parameter_wire": {"zero": 1, "parameter_wire": "int8"},
         "on_nonfinite": {"on_nonfinite": "raise"},
+        "on_skip": {"on_skip": "average_others"},
     }
     values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]
     flag = inspect.signature(fastsync.FastDDP).parameters[name].default

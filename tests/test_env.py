@@ -34,7 +34,9 @@ def test_every_variable():
         }
     )
     expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, True, 2.5, 3)
-    watching = replace(expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25)
+    watching = replace(
+        expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25
+    )
     assert env == replace(watching, unit_memory_mb=0.5)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 

@@ -18,6 +18,7 @@ namespace fastsync::engine {
 // A forward of the wrapper, as its outputs' hooks know it.
 struct ForwardPass {
   bool syncs = false;  // and its step has not been made yet
+  int64_t number = 0;  // of the wrapper's forwards
 };
 
 // Backwards are told apart by the numbers that autograd gives them.
@@ -25,15 +26,26 @@ class Forwards {
  public:
   // A forward has ended. `watched`: its outputs hold tensors whose backward will be seen.
   void ended(bool syncs, bool watched) {
+    ++ended_;
     if (std::exchange(made_step_, false) || !syncs) opaque_ = 0;
     may_bypass_ = syncs && (watched || may_bypass_);
     if (syncs && !watched) ++opaque_;
   }
 
+  // The number of one that is about to end.
+  int64_t next() const { return ended_ + 1; }
+
+  // The step of the forwards so far will not be made: their backwards no longer synchronise.
+  void skipped() {
+    step_begins();
+    opaque_ = 0;
+    skipped_ = ended_;
+  }
+
   // A backward has reached the outputs of `pass`. Returns whether it synchronises because of that.
   bool reached(ForwardPass& pass, int backward) {
     known_backward_ = backward;
-    if (!std::exchange(pass.syncs, false)) return false;
+    if (!std::exchange(pass.syncs, false) || pass.number <= skipped_) return false;
     step_begins();
     opaque_ = 0;
     return true;
@@ -53,6 +65,8 @@ class Forwards {
     made_step_ = true;
   }
 
+  int64_t ended_ = 0;
+  int64_t skipped_ = 0;
   bool may_bypass_ = false;  // no step has begun since a forward whose outputs are watched
   int64_t opaque_ = 0;       // forwards since then whose outputs cannot be; each has one backward
   bool made_step_ = false;   // since the last forward

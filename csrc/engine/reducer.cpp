@@ -142,7 +142,7 @@ ForwardAdvice Reducer::advise() {
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   const Lock lock(mutex_);
   if (sync) log_.end_forward();
-  const auto pass = std::make_shared<ForwardPass>(ForwardPass{sync});
+  const auto pass = std::make_shared<ForwardPass>(ForwardPass{sync, forwards_.next()});
   const std::weak_ptr<Reducer> weak = weak_from_this();
   bool watched = false;
   for (const at::Tensor& output : outputs) {
@@ -177,13 +177,7 @@ void Reducer::set_static_graph() {
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
-  backward_running_ = true;
-  counts_.clear();
-  log_.begin_backward();
-  next_ = 0;
-  for (Bucket& bucket : plan_.buckets) bucket.transport().begin();
-  watch_.begin_step();
-  ++generation_;
+  open_step();
   end_backward_by(Ending::kSend, &Reducer::close_backward);
   end_backward_by(Ending::kWait, &Reducer::finish_backward);
   const std::weak_ptr<Reducer> weak = weak_from_this();
@@ -192,10 +186,23 @@ void Reducer::begin_backward() {
   });
 }
 
+void Reducer::open_step() {
+  backward_running_ = true;
+  skipping_ = false;
+  counts_.clear();
+  log_.begin_backward();
+  next_ = 0;
+  for (Bucket& bucket : plan_.buckets) bucket.transport().begin();
+  watch_.begin_step();
+  ++generation_;
+}
+
 void Reducer::restore_gradients(int64_t generation) {
   const Lock lock(mutex_);
   if (!is_running(generation)) return;
-  for (Bucket& bucket : plan_.buckets) bucket.transport().restore();
+  // Buckets that are on their way are still needed if this rank skips the step.
+  const size_t first = options_.may_skip ? next_ : 0;
+  for (size_t i = first; i < plan_.buckets.size(); ++i) plan_.buckets[i].transport().restore();
 }
 
 // See [Note: the end of a backward].
@@ -343,6 +350,7 @@ void Reducer::close_backward(int64_t generation) {
   or_abandon([&] {
     counting_fires_ = false;
     close_buckets();
+    if (options_.may_skip && communicates()) start_givers();
   });
   log_.begin_wait();
 }
@@ -350,14 +358,17 @@ void Reducer::close_backward(int64_t generation) {
 void Reducer::finish_backward(int64_t generation) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   if (!is_running(generation)) return;
+  std::vector<int64_t> givers;
   or_abandon([&] {
     finish_buckets();
+    givers = await_givers();
     for (const auto& action : std::exchange(at_end_, {})) action();
   });
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
   lock.unlock();
-  call_what_is_due();  // before this rank alone complains
+    if (!givers.empty() && on_skips_) on_skips_(givers);
+    call_what_is_due();  // before this rank alone complains
   lock.lock();
   noting_errors([&] { FS_CHECK(change.empty(), change); });
 }
@@ -377,7 +388,7 @@ void Reducer::close_buckets() {
     if (!plan_.buckets[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
     plan_.buckets[i].close();
   }
-  usage_.end_backward(planned_);
+  if (!skipping_) usage_.end_backward(planned_);
   advance();
 }
 
@@ -408,6 +419,7 @@ void Reducer::end_step() {
 void Reducer::abandon() {
   for (Bucket& bucket : plan_.buckets) bucket.abandon();
   if (flags_) flags_->abandon();
+  if (givers_) givers_->abandon();
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
   next_ = 0;

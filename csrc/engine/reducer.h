@@ -27,6 +27,12 @@
 // [Note: captured steps]
 // A step that is captured into a CUDA graph runs this code once and its kernels many times. So nothing in it may wait for the
 // device, and nothing may change with the steps: no vote is read or counted, the plan stays, no timeline is written.
+//
+// [Note: skipped steps]
+// A rank whose forward or backward has failed may end its step without gradients: it takes part in the collectives that are left
+// with zeros, as with unused parameters, and the averages reach it like any other. A bucket that it had sent before counts it.
+// So each bucket is an average over ranks of its own, whose number is summed up behind the last one; Python makes the averages
+// those over so many ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,6 +70,7 @@ struct ReducerOptions {
   bool static_graph = false;    // learn how often each gradient arrives before overlapping
   bool fail_on_unused = false;  // find_unused_parameters=False was asked for
   bool check_finite = false;    // for NaN and infinity
+  bool may_skip = false;        // see [Note: skipped steps]
 };
 
 // What Python has to do before a forward.
@@ -124,6 +131,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(double divisor);
   // Takes part in one step of the other ranks without gradients of its own.
   void shadow_step();
+  // Ends a step of this rank that has failed. See [Note: skipped steps].
+  void skip_step();
+  // Called at the end of a step that some ranks have skipped, with how many have not, by parameter; -1: it is not trained.
+  void on_skips(std::function<void(std::vector<int64_t>)> fn);
+  // An optimizer has stepped: all ranks' have, or none.
+  void note_optimizer();
   // Reduces the buckets of later plans with `hook` instead of averaging them. `flags_group`: a process group for used flags
   // alone; empty: there is none.
   void set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flags_group);
@@ -217,6 +230,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_capture() const;
   void check_repeated(size_t param, const Place& place) const;
   void begin_backward();
+  void open_step();
+  void withhold();
+  void start_givers();
+  std::vector<int64_t> await_givers();
   void advance();
   void launch(Bucket& bucket);
   void make_room();
@@ -278,6 +295,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool backward_running_ = false;
   bool captured_ = false;
   bool squares_ = false;         // somebody clips gradients by their norm
+  bool skipping_ = false;        // this rank, the running step
   bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
   int64_t generation_ = 0;  // tells a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched
@@ -292,7 +310,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   FaultWatch::Clock::time_point waits_since_;
   RateMeter rate_;
   std::unique_ptr<FlagExchange>
-      flags_;                    // null where flags travel with the gradients, or not at all
+      flags_;  // null where flags travel with the gradients, or not at all
+  std::unique_ptr<FlagExchange> givers_;  // of gradients; null before the first that may skip
+  std::vector<bool> gives_;               // by bucket; then whether an optimizer has stepped
+  bool stepped_ = false;                  // an optimizer, since the last step
+  std::function<void(std::vector<int64_t>)> on_skips_;
   std::vector<int64_t> counts_;  // used_counts() of a step whose plan has gone; else empty
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;

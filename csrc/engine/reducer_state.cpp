@@ -174,6 +174,7 @@ void Reducer::use_group(const std::string& group_name) {
   const Lock lock(mutex_);
   abandon();
   routes_.group = comm::Collective::resolve(group_name);
+  givers_.reset();
   routes_.memory = nullptr;
   divisor_ = routes_.group->size();
   usage_.set_rank(routes_.group->rank());
@@ -190,6 +191,7 @@ void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
                          std::shared_ptr<ops::BufferPool> pool) {
   const Lock lock(mutex_);
   routes_.memory = std::move(sums);
+  givers_.reset();
   routes_.shards = std::move(regions);
   routes_.pool = std::move(pool);
 }

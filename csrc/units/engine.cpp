@@ -11,6 +11,7 @@
 #include "../engine/precision.cpp"
 #include "../engine/reducer.cpp"
 #include "../engine/reducer_plan.cpp"
+#include "../engine/reducer_skip.cpp"
 #include "../engine/reducer_state.cpp"
 #include "../engine/reducer_wait.cpp"
 #include "../engine/step_log.cpp"

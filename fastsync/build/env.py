@@ -45,6 +45,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "check_replicas": bool,
     "shared_memory": bool,
     "tune": bool,
+    "on_skip": str,
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 

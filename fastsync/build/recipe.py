@@ -35,8 +35,8 @@ _CPP_NAMES = {
     ),
     "engine": (
         "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_wait "
-        "step_log pace pace_board process news fault_watch bucket flags usage reducer reducer_state "
-        "reducer_plan reducer_wait"
+        "step_log pace pace_board process news fault_watch bucket flags usage reducer "
+        "reducer_state reducer_plan reducer_wait reducer_skip"
     ),
     "codec": "coder python_codec plugin_codec topk_coder",
     "transport": (
@@ -44,7 +44,7 @@ _CPP_NAMES = {
         "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
         "sparse chained choose"
     ),
-    "": "bind_specs bind_units bind_watch bindings",
+    "": "bind_ops bind_specs bind_units bind_watch bindings",
 }
 CPP_SOURCES = tuple(
     f"{folder}/{name}.cpp".lstrip("/")

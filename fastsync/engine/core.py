@@ -149,6 +149,7 @@ def make_reducer(
         fail_on_unused=policy.fail_on_unused,
         skip_unused=policy.skip_unused,
         check_finite=policy.checks_finite,
+        may_skip=policy.may_skip,
         precision=precision,
     )
 

@@ -64,6 +64,7 @@ class Engine:
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
         pace: which ranks the others wait for.
+        forwards: those so far whose backward is to synchronise.
         regrouped: a plan of this training replaced another one with different buckets.
     """
 
@@ -96,6 +97,7 @@ class Engine:
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False
         self._plan_changed = False
+        self.forwards = 0
         self.graphs: list[list[int]] = []
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
@@ -127,7 +129,13 @@ class Engine:
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
+        self.forwards += 1
         captured = self._is_captured()
+        if captured and self.policy.may_skip:
+            raise RuntimeError(
+                "a step that is captured into a CUDA graph cannot count who has gradients; use "
+                "on_skip='raise'"
+            )
         if captured:
             self.sizing.keep("a step is captured into a CUDA graph, which knows its buckets")
         if self.on_step is not None and not captured:

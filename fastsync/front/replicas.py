@@ -26,7 +26,7 @@ from fastsync.engine import core
 from fastsync.engine.engine import Engine
 from fastsync.engine.steps import StepWatcher, watch_steps
 from fastsync.engine.watch import explained
-from fastsync.plan.policy import ReplicaPolicy
+from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.torch_private import without_modes
 

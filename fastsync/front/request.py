@@ -79,6 +79,7 @@ class Request:
                 "zero": str(settled.zero),
                 "on_nonfinite": settled.on_nonfinite,
                 "check_replicas": str(settled.replicas),
+                "on_skip": settled.on_skip,
                 "shared_memory": str(settled.shared_memory),
                 "tune": describe_tuning(tuned),
             }
@@ -314,6 +315,11 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
     """
     if not joins:
         return
+    if policy.may_skip:
+        raise ValueError(
+            "a rank that has run out of inputs does not count who has gradients; use "
+            "on_skip='raise' with join()"
+        )
     if policy.checks_finite:
         raise ValueError(
             "a rank that has run out of inputs makes no steps that could be skipped; use "
@@ -346,6 +352,11 @@ def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
         raise ValueError(
             "only the communication hook knows what its buffers hold, so look for NaN there and "
             "use on_nonfinite='ignore'"
+        )
+    if policy.may_skip:
+        raise ValueError(
+            "a communication hook may divide its buffers by a number of ranks of its own; use "
+            "on_skip='raise' with it"
         )
     if policy.mixed.reduce is not None:
         raise ValueError(

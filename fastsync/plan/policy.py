@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.plan.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
 
@@ -16,7 +17,6 @@ __all__ = [
     "PARAMETER_WIRES",
     "BucketPolicy",
     "MixedPolicy",
-    "ReplicaPolicy",
     "SyncPolicy",
     "UnitWires",
     "ZeroPolicy",
@@ -276,45 +276,8 @@ class UnitWires:
         return self.gradients.describe() + parameters
 
 
-@dataclass(frozen=True)
-class ReplicaPolicy:
-    """How often the ranks compare what all of them should have, and what a difference leads to.
-
-    Attributes:
-        every: synchronised backwards from one comparison to the next.
-        repair: ranks that differ take over what most ranks have. False, or where there is no
-            majority: an error, on every rank.
-
-    Raises:
-        TypeError, ValueError: `every` is no positive number.
-    """
-
-    every: int = 10
-    repair: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool):
-            raise TypeError(f"check_replicas: every must be a number, but is {self.every!r}")
-        if self.every < 1:
-            raise ValueError(f"check_replicas: every must be at least 1, but is {self.every}")
-
-    @classmethod
-    def of(cls, wanted: bool | ReplicaPolicy) -> ReplicaPolicy | None:
-        """From FastDDP's argument: True, a policy, or False.
-
-        Raises:
-            TypeError: it is something else.
-        """
-        if isinstance(wanted, ReplicaPolicy):
-            return wanted
-        if not isinstance(wanted, bool):
-            raise TypeError(
-                f"check_replicas must be True, False or a ReplicaPolicy, but is {wanted!r}"
-            )
-        return cls() if wanted else None
-
-
 ON_NONFINITE = ("ignore", "skip", "raise")
+ON_SKIP = ("raise", "average_others")
 
 
 @dataclass(frozen=True)
@@ -336,6 +299,8 @@ class SyncPolicy:
             `ON_NONFINITE`.
         shared_memory: the ranks of one machine may average through memory that they share.
         replicas: when they compare what all of them should have; None: never.
+        on_skip: what becomes of a step that a rank has no gradients for because it failed, one of
+            `ON_SKIP`.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -351,6 +316,12 @@ class SyncPolicy:
     on_nonfinite: str = "ignore"
     shared_memory: bool = True
     replicas: ReplicaPolicy | None = None
+    on_skip: str = "raise"
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether ranks count at every step who has gradients."""
+        return self.on_skip == "average_others"
 
     @property
     def checks_finite(self) -> bool:
@@ -385,11 +356,27 @@ class SyncPolicy:
             )
         if self.zero.stage == 3:
             self._check_stage3()
+        self._check_skips()
         if not self.wire.plain and self.mixed.reduce is not None:
             raise ValueError(
                 f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "
                 "travel as; leave wire out and set reduce_dtype"
             )
+
+    def _check_skips(self) -> None:
+        if self.on_skip not in ON_SKIP:
+            raise ValueError(
+                f"on_skip must be one of {', '.join(ON_SKIP)}, but is {self.on_skip!r}"
+            )
+        unfit = {
+            "static_graph": self.static_graph,
+            "find_unused_parameters=False": self.fail_on_unused,
+            "skip_all_reduce_unused_params": self.skip_unused,
+            "mixed_precision": self.mixed != MixedPolicy(),
+            f"zero={self.zero.stage}": self.zero.stage >= 2,
+        }
+        for name in (name for name, asked in unfit.items() if asked and self.may_skip):
+            raise ValueError(f"on_skip='average_others' does not go with {name}; leave one out")
 
     def _check_stage3(self) -> None:
         UnitWires(self.wire, self.zero.parameter_wire)

@@ -1,0 +1,45 @@
+"""What ranks that should have the same do to find out whether they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ReplicaPolicy"]
+
+
+@dataclass(frozen=True)
+class ReplicaPolicy:
+    """How often the ranks compare what all of them should have, and what a difference leads to.
+
+    Attributes:
+        every: synchronised backwards from one comparison to the next.
+        repair: ranks that differ take over what most ranks have. False, or where there is no
+            majority: an error, on every rank.
+
+    Raises:
+        TypeError, ValueError: `every` is no positive number.
+    """
+
+    every: int = 10
+    repair: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool):
+            raise TypeError(f"check_replicas: every must be a number, but is {self.every!r}")
+        if self.every < 1:
+            raise ValueError(f"check_replicas: every must be at least 1, but is {self.every}")
+
+    @classmethod
+    def of(cls, wanted: bool | ReplicaPolicy) -> ReplicaPolicy | None:
+        """From FastDDP's argument: True, a policy, or False.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if isinstance(wanted, ReplicaPolicy):
+            return wanted
+        if not isinstance(wanted, bool):
+            raise TypeError(
+                f"check_replicas must be True, False or a ReplicaPolicy, but is {wanted!r}"
+            )
+        return cls() if wanted else None
