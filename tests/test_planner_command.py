@@ -192,7 +192,8 @@ def measured(rank, world, path):
     profile = measure(__import__("torch").device("cpu"))
     if rank == 0:
         profile.dump(path)
-    return profile.rate
+    assert profile.between is None  # there is one machine
+    return profile.inside.rate
 
 
 def test_what_is_measured_is_planned_with(tmp_path, capsys):
@@ -200,10 +201,36 @@ def test_what_is_measured_is_planned_with(tmp_path, capsys):
 
     path = tmp_path / "profile.json"
     rates = run_ranks(measured, 2, path, timeout=180.0)
-    assert rates[0] == rates[1] == Profile.load(path).rate
+    assert rates[0] == rates[1] == Profile.load(path).inside.rate
     options = ("--params", "1e6", "--batch", "1x64", "--device", "cpu", "--gpus", 2)
     assert plan(*options, "--profile", path) == 0
     assert "gloo" in capsys.readouterr().out
+    several = (*options[:-1], 16, "--profile", path)
+    assert plan(*several) == 2
+    assert "no links between machines" in (told := capsys.readouterr().err) and "--inter" in told
+    assert plan(*several, "--inter", "1GB/s") == 0
     options = ("--params", "1e6", "--batch", "1x64", "--device", "h100", "--gpus", 2)
     assert plan(*options, "--profile", path) == 2
     assert "--profile" in capsys.readouterr().err
+
+
+def classes(rank, world):
+    from fastsync.planner.measure import _Places
+
+    places = _Places.of(["here", "here", "there", "there"])
+    device = __import__("torch").device("cpu")
+    return [places.rates(groups, device) for groups in (places.machine, places.seats, ((rank,),))]
+
+
+def test_links_inside_and_between_machines_are_measured_apart():
+    from fastsync.planner.measure import _Places
+    from fastsync.testing import run_ranks
+
+    places = _Places.of(["a", "b", "a", "b"])
+    assert places.machine == ((0, 2), (1, 3)) and places.seats == ((0, 1), (2, 3))
+    with pytest.raises(ValueError, match="machines have 2, 1 ranks"):
+        _Places.of(["a", "a", "b"])
+    found = run_ranks(classes, 4, timeout=240.0)
+    assert all(rank == found[0] for rank in found), "ranks know the same rates"
+    inside, between, nobody = found[0]
+    assert inside.ranks == between.ranks == 2 and inside.rate > 0 and nobody is None

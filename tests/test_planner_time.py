@@ -12,7 +12,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.planner.compute import Compute, Message, from_record, from_run
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
-from fastsync.planner.profile import DeviceRates, Profile, Sample, fit
+from fastsync.planner.profile import DeviceRates, LinkRates, Profile, Sample, fit
 from fastsync.planner.simulate import job_of, job_of_messages, simulate
 from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.synthetic import transformer_of
@@ -188,7 +188,8 @@ def test_recordings_say_what_is_computed():
 
 def test_profiles_are_read_again(tmp_path):
     rates = DeviceRates(1e11, 1e10, 1e-6, 0.25)
-    profile = Profile("here", "2", 2, "gloo", 1e-5, 1e9, rates, (Sample(4, 1e-4),))
+    between = LinkRates(2, 1e-5, 1e9, (Sample(4, 1e-4),))
+    profile = Profile("here", "2", 2, "gloo", rates, None, between)
     profile.dump(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
     (tmp_path / "q.json").write_text("{}")

@@ -98,8 +98,7 @@ def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
     backend = args.backend or ("gloo" if device.on_cpu else "nccl")
     world, per_node = args.gpus[0], args.per_node
     if args.profile:
-        link = Profile.load(args.profile).link()
-        return Cluster(world, per_node, link, link, "gloo")
+        return _profiled(args, Profile.load(args.profile))
     on_tcp = backend == "gloo"
     latency = args.latency if args.latency is not None else (_TCP_LATENCY if on_tcp else None)
     intra = Link(
@@ -113,6 +112,31 @@ def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
         args.inter or (_SLOW if on_tcp else fast), latency, "net", 1.0 if on_tcp else _NET_REACH
     )
     return Cluster(world, per_node, intra, inter, backend)
+
+
+def _profiled(args: argparse.Namespace, profile: Profile) -> Cluster:
+    """Measured links; --intra and --inter replace those that they name.
+
+    Raises:
+        ValueError: a class of links is needed that nobody has measured.
+    """
+    world, per_node = args.gpus[0], args.per_node
+    several, shared = max(args.gpus) > per_node, per_node > 1
+    links = []
+    for rate, rates, option, needed, where in (
+        (args.intra, profile.inside, "--intra", shared, "inside a machine"),
+        (args.inter, profile.between, "--inter", several, "between machines"),
+    ):
+        if rate is None and rates is None and needed:
+            raise ValueError(
+                f"--profile: {args.profile} has no links {where}, which {max(args.gpus)} ranks "
+                f"with --per-node {per_node} need; measure on such ranks, or give {option}"
+            )
+        known = rates or profile.inside or profile.between
+        assert known is not None
+        latency = known.latency if args.latency is None else args.latency
+        links.append(Link(known.rate if rate is None else rate, latency, "net"))
+    return Cluster(world, per_node, *links, "gloo")
 
 
 def _imported(name: str, option: str) -> Callable[..., object]:

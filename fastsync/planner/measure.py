@@ -2,21 +2,25 @@
 
     torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
 
-All ranks measure at once, as they train. Rates and latency of the link are those of all-reduces
-of several sizes; those of the device come from a matrix product, a pass over memory and an operator
-on next to nothing. Last, one step of a small model with FastDDP tells how much computing slows down
-while gradients travel: on a CPU both need the same cores.
+All ranks measure at once, as they train. Rates and latency are those of all-reduces of several
+sizes: of links inside a machine, among the ranks of each one, all machines at a time; of links
+between machines, among the ranks that have the same place on each. Those of the device come from a
+matrix product, a pass over memory and an operator on next to nothing. Last, one step of a small
+model with FastDDP tells how much computing slows down while gradients travel: on a CPU both need
+the same cores.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +28,12 @@ from torch import nn
 
 from fastsync.ddp import FastDDP
 from fastsync.planner.devices import Device
-from fastsync.planner.links import Cluster, Link
-from fastsync.planner.profile import DeviceRates, Profile, Sample, fit
+from fastsync.planner.links import Cluster
+from fastsync.planner.profile import DeviceRates, LinkRates, Profile, Sample
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.strategy import named
 from fastsync.planner.tracing import trace_model, trace_optimizer
+from fastsync.ranks.machines import network_space
 
 __all__ = ["calibration_model", "measure", "measure_to"]
 
@@ -57,11 +62,7 @@ def measure_to(path: Path) -> None:
         profile = measure(device)
         if dist.get_rank() == 0:
             profile.dump(path)
-            print(
-                f"wrote {path}: {profile.rate / 1e9:.3g} GB/s, {profile.latency * 1e6:.3g} us a "
-                f"hop, {profile.device.flops / 1e9:.3g} GFLOP/s, "
-                f"{profile.device.bandwidth / 1e9:.3g} GB/s of memory"
-            )
+            print(f"wrote {path}: {_words(profile)}")
     finally:
         dist.destroy_process_group()
 
@@ -75,20 +76,92 @@ def measure(device: torch.device) -> Profile:
     world = dist.get_world_size()
     if world < 2:
         raise ValueError("--measure needs at least two ranks, between which something travels")
-    samples = [_all_reduce(size, device) for size in _SIZES]
-    latency, rate = fit(samples, world)
+    places = _Places.found()
+    inside, between = (places.rates(kind, device) for kind in (places.machine, places.seats))
     rates = _device_rates(device)
-    link = Cluster(world, world, *_links(latency, rate), "gloo")
-    contention = _contention(device, rates, link) if device.type == "cpu" else 0.0
-    rates = DeviceRates(rates.flops, rates.bandwidth, rates.overhead, contention)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
     backend = dist.get_backend()
-    return Profile(machine, torch.__version__, world, backend, latency, rate, rates, tuple(samples))
+    links = [each.link() for each in (inside, between) if each is not None]
+    cluster = Cluster(world, places.per_machine, links[0], links[-1], "gloo")
+    contention = _contention(device, rates, cluster) if device.type == "cpu" else 0.0
+    rates = replace(rates, contention=contention)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    return Profile(machine, torch.__version__, world, backend, rates, inside, between)
 
 
-def _links(latency: float, rate: float) -> tuple[Link, Link]:
-    link = Link(rate, latency, "net")
-    return link, link
+def _words(profile: Profile) -> str:
+    classes = {"inside a machine": profile.inside, "between machines": profile.between}
+    links = (
+        f"{each.rate / 1e9:.3g} GB/s and {each.latency * 1e6:.3g} us a hop {where}"
+        for where, each in classes.items()
+        if each is not None
+    )
+    device = profile.device
+    return (
+        f"{', '.join(links)}, {device.flops / 1e9:.3g} GFLOP/s, "
+        f"{device.bandwidth / 1e9:.3g} GB/s of memory"
+    )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which ranks share a machine.
+
+    Attributes:
+        machine: the ranks of each; `seats`: those with the same place on every machine.
+    """
+
+    machine: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def found(cls) -> _Places:
+        """Collective."""
+        spaces: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(spaces, _space())
+        return cls.of(spaces)
+
+    @classmethod
+    def of(cls, spaces: Sequence[str]) -> _Places:
+        """From what every rank says of its machine.
+
+        Raises:
+            ValueError: some machines have more ranks than others.
+        """
+        ranks = range(len(spaces))
+        names = dict.fromkeys(spaces)
+        machines = tuple(tuple(r for r in ranks if spaces[r] == name) for name in names)
+        counts = [len(machine) for machine in machines]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"--measure: machines have {', '.join(map(str, counts))} ranks; start as many on "
+                "each, as a plan's --per-node says"
+            )
+        return cls(machines)
+
+    @property
+    def per_machine(self) -> int:
+        return len(self.machine[0])
+
+    @property
+    def seats(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(zip(*self.machine, strict=True))
+
+    def rates(self, groups: tuple[tuple[int, ...], ...], device: torch.device) -> LinkRates | None:
+        """Of all-reduces in all of the groups at once; None: nobody has anybody to talk to."""
+        ranks = len(groups[0])
+        if ranks < 2:
+            return None
+        made = [dist.new_group(list(group)) for group in groups]
+        mine = next(g for g, group in zip(made, groups, strict=True) if dist.get_rank() in group)
+        samples = [_all_reduce(size, mine, device) for size in _SIZES]
+        dist.destroy_process_group(mine)
+        return LinkRates.of(samples, ranks)
+
+
+def _space() -> str:
+    try:
+        return network_space()
+    except OSError:
+        return socket.gethostname()
 
 
 def _together(run: Callable[[], object], device: torch.device) -> float:
@@ -123,9 +196,9 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return float(value.item())
 
 
-def _all_reduce(nbytes: int, device: torch.device) -> Sample:
+def _all_reduce(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Sample:
     buffer = torch.ones(nbytes // 4, device=device)
-    return Sample(nbytes, _together(lambda: dist.all_reduce(buffer), device))
+    return Sample(nbytes, _together(lambda: dist.all_reduce(buffer, group=group), device))
 
 
 def _device_rates(device: torch.device) -> DeviceRates:

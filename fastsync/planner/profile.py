@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fastsync.planner.links import Link
 
-__all__ = ["DeviceRates", "Profile", "Sample", "fit"]
+__all__ = ["DeviceRates", "LinkRates", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -38,26 +40,54 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class LinkRates:
+    """A class of links, as all-reduces found it.
+
+    Attributes:
+        ranks: of each group that measured, all groups at once.
+        latency: seconds of a hop; `rate`: bytes per second that a rank sends.
+    """
+
+    ranks: int
+    latency: float
+    rate: float
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], ranks: int) -> LinkRates:
+        """Fitted to all-reduces of several sizes."""
+        return cls(ranks, *fit(samples, ranks), tuple(samples))
+
+    @classmethod
+    def read(cls, document: dict[str, Any] | None) -> LinkRates | None:
+        """From a file."""
+        if document is None:
+            return None
+        samples = tuple(Sample(**sample) for sample in document.pop("samples"))
+        return cls(samples=samples, **document)
+
+    def link(self) -> Link:
+        """What clusters are made of."""
+        return Link(self.rate, self.latency, "net")
+
+
+@dataclass(frozen=True)
 class Profile:
     """Rates of one machine, or cluster.
 
     Attributes:
         world: ranks that measured.
-        latency: seconds of a hop; `rate`: bytes per second that a rank sends.
+        inside: links inside a machine; `between`: links between machines. None: not measured, as
+            no machine had two ranks, or there was one machine alone.
     """
 
     machine: str
     torch: str
     world: int
     backend: str
-    latency: float
-    rate: float
     device: DeviceRates
-    samples: tuple[Sample, ...]
-
-    def link(self) -> Link:
-        """The class of links that was measured."""
-        return Link(self.rate, self.latency, "net")
+    inside: LinkRates | None = None
+    between: LinkRates | None = None
 
     def dump(self, path: Path) -> None:
         """Writes it as JSON; the folder is made."""
@@ -77,8 +107,8 @@ class Profile:
             if document.pop("format") != FORMAT or document.pop("version") != VERSION:
                 raise ValueError
             device = DeviceRates(**document.pop("device"))
-            samples = tuple(Sample(**sample) for sample in document.pop("samples"))
-            return cls(device=device, samples=samples, **document)
+            inside, between = (LinkRates.read(document.pop(n)) for n in ("inside", "between"))
+            return cls(device=device, inside=inside, between=between, **document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"--profile: {path} is no profile that this fastsync has measured; write one with "
@@ -86,7 +116,7 @@ class Profile:
             ) from error
 
 
-def fit(samples: list[Sample], world: int) -> tuple[float, float]:
+def fit(samples: Sequence[Sample], world: int) -> tuple[float, float]:
     """Latency of a hop and rate of a rank, from all-reduces of several sizes.
 
     A line through seconds over bytes, by least squares of relative errors, so that small messages
