@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from bench.models import WORKLOADS
+from docs import planner_peaks, planner_steps
 from fastsync.planner.advice import advise
 from fastsync.planner.arithmetic import held_rows
 from fastsync.planner.compute import from_record
@@ -38,7 +39,8 @@ from fastsync.planner.synthetic import adam_by_formula, transformer_of
 from fastsync.planner.tracing import trace_model
 
 HERE = Path(__file__).resolve().parent
-ROOT, PAGE = HERE.parent, HERE / "planner.md"
+ROOT, PAGE, SCATTER = HERE.parent, HERE / "planner.md", HERE / "planner-steps.svg"
+SCATTER_TEXT = "Chart of planned over measured steps; their errors are in the table below"
 VTRAIN = json.loads((HERE / "measured" / "vtrain.json").read_text())
 A100 = Link(300e9, None, "nvlink", 0.8)
 H100, NDR = Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92)
@@ -264,6 +266,9 @@ def published() -> str:
 # ---- what this project has measured ----------------------------------------------------------
 
 
+NOT_MEASURED = "*not measured yet*"
+
+
 def here() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((HERE / "measured" / "here.json").read_text())
     return found
@@ -271,16 +276,36 @@ def here() -> dict[str, Any]:
 
 def peaks() -> str:
     """Peaks of steps with AdamW, in bytes per byte of parameters."""
-    found = here()
-    body = []
-    for name, stages in found["peaks"].items():
-        cells = [
-            f"{plan:.2f} / {real:.2f} ({100 * (plan / real - 1):+.1f} %)"
-            for _, real, plan in stages
-        ]
-        body.append((name, *cells))
-    headers = ("predicted / measured, per byte of parameters", "zero=0", "zero=1", "zero=2")
-    return f"{markdown(headers, body)}\n\n{found['machine']}, buckets of 25 MiB."
+    path = HERE / "measured" / "peaks.json"
+    if not path.exists():
+        return NOT_MEASURED
+    found = json.loads(path.read_text())
+    errors, cells = [], dict[tuple[str, str], list[str]]()
+    for row in found["peaks"]:
+        real = row.pop("bytes")
+        case = planner_peaks.Case(**row)
+        nbytes = planner_peaks.traced(case.model, case.checkpointing, case.masters).nbytes
+        plan = planner_peaks.planned(case).total
+        errors.append(plan / real - 1)
+        shown = f"{plan / nbytes:.2f} / {real / nbytes:.2f} ({100 * errors[-1]:+.1f} %)"
+        cells.setdefault((case.model, case.way), []).append(shown)
+    stages = (f"zero={stage}" for stage in planner_peaks.STAGES)
+    body = [(", ".join(filter(None, names)), *row) for names, row in cells.items()]
+    table = markdown(("predicted / measured, per byte of parameters", *stages), body)
+    middle = f"{100 * median(map(abs, errors)):.1f} %"
+    within = sum(abs(error) <= 0.02 for error in errors)
+    worst = f"{100 * max(map(abs, errors)):.1f} %"
+    shown = f"Median error {middle}, worst {worst}; {within} of {len(errors)} are within 2 %."
+    return f"{table}\n\n{shown} {found['machine']}, buckets of 25 MiB in stages 0 to 2."
+
+
+def matrix() -> str:
+    """Steps on shaped links, of models that nothing was fitted to, and their picture."""
+    rows = planner_steps.rows()
+    if not rows:
+        return NOT_MEASURED
+    table = markdown(("median error, worst", "ranks", *planner_steps.WAYS, "all"), rows)
+    return f"![{SCATTER_TEXT}]({SCATTER.name})\n\n{table}\n\n{planner_steps.origin()}"
 
 
 def steps() -> str:
@@ -380,7 +405,10 @@ def shaped() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (held, which, scaling, all_reduce, iterations, published, shaped, peaks, steps)
+    for table in (
+        *(held, which, scaling, all_reduce, iterations, published),
+        *(shaped, peaks, steps, matrix),
+    )
 }
 
 
@@ -398,9 +426,13 @@ def main() -> int:
             return 1
         shown = table()
         made = mark.sub(lambda found, shown=shown: f"{found[1]}{shown}\n{found[2]}", made)
+    picture = planner_steps.scatter()
     if args.check:
-        return int(made != text)
+        drawn = SCATTER.read_text(encoding="utf-8") if SCATTER.exists() else None
+        return int(made != text or drawn != picture)
     PAGE.write_text(made, encoding="utf-8")
+    if picture is not None:
+        SCATTER.write_text(picture, encoding="utf-8")
     return 0
 
 

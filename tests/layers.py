@@ -55,8 +55,9 @@ MODULE_LAYERS = {
     "plan": [["layout", "replicas", "topology"], ["policy"], ["buckets", "sizes"]],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],
-        ["strategy", "synthetic", "tracing", "profile", "compute"],
-        ["arithmetic", "memory", "simulate"],
+        ["strategy", "synthetic", "unit_marks", "profile", "compute"],
+        ["arithmetic", "tracing", "unit_memory", "simulate"],
+        ["memory"],
         ["scenario"],
         ["advice", "measure"],
         ["plan"],

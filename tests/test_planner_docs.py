@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import make_planner
+from docs import make_planner, planner_steps
 from fastsync.planner.command import _parser
 
 PAGE = (Path(__file__).parent.parent / "docs/planner.md").read_text()
@@ -17,6 +17,12 @@ def test_tables_are_those_that_are_made(name):
     found = re.search(rf"<!-- planner:{name} -->\n(.*?)\n<!-- /planner:{name} -->", PAGE, re.S)
     assert found, f"docs/planner.md has no table {name}"
     assert found[1] == make_planner.TABLES[name]()
+
+
+def test_the_picture_is_the_one_that_is_drawn():
+    picture = make_planner.SCATTER
+    drawn = picture.read_text(encoding="utf-8") if picture.exists() else None
+    assert drawn == planner_steps.scatter()
 
 
 def test_commands_of_the_page_are_understood():

@@ -33,7 +33,7 @@ from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, m
 from examples.common.variants import Variant
 
 STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
-PEAK_STEPS = 4  # until plan and optimizer are settled; as many are looked at
+PEAK_STEPS = 6  # until plan and optimizer are settled; as many are looked at
 PROBE_BYTES = 32 * 2**20
 SETTLE_TRIES, SETTLE_SECONDS = 50, 0.02
 # What the backends call their collectives in a profile, and what torch does.

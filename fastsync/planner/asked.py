@@ -136,7 +136,8 @@ def _profiled(args: argparse.Namespace, profile: Profile) -> Cluster:
         assert known is not None
         latency = known.latency if args.latency is None else args.latency
         links.append(Link(known.rate if rate is None else rate, latency, "net"))
-    return Cluster(world, per_node, *links, "gloo")
+    intra, inter = links
+    return Cluster(world, per_node, intra, inter, "gloo")
 
 
 def _imported(name: str, option: str) -> Callable[..., object]:

@@ -13,20 +13,23 @@ What other ranks of a machine have sent is read where it lies, in memory that th
 | all-reduce | flat buffers, whose views are the gradients | a gradient until it is packed |
 | scattered (stages 1, 2) | shards | likewise; what is sent, and received, of three buckets |
 | coded | gradients, codes sent and received, residuals | |
-| units (stage 3) | shards | two gathered units, and gradients of two |
+| units (stage 3) | shards | gathered units, and gradients under way: unit_memory.py |
+
+A CPU's library holds scratch memory beside results, which the trace notes too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
 from fastsync.plan.layout import ALIGNMENT, PayloadLayout, align_up
-from fastsync.planner.record import Allocations, Record
+from fastsync.planner.record import Allocations, Mark, Record
 from fastsync.planner.strategy import Carrier, Strategy, Unit
+from fastsync.planner.unit_memory import Units, share_of
 
 __all__ = ["ITEMS", "Memory", "OptimizerTrace", "peak_of", "phases_of"]
 
@@ -99,7 +102,11 @@ class _Transports:
         self.plan, self.scattered, self.carrier, self.ranks = plan, scattered, carrier, ranks
         self.bucket_of = {p: n for n, bucket in enumerate(plan.buckets) for p in bucket.params}
         self.pool = _Pool(keeps=carrier.on_cpu)
+        self.gradients = 0
         self.begin()
+
+    def reaches(self, at: int, mark: Mark) -> None:
+        """Nothing of it concerns buckets."""
 
     def begin(self) -> None:
         """A backward begins; the pool stays as the last one left it."""
@@ -114,17 +121,24 @@ class _Transports:
         """Bytes of gradients that wait, and of buffers."""
         return sum(self.waiting) + self.pool.held
 
-    def gradient(self, param: int, size: float) -> None:
-        """One is complete."""
+    def gradient(self, param: int, size: float) -> float:
+        """One is complete; returns its bytes where it is packed at once, and gone after that."""
         number = self.bucket_of[param]
         self.missing[number] -= 1
-        if self.carrier.on_cpu and size >= _EARLY_BYTES:
+        early = self.carrier.on_cpu and size >= _EARLY_BYTES
+        if early:
             self._ensure_sent(number)
         else:
             self.waiting[number] += size
         while self.next < len(self.missing) and self.missing[self.next] == 0:
             self._launch(self.next)
             self.next += 1
+        return size if early else 0.0
+
+    @property
+    def left(self) -> int:
+        """Bytes of buffers that stay after a backward."""
+        return self.pool.held
 
     def end(self) -> None:
         """All averages are there."""
@@ -177,15 +191,12 @@ def phases_of(
     state = _optimizer_of(record, strategy, planned[1], optimizer)
     kept["optimizer state"] = float(state.kept)
     kept["framework"] = framework
-    within, pool = _peak_within(record, strategy, planned[0], carrier)
-    stepping = {
-        **kept,
-        "optimizer workspace": float(state.peak) + _wide_gradients(record, strategy),
-    }
-    stepping["communication buffers"] += pool
+    within, after = _peak_within(record, strategy, planned[0], carrier)
+    stepping = {**kept, "optimizer workspace": float(state.peak)}
     stepping["activations"] = float(record.inputs)
-    for name, value in within.items():
-        kept[name] += value
+    for phase, added in ((kept, within), (stepping, after)):
+        for name, value in added.items():
+            phase[name] += value
     return Memory(_ordered(kept), "backward"), Memory(_ordered(stepping), "optimizer")
 
 
@@ -204,15 +215,16 @@ def _persistent(
     """Bytes from step to step, without the optimizer's."""
     plan, units = planned
     items = dict.fromkeys(ITEMS, 0.0)
-    shared = strategy.shards if strategy.stage == 3 else 1
-    items["parameters"] = record.nbytes / shared + record.frozen + record.buffers
+    items["parameters"] = float(record.nbytes + record.frozen + record.buffers)
+    if strategy.stage == 3:
+        shard = float(Units(record, strategy, Carrier.MEMORY).shard)
+        masters = shard if strategy.masters and _narrow(record) else 0.0
+        items["parameters"] = record.frozen + record.buffers + shard - masters
+        items["master weights"] = masters
+        return items
     if strategy.masters:
         shards = strategy.shards if strategy.stage else 1
         items["master weights"] = _WIDE * _narrow(record) / shards
-    if strategy.stage == 3:
-        items["gradients"] = record.nbytes / strategy.shards
-        items["communication buffers"] = 4.0 * _largest_unit(record)
-        return items
     if units:
         sizes = [record.params[unit.params[0]].dtype.itemsize for unit in units]
         pairs = list(zip(units, sizes, strict=True))
@@ -247,66 +259,71 @@ def _narrow(record: Record) -> int:
     return sum(p.numel for p in record.params if p.dtype.itemsize == 2)
 
 
-def _wide_gradients(record: Record, strategy: Strategy) -> float:
-    """Masters step on gradients in fp32, which exist during the step."""
-    shards = strategy.shards if strategy.stage else 1
-    return _WIDE * _narrow(record) / shards if strategy.masters else 0.0
-
-
-def _largest_unit(record: Record) -> float:
-    """Bytes of the parameters that stage 3 gathers at once."""
-    sizes: dict[int, float] = {}
-    for param in record.params:
-        sizes[param.unit] = sizes.get(param.unit, 0.0) + param.nbytes
-    return max(sizes.values())
-
-
 def _optimizer_of(
     record: Record, strategy: Strategy, units: list[Unit], optimizer: OptimizerTrace
 ) -> Allocations:
-    """Of the rank that owns the first region, which holds most."""
+    """Of the rank that owns the first region, which holds most, or of who owns the largest piece.
+
+    Masters step on gradients in fp32, which exist during the step. Units step one after the other;
+    those of stage 3 have such gradients already.
+    """
 
     def kind(dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if strategy.masters and dtype.itemsize == 2 else dtype
 
-    if units:
-        return optimizer(
-            [
-                ((numel,), kind(record.params[index].dtype))
-                for unit in units
-                for index, numel in zip(unit.params, unit.first, strict=True)
-                if numel
-            ]
-        )
-    shards = strategy.shards if strategy.stage else 1
-    if shards == 1:
-        return optimizer([(param.shape, kind(param.dtype)) for param in record.params])
-    return optimizer([((-(-p.numel // shards),), kind(p.dtype)) for p in record.params])
+    if not units:
+        shards = strategy.shards if strategy.stage else 1
+        sizes = [p.shape if shards == 1 else share_of(p, shards) for p in record.params]
+        made = optimizer([(s, kind(p.dtype)) for s, p in zip(sizes, record.params, strict=True)])
+        there = not strategy.masters or strategy.stage == 3
+        wide = 0 if there else _WIDE * _narrow(record) // shards
+        return replace(made, peak=made.peak + wide)
+
+    def step_on(unit: Unit, numels: Sequence[int]) -> Allocations:
+        owned = [(record.params[p].dtype, n) for p, n in zip(unit.params, numels, strict=True)]
+        made = optimizer([((numel,), kind(dtype)) for dtype, numel in owned if numel])
+        wide = sum(_WIDE * n for dtype, n in owned if kind(dtype) is not dtype)
+        return replace(made, peak=made.peak + wide)
+
+    firsts = [step_on(unit, unit.first) for unit in units]
+    others = [step_on(unit, unit.largest) for unit in units if unit.largest != unit.first]
+    return Allocations(
+        kept=sum(step.kept for step in firsts),
+        peak=max(step.peak for step in (*firsts, *others)),
+        moved=sum(step.moved for step in firsts),
+    )
 
 
 def _peak_within(
     record: Record, strategy: Strategy, plan: BucketPlan, carrier: Carrier
-) -> tuple[dict[str, float], int]:
-    """The most that forward and backward add, by item, and what the pool keeps after them."""
-    scattered = any(bucket.shards for bucket in plan.buckets)
-    transports = _Transports(plan, scattered, carrier, strategy.shards)
-    replays = strategy.stage < 3
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By item: the most that forward and backward add, and what of it is there after them."""
     last = {mark.place: at for at, mark in enumerate(record.marks) if mark.kind == "grad"}
+    scattered = any(bucket.shards for bucket in plan.buckets)
+    transports: Units | _Transports
+    if strategy.stage == 3:
+        transports = Units(record, strategy, carrier)
+    else:
+        transports = _Transports(plan, scattered, carrier, strategy.shards)
     best = dict.fromkeys(ITEMS, 0.0)
     for _ in range(2):  # the second step finds the pool that the first one has left
         live, sizes, most = float(record.inputs), {}, -1.0  # type: float, dict[int, float], float
         transports.begin()
         for at, mark in enumerate(record.marks):
+            moment = mark.size if mark.kind == "scratch" and carrier.on_cpu else 0.0
             if mark.kind == "alloc":
                 sizes[mark.place] = mark.size
                 live += mark.size
             elif mark.kind == "free":
                 live -= sizes.pop(mark.place, 0.0)
-            elif mark.kind == "grad" and replays and last[mark.place] == at:
-                transports.gradient(mark.place, mark.size)
-            held = transports.held
-            if live + held > most:
-                most = live + held
-                best["activations"], best["communication buffers"] = live, held
+            elif mark.kind == "grad" and last[mark.place] == at:
+                moment = transports.gradient(mark.place, mark.size)
+            transports.reaches(at, mark)
+            held, gradients = transports.held, transports.gradients
+            if live + moment + held + gradients > most:
+                most = live + moment + held + gradients
+                best["activations"], best["communication buffers"] = live + moment, held
+                best["gradients"] = gradients
         transports.end()
-    return best, transports.pool.held
+    after = {"communication buffers": float(transports.left)}
+    return best, {**after, "gradients": float(transports.gradients)}

@@ -21,9 +21,11 @@ class Mark(NamedTuple):
     """One thing that happened.
 
     Attributes:
-        kind: "op", "alloc", "free", "grad" (a gradient is complete), "backward" (it begins).
-        place: number of the storage, or of the parameter.
-        size: bytes: moved by an operation, allocated, or of the gradient.
+        kind: "op", "alloc", "free", "grad" (a gradient is complete), "backward" (it begins); of a
+            unit, "enter" and "leave" (its forward), "return" and "through" (its backward);
+            "scratch": a CPU's library held so much for a moment.
+        place: number of the storage, of the parameter, or of the unit.
+        size: bytes: moved by an operation, allocated, held, or of the gradient.
         work: floating-point operations, a multiplication and an addition being two.
     """
 
@@ -38,7 +40,7 @@ class TracedParam:
     """A parameter that is trained.
 
     Attributes:
-        unit: number of the block that it belongs to, which stage 3 gathers as one.
+        unit: number of the unit that stage 3 gathers it with; 0: that of the root.
     """
 
     name: str

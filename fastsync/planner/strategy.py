@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 from fastsync.plan.buckets import BucketPlan, ParamSpec, PlannedBucket, ShardSlot, make_plan
 from fastsync.plan.layout import FlatLayout
@@ -90,12 +91,14 @@ class Unit:
         params: by number; `offsets`: their first elements.
         region: elements of each rank's region.
         first: elements of each parameter that the first rank owns, which owns most.
+        largest: likewise, of the rank that owns the largest piece of a parameter.
     """
 
     params: tuple[int, ...]
     offsets: tuple[int, ...]
     region: int
     first: tuple[int, ...]
+    largest: tuple[int, ...]
 
 
 def _specs(record: Record, wire: str, device: str) -> list[ParamSpec]:
@@ -111,10 +114,20 @@ def shard_units(record: Record, plan: BucketPlan, shards: int) -> list[Unit]:
         params = tuple(sorted(bucket.params))
         numels = [record.params[index].numel for index in params]
         offsets, region = element_regions(numels, shards)
-        pairs = zip(offsets, numels, strict=True)
-        first = tuple(max(0, min(numel, region - offset)) for offset, numel in pairs)
-        units.append(Unit(params, tuple(offsets), region, first))
+        owned = partial(_owned, offsets, numels, region)
+        places = [o // region for o in offsets] if region else [0]
+        largest = max({n + more for n in places for more in (0, 1)}, key=lambda n: max(owned(n)))
+        units.append(Unit(params, tuple(offsets), region, owned(0), owned(largest)))
     return units
+
+
+def _owned(
+    offsets: Sequence[int], numels: Sequence[int], region: int, rank: int
+) -> tuple[int, ...]:
+    """Elements of each parameter in a rank's region."""
+    begin, end = rank * region, (rank + 1) * region
+    pairs = zip(offsets, numels, strict=True)
+    return tuple(max(0, min(at + numel, end) - max(at, begin)) for at, numel in pairs)
 
 
 def _slots(units: Sequence[Unit]) -> dict[int, ShardSlot]:

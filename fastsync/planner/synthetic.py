@@ -45,14 +45,17 @@ def transformer_of(
     at_ends = float(2 * width * tokens)
     for layer in range(layers):
         size = sizes[layer + 1] - sizes[layer]
+        marks.append(Mark("enter", layer + 1))
         marks.append(Mark("op", work=2.0 * size * tokens))
         marks.append(Mark("alloc", layer, at_ends if checkpointing else kept))
+        marks.append(Mark("leave", layer + 1))
         for part in range(_PER_LAYER):
             own = size * (part + 1) // _PER_LAYER - size * part // _PER_LAYER
             name = f"layer {layer}, part {part}"
             params.append(TracedParam(name, (own,), dtype, own, layer + 1))
     marks.append(Mark("backward"))
     for layer in reversed(range(layers)):
+        marks.append(Mark("return", layer + 1))
         if checkpointing:
             marks.append(Mark("alloc", layers + layer, kept))
             marks.append(Mark("op", work=2.0 * (sizes[layer + 1] - sizes[layer]) * tokens))
@@ -62,6 +65,7 @@ def transformer_of(
             marks.append(Mark("grad", index, float(params[index].nbytes)))
         marks.append(Mark("free", layer))
         marks += [Mark("free", layers + layer)] if checkpointing else []
+        marks.append(Mark("through", layer + 1))
     name = f"{numel / 1e9:g} B parameters in {layers} layers of {width}"
     inputs = 8 * tokens
     return Record(name, tuple(params), 0, 0, inputs, batch[0], tokens, tuple(marks), layers)

@@ -13,11 +13,13 @@ decide it.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,11 +27,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from fastsync.planner.record import Allocations, Mark, Record, TracedParam
+from fastsync.planner.unit_marks import ROOT, note_units, units_of
 from fastsync.torch_private.tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 __all__ = ["TraceError", "find_blocks", "trace_model", "trace_optimizer"]
 
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
+_CHANNELS = 8  # of a block, at least
 
 
 class TraceError(ValueError):
@@ -68,6 +72,8 @@ class _Recorder(TorchDispatchMode):
             written = made if fresh else tensors[:1]
             moved = sum(t.nbytes for t in tensors) + sum(t.nbytes for t in written)
             self.marks.append(Mark("op", size=float(moved), work=float(work)))
+            if held := _scratch_of(func, args):
+                self.marks.append(Mark("scratch", size=float(held)))
         return result
 
     def _note_storage(self, tensor: torch.Tensor) -> None:
@@ -84,6 +90,27 @@ class _Recorder(TorchDispatchMode):
         self.marks.append(Mark("free", number))
         self._numbers.pop(key, None)
         self._alive.pop(number, None)
+
+
+def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes beside the results that oneDNN holds on a CPU while it convolves.
+
+    Both directions compute on copies in blocks of channels: the forward on the weight and the
+    input, or the output where few channels come in; the backward first on input and gradient, then
+    on the weight's gradient.
+    """
+    if func is torch.ops.aten.convolution.default:
+        image, weight, _, stride, padding, dilation = args[:6]
+        if image.shape[1] % _CHANNELS == 0:
+            return int(weight.nbytes + image.nbytes)
+        sizes = zip(image.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        each = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+        numel = image.shape[0] * weight.shape[0] * math.prod(each)
+        return int(weight.nbytes + numel * image.itemsize)
+    if func is torch.ops.aten.convolution_backward.default:
+        gradient, image, weight = args[:3]
+        return int(max(weight.nbytes, image.nbytes + gradient.nbytes))
+    return 0
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
@@ -202,14 +229,16 @@ def trace_model(
         trained = {id(p): (n, p) for n, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise TraceError("the model has no parameter that is trained")
+        units = units_of(module)
         recorder = _Recorder()
+        note_units(recorder.marks, units)
         hooks = _note_gradients(recorder, [p for _, p in trained.values()])
         held = [*module.parameters(), *module.buffers(), given]
         recorder.ignore(held)
         with _explained("a step of the model"), recorder:
             _step(module, given, loss or _default_loss, recorder)
         del hooks
-        return _record(type(module).__name__, module, blocks, given, recorder.marks)
+        return _record(module, units, len(blocks), given, recorder.marks)
 
 
 def _step(module: nn.Module, batch: torch.Tensor, loss: Loss, recorder: _Recorder) -> None:
@@ -231,10 +260,10 @@ def _checkpoint(blocks: Sequence[nn.Module]) -> None:
 
 def _note_gradients(recorder: _Recorder, params: Sequence[torch.Tensor]) -> list[object]:
     def note(index: int, param: torch.Tensor) -> None:
-        gradient = param.grad
-        if gradient is not None:
-            recorder.marks.append(Mark("grad", index, float(gradient.nbytes)))
-        param.grad = None
+        size = None if param.grad is None else float(param.grad.nbytes)
+        param.grad = None  # which frees it, before replays hear of it
+        if size is not None:
+            recorder.marks.append(Mark("grad", index, size))
 
     return [
         p.register_post_accumulate_grad_hook(partial(note, index)) for index, p in enumerate(params)
@@ -242,24 +271,28 @@ def _note_gradients(recorder: _Recorder, params: Sequence[torch.Tensor]) -> list
 
 
 def _record(
-    name: str,
     module: nn.Module,
-    blocks: Sequence[nn.Module],
+    units: Sequence[Sequence[nn.Module]],
+    blocks: int,
     batch: torch.Tensor,
     marks: Sequence[Mark],
 ) -> Record:
-    units = {id(p): n for n, block in enumerate(blocks, 1) for p in block.parameters()}
+    numbers: dict[int, int] = {}
+    for number, modules in list(enumerate(units))[1:]:  # the first unit that a tied weight is in
+        for module_of_unit in modules:
+            for param in module_of_unit.parameters():
+                numbers.setdefault(id(param), number)
     trained = []
     for label, param in module.named_parameters():
         if param.requires_grad:
             strides = param.stride()
             outermost = max(range(param.dim()), key=strides.__getitem__, default=None)
             rows = 1 if outermost is None else param.shape[outermost]
-            unit = units.get(id(param), 0)
+            unit = numbers.get(id(param), ROOT)
             trained.append(TracedParam(label, tuple(param.shape), param.dtype, rows, unit))
     tokens = 0 if batch.is_floating_point() else batch.numel()
     return Record(
-        model=name,
+        model=type(module).__name__,
         params=tuple(trained),
         frozen=sum(p.nbytes for p in module.parameters() if not p.requires_grad),
         buffers=sum(b.nbytes for b in module.buffers()),
@@ -267,7 +300,7 @@ def _record(
         samples=batch.shape[0],
         tokens=tokens,
         marks=tuple(marks),
-        blocks=len(blocks),
+        blocks=blocks,
     )
 
 

@@ -1,0 +1,161 @@
+"""Peaks of memory, as planned and as measured: this project's models at every stage, as they are,
+with checkpointing, and in bf16 with fp32 masters.
+
+Masters of stages 1 and 2 are those of `FastDDP(master_weights=True)`, of stage 3 those of
+`fully_shard(mp_policy=...)`, whose shares are fp32. Stage 0 has none, so a script keeps them beside
+its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from bench.models import WORKLOADS
+from examples.common.costs import peak_memory
+from examples.common.ranks import Group
+from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
+from examples.common.variants import Variant, fast_ddp
+from fastsync import fully_shard
+from fastsync.plan.policy import BucketPolicy
+from fastsync.planner.memory import Memory, peak_of, phases_of
+from fastsync.planner.record import Record
+from fastsync.planner.strategy import engine_plan, named
+from fastsync.planner.tracing import find_blocks, trace_model, trace_optimizer
+from fastsync.units.choosing import choose_units
+
+RANKS, CAP_MB = 2, 25.0
+MODELS, STAGES = ("wide", "transformer", "gpt2", "conv"), (0, 1, 2, 3)
+NARROW = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    model: str
+    stage: int
+    checkpointing: bool = False
+    masters: bool = False
+
+    @property
+    def way(self) -> str:
+        words = ["checkpointing"] * self.checkpointing + ["bf16, masters"] * self.masters
+        return ", ".join(words)
+
+
+def every_case(models: Sequence[str] = MODELS) -> list[Case]:
+    """Of models without repeated blocks nothing is checkpointed."""
+    ways = ((False, False), (True, False), (False, True), (True, True))
+    cases = (Case(m, stage, *way) for m in models for way in ways for stage in STAGES)
+    blocks = {model: find_blocks(WORKLOADS[model]().build()) for model in models}
+    return [case for case in cases if blocks[case.model] or not case.checkpointing]
+
+
+# ---- planned ---------------------------------------------------------------------------------
+
+
+def adamw(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> Any:
+    return trace_optimizer("adamw", shapes, foreach=False)
+
+
+@cache
+def traced(model: str, checkpointing: bool = False, narrow: bool = False) -> Record:
+    workload = WORKLOADS[model]()
+    return trace_model(
+        workload.build,
+        tuple(workload.batch(0, 0).shape),
+        loss=lambda output, _: workload.loss(output),
+        dtype=NARROW if narrow else None,
+        checkpointing=checkpointing,
+    )
+
+
+def planned(case: Case) -> Memory:
+    record = traced(case.model, case.checkpointing, case.masters)
+    base = named(str(case.stage), RANKS, RANKS)
+    strategy = replace(base, masters=case.masters, checkpointing=case.checkpointing)
+    plan = engine_plan(record, strategy, buckets=BucketPolicy.from_mb(CAP_MB))
+    return peak_of(phases_of(record, strategy, plan, adamw))
+
+
+# ---- measured --------------------------------------------------------------------------------
+
+
+class Masters:
+    """AdamW on fp32 copies of narrow parameters, as scripts without ZeRO have them."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._masters = [nn.Parameter(p.detach().float()) for p in self._params]
+        self._inner = OPTIMIZERS["adamw"](self._masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self._params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, master in zip(self._params, self._masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        self._inner.step()
+        self._inner.zero_grad()
+        for param, master in zip(self._params, self._masters, strict=True):
+            param.copy_(master)
+
+
+def workload_of(case: Case) -> Workload:
+    base = WORKLOADS[case.model]()
+    narrow = case.masters and case.stage < 3  # fully_shard casts by itself
+
+    def build() -> nn.Module:
+        module = base.build()
+        for block in find_blocks(module) if case.checkpointing else ():
+            block.forward = partial(  # type: ignore[method-assign]
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        return module.to(NARROW) if narrow else module
+
+    def batch(rank: int, step: int) -> torch.Tensor:
+        made = base.batch(rank, step)
+        return made.to(NARROW) if case.masters and made.is_floating_point() else made
+
+    return Workload(case.model, build, batch, base.loss)
+
+
+def lane_of(case: Case, group: Group) -> Lane:
+    workload = workload_of(case)
+    if case.masters and case.stage == 3:
+        module = workload.build()
+        for buffer in module.buffers():  # with which what is narrow is normalised
+            buffer.data = buffer.to(NARROW) if buffer.is_floating_point() else buffer
+        shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=NARROW))
+        for unit in choose_units(module, None):
+            shard(unit)
+        shard(module)
+        made = OPTIMIZERS["adamw"](module.parameters())
+        return Lane(workload, module, module, made, make_batches(workload, group), update=True)
+    how: dict[str, Any] = {"zero": case.stage}
+    how |= {"bucket_cap_mb": CAP_MB} if case.stage < 3 else {}
+    how |= {"master_weights": True} if case.masters and case.stage else {}
+    lane = make_lane(workload, Variant("run", fast_ddp(**how)), group, "adamw")
+    if case.masters and not case.stage:
+        made_here: Any = Masters(lane.module.parameters())
+        lane.optimizer = made_here
+    return lane
+
+
+def measured(case: Case, group: Group) -> float | None:
+    """Bytes of the rank that holds most. A first lane pays for what a process loads once."""
+    lane_of(case, group).step()
+    found = peak_memory(lambda: lane_of(case, group), group)
+    nbytes = sum(p.nbytes for p in workload_of(replace(case, stage=3)).build().parameters())
+    fp32 = case.stage == 3 or not case.masters
+    return None if found is None else found * (nbytes if fp32 else nbytes / 2)

@@ -1,0 +1,315 @@
+"""What stage 3 holds in a step: units that come and go, what they travel in, and gradients.
+
+[Note: replayed units]
+The replay follows fastsync/units/ call by call. A unit is gathered ahead of time while the one
+before it computes. The root's stays until its backward is over, any other goes after its forward.
+Gradients leave when a backward is through with their unit, at the latest at its end, and one unit's
+are under way while the next one computes: large ones are kept until they have been added up, which
+is taken to be when somebody waits for it. Memory goes from unit to unit through a pool
+(csrc/ops/loan.cpp). What ranks of one machine send lies in another pool (csrc/comm/shm_messages.h).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fastsync.planner.record import Mark, Record, TracedParam
+from fastsync.planner.strategy import Carrier, Strategy
+from fastsync.planner.unit_marks import ROOT
+from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
+
+__all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
+
+_DIRECT_BYTES = 128 << 10  # a share of so many is a message by itself (fastsync/units/strand.py)
+_MOST_FREE = 2  # times the largest request
+
+
+@dataclass
+class _Blocks:
+    """Memory for a part of a step, as csrc/ops/loan.h lends it on a CPU."""
+
+    keeps: bool
+    lent: int = 0
+    free: list[int] = field(default_factory=list)
+    largest: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.lent + sum(self.free)
+
+    def take(self, size: int) -> int:
+        self.largest = max(self.largest, size)
+        found = next((kept for kept in self.free if size <= kept <= size + size // 4), None)
+        if found is not None:
+            self.free.remove(found)
+        block = size if found is None else found
+        self.lent += block
+        return block
+
+    def give(self, block: int) -> None:
+        self.lent -= block
+        if self.keeps:
+            self.free.append(block)
+        while sum(self.free) > _MOST_FREE * self.largest:
+            self.free.pop(0)
+
+    def trim(self) -> None:
+        self.free.clear()
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Bytes of one unit on the rank that holds most.
+
+    Attributes:
+        shard: of the parameters; `whole`: of all ranks' together, as modules compute with them.
+        gathering: blocks that a gather needs besides; `reducing`: a reduction.
+        sums: averages of the shares, and `gradients`: what stays of them, in the stored dtype.
+        packed: parameters whose gradients are copied at once; the others' wait.
+        gather_letter, reduce_letter: what is written for ranks of this machine.
+    """
+
+    shard: int
+    whole: int
+    gathering: tuple[int, ...]
+    reducing: tuple[int, ...]
+    sums: int
+    gradients: int
+    packed: frozenset[int]
+    gather_letter: int
+    reduce_letter: int
+
+
+def share_of(param: TracedParam, shards: int) -> tuple[int, ...]:
+    """Sizes of the first rank's share."""
+    return Shape(param.shape).local(0, shards)
+
+
+def unit_sizes(record: Record, strategy: Strategy, carrier: Carrier) -> dict[int, list[UnitSizes]]:
+    """By unit: one for each dtype in it, whose parameters travel together."""
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
+    for index, param in enumerate(record.params):
+        alike.setdefault((param.unit, param.dtype), []).append(index)
+    found: dict[int, list[UnitSizes]] = {}
+    for (unit, _), indices in alike.items():
+        found.setdefault(unit, []).append(_sizes(record, indices, strategy, carrier))
+    return found
+
+
+def _sizes(
+    record: Record, indices: Sequence[int], strategy: Strategy, carrier: Carrier
+) -> UnitSizes:
+    params, world = [record.params[index] for index in indices], strategy.shards
+    compute = params[0].dtype
+    stored = torch.float32 if strategy.masters and compute.itemsize == 2 else compute
+    summed = torch.float64 if stored is torch.float64 else torch.float32
+    shapes, each = [Shape(param.shape) for param in params], compute.itemsize
+    direct = _DIRECT_BYTES // each if carrier.on_cpu else None
+    every = range(len(params))
+    gathered, reduced = (lay_out(shapes, every, world, direct, flags) for flags in (False, True))
+    lowered = (gathered.chunk * each,) if stored is not compute else ()
+    others = max(0, world - (2 if compute is summed else 1)) if carrier.on_cpu else 1
+    in_memory = carrier is Carrier.MEMORY
+    sums = reduced.chunk * summed.itemsize
+    values = sum(shape.share(world) for shape in shapes)
+    return UnitSizes(
+        shard=gathered.chunk * stored.itemsize,
+        whole=(whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)) * each,
+        gathering=(*lowered, world * gathered.packed * each),
+        reducing=(world * reduced.packed * each, others * reduced.chunk * each),
+        sums=sums,
+        gradients=sums if stored is summed else values * stored.itemsize,
+        packed=frozenset(i for i, alone in zip(indices, reduced.direct, strict=True) if not alone),
+        gather_letter=_own(gathered, shapes, world) * each * in_memory,
+        reduce_letter=(world - 1) * _own(reduced, shapes, world) * each * in_memory,
+    )
+
+
+def _own(layout: ChunkLayout, shapes: Sequence[Shape], world: int) -> int:
+    """Elements of one rank's messages."""
+    return layout.packed + sum(shapes[m].share(world) for m, _, alone in layout.places if alone)
+
+
+@dataclass
+class _Reduction:
+    sizes: list[UnitSizes]
+    blocks: list[int]
+    waiting: float  # bytes of gradients that are sent from where they lie
+
+    def temporary(self, accumulates: bool) -> int:
+        """Bytes of sums that do not become gradients themselves."""
+        return sum(s.sums for s in self.sizes if accumulates or s.gradients != s.sums)
+
+
+class Units:
+    """The units of a rank in the steps of a trace.
+
+    Attributes:
+        gradients: bytes of the shares of gradients that are there.
+    """
+
+    def __init__(self, record: Record, strategy: Strategy, carrier: Carrier) -> None:
+        self._sizes = unit_sizes(record, strategy, carrier)
+        self._unit_of = [param.unit for param in record.params]
+        self._pool, self._letters = _Blocks(carrier.on_cpu), _Blocks(carrier.on_cpu)
+        self._posted: dict[str, list[int]] = {"gather": [], "reduce": []}
+        self._last = {m.place: at for at, m in enumerate(record.marks) if m.kind == "through"}
+        self._order = [
+            m.place for m in record.marks if m.kind == "enter" and m.place in self._sizes
+        ]
+        self._accumulates = strategy.accumulate > 1
+        self.gradients = sum(s.gradients for s in self._every()) if self._accumulates else 0
+        self.begin()
+
+    def _every(self) -> list[UnitSizes]:
+        return [size for sizes in self._sizes.values() for size in sizes]
+
+    @property
+    def shard(self) -> int:
+        """Bytes of parameters that a rank keeps."""
+        return sum(size.shard for size in self._every())
+
+    @property
+    def kept(self) -> int:
+        """Bytes of gradients that a rank keeps."""
+        return sum(size.gradients for size in self._every())
+
+    @property
+    def held(self) -> float:
+        """Bytes of whole parameters, of gradients that have not arrived, and of buffers."""
+        under_way = sum(r.waiting + r.temporary(self._accumulates) for r in self._reducing)
+        return self.left + sum(self._arrived.values()) + under_way
+
+    @property
+    def left(self) -> int:
+        """What stays after a backward."""
+        return self._pool.held + self._letters.held
+
+    def begin(self) -> None:
+        """A forward begins. The optimizer's step lies between, in which others have read."""
+        self._take_back("reduce")
+        self._whole: dict[int, list[int]] = {}
+        self._gathering: dict[int, list[int]] = {}
+        self._reducing: deque[_Reduction] = deque()
+        self._arrived: dict[int, float] = {}
+        self._done: list[int] = []
+        self._at = 0
+        self._over: set[int] = set()
+        if not self._accumulates:
+            self.gradients = 0
+
+    def gradient(self, param: int, size: float) -> float:
+        """One is complete, and stays."""
+        self._arrived[param] = size
+        return 0.0
+
+    def reaches(self, at: int, mark: Mark) -> None:
+        """The mark at this place of the trace."""
+        unit = mark.place
+        if mark.kind not in ("enter", "leave", "return", "through") or unit not in self._sizes:
+            return
+        if mark.kind == "enter":
+            self._enter(unit)
+        elif mark.kind == "leave":
+            self._done.append(unit)
+            if unit != ROOT:
+                self._release(unit)
+        elif mark.kind == "return":
+            self._return(unit)
+        elif at == self._last[unit]:
+            self._end(unit)
+
+    def end(self) -> None:
+        """The backward is over."""
+        for unit in sorted(self._sizes):
+            if unit not in self._over:
+                self._end(unit)
+        while self._reducing:
+            self._finish()
+        self._take_back("gather")
+        self._trim()
+
+    def _enter(self, unit: int) -> None:
+        self._gather(unit)
+        self._arrive(unit)
+        self._at += 1
+        if self._at < len(self._order):
+            self._gather(self._order[self._at])
+
+    def _return(self, unit: int) -> None:
+        self._gather(unit)
+        self._arrive(unit)
+        if unit not in self._done:
+            return
+        at = len(self._done) - 1 - self._done[::-1].index(unit)
+        self._done = self._done[:at]
+        if at == 0:
+            self._trim()
+        else:
+            self._gather(self._done[-1])
+
+    def _gather(self, unit: int) -> None:
+        if unit in self._whole:
+            return
+        sizes = self._sizes[unit]
+        self._whole[unit] = [self._pool.take(size.whole) for size in sizes]
+        blocks = [self._pool.take(block) for size in sizes for block in size.gathering]
+        self._gathering[unit] = blocks
+        self._post("gather", sum(size.gather_letter for size in sizes))
+
+    def _arrive(self, unit: int) -> None:
+        for block in self._gathering.pop(unit, []):
+            self._pool.give(block)
+
+    def _take_back(self, kind: str) -> None:
+        while self._posted[kind]:
+            self._letters.give(self._posted[kind].pop())
+
+    def _post(self, kind: str, size: int) -> None:
+        """Writes a letter. Who has posted the next but one has read this one, and the last two may
+        still be unread."""
+        posted = self._posted[kind]
+        while len(posted) > 1:
+            self._letters.give(posted.pop(0))
+        posted.append(self._letters.take(size))
+
+    def _release(self, unit: int) -> None:
+        self._arrive(unit)
+        for block in self._whole.pop(unit, []):
+            self._pool.give(block)
+
+    def _end(self, unit: int) -> None:
+        self._over.add(unit)
+        self._release(unit)
+        while self._reducing:
+            self._finish()
+        sizes = self._sizes[unit]
+        packed = {index for size in sizes for index in size.packed}
+        own = [index for index in self._arrived if self._unit_of[index] == unit]
+        blocks = [self._pool.take(block) for size in sizes for block in size.reducing]
+        self._post("reduce", sum(size.reduce_letter for size in sizes))
+        waiting = sum(self._arrived[index] for index in own if index not in packed)
+        for index in own:
+            del self._arrived[index]
+        self._reducing.append(_Reduction(sizes, blocks, waiting))
+        self._keep(sizes, are_sums=True)
+
+    def _keep(self, sizes: Sequence[UnitSizes], are_sums: bool) -> None:
+        """Gradients are there: those that are sums as soon as these are made, others later."""
+        made = (s.gradients for s in sizes if (s.gradients == s.sums) == are_sums)
+        self.gradients += 0 if self._accumulates else sum(made)
+
+    def _finish(self) -> None:
+        reduction = self._reducing.popleft()
+        for block in reduction.blocks:
+            self._pool.give(block)
+        self._keep(reduction.sizes, are_sums=False)
+
+    def _trim(self) -> None:
+        self._pool.trim()
+        self._letters.trim()

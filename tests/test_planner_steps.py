@@ -1,0 +1,103 @@
+"""What docs/measure_steps.py and measure_tuning.py measure, as the documents show it."""
+
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from bench.measure.netns import LinkName
+from bench.report.charts import Labels
+from docs import planner_steps
+from docs.measure_steps import WAYS, scale_on
+from docs.measure_tuning import row
+from docs.planner_steps import Cell, Constants, fitted
+from docs.scatter import scatter_chart
+from examples.common.ranks import Group
+
+TRUTH = Constants(lost=0.5, reached=0.85, coding=3e9)
+PROBES = ((1 << 14, 4e-4), (1 << 20, 9e-3))
+
+
+def made(model, link="1gbit", truth=TRUTH):
+    """A cell whose steps are planned ones."""
+    cell = Cell(link, 2, model, 1 / 32, PROBES, 0.02, 0.002, {})
+    return replace(cell, steps={way: cell.planned(way, truth) for way in WAYS})
+
+
+def test_constants_are_found_again():
+    cells = [made("wide"), made("small"), made("conv", truth=Constants(1.5, 4.0, 1e9))]
+    assert fitted(cells) == TRUTH, "what is judged is not fitted to"
+
+
+def test_ways_are_planned_apart():
+    steps = made("wide").steps
+    assert len(set(steps.values())) == len(WAYS)
+    assert steps["zero=0, int8"] < steps["zero=0"] < steps["zero=3"]
+    assert made("wide", link="loopback").compute.update == 0.002
+
+
+@pytest.fixture
+def document(tmp_path, monkeypatch):
+    """Measured steps of two links."""
+    off = replace(made("conv"), steps={w: s / 1.1 for w, s in made("conv").steps.items()})
+    cells = [made("wide"), made("small"), off, *(made(m, "10gbit") for m in ("wide", "conv"))]
+    about = {"device": "cpu", "ranks": "2"}
+    path = tmp_path / "steps.json"
+    names = Cell.__dataclass_fields__
+    found = [{name: getattr(cell, name) for name in names} for cell in cells]
+    path.write_text(json.dumps({"cells": found, "environment": about, "command": "measure"}))
+    monkeypatch.setattr(planner_steps, "MEASURED", path)
+    planner_steps.judged.cache_clear()
+    yield
+    planner_steps.judged.cache_clear()
+
+
+def test_the_table_and_the_picture_hold_what_was_judged(document):
+    steps = planner_steps.judged()
+    assert {(s.cell.link, s.cell.model) for s in steps} == {("1gbit", "conv"), ("10gbit", "conv")}
+    assert [s.error for s in steps if s.cell.link == "1gbit"] == pytest.approx([0.1] * len(WAYS))
+    assert [s.error for s in steps if s.cell.link == "10gbit"] == pytest.approx([0.0] * len(WAYS))
+    rows = planner_steps.rows()
+    assert [row[0] for row in rows] == ["1gbit", "10gbit", "all"]
+    assert rows[0][-1] == "10.0 %, 10 %"
+    assert planner_steps.scatter().count("<circle") == len(steps) + 2  # and the legend's
+
+
+def test_nothing_is_shown_before_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner_steps, "MEASURED", tmp_path / "none.json")
+    planner_steps.judged.cache_clear()
+    assert planner_steps.rows() == [] and planner_steps.scatter() is None
+    planner_steps.judged.cache_clear()
+
+
+def test_what_is_on_the_diagonal_is_drawn_there():
+    drawn = scatter_chart(Labels("title", "x", "y"), {"link": [(1.0, 1.0), (100.0, 100.0)]}, 0.15)
+    shapes = ElementTree.fromstring(drawn)
+    name = "{http://www.w3.org/2000/svg}"
+    lines = [p.get("points") for p in shapes.iter(f"{name}polyline")]
+    diagonal = [[float(n) for n in place.split(",")] for place in lines[-3].split()]
+    (x0, y0), (x1, y1) = diagonal
+    for dot in list(shapes.iter(f"{name}circle"))[:2]:
+        x, y = float(dot.get("cx")), float(dot.get("cy"))
+        assert (y - y0) / (y1 - y0) == pytest.approx((x - x0) / (x1 - x0), abs=0.01)
+
+
+def test_slower_links_have_smaller_models():
+    scales = [scale_on(LinkName(name)) for name in ("loopback", "10gbit", "1gbit", "100mbit")]
+    assert scales == [1.0, 1.0, 1 / 4, 1 / 32]
+
+
+def test_the_share_of_the_gap_is_of_what_the_grids_best_gains():
+    group = Group(0, 2, torch.device("cpu"))
+    seconds = {
+        "fastsync|default": [1.0] * 8,
+        "tuned": [0.85] * 8,
+        "fastsync|1 MiB": [0.5] + [1.2] * 7,  # one lucky round
+        "fastsync|4 MiB": [0.8] * 8,
+    }
+    cells = row("wide", LinkName("1gbit"), group, seconds)
+    assert cells[2:] == ["1000.0 ms", "+15.0%", "+20.0% (4 MiB)", "75%"]
+    seconds["fastsync|4 MiB"] = [1.1] * 8
+    assert row("wide", LinkName("1gbit"), group, seconds)[-1] == "no gap"
