@@ -35,9 +35,10 @@ def test_the_peak_is_that_of_a_real_step(case):
     real = run_ranks(peaks, 2, case, timeout=240.0)[0]
     if real is None:
         pytest.skip("the allocator cannot be asked")
-    # What has arrived early is not held, so a step of stages 1 to 3 may hold less.
-    most = 1.02 if case.stage == 0 else 1.1
-    assert 0.97 * real <= planned(case).total <= most * real
+    # Where ranks share, a step may hold less, as gradients arrive early, or more, as others read
+    # late what was written for them.
+    least, most = (0.98, 1.02) if case.stage == 0 else (0.93, 1.1)
+    assert least * real <= planned(case).total <= most * real
 
 
 def chain(layers=4, width=512):
