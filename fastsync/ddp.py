@@ -209,8 +209,7 @@ class FastDDP(SkippingFront):
         in_lockstep = partial(_in_lockstep, weakref.ref(self))
         self._guards = make_guards(engine)
         self._skips = Skips(engine) if self._policy.may_skip else None
-        zero = self._policy.zero
-        sharded = ShardedOptimizers(engine, zero) if zero.stage else None
+        sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
         attach_tuner(engine, self._tune)
         self.reducer = FrontReducer(engine, logger, recorder, in_lockstep, sharded)
