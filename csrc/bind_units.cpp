@@ -144,6 +144,7 @@ void bind_units(py::module_& m) {
           },
           py::arg("device"))
       .def("trim", &UnitLinks::trim, release)
+      .def("trim_pool", &UnitLinks::trim_pool, release)
       .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })
       .def("peers", [](const UnitLinks& links) { return links.peers; });
   py::class_<UnitLayout>(m, "UnitLayout")

@@ -154,7 +154,7 @@ CPP_LAYERS = [
     ["engine/item_list", "engine/precision", "engine/unit_log", "engine/unit_member"],
     ["engine/unit_codes"],
     ["engine/unit"],
-    ["engine/unit_wait"],
+    ["engine/unit_reduce", "engine/unit_wait"],
     ["engine/bucket", "engine/flags"],
     ["engine/usage"],
     ["engine/reducer"],

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fastsync import FastDDP, RankMismatchError, fully_shard
 from fastsync.testing import RankError, run_ranks
-from tests.unit_models import OPTIMIZERS, loss_of, net, words
+from tests.unit_models import OPTIMIZERS, apply, loss_of, net, words
 
 STEPS = 6
 
@@ -50,6 +51,24 @@ def by_stage():
     return FastDDP(net(), zero=3)
 
 
+def by_large_units(**options):
+    """Most shares are messages by themselves, of other sizes on the last rank."""
+    return apply(fully_shard, net(2, width=256), **options)
+
+
+def by_lower_units():
+    lower = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    return by_large_units(mp_policy=lower)
+
+
+WAYS = {
+    "fully_shard": by_units,
+    "zero=3": by_stage,
+    "large": by_large_units,
+    "lower precision": by_lower_units,
+}
+
+
 def both(rank, world, make):
     before = segments()
     ours, mapped = train(rank, world, "memory", make)
@@ -60,9 +79,9 @@ def both(rank, world, make):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("make", [by_units, by_stage], ids=["fully_shard", "zero=3"])
-def test_weights_are_those_through_the_group(world, make):
-    for same in run_ranks(both, world, make):
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_those_through_the_group(world, way):
+    for same in run_ranks(both, world, WAYS[way]):
         assert all(same)
 
 

@@ -8,11 +8,14 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 
 namespace fastsync::comm {
 namespace {
 
 constexpr size_t kAlign = 64;
+// Letters of a unit's parameters and of its gradients differ by a few flags: they shall fit into the same memory.
+constexpr size_t kGrain = 16 << 10;
 
 // At the beginning of each letter, by rank: where its messages stand in the letter.
 struct Extent {
@@ -20,7 +23,8 @@ struct Extent {
   uint64_t bytes = 0;
 };
 
-size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+size_t rounded(size_t bytes, size_t up_to) { return (bytes + up_to - 1) / up_to * up_to; }
+size_t aligned(size_t bytes) { return rounded(bytes, kAlign); }
 
 std::vector<at::Tensor> of_rank(const std::vector<Message>& messages, int rank) {
   std::vector<at::Tensor> found;
@@ -56,53 +60,109 @@ std::shared_ptr<Mail> make_mail(const SharedMemory& memory, const at::Tensor& ta
 
 }  // namespace
 
-// What this rank receives in one exchange.
+// What the others have written in one exchange, for this rank to read until it is done with that.
+class ShmMessages::Letters {
+ public:
+  Letters(std::shared_ptr<Mail> mail, size_t tag, uint64_t number)
+      : mail_(std::move(mail)), tag_(tag), number_(number) {}
+  // Nobody shall wait for a rank that will not read.
+  ~Letters() { done(); }
+  Letters(const Letters&) = delete;
+  Letters& operator=(const Letters&) = delete;
+
+  // Where the messages of `sender` stand, one after another. Waits for them.
+  const std::byte* from(size_t sender, size_t bytes) {
+    const std::byte* const letter = mail_->letter(tag_, number_, sender);
+    Extent mine;
+    std::memcpy(&mine, letter + mail_->rank() * sizeof(Extent), sizeof(Extent));
+    FS_CHECK(mine.bytes == bytes, "rank ", mail_->rank(), " expects ", bytes, " bytes of rank ",
+             sender, ", which sends ", mine.bytes, "; do they train the same model?");
+    return letter + mine.begin;
+  }
+
+  bool have_come(std::chrono::milliseconds time) {
+    if (!since_) since_ = Bell::Clock::now();
+    return mail_->have_posted(tag_, number_, time, *since_);
+  }
+  void done() { mail_->done(tag_, number_); }
+  size_t rank() const { return mail_->rank(); }
+  size_t ranks() const { return mail_->ranks(); }
+
+ private:
+  std::shared_ptr<Mail> mail_;
+  size_t tag_;
+  uint64_t number_;
+  std::optional<Bell::Clock::time_point> since_;  // somebody wants to know
+};
+
+// What this rank copies from the others' letters.
 class ShmMessages::Reading final : public CalledByWait<> {
  public:
-  Reading(std::shared_ptr<Mail> mail, size_t tag, uint64_t number, std::vector<Message> received)
-      : mail_(std::move(mail)), tag_(tag), number_(number), received_(std::move(received)) {}
-  // Nobody shall wait for a rank that will not read.
-  ~Reading() override { mail_->done(tag_, number_); }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
+  Reading(std::unique_ptr<Letters> letters, std::vector<Message> received)
+      : letters_(std::move(letters)), received_(std::move(received)) {}
 
   at::Tensor wait() override {
-    const size_t ranks = mail_->ranks();
-    for (size_t i = 1; i < ranks; ++i) read((mail_->rank() + i) % ranks);
-    mail_->done(tag_, number_);
+    const size_t ranks = letters_->ranks();
+    for (size_t i = 1; i < ranks; ++i) read((letters_->rank() + i) % ranks);
+    letters_->done();
     received_.clear();
     call();
     return {};
   }
 
-  bool is_done_within(std::chrono::milliseconds time) override {
-    if (!since_) since_ = Bell::Clock::now();
-    return mail_->have_posted(tag_, number_, time, *since_);
-  }
+  bool is_done_within(std::chrono::milliseconds time) override { return letters_->have_come(time); }
   bool can_be_asked() const override { return true; }
 
  private:
   void read(size_t sender) {
     const std::vector<at::Tensor> messages = of_rank(received_, static_cast<int>(sender));
     if (messages.empty()) return;
-    const std::byte* const letter = mail_->letter(tag_, number_, sender);
-    Extent mine;
-    std::memcpy(&mine, letter + mail_->rank() * sizeof(Extent), sizeof(Extent));
-    FS_CHECK(mine.bytes == bytes_of(messages), "rank ", mail_->rank(), " expects ",
-             bytes_of(messages), " bytes of rank ", sender, ", which sends ", mine.bytes,
-             "; do they train the same model?");
-    const std::byte* from = letter + mine.begin;
+    const std::byte* from = letters_->from(sender, bytes_of(messages));
     for (const at::Tensor& message : messages) {
       copy_bytes(message.mutable_data_ptr(), from, static_cast<int64_t>(message.nbytes()));
       from += message.nbytes();
     }
   }
 
-  std::shared_ptr<Mail> mail_;
-  size_t tag_;
-  uint64_t number_;
+  std::unique_ptr<Letters> letters_;
   std::vector<Message> received_;
-  std::optional<Bell::Clock::time_point> since_;  // somebody wants to know
+};
+
+// The others' letters, where they stand.
+class ShmMessages::Lent final : public CalledByWait<Incoming> {
+ public:
+  Lent(std::unique_ptr<Letters> letters, int64_t numel, at::ScalarType dtype)
+      : letters_(std::move(letters)), numel_(numel), dtype_(dtype) {}
+
+  at::Tensor wait() override {
+    if (parts_.empty()) find_parts();
+    call();
+    return {};
+  }
+  bool is_done_within(std::chrono::milliseconds time) override { return letters_->have_come(time); }
+  bool can_be_asked() const override { return true; }
+
+  const std::vector<at::Tensor>& parts() const override { return parts_; }
+  void give_back() override {
+    parts_.clear();
+    letters_->done();
+  }
+
+ private:
+  void find_parts() {
+    const auto bytes = static_cast<size_t>(numel_) * c10::elementSize(dtype_);
+    for (size_t r = 0; r < letters_->ranks(); ++r) {
+      if (r == letters_->rank()) continue;
+      // Nobody writes to what others have sent.
+      auto* const part = const_cast<std::byte*>(letters_->from(r, bytes));
+      parts_.push_back(ops::make_over(part, numel_, dtype_, [] {}));
+    }
+  }
+
+  std::unique_ptr<Letters> letters_;  // holds the memory, too
+  int64_t numel_;
+  at::ScalarType dtype_;
+  std::vector<at::Tensor> parts_;
 };
 
 ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<SharedMemory> memory)
@@ -126,6 +186,18 @@ std::unique_ptr<InFlight> ShmMessages::exchange(std::vector<Message> received,
                                                 std::vector<Message> sent, int tag) {
   const auto box = static_cast<size_t>(tag);
   if (box >= Mail::kBoxes) return group_->exchange(std::move(received), std::move(sent), tag);
+  return std::make_unique<Reading>(post(sent, box), std::move(received));
+}
+
+std::shared_ptr<Incoming> ShmMessages::lend(int64_t numel, at::ScalarType dtype,
+                                            const std::vector<Message>& sent, int tag) {
+  const auto box = static_cast<size_t>(tag);
+  if (box >= Mail::kBoxes) return nullptr;
+  return std::make_shared<Lent>(post(sent, box), numel, dtype);
+}
+
+std::unique_ptr<ShmMessages::Letters> ShmMessages::post(const std::vector<Message>& sent,
+                                                        size_t box) {
   uint64_t number = 0;
   at::Tensor letter;
   {
@@ -136,7 +208,7 @@ std::unique_ptr<InFlight> ShmMessages::exchange(std::vector<Message> received,
     posted_.push_back({box, number, letter});
   }
   mail_->post(box, number, *memory_->place_of(letter));
-  return std::make_unique<Reading>(mail_, box, number, std::move(received));
+  return std::make_unique<Letters>(mail_, box, number);
 }
 
 at::Tensor ShmMessages::write(const std::vector<Message>& sent) {
@@ -158,7 +230,8 @@ at::Tensor ShmMessages::write(const std::vector<Message>& sent) {
     extents.push_back({end, bytes_of(messages[r])});
     end += aligned(extents.back().bytes);
   }
-  const at::Tensor letter = pool_.take(static_cast<int64_t>(end), at::kByte, at::kCPU);
+  const auto room = static_cast<int64_t>(rounded(end, kGrain));
+  const at::Tensor letter = pool_.take(room, at::kByte, at::kCPU);
   auto* const to = static_cast<std::byte*>(letter.mutable_data_ptr());
   std::memcpy(to, extents.data(), ranks * sizeof(Extent));
   for (const size_t r : written) {

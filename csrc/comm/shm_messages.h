@@ -1,7 +1,8 @@
 // Messages between ranks that share a machine, in memory that all of them map; all else goes through the process group.
 //
-// A rank copies what it sends into memory that the others read (shm_mail.h), and copies what it receives from theirs. Both happen on
-// the threads that start an exchange and wait for it: one of its own would take a core from the backward.
+// A rank copies what it sends into memory that the others read (shm_mail.h), and copies what it receives from theirs, or reads it
+// there. All of that happens on the threads that start an exchange and wait for it: one of its own would take a core from the
+// backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -55,11 +56,15 @@ class ShmMessages final : public Collective {
   // Exchanges under one tag come in the same order on all ranks. Any thread may wait.
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
                                      int tag) override;
+  std::shared_ptr<Incoming> lend(int64_t numel, at::ScalarType dtype,
+                                 const std::vector<Message>& sent, int tag) override;
   // Frees what nobody reads.
   void trim() override;
 
  private:
+  class Letters;
   class Reading;
+  class Lent;
   // What others may still read.
   struct Posted {
     size_t tag = 0;
@@ -67,6 +72,7 @@ class ShmMessages final : public Collective {
     at::Tensor letter;
   };
 
+  std::unique_ptr<Letters> post(const std::vector<Message>& sent, size_t box);
   at::Tensor write(const std::vector<Message>& sent);
   void take_back();
 

@@ -15,8 +15,10 @@
 // this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
 // Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
 //
-// Gradients of large members are kept until they have been sent. A thread adds up what has come and lets them go at once, while
-// the backward goes on.
+// A thread adds up what has come, while the backward goes on. Gradients of large members are kept until they have been sent, and
+// this rank's part of them until its turn among the terms. Ranks of one machine have copied what they send before the backward
+// goes on, and read the others' where it is: so gradients go at once there. The first rank begins its sums with its part, the
+// second may do so too, as a + b is b + a, and the others copy theirs.
 //
 // A layout with codes has both travel as those: [Note: codes of units] in unit_codes.h.
 //
@@ -50,11 +52,13 @@ struct UnitLinks {
   UnitLinks(std::shared_ptr<comm::Collective> among, int64_t mark)
       : ranks(std::move(among)), pool(mark), peers(std::make_shared<UnitPeers>(ranks->rank())) {}
 
-  // Frees what no unit uses.
+  // Frees what no unit uses, and no other rank reads.
   void trim() {
-    pool.trim();
+    trim_pool();
     ranks->trim();
   }
+  // Frees what no unit uses, and keeps what is shared with other ranks: making that anew costs most.
+  void trim_pool() { pool.trim(); }
 
   std::shared_ptr<comm::Collective> ranks;
   comm::Worker adder;  // adds up what has come, so that gradients can go
@@ -125,6 +129,9 @@ class Unit {
     std::vector<at::Tensor> direct;  // gradients, by place; undefined where they were packed
     at::Tensor sent;
     at::Tensor received;  // chunks of the other ranks; the first lies in `sums` where that can be
+    std::shared_ptr<comm::Incoming>
+        lent;        // from other ranks, in their memory; nothing is received then
+    at::Tensor own;  // this rank's chunk, where it waits for its turn
     at::Tensor sums;
     double scale = 1.0;
     std::unique_ptr<UnitCodes> codes;  // null where gradients travel as they are
@@ -149,15 +156,25 @@ class Unit {
   void add_shares(ItemList& items, int64_t begin, int rank, bool direct) const;
   at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
   void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
+  int64_t lent_numel(const UnitLayout& layout) const;
+  std::vector<comm::Message> to_others(const Reduction& reduction) const;
   void send_gradients(Reduction& reduction);
+  void receive_gradients(Reduction& reduction);
+  void keep_own(Reduction& reduction);
   at::Tensor room_to_send(Reduction& reduction);
   void send(Reduction& reduction);
   bool first_in_sums() const;
   at::Tensor chunk_from(const Reduction& reduction, int rank) const;
   void add_up(Reduction& reduction) const;
   void add_codes(const Reduction& reduction) const;
+  void add_lent(Reduction& reduction) const;
   void add_own(Reduction& reduction, bool accumulate) const;
+  void take_own(Reduction& reduction, const at::Tensor& to, double scale, bool accumulate) const;
   void add_received(const Reduction& reduction, const at::Tensor& chunk, bool accumulate) const;
+  void add_part(const Reduction& reduction, const at::Tensor& part, bool accumulate) const;
+  void add_packed(const Reduction& reduction, const at::Tensor& from, bool accumulate) const;
+  void add_direct(const Reduction& reduction, const at::Tensor& from, bool side_by_side,
+                  bool accumulate) const;
   // Of what travels as it is.
   int64_t bytes_leaving(Direction direction, const UnitLayout& layout) const;
   std::unique_ptr<Movement> begin(Direction direction, int64_t bytes) const;

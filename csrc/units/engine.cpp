@@ -19,6 +19,7 @@
 #include "../engine/unit.cpp"
 #include "../engine/unit_codes.cpp"
 #include "../engine/unit_log.cpp"
+#include "../engine/unit_reduce.cpp"
 #include "../engine/unit_wait.cpp"
 #include "../engine/usage.cpp"
 #include "../transport/chained.cpp"

@@ -34,8 +34,8 @@ _CPP_NAMES = {
         "shm_memory incoming shm_collective shm_words shm_messages chain python_hook"
     ),
     "engine": (
-        "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_wait "
-        "step_log pace pace_board process news fault_watch bucket flags usage reducer "
+        "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_reduce "
+        "unit_wait step_log pace pace_board process news fault_watch bucket flags usage reducer "
         "reducer_state reducer_plan reducer_wait reducer_skip"
     ),
     "codec": "coder python_codec plugin_codec topk_coder",

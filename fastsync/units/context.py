@@ -25,6 +25,8 @@ __all__ = ["Context"]
 
 # Reductions whose buffers may be under way at once.
 IN_FLIGHT = 1
+# Units at the end of a backward, where gradients take most: what others have left is freed there.
+LAST_UNITS = 3
 
 
 class UnitState(Protocol):
@@ -65,6 +67,7 @@ class Context(StepWatcher, Generic[S]):
         self._follows = True  # that forward runs as the last one did
         self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
+        self._ends_soon = False  # the running backward
         self._reducing: deque[Unit] = deque()
         self.stop_watching = watch_steps(self)
 
@@ -170,7 +173,7 @@ class Context(StepWatcher, Generic[S]):
     # --- backward
 
     def begin_backward(self) -> None:
-        self.ends_queued = True
+        self.ends_queued, self._ends_soon = True, False
         self.connections.log.begin_backward()
 
     def prefetch_before(self, unit: Unit) -> None:
@@ -178,10 +181,9 @@ class Context(StepWatcher, Generic[S]):
         if not unit.places:
             return
         at = unit.places.pop()
-        if at == 0:
-            self.trim()  # nobody will ask for memory again
         if at > 0 and self._done[at - 1].switches.gather_in_backward:
             self.prefetch(self._done[at - 1])
+        self._ends_soon = at < LAST_UNITS
 
     def reduce(self, unit: Unit) -> None:
         """Sends the gradients of `unit`; before that, waits for former ones. Collective."""
@@ -189,6 +191,9 @@ class Context(StepWatcher, Generic[S]):
             self._finish_oldest()
         if unit.in_flight:  # a unit whose backward comes twice
             self._finish_all()
+        if self._ends_soon:
+            for links in self.all_links():
+                links.core.trim_pool()
         unit.start_reduce()
         self._reducing.append(unit)
 
