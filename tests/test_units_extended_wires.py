@@ -1,0 +1,55 @@
+"""Members with extensions beside coded wires: what of them travels as a code, and what does not."""
+
+import torch
+from torch import nn
+
+from fastsync import fully_shard
+from fastsync.testing import run_ranks
+from tests.reference_codes import by_shares
+from tests.test_units_extended import Coded, wrapped
+from tests.unit_models import farthest, mesh_of, whole
+
+
+class Pair(nn.Module):
+    """A matrix with an extension beside one without; remembers the weights it computes with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(17, 52, bias=False), nn.Linear(52, 18, bias=False)
+
+    def forward(self, x):
+        self.seen = [w.detach().clone() for w in (self.up.weight, self.down.weight)]
+        return self.down(self.up(x).relu()).square().sum()
+
+
+def beside_wires(rank, world, options):
+    """Whole weights that were computed with, gradients, and the exact ones before the step."""
+    model = wrapped(Pair(), Coded)
+    exact = whole(Pair().parameters())
+    fully_shard(model, mesh=mesh_of(world), **options)
+    model(torch.ones(2, 17) * (rank + 1)).backward()
+    kept = whole(p.data for p in model.parameters())
+    return model.seen, whole(p.grad for p in model.parameters()), farthest(kept, exact)
+
+
+def test_an_extension_says_what_travels_whatever_the_wires():
+    exact = whole(Pair().parameters())
+    plain = run_ranks(beside_wires, 2, {})
+    coded = run_ranks(beside_wires, 2, {"parameter_wire": "int8"})
+    for (seen, _, _), (ours, _, kept) in zip(plain, coded, strict=True):
+        assert torch.equal(ours[0], seen[0]), "as the extension says"
+        assert not torch.equal(ours[0], exact[0])
+        assert torch.equal(seen[1], exact[1])
+        assert torch.equal(ours[1], by_shares(exact[1], "int8", 2))
+        assert kept == 0
+
+
+def test_gradients_of_extended_members_travel_as_codes():
+    found = {}
+    for wire in ("fp32", "int8"):
+        found[wire] = run_ranks(beside_wires, 2, {"wire": wire})
+    for (_, exact, _), (_, coded, _) in zip(found["fp32"], found["int8"], strict=True):
+        for ours, wanted in zip(coded, exact, strict=True):
+            apart = (ours - wanted).abs().max() / wanted.abs().max()
+            assert 0 < apart < 0.02
