@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "check.h"
 #include "comm/collective.h"
+#include "ops/codec_ops.h"
 #include "ops/digests.h"
 #include "ops/lossy_ops.h"
 #include "ops/norms.h"
