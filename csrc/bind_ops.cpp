@@ -162,11 +162,6 @@ void bind_ops(py::module_& m) {
       [](const std::string& device) { return ops::device_problem(at::Device(device)); },
       py::arg("device"));
   m.def("driver_problem", &ops::driver_problem, py::arg("runtime"), py::arg("driver"));
-#ifdef FASTSYNC_WITH_CUDA
-  m.attr("with_cuda") = true;
-#else
-  m.attr("with_cuda") = false;
-#endif
   bind_wire(m);
   bind_codecs(m);
   bind_lossy_ops(m);

@@ -298,6 +298,11 @@ void bind_engine(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastsync's C++ core; use the fastsync package instead";
+#ifdef FASTSYNC_WITH_CUDA
+  m.attr("with_cuda") = true;
+#else
+  m.attr("with_cuda") = false;
+#endif
   bind_ops(m);
   bind_timeline(m);
   bind_specs(m);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <initializer_list>
+#include <limits>
 #include <thread>
 #include <utility>
 
@@ -290,14 +291,19 @@ void FaultWatch::look(const Wanted& wanted, double waited) { check(wanted, waite
 void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
   if (!is_networks(error)) return;
   const auto start = Clock::now();
+  Wanted everything = wanted;  // a rank that has ended may not have sent what it had issued
+  everything.issued = std::numeric_limits<int64_t>::max();
   ask(wanted);
   while (Clock::now() - start < kAnswers) {
     std::vector<Report> gone = ended(wanted, Clock::duration{});
+    if (gone.empty() && Clock::now() - start >= kDeathGrace) {
+      gone = ended(everything, Clock::duration{});
+    }
     const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
     if (known) raise(gone, wanted, waited, error);
     std::this_thread::sleep_for(milliseconds(10));
   }
-  std::vector<Report> found = ended(wanted, Clock::duration{});
+  std::vector<Report> found = ended(everything, Clock::duration{});
   const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
   if (!knows && tells_of_time(error)) {
     std::vector<Report> causes = late(wanted);
