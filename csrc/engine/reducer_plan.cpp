@@ -121,8 +121,8 @@ void Reducer::call_what_is_due() {
     const bool asked = watch_.replan_due();
     if (asked || (plan_.until >= 0 && steps() >= plan_.until)) make_plan = plan_due_;
   }
+  call(Phase::kComparing, compare);  // by the plan that gradients have travelled by
   call(Phase::kPlanning, make_plan);
-  call(Phase::kComparing, compare);
 }
 
 void Reducer::call(Phase phase, const std::function<void()>& fn) {

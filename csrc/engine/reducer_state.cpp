@@ -49,7 +49,11 @@ std::vector<int64_t> Reducer::used_counts() const {
   if (!counts.empty()) return counts;
   counts.assign(log_.used().begin(), log_.used().end());
   if (!communicates() || !votes() || counts.empty()) return counts;
-  for (const Bucket& bucket : plan_.buckets) bucket.count_uses(counts);
+  const std::vector<bool>& used = log_.used();
+  for (const Bucket& bucket : plan_.buckets) {
+    // One that was left out still has the flags of an earlier step.
+    if (!idle(bucket, [&](size_t i) { return used[i]; })) bucket.count_uses(counts);
+  }
   return counts;
 }
 

@@ -119,15 +119,17 @@ class ReplicaGuard(StepWatcher):
     def _averages(self) -> list[torch.Tensor | None]:
         """Of the parameters whose gradients have just been averaged, and which every rank has.
 
-        Where nobody used a parameter, its gradient stays what each rank had.
+        Where nobody used a parameter, its gradient stays what each rank had, and so does one that
+        was thawed too late for this step's buckets.
         """
         params = self._engine.params
+        planned = {index for bucket in self._engine.plan.buckets for index in bucket.params}
         counts = self._engine.core.used_counts()
         counts += [0] * (len(params) - len(counts))
         grads = (param.tensor.grad for param in params)
         return [
-            grad if used and _is_whole(grad) else None
-            for grad, used in zip(grads, counts, strict=True)
+            grad if used and index in planned and _is_whole(grad) else None
+            for index, (grad, used) in enumerate(zip(grads, counts, strict=True))
         ]
 
     def _digests(self, held: Sequence[torch.Tensor | None]) -> list[int]:
