@@ -367,8 +367,8 @@ void Reducer::finish_backward(int64_t generation) {
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
   lock.unlock();
-    if (!givers.empty() && on_skips_) on_skips_(givers);
-    call_what_is_due();  // before this rank alone complains
+  if (!givers.empty() && on_skips_) on_skips_(givers);
+  call_what_is_due();  // before this rank alone complains
   lock.lock();
   noting_errors([&] { FS_CHECK(change.empty(), change); });
 }
