@@ -9,6 +9,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from fastsync.engine import core
+from fastsync.engine.watch import explained
 from fastsync.ranks.links import new_part
 from fastsync.timeline.moves import UnitInfo
 from fastsync.torch_private import outside_transforms
@@ -74,7 +75,7 @@ class Connections:
                 if unit.place.group is place.group
             }
             about[MARK] = "none" if self.mark == NO_MARK else f"{self.mark} bytes"
-            with outside_transforms():
+            with outside_transforms(), explained(place.group, "the connection of units"):
                 self._links[place.group] = Links.of(place, self.in_memory, self.mark, about)
         return self._links[place.group]
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
 from tests.random_faults.schedule import LAYERS, STEPS, WRAPPERS
@@ -115,14 +116,11 @@ def run(prefix, schedule, wrapper, world, rank):
     output = os.open(f"{prefix}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    hangs = schedule is not None and schedule.fault == "stop"
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{prefix}.store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=3 if hangs else 60),
+        "gloo", init_method=f"file://{prefix}.store", rank=rank, world_size=world
     )
+    if schedule is not None and schedule.fault == "stop":  # ranks that have met wait no longer
+        _set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     try:
         Trainer(schedule, rank, log).train(wrapper)
         log.write(end="finished")
