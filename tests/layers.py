@@ -35,9 +35,9 @@ MODULE_LAYERS = {
         ["__main__"],
     ],
     "engine": [
-        ["core", "agreement", "reports", "steps", "unused"],
+        ["core", "reports", "steps", "unused"],
         ["memory", "pace", "shares", "sizing", "state", "watch"],
-        ["routes"],
+        ["agreement", "routes"],
         ["engine"],
         ["checkpoint"],
     ],

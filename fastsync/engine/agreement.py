@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from fastsync.engine.watch import watched
 from fastsync.plan.topology import Network
 
 __all__ = ["PlanFacts", "agree_on_plan", "slowest"]
 
 _PROBES = 3
+_VOTE = "the vote on a plan"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.devic
     row = torch.cat([network.view(torch.uint8), torch.tensor(mine.trained, dtype=torch.uint8)])
     row = row.to(device)
     everyones = [torch.empty_like(row) for _ in range(world)]
-    dist.all_gather(everyones, row, group=group)
+    _all_gather(everyones, row, group)
     rows = torch.stack(everyones).cpu()
     networks = rows[:, : network.nbytes].reshape(-1).view(torch.float64).view(world, 2)
     rate, latency = networks[:, 0].amax().item(), networks[0, 1].item()
@@ -61,7 +64,7 @@ def slowest(
     """Collective. Each of these numbers as it is on the rank where it is largest."""
     row = torch.tensor(mine, dtype=torch.float64, device=device)
     everyones = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, row, group=group)
+    _all_gather(everyones, row, group)
     return tuple(torch.stack(everyones).amax(dim=0).tolist())
 
 
@@ -76,7 +79,7 @@ def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:
     everyones = [torch.zeros(1) for _ in range(dist.get_world_size(group))]
     for _ in range(_PROBES):
         start = time.perf_counter()
-        dist.all_gather(everyones, mine, group=group)  # whoever counts all-reduces finds no more
+        _all_gather(everyones, mine, group)  # whoever counts all-reduces finds no more
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -88,6 +91,13 @@ def _of_first_rank(
     nanoseconds = round(1e9 * latency)
     padded = [*mine.order, *[-1] * (count - len(mine.order)), nanoseconds]
     told = torch.tensor(padded, dtype=torch.int64, device=device)
-    dist.broadcast(told, group_src=0, group=group)
+    start = partial(dist.broadcast, told, group_src=0, group=group, async_op=True)
+    watched(group, _VOTE, start)
     *order, nanoseconds = told.tolist()
     return [i for i in order if i >= 0], 1e-9 * nanoseconds
+
+
+def _all_gather(
+    everyones: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    watched(group, _VOTE, partial(dist.all_gather, everyones, mine, group=group, async_op=True))

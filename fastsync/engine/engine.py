@@ -24,7 +24,7 @@ from fastsync.engine.shares import ShardedUnit, Shares
 from fastsync.engine.sizing import Sizing
 from fastsync.engine.state import Carried, Progress
 from fastsync.engine.unused import NamedParam, UnusedParams
-from fastsync.engine.watch import explained, meeting_place, open_watch, watch_of
+from fastsync.engine.watch import meeting_place, open_watch, watch_of
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
@@ -418,8 +418,7 @@ class Engine:
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
         """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
         mine = PlanFacts(self.core.trainable(), ready, self.measured())
-        with explained(self._group, "the vote on a plan"):
-            agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
+        agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
         return list(agreed.trained), list(agreed.order)
 

@@ -14,8 +14,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
@@ -28,9 +29,10 @@ from fastsync.ranks.machines import own_address, process_space
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.torch_private import Store, gather_objects, group_store
 
-__all__ = ["explained", "meeting_place", "open_watch", "watch_of"]
+__all__ = ["explained", "meeting_place", "open_watch", "watch_of", "watched"]
 
 _log = logging.getLogger("fastsync")
+_LOOK = timedelta(milliseconds=50)  # between two looks at the others
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,38 @@ def explained(group: dist.ProcessGroup, place: str) -> Iterator[None]:
         if watch is not None and not isinstance(error, SyncFault):
             watch.explain(place, str(error), time.monotonic() - start)
         raise
+
+
+def watched(group: dist.ProcessGroup, place: str, start: Callable[[], dist.Work]) -> None:
+    """Runs a collective. Who waits in it looks out for ranks that have ended.
+
+    A ring's collective fails on the neighbours of such a rank, and hangs on all others.
+
+    Args:
+        place: what this rank is in, as it should read in an error.
+        start: begins the collective.
+
+    Raises:
+        SyncFault: a rank has ended, or the backend has failed because of one.
+    """
+    with explained(group, place):
+        work, watch, begun = start(), watch_of(group), time.monotonic()
+        if watch is None or dist.get_backend(group) != "gloo":
+            work.wait()
+            return
+        while not _is_over(work):
+            watch.look(place, time.monotonic() - begun)
+
+
+def _is_over(work: dist.Work) -> bool:
+    """Waits for a moment. Raises where the collective has failed."""
+    try:
+        work.wait(_LOOK)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
 
 
 def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:

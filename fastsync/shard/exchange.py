@@ -6,11 +6,13 @@ others through the rendezvous store.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from fastsync.engine import core
-from fastsync.engine.watch import explained
+from fastsync.engine.watch import watched
 from fastsync.ranks.meeting import MeetingPlace
 
 __all__ = ["Exchange"]
@@ -57,8 +59,8 @@ class Exchange:
             return sum(self._tell(self._words, wish, mine))
         self.meet(wish)
         total = torch.tensor([mine], dtype=torch.float64, device=self._device)
-        with explained(self.group, wish):
-            dist.all_reduce(total, group=self.group)
+        start = partial(dist.all_reduce, total, group=self.group, async_op=True)
+        watched(self.group, wish, start)
         return total.item()
 
     def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fastsync.engine import core
-from fastsync.engine.watch import explained
+from fastsync.engine.watch import watched
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.space import Space
 from fastsync.torch_private import WrapperTensor, map_tensors
@@ -60,8 +61,8 @@ class Sharers:
         pieces = [share.piece for unit in self.units for share in unit.shares()]
         local = torch.stack([_powers(piece, order) for piece in pieces])
         how = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
-        with explained(self.group, "norms of gradients"):
-            dist.all_reduce(local, op=how, group=self.group)
+        start = partial(dist.all_reduce, local, op=how, group=self.group, async_op=True)
+        watched(self.group, "norms of gradients", start)
         if order != float("inf"):
             local = local.pow(1.0 / order)
         norms = iter(local.unbind())
@@ -261,8 +262,9 @@ class GradientShards:
         whole = torch.zeros_like(param)  # in the same order in memory
         flat = whole.as_strided((whole.numel(),), (1,))
         flat[share.begin : share.begin + share.piece.numel()] = share.piece
-        with explained(self.sharers.group, "the gathering of a gradient"):
-            dist.all_reduce(flat.view(torch.uint8), group=self.sharers.group)
+        bits, group = flat.view(torch.uint8), self.sharers.group
+        start = partial(dist.all_reduce, bits, group=group, async_op=True)
+        watched(group, "the gathering of a gradient", start)
         return whole
 
 
@@ -429,6 +431,7 @@ def _unscale(
     sharers.exchange.meet("gradients to be unscaled")
     func([face.share.piece for face in faces], found_inf, inv_scale)
     _changed(faces)
-    with explained(sharers.group, "the search for infinities"):
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=sharers.group)
+    group = sharers.group
+    start = partial(dist.all_reduce, found_inf, dist.ReduceOp.MAX, group=group, async_op=True)
+    watched(group, "the search for infinities", start)
     return None

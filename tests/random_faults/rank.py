@@ -81,7 +81,6 @@ class Trainer:
         model = wrap(Net(self.reach), WRAPPERS[wrapper])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer.register_step_pre_hook(lambda *_: self.reach("step"))
-        self.log.write(ready=True)
         for self.step in range(STEPS):
             self.reach("batch")
             seed = 100 * self.rank + self.step

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["AFTER", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
+__all__ = ["AFTER", "LAYERS", "PLACES", "SETTLED", "STEPS", "WRAPPERS", "Schedule"]
 
 STEPS = 24
+SETTLED = 3  # steps; before, torch makes process groups, and waits in that for whoever has died
 LAYERS = 5
 UNITS = {"zero": 3, "units": [nn.Linear]}
 WRAPPERS = {
@@ -26,7 +27,7 @@ FAULTS = (*ENDS * 3, "stop", "pause", "pause")
 PLACES = ("batch", "forward", "backward", "between", "step")
 AFTER = "after"  # place of a signal from outside, when some time has passed
 SIGNALLED = ("kill", "terminate", "stop", "pause")
-LONGEST = 0.25  # seconds until such a signal, about what all steps take
+LONGEST = 0.2  # seconds until such a signal, about what the settled steps take
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Schedule:
             fault,
             draw.randrange(world),
             draw.choice(places),
-            draw.randrange(STEPS),
+            draw.randrange(SETTLED, STEPS),
             draw.randrange(LAYERS),
             draw.uniform(0, LONGEST),
             draw.uniform(0.05, 0.6),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.random_faults.rank import run
-from tests.random_faults.schedule import AFTER, STEPS, Schedule
+from tests.random_faults.schedule import AFTER, SETTLED, STEPS, Schedule
 
 __all__ = ["Runner", "Tally"]
 
@@ -63,7 +63,7 @@ class Job:
         left, deadline, began = dict(self.children), time.monotonic() + LIMIT, None
         while left and time.monotonic() < deadline:
             left = {rank: pid for rank, pid in left.items() if not os.waitpid(pid, os.WNOHANG)[0]}
-            if began is None and all(self.lines(rank) for rank in range(self.world)):
+            if began is None and all(self._is_settled(rank) for rank in range(self.world)):
                 began = time.monotonic()
             self._strike(left, began)
             if self.schedule and self.schedule.fault == "stop" and set(left) <= {self._victim}:
@@ -73,6 +73,9 @@ class Job:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         return set(left)
+
+    def _is_settled(self, rank):
+        return any(line.get("step") == SETTLED - 1 for line in self.lines(rank))
 
     @property
     def _victim(self):
@@ -172,8 +175,6 @@ class Runner:
         end, struck = ends[0], job.fault_time()
         if end["end"] == "finished":
             return []
-        if schedule.wrapper == "fsdp" and not any("step" in line for line in lines):
-            return []  # its ranks look out for each other from their first forward on
         if schedule.passes or struck is None:
             return [f"rank {rank} ended by {end['end']}: {end.get('text')}"]
         self.tally.waits.setdefault(schedule.fault, []).append(end["at"] - struck)
