@@ -6,7 +6,7 @@ tests() {
 
 # What `make test` leaves out.
 other_tests() {
-  timeout 2400 make test-all ARGS='-m slow' 2>&1 | tee "$WORK/other-tests-$NEWEST_TORCH.log"
+  timeout 3300 make test-all ARGS='-m slow' 2>&1 | tee "$WORK/other-tests-$NEWEST_TORCH.log"
 }
 
 torch_suite() {
