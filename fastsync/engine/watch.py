@@ -134,10 +134,10 @@ def _is_over(work: dist.Work) -> bool:
     """Waits for a moment. Raises where the collective has failed."""
     try:
         work.wait(_LOOK)
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+    except RuntimeError:  # that time is over, too, and it may end just now
+        if not work.is_completed():
+            return False
+        work.wait()
     return True
 
 
