@@ -78,8 +78,8 @@ class MeetingPlace:
         return verdict
 
     def _wait(self, store: Store, place: str, reason: str, remedy: str) -> None:
-        start, pause = time.monotonic(), _FIRST_LOOK
-        while not _comes(store, f"{place}/all", min(pause, self._timeout)):
+        start, waited, pause = time.monotonic(), 0.0, _FIRST_LOOK
+        while not _comes(store, f"{place}/all", min(pause, self._timeout - waited)):
             waited, pause = time.monotonic() - start, min(2 * pause, _LAST_LOOK)
             self._look(f"a meeting for {reason}", waited)
             if waited >= self._timeout:
@@ -99,8 +99,10 @@ class MeetingPlace:
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
     try:
         store.wait([key], timedelta(seconds=seconds))
     except RuntimeError:  # each kind of store has its own
+        time.sleep(max(0.0, deadline - time.monotonic()))  # a store that has gone fails at once
         return False
     return True

@@ -59,9 +59,15 @@ class Exchange:
             return sum(self._tell(self._words, wish, mine))
         self.meet(wish)
         total = torch.tensor([mine], dtype=torch.float64, device=self._device)
-        start = partial(dist.all_reduce, total, group=self.group, async_op=True)
-        watched(self.group, wish, start)
+        self.reduce(total, wish)
         return total.item()
+
+    def reduce(
+        self, tensor: torch.Tensor, wish: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """In place, over the ranks, which have met for it. Collective."""
+        start = partial(dist.all_reduce, tensor, how, group=self.group, async_op=True)
+        watched(self.group, wish, start)
 
     def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
         """What each rank has, in their order."""

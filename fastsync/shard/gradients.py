@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fastsync.engine import core
-from fastsync.engine.watch import watched
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.space import Space
 from fastsync.torch_private import WrapperTensor, map_tensors
@@ -42,7 +40,7 @@ class Sharers:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.group = exchange, exchange.group
+        self.exchange = exchange
         self.units: list[GradientShards] = []
         self._norms: dict[int, list[torch.Tensor]] = {}
         self._norms_of: tuple[object, ...] = ()
@@ -61,8 +59,7 @@ class Sharers:
         pieces = [share.piece for unit in self.units for share in unit.shares()]
         local = torch.stack([_powers(piece, order) for piece in pieces])
         how = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
-        start = partial(dist.all_reduce, local, op=how, group=self.group, async_op=True)
-        watched(self.group, "norms of gradients", start)
+        self.exchange.reduce(local, "norms of gradients", how)
         if order != float("inf"):
             local = local.pow(1.0 / order)
         norms = iter(local.unbind())
@@ -262,9 +259,7 @@ class GradientShards:
         whole = torch.zeros_like(param)  # in the same order in memory
         flat = whole.as_strided((whole.numel(),), (1,))
         flat[share.begin : share.begin + share.piece.numel()] = share.piece
-        bits, group = flat.view(torch.uint8), self.sharers.group
-        start = partial(dist.all_reduce, bits, group=group, async_op=True)
-        watched(group, "the gathering of a gradient", start)
+        self.sharers.exchange.reduce(flat.view(torch.uint8), "the gathering of a gradient")
         return whole
 
 
@@ -431,7 +426,5 @@ def _unscale(
     sharers.exchange.meet("gradients to be unscaled")
     func([face.share.piece for face in faces], found_inf, inv_scale)
     _changed(faces)
-    group = sharers.group
-    start = partial(dist.all_reduce, found_inf, dist.ReduceOp.MAX, group=group, async_op=True)
-    watched(group, "the search for infinities", start)
+    sharers.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
     return None
