@@ -53,6 +53,30 @@ void unpack(const Tensors& tensors, const std::vector<int64_t>& offsets, const a
   ops::unpack(all.items, flat, scale, accumulate);
 }
 
+// A bucket as the engine packs it: its places are known, and its tensors are at hand.
+class Bundle {
+ public:
+  Bundle(const Tensors& tensors, const std::vector<int64_t>& offsets)
+      : items_(make_items({tensors.begin(), tensors.end()}, tensors, offsets)) {}
+
+  void pack(const at::Tensor& flat, double scale) const { ops::pack(items_.items, flat, scale); }
+  void unpack(const at::Tensor& flat, double scale) const {
+    ops::unpack(items_.items, flat, scale, false);
+  }
+
+ private:
+  Items items_;
+};
+
+void bind_bundle(py::module_& m) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<Bundle>(m, "Bundle")
+      .def(py::init<const Tensors&, const std::vector<int64_t>&>(), py::arg("tensors"),
+           py::arg("offsets"))
+      .def("pack", &Bundle::pack, release, py::arg("flat"), py::arg("scale"))
+      .def("unpack", &Bundle::unpack, release, py::arg("flat"), py::arg("scale"));
+}
+
 ops::CodePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
   return ops::one_chunk(format_named(plan.first), plan.second);
 }
@@ -141,6 +165,13 @@ void bind_lossy_ops(py::module_& m) {
       release, py::arg("factors"), py::arg("share"), py::arg("matrix"),
       py::arg("residual") = py::none(), py::arg("by_torch") = false);
   m.def(
+      "project",
+      [](const at::Tensor& matrix, const at::Tensor& factor, const at::Tensor& out, bool left) {
+        ops::project(left ? kernels::Factor::kLeft : kernels::Factor::kRight,
+                     {{matrix, factor, out}});
+      },
+      release, py::arg("matrix"), py::arg("factor"), py::arg("out"), py::arg("left"));
+  m.def(
       "fill_random",
       [](const at::Tensor& values, uint64_t seed) { ops::fill_random({{values, seed}}); }, release,
       py::arg("values"), py::arg("seed"));
@@ -162,6 +193,7 @@ void bind_ops(py::module_& m) {
       [](const std::string& device) { return ops::device_problem(at::Device(device)); },
       py::arg("device"));
   m.def("driver_problem", &ops::driver_problem, py::arg("runtime"), py::arg("driver"));
+  bind_bundle(m);
   bind_wire(m);
   bind_codecs(m);
   bind_lossy_ops(m);

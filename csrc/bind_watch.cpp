@@ -113,6 +113,7 @@ void bind_watch(py::module_& m) {
            })
       .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
       .def("explain", &explain, release, py::arg("place"), py::arg("error"), py::arg("waited"))
+      .def("gone", &FaultWatch::gone, release)
       .def("look", &look, release, py::arg("place"), py::arg("waited"))
       .def(
           "leave",

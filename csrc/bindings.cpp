@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <string>
@@ -145,6 +146,12 @@ void bind_timeline(py::module_& m) {
            }),
            py::arg("capacity"), py::arg("device"))
       .def("events", &events_list)
+      .def(
+          "settle",
+          [](const Timeline& timeline, double seconds) {
+            return timeline.settle(std::chrono::milliseconds(std::llround(seconds * 1e3)));
+          },
+          py::call_guard<py::gil_scoped_release>(), py::arg("seconds"))
       .def("dropped", &Timeline::dropped);
 }
 
@@ -257,6 +264,13 @@ void bind_engine(py::module_& m) {
       .def("skip_step", &Reducer::skip_step, release)
       .def("on_skips", &Reducer::on_skips, py::arg("fn"))
       .def("note_optimizer", &Reducer::note_optimizer, release)
+      .def(
+          "survive",
+          [](Reducer& reducer, std::function<int64_t(int64_t, bool, const std::string&)> meet,
+             std::function<void()> rebuild) {
+            reducer.survive({std::move(meet), std::move(rebuild)});
+          },
+          py::arg("meet"), py::arg("rebuild"))
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
       .def("squares", &Reducer::squares, release, py::arg("params"), py::arg("units"))

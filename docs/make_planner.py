@@ -308,6 +308,12 @@ def matrix() -> str:
     return f"![{SCATTER_TEXT}]({SCATTER.name})\n\n{table}\n\n{planner_steps.origin()}"
 
 
+def advised() -> str:
+    """What plans call fastest, and what that costs."""
+    rows = planner_steps.advised()
+    return markdown(("link", "ranks", *planner_steps.JUDGE), rows) if rows else NOT_MEASURED
+
+
 def steps() -> str:
     """Steps without an optimizer; the computation is the one measured without synchronisation."""
     found = here()
@@ -375,9 +381,9 @@ def shaped_step(link: Shaped, wire: str, device: Device) -> float:
 def shaped() -> str:
     """Steps on shaped links, which bench links has measured."""
     links = shaped_links()
-    grid = itertools.product((0.0, 0.25, 0.5, 0.75, 1.0), (5e9, 1e10, 1.5e10, 2e10, 3e10))
+    grid = itertools.product(planner_steps.SENDING, (5e9, 1e10, 1.5e10, 2e10, 3e10))
     cpu = replace(device_named("cpu"), efficiency=1.0, streaming=1.0)
-    devices = [replace(cpu, contention=lost, bandwidth=rate) for lost, rate in grid]
+    devices = [replace(cpu, sending=lost, bandwidth=rate) for lost, rate in grid]
 
     def errors(link: Shaped, device: Device) -> list[float]:
         return [shaped_step(link, w, device) / step - 1 for w, step in link.steps.items()]
@@ -397,8 +403,8 @@ def shaped() -> str:
     middle, worst, bias = summary(judged)
     fitted = (
         f"Predicted / measured. Of the links that nothing was fitted to: median error {middle}, "
-        f"worst {worst}, bias {bias}. Fitted: {best.contention:g} s of computing lost per second "
-        f"of hidden communication, {best.bandwidth / 1e9:g} GB/s for each pass of coding."
+        f"worst {worst}, bias {bias}. Fitted: {best.sending * 1e9:.2g} s of computing "
+        f"lost per GB sent beside it, {best.bandwidth / 1e9:g} GB/s for each pass of coding."
     )
     return f"{markdown(('link', 'ranks', *WIRES), body)}\n\n{fitted}"
 
@@ -407,7 +413,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(held, which, scaling, all_reduce, iterations, published),
-        *(shaped, peaks, steps, matrix),
+        *(shaped, peaks, steps, matrix, advised),
     )
 }
 

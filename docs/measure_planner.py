@@ -1,9 +1,9 @@
 """Compares plans with real steps on this machine: python -m docs.measure_planner
 
 Two ranks over Gloo measure peaks, which may be done while the machine is busy, and a profile on the
-planner's calibration model, then steps of models that it has not seen. Steps with and without
-synchronisation take turns with all-reduces of two sizes, so that a busy machine slows all of them
-alike. The results are docs/measured/peaks.json and here.json, which docs/make_planner.py shows.
+planner's calibration model, then steps of models that it has not seen, with and without
+synchronisation in turns. The results are docs/measured/peaks.json and here.json, which
+docs/make_planner.py shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,9 @@ from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import FLOOR, OURS, select
 from fastsync.planner.devices import Device
-from fastsync.planner.links import Cluster, Link
+from fastsync.planner.links import Cluster
 from fastsync.planner.measure import measure
-from fastsync.planner.profile import Profile, Sample, fit
+from fastsync.planner.profile import Profile
 from fastsync.planner.scenario import Scenario
 from fastsync.planner.strategy import named
 from fastsync.testing import run_ranks
@@ -40,25 +40,20 @@ MEASURED = Path(__file__).resolve().parent / "measured"
 FILES = {"peaks": MEASURED / "peaks.json", "steps": MEASURED / "here.json"}
 TIMEOUT = 3000.0
 STEPS = ("wide", "transformer", "gpt2", "conv", "small")
-PROBES = (1 << 16, 1 << 24)  # bytes of all-reduces between steps
 
 
 def measured_steps(group: Group, name: str, rounds: int) -> list[float]:
-    """Median seconds of forward and backward, on this rank alone and synchronised, and of the
-    all-reduces of PROBES."""
+    """Median seconds of forward and backward, on this rank alone and synchronised."""
     workload = WORKLOADS[name]()
     lanes = [
         make_lane(workload, variant, group, None) for variant in select(f"{FLOOR},{OURS}").variants
     ]
-    probes = [torch.ones(nbytes // 4) for nbytes in PROBES]
-    turns: list[Callable[[], object]] = [lane.step for lane in lanes]
-    turns += [partial(dist.all_reduce, probe) for probe in probes]
-    times: list[list[float]] = [[] for _ in turns]
+    times: list[list[float]] = [[] for _ in lanes]
     for turn in range(rounds + 3):
-        for run, found in zip(turns, times, strict=True):
+        for lane, found in zip(lanes, times, strict=True):
             dist.barrier()
             begun = time.perf_counter()
-            run()
+            lane.step()
             if turn >= 3:
                 found.append(time.perf_counter() - begun)
     return [group.most(median(found)) for found in times]
@@ -87,12 +82,12 @@ def peaks_here(rank: int, world: int, cases: list[Case]) -> dict[str, Any]:
 def predicted_steps(profile: Profile, name: str, times: list[float]) -> tuple[float, float]:
     """Traced computation, and the measured one in its place."""
     rates, record = profile.device, traced(name)
-    latency, rate = fit([Sample(n, t) for n, t in zip(PROBES, times[2:], strict=True)], RANKS)
-    link = Link(rate, latency, "net")
+    assert profile.inside is not None
+    link = profile.inside.link()
     device = replace(
         Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0),
         overhead=rates.overhead,
-        contention=rates.contention,
+        sending=rates.sending,
     )
     asked = Scenario(
         trace=lambda samples, checkpointing: record,

@@ -3,7 +3,6 @@ models, and judged on others."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -29,19 +28,25 @@ from fastsync.planner.tracing import trace_model
 
 MEASURED = Path(__file__).resolve().parent / "measured" / "steps.json"
 CPU = replace(device_named("cpu"), efficiency=1.0, streaming=1.0, overhead=5e-6)
-LOST = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # seconds of computing per second of communication
+SENDING = (0.0, 1e-10, 2e-10, 4e-10, 6e-10, 8e-10, 1.2e-9)  # seconds of computing per byte sent
 REACHED = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the rate of bare all-reduces
 PASSES = (1e9, 2e9, 3e9, 5e9, 1e10, 2e10)  # bytes per second of a pass of coding
 INT8 = "zero=0, int8"
+PLAIN = [way for way in WAYS if way != INT8]
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted on each link, for each number of ranks."""
+    """What is fitted.
 
-    lost: float
-    reached: float
-    coding: float = PASSES[-1]
+    Attributes:
+        reached: on each link, for each number of ranks.
+        sending, coding: for each number of ranks, on all links between machines, and inside one.
+    """
+
+    sending: float
+    coding: float
+    reached: float = 1.0
 
 
 @cache
@@ -63,6 +68,12 @@ class Cell:
     alone: float
     update: float
     steps: dict[str, float]
+    network: tuple[float, float] = (0.0, 1.0)  # latency and rate: of the link, by all its probes
+
+    @property
+    def inside(self) -> bool:
+        """The ranks share a machine, and memory."""
+        return self.link == "loopback"
 
     @cached_property
     def record(self) -> Record:
@@ -77,10 +88,10 @@ class Cell:
 
     def planned(self, way: str, constants: Constants) -> float:
         """Seconds of a step."""
-        latency, rate = fit([Sample(*probe) for probe in self.probes], self.ranks)
+        latency, rate = self.network
         link = Link(rate * constants.reached, latency, "net")
-        per_node = self.ranks if self.link == "loopback" else 1
-        device: Device = replace(CPU, contention=constants.lost, bandwidth=constants.coding)
+        per_node = self.ranks if self.inside else 1
+        device: Device = replace(CPU, sending=constants.sending, bandwidth=constants.coding)
         asked = Scenario(
             trace=lambda samples, checkpointing: self.record,
             samples=self.record.samples,
@@ -93,6 +104,22 @@ class Cell:
 
     def error(self, way: str, constants: Constants) -> float:
         return self.planned(way, constants) / self.steps[way] - 1
+
+
+def cells_of(document: dict[str, Any]) -> list[Cell]:
+    """Those of a measurement."""
+    probed: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for cell in document["cells"]:
+        sizes = probed.setdefault((cell["link"], cell["ranks"]), {})
+        for size, seconds in cell["probes"]:
+            sizes.setdefault(size, []).append(seconds)
+
+    def network(link: str, ranks: int) -> tuple[float, float]:
+        sizes = probed[link, ranks]
+        return fit([Sample(size, median(times)) for size, times in sizes.items()], ranks)
+
+    cells = document["cells"]
+    return [Cell(**cell, network=network(cell["link"], cell["ranks"])) for cell in cells]
 
 
 def strategy_of(way: str, ranks: int) -> Strategy:
@@ -108,18 +135,34 @@ def found() -> dict[str, Any] | None:
     return document
 
 
-def fitted(cells: Iterable[Cell]) -> Constants:
-    """Those whose steps come nearest to the calibration models'; codes after everything else."""
-    own = [cell for cell in cells if cell.model in CALIBRATE]
+def fitted(cells: Iterable[Cell]) -> dict[str, Constants]:
+    """Those of each link that come nearest to the steps of the calibration models.
 
-    def off(constants: Constants, ways: Iterable[str]) -> float:
-        errors = (cell.error(way, constants) for cell in own for way in ways if way in cell.steps)
+    Args:
+        cells: of links that cost the processor alike per byte.
+    """
+    own = [cell for cell in cells if cell.model in CALIBRATE]
+    names = dict.fromkeys(cell.link for cell in own)
+    links = {link: [cell for cell in own if cell.link == link] for link in names}
+
+    def off(link: str, constants: Constants, ways: Iterable[str]) -> float:
+        errors = (c.error(way, constants) for c in links[link] for way in ways if way in c.steps)
         return sum(math.log1p(error) ** 2 for error in errors)
 
-    plain = [way for way in WAYS if way != INT8]
-    grid = [Constants(lost, reached) for lost, reached in itertools.product(LOST, REACHED)]
-    best = min(grid, key=lambda constants: off(constants, plain))
-    return min((replace(best, coding=rate) for rate in PASSES), key=lambda c: off(c, [INT8]))
+    def best(sending: float) -> tuple[float, dict[str, Constants]]:
+        found = {}
+        for link in links:
+            grid = [Constants(sending, PASSES[-1], reached) for reached in REACHED]
+            found[link] = min(grid, key=lambda c, link=link: off(link, c, PLAIN))
+        return sum(off(link, c, PLAIN) for link, c in found.items()), found
+
+    _, plain = min(map(best, SENDING), key=lambda each: each[0])
+
+    def coded(rate: float) -> float:
+        return sum(off(link, replace(c, coding=rate), [INT8]) for link, c in plain.items())
+
+    rate = min(PASSES, key=coded)
+    return {link: replace(c, coding=rate) for link, c in plain.items()}
 
 
 @dataclass(frozen=True)
@@ -145,13 +188,13 @@ def judged() -> tuple[Judged, ...]:
     document = found()
     if document is None:
         return ()
-    cells = [Cell(**cell) for cell in document["cells"]]
+    cells = cells_of(document)
     results = []
-    for place in dict.fromkeys((cell.link, cell.ranks) for cell in cells):
-        here = [cell for cell in cells if (cell.link, cell.ranks) == place]
+    for place in dict.fromkeys((cell.inside, cell.ranks) for cell in cells):
+        here = [cell for cell in cells if (cell.inside, cell.ranks) == place]
         constants = fitted(here)
         results += [
-            Judged(cell, way, cell.planned(way, constants))
+            Judged(cell, way, cell.planned(way, constants[cell.link]))
             for cell in here
             if cell.model in JUDGE
             for way in cell.steps
@@ -175,6 +218,25 @@ def rows() -> list[tuple[str, ...]]:
         made.append((link, str(ranks), *cells, summary(here)))
     every = (summary([s for s in steps if s.way == way]) for way in WAYS)
     return [*made, ("all", "", *every, summary(steps))] if steps else []
+
+
+def advised() -> list[tuple[str, ...]]:
+    """By link, number of ranks and model, the way that plans call fastest, and by how much its
+    step was longer than that of the fastest, both as measured. The last row: of all."""
+    places: dict[tuple[str, int], dict[str, list[Judged]]] = {}
+    for step in judged():
+        models = places.setdefault((step.cell.link, step.cell.ranks), {})
+        models.setdefault(step.cell.model, []).append(step)
+    made, lost = [], []
+    for (link, ranks), models in places.items():
+        cells = []
+        for ways in models.values():
+            called = min(ways, key=lambda step: step.planned)
+            lost.append(called.measured / min(step.measured for step in ways) - 1)
+            cells.append(f"{called.way} ({100 * lost[-1]:+.1f} %)")
+        made.append((link, str(ranks), *cells))
+    right = sum(each <= 0.03 for each in lost)
+    return [*made, (f"within 3 %: {right} of {len(lost)}", *[""] * 4)] if made else []
 
 
 def origin() -> str:

@@ -12,8 +12,10 @@ from fastsync.build.recipe import BuildError
 from fastsync.build.recipe import source_dir as include_dir
 from fastsync.ddp import FastDDP
 from fastsync.engine.pace import SlowRanks
+from fastsync.front.elastic import Membership
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.front.replicas import ReplicaError
+from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.faults import SyncFault
@@ -33,8 +35,10 @@ __all__ = [
     "BucketTiming",
     "BuildError",
     "Codec",
+    "ElasticPolicy",
     "FSDPModule",
     "FastDDP",
+    "Membership",
     "NonFiniteGradientError",
     "PowerSGD",
     "RankMismatchError",

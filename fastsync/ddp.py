@@ -20,12 +20,14 @@ from fastsync.engine import checkpoint
 from fastsync.engine.engine import Engine
 from fastsync.engine.watch import explained
 from fastsync.front.buffers import BufferWatch, buffer_arguments
+from fastsync.front.elastic import ElasticFront
 from fastsync.front.guards import make_guards
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.front.request import Request, check_hook, check_join, named_params
-from fastsync.front.skipping import SkippingFront, Skips
-from fastsync.front.torch_faces import FrontLogger, FrontReducer
+from fastsync.front.skipping import Skips
+from fastsync.front.torch_faces import FrontLogger, FrontReducer, in_lockstep
+from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.shard.norms import clip_norm
@@ -42,13 +44,13 @@ from fastsync.torch_private import (
 )
 from fastsync.tune.policy import TunePolicy
 from fastsync.tune.tuner import attach_tuner
-from fastsync.units.choosing import UnitChoice, describe_units
+from fastsync.units.choosing import UnitChoice, unit_words
 from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["FastDDP"]
 
 
-class FastDDP(SkippingFront):
+class FastDDP(ElasticFront):
     """Averages gradients over ranks while backward is still running.
 
     Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
@@ -91,6 +93,7 @@ class FastDDP(SkippingFront):
         tune: True tries other sizes of buckets in the first 50 steps, and keeps what is faster for
             later runs, too. A `TunePolicy` says more; see docs/tuning.md.
         on_skip: "average_others" lets ranks leave out steps that fail: `skipping()`.
+        elastic: True or an `ElasticPolicy`: ranks go on when others die; see docs/faults.md.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -134,6 +137,7 @@ class FastDDP(SkippingFront):
         shared_memory: bool = True,
         tune: bool | TunePolicy = False,
         on_skip: str = "raise",
+        elastic: bool | ElasticPolicy = False,
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline, self._tune = request.settle(
@@ -146,13 +150,12 @@ class FastDDP(SkippingFront):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
-                zero=ZeroPolicy(
-                    zero, shard_by, master_weights, describe_units(units), parameter_wire
-                ),
+                zero=ZeroPolicy(zero, shard_by, master_weights, unit_words(units), parameter_wire),
                 on_nonfinite=on_nonfinite,
                 shared_memory=shared_memory,
                 replicas=ReplicaPolicy.of(check_replicas),
                 on_skip=on_skip,
+                elastic=ElasticPolicy.of(elastic),
             ),
             lambda: TimelinePolicy.of(timeline),
             lambda: TunePolicy.of(tune),
@@ -189,6 +192,8 @@ class FastDDP(SkippingFront):
             ignored = self.parameters_to_ignore
             announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
             cast_buffers(self.module, ignored, self._policy.mixed.buffer)
+        if self._policy.elastic is not None:
+            self._become_elastic(self._engine, self._policy.elastic)
 
     def _ddp_init_helper(
         self,
@@ -206,13 +211,13 @@ class FastDDP(SkippingFront):
         facts = wrap_facts(self, self._buckets, self._policy, static_graph)
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
-        in_lockstep = partial(_in_lockstep, weakref.ref(self))
+        lockstep = partial(in_lockstep, weakref.ref(self))
         self._guards = make_guards(engine)
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
         attach_tuner(engine, self._tune)
-        self.reducer = FrontReducer(engine, logger, recorder, in_lockstep, sharded)
+        self.reducer = FrontReducer(engine, logger, recorder, lockstep, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
@@ -246,7 +251,7 @@ class FastDDP(SkippingFront):
         watch = self._buffer_watch
         usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
         if not usual or (watch.stale and self.process_group.size() > 1):
-            self._engine.core.await_buffers(super()._sync_buffers)
+            cast(FrontReducer, self.reducer).await_buffers(super()._sync_buffers)
         watch.stale = False
 
     @untraced
@@ -421,10 +426,10 @@ class FastDDP(SkippingFront):
         Raises:
             ValueError: `one_rank_step` is not positive, or no two steps have been recorded.
         """
-        engine = self._engine
+        engine, recorder = self._engine, self._recorder
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
-        steps = self._recorder.steps() if self._recorder is not None else []
-        return make_stats(engine.core.stats(), sizes, steps, one_rank_step, engine.pace.measured())
+        steps, pace = recorder.steps() if recorder is not None else [], engine.pace.measured()
+        return make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes what has been recorded so far; every rank calls it.
@@ -441,10 +446,3 @@ class FastDDP(SkippingFront):
                 "FastDDP(model, timeline=True), on every rank"
             )
         self._recorder.write(os.fspath(path), Env.read().agree_timeout)
-
-
-def _in_lockstep(model: weakref.ref[FastDDP]) -> bool:
-    """Whether all ranks have all forwards in common: under join(), and under no_sync()."""
-    alive = model()
-    joins = alive is not None and alive._join_config.enable
-    return alive is not None and (joins or alive._engine.policy.reduces_always)

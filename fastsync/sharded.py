@@ -32,6 +32,10 @@ class _NoReducer:
 
     recorder: Recorder | None
 
+    def await_buffers(self, exchange: Callable[[], object]) -> None:
+        """Nobody compares how long ranks with units wait."""
+        exchange()
+
     def _set_static_graph(self) -> None: ...
     def _remove_autograd_hooks(self) -> None: ...
     def _check_reducer_finalized(self) -> None: ...
@@ -74,20 +78,29 @@ class ShardedDDP(FastDDP, zero=3):
         self.logger = None
         self._passing_sync_batchnorm_handle(self.module)
 
+    def _register_delay_all_reduce_hook(self, *args: object, **kwargs: object) -> None:
+        raise _refused(
+            "delay_all_reduce_named_params",
+            "the hook that sends them would be on a parameter that its unit's shares replace",
+        )
+
     def _set_static_graph(self) -> None:
         """Units do not ask whether the graph changes."""
 
     @untraced
-    def forward(self, *inputs: object, **kwargs: object) -> object:
-        """That of the module, on rank 0's buffers."""
+    def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
+        """Rank 0's buffers, and the inputs where the module is."""
         if self.modules_buffers and self.forward_sync_buffers:
             with explained(self.process_group, "the broadcast of buffers"):
                 self._sync_buffers()
-        if self.device_ids:
-            moved, named = self._to_kwargs_on_device(inputs, kwargs)
-            output = self.module(*moved, **named)
-        else:
-            output = self.module(*inputs, **kwargs)
+        return self._to_kwargs_on_device(inputs, kwargs) if self.device_ids else (inputs, kwargs)
+
+    def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
+        """That of the module, whose graphs are split by the hooks of units alone."""
+        return self.module(*inputs, **kwargs)
+
+    @untraced
+    def _post_forward(self, output: object) -> object:
         if self.modules_buffers:
             self._buffer_watch.after_forward(self.module)
         return output

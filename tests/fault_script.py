@@ -1,7 +1,8 @@
 """Trains on forked ranks of which one has a fault, and prints how each ended. See test_faults.py.
 
-A job is (fault, place, wrapper, world). Rank 1 has the fault in its third step. A rank writes what
-it has seen to `<folder>/<job>-<rank>.json`; the script prints, as JSON, how the processes ended.
+A job is (fault, place, wrapper, world). Rank 1 has the fault in its third step, or where the place
+is earlier. A rank writes what it has seen to `<folder>/<job>-<rank>.json`; the script prints, as
+JSON, how the processes ended.
 """
 
 import json
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
+import fastsync.engine.engine as engine
+import fastsync.engine.groups as groups
 from fastsync.build import extension
+from fastsync.torch_private import TCPStore
 
 LIMIT = 60.0  # seconds for a job
 FAULTY = 1
@@ -35,6 +39,7 @@ WRAPPERS = {
     "zero3": UNITS,
     "blind3": UNITS,  # nobody looks out for faults
     "fsdp": None,
+    "codec": {},  # a user's, which runs between the two collectives of a bucket
 }
 
 
@@ -42,11 +47,33 @@ class BadBatch(ValueError):
     pass
 
 
+class Halves(fastsync.Codec):
+    """float16, by torch; each rank decodes its part of the others' before it codes the sum."""
+
+    name = "halves"
+
+    def __init__(self, net):
+        self.net = net
+
+    def coded_bytes(self, numel):
+        return 2 * numel
+
+    def encode(self, values, wire):
+        wire.view(torch.float16).copy_(values)
+
+    def decode(self, wire, values):
+        if self.net.due("pieces"):
+            fail(self.net.fault)
+        values.copy_(wire.view(torch.float16))
+
+
 def fail(fault):
     """What happens to the faulty rank, some beats after the others have heard where it is."""
     time.sleep(0.3)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "store":
+        os.kill(int(os.environ["STORE_PROCESS"]), signal.SIGKILL)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "sleep":
@@ -77,17 +104,21 @@ class Net(nn.Module):
         return self.fault is not None and place == self.place and self.step == AT
 
     def in_backward(self, grad):
+        if self.fault == "nan" and self.due("backward"):
+            return grad * float("nan")
         if self.due("backward"):
             fail(self.fault)
 
     def named_buffers(self, *args, **kwargs):
-        if self.fault is not None and self.place == "wrap":
+        if self.place == "wrap" and self.fault not in (None, "settings", "shapes", "order"):
             fail(self.fault)
         return super().named_buffers(*args, **kwargs)
 
     def forward(self, x):
+        if self.fault == "nan" and self.due("forward"):
+            x = x * float("nan")
         for index, layer in enumerate(self.layers):
-            if index == LAYERS // 2 and self.due("forward"):
+            if index == LAYERS // 2 and self.fault != "nan" and self.due("forward"):
                 fail(self.fault)
             if index == LAYERS // 2 and self.shared:
                 x.register_hook(self.in_backward)
@@ -97,6 +128,8 @@ class Net(nn.Module):
 
 def wrap(net, wrapper, options):
     net.shared = wrapper in ("zero3", "blind3", "fsdp")
+    if wrapper == "codec":
+        options["wire"] = Halves(net)
     if wrapper != "fsdp":
         return fastsync.FastDDP(net, **{"bucket_cap_mb": 0.01, **options})
     for layer in net.layers:
@@ -114,25 +147,51 @@ def check_again(model, x):
         raise AssertionError("a forward after a fault")
 
 
+def differ(net, fault):
+    """What this rank has alone."""
+    if fault == "shapes":
+        net.layers[0] = nn.Linear(WIDTH, WIDTH + 1)
+    elif fault == "order":
+        net.layers._modules["0"] = net.layers._modules.pop("0")  # behind the others
+    elif fault == "settings":
+        return {"bucket_cap_mb": 7}
+    return {}
+
+
+def vote_and_fail(fault):
+    """The next vote on a plan is where this rank has its fault."""
+    vote = engine.agree_on_plan
+
+    def fail_and_vote(*facts):
+        fail(fault)
+        return vote(*facts)
+
+    engine.agree_on_plan = fail_and_vote
+
+
 def train(rank, fault, place, wrapper):
     mine = fault if rank == FAULTY else None
     options = dict(WRAPPERS[wrapper] or {})
-    if fault == "settings" and mine:
-        options["bucket_cap_mb"] = 7
     if fault == "nan":
         options["on_nonfinite"] = "raise"
     net = Net(mine, place)
-    if fault == "thaw":
+    options.update(differ(net, mine))
+    all_thaw = (fault, place) == ("store", "vote")  # for which ranks meet in the store
+    if fault == "thaw" or all_thaw:
         net.layers[0].weight.requires_grad_(False)
     if wrapper == "blind3":
         os.environ["FASTSYNC_WATCH"] = "0"
+    if mine and place == "groups":  # all have met to make one, and the others wait in torch
+        groups.watched_call = lambda *call: fail(fault)
+    if mine and place == "vote" and fault not in ("thaw", "store"):
+        vote_and_fail(fault)
     model = wrap(net, wrapper, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for net.step in range(STEPS - (mine == "fewer")):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + net.step))
-        if net.step == AT and mine == "nan":
-            x[0, 0] = float("nan")
-        if net.step == AT and mine == "thaw":
+        if all_thaw and net.due("vote"):
+            fail(fault)
+        if net.step == AT and (mine == "thaw" or all_thaw):
             net.layers[0].weight.requires_grad_(True)
         optimizer.zero_grad()
         try:
@@ -148,6 +207,9 @@ def train(rank, fault, place, wrapper):
         if net.due("between"):
             fail(fault)
         optimizer.step()
+        if net.due("checkpoint"):
+            fail(fault)
+        optimizer.state_dict()  # which all ranks collect, where they share it
     return [float(p.detach().double().sum()) for p in net.parameters()]
 
 
@@ -157,14 +219,30 @@ def facts_of(error):
     return {"error": type(error).__name__, "text": str(error), "at": time.time(), **facts}
 
 
-def run(folder, name, rank, job):
+def serve_store():
+    """Port and number of a process that serves a store and nothing else."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        signal.pause()
+    return int(os.read(reader, 16)), process
+
+
+def run(folder, name, rank, job, served):
     fault, place, wrapper, world = job
+    start = {"init_method": f"file://{folder}/{name}.store"}
+    if served is not None:
+        port, process = served
+        os.environ["STORE_PROCESS"] = str(process)
+        start = {"store": TCPStore("127.0.0.1", port, is_master=False)}
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/{name}.store",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=5 if fault in ("stop", "sleep") else 60),
+        **start,
     )
     try:
         seen = {"weights": train(rank, fault, place, wrapper)}
@@ -175,12 +253,12 @@ def run(folder, name, rank, job):
         Path(folder, f"{name}-{rank}.json").write_text(json.dumps(seen))
 
 
-def start(folder, name, rank, job):
+def start(folder, name, rank, job, served):
     """In a forked process: what it prints goes to a file."""
     log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    run(folder, name, rank, job)
+    run(folder, name, rank, job, served)
 
 
 def wait_for(children, hangs):
@@ -208,13 +286,17 @@ def main():
     stuck = {}
     for job in jobs:
         name, children = "-".join(map(str, job)), []
+        served = serve_store() if job[0] == "store" else None
         for rank in range(job[3]):
             child = os.fork()
             if child == 0:
-                start(folder, name, rank, job)
+                start(folder, name, rank, job, served)
                 return
             children.append(child)
         stuck[name] = wait_for(children, job[0] in ("stop", "sleep"))
+        if served is not None:
+            os.kill(served[1], signal.SIGKILL)
+            os.waitpid(served[1], 0)
     print(json.dumps(stuck))
 
 

@@ -71,6 +71,18 @@ OPTIMIZERS = {
 }
 
 
+class Skipping(nn.Module):
+    """Leaves its second layer out where it is told to; what comes after that one is never used."""
+
+    def __init__(self, layers, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x, both):
+        x = self.layers[0](x)
+        return self.layers[1](x) if both else x
+
+
 def build(name, seed=0):
     """The same weights on every rank."""
     torch.manual_seed(seed)

@@ -31,7 +31,6 @@ COMMANDS = {
     "buckets": ("--models", "wide", "--scale", "0.01", "--sizes", "0.1,1", "--rounds", "1"),
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", "--rounds", "1"),
     "allreduce": ("--sizes", "0.01,0.5", "--rounds", "2"),
-    "hooks": ("--scale", "0.02", "--rounds", "1"),
     "zero": ("--models", "small,transformer", "--scale", "0.01", "--rounds", "1"),
     "zero3": ("--stages", "3", "--models", "gpt2", "--scale", "0.01", "--rounds", "1"),
     "clip": ("--models", "gpt2", "--scale", "0.002", "--rounds", "8"),
@@ -39,7 +38,7 @@ COMMANDS = {
 
 
 # Their work is done in ranks; the others do some of it in the process that a user starts.
-IN_RANKS = ("allreduce", "step", "links", "overlap", "buckets", "hooks", "zero", "zero3", "clip")
+IN_RANKS = ("allreduce", "step", "links", "overlap", "buckets", "zero", "zero3", "clip")
 
 
 def run_rank(rank, world, name, arguments):
@@ -111,15 +110,6 @@ def check_allreduce(result):
     for _, gloo, ours, ratio, share in result["rows"]:
         assert float(gloo) > 0 < float(ours)
         assert ratio.endswith("x") and share.endswith("%")
-
-
-def check_hooks(result):
-    assert [row[0] for row in result["rows"]] == [
-        "`allreduce_hook`",
-        "`fp16_compress_hook`",
-        "`powerSGD_hook`",
-    ]
-    assert all(len(row) == len(result["headers"]) == 5 for row in result["rows"])
 
 
 def check_zero(result):

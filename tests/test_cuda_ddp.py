@@ -1,5 +1,6 @@
 """FastDDP on GPUs: the weights of DDP, over NCCL and Gloo, on any stream, with memory reused."""
 
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastsync import FastDDP
+from fastsync import FastDDP, TimelinePolicy
+from fastsync.timeline.data import load
 from tests import models
 from tests.devices import TRANSPORTS, needs_gpu, run_cuda_ranks
 from tests.models import batch, build, differences, grads, loss_of, state, wrap
@@ -180,23 +182,12 @@ def test_gradients_that_are_kept_stay():
     assert all(run_cuda_ranks(keep_gradients, 2))
 
 
-class Sometimes(nn.Module):
-    """Rank 1 uses its second layer only in every other step; nobody uses the third."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x, second):
-        x = self.layers[0](x)
-        return self.layers[1](x) if second else x
-
-
 def unused(rank, world):
+    """Rank 1 uses its second layer only in every other step; nobody uses the third."""
     found = []
     for kind, options in (("fast", {}), ("torch", {"find_unused_parameters": True})):
         torch.manual_seed(0)
-        model = wrap(kind, Sometimes().cuda(), **options)
+        model = wrap(kind, models.Skipping(3, 64).cuda(), **options)
         for step in range(6):
             model.zero_grad()
             inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step + rank)).cuda()
@@ -234,22 +225,40 @@ def test_torchs_hooks_over_nccl():
         assert found == [[], []]
 
 
+SKIPPED, RECORDED = 3, 5
+
+
 def record_timeline(rank, world, path):
-    model = FastDDP(build("wide").cuda(), timeline=str(path), bucket_cap_mb=0.3)
-    for step in range(30):
+    """A window at whose end the device is far behind. The host's clock before and after it."""
+    policy = TimelinePolicy(str(path), skip=SKIPPED, steps=RECORDED)
+    model = FastDDP(build("wide").cuda(), timeline=policy, bucket_cap_mb=0.3)
+    dist.barrier()
+    torch.cuda.synchronize()
+    before = time.monotonic_ns()
+    for step in range(SKIPPED + RECORDED + 1):
         model.zero_grad()
+        torch.cuda._sleep(100_000_000)
         loss_of(model(batch("wide", step + rank).cuda())).backward()
     torch.cuda.synchronize()
-    model.write_timeline(str(path))
-    dist.barrier()
+    return before, time.monotonic_ns()
 
 
 def test_a_timeline_on_the_device(tmp_path):
-    from fastsync.timeline.data import load
-
-    run_cuda_ranks(record_timeline, 2, tmp_path / "run.json")
+    """Every mark of the window is there, in order, and at a time at which the device ran."""
+    times = run_cuda_ranks(record_timeline, 2, tmp_path / "run.json")
     run = load(tmp_path / "run.json")
     assert run.world_size == 2 and run.device.startswith("cuda")
-    for record in run.ranks:
-        marks = [event[1] for event in record.events]
-        assert {"ready", "packed", "launched", "done"} <= set(marks)
+    for record, (before, after) in zip(run.ranks, times, strict=True):
+        assert (record.dropped, record.unfinished) == (0, 0)
+        buckets = len(run.plans[-1])
+        assert len(record.events) == RECORDED * (5 + 4 * buckets)
+        found = {event[:3]: event[-1] for event in record.events}
+        for step in range(SKIPPED, SKIPPED + RECORDED):
+            of_step = {m: at for (s, m, _), at in found.items() if s == step}
+            assert of_step["forward_start"] < of_step["backward_start"] < of_step["step_end"]
+            for bucket in range(buckets):
+                marks = ("ready", "packed", "launched", "done")
+                at = [found[step, mark, bucket] for mark in marks]
+                assert at == sorted(at) and at[-1] <= of_step["step_end"]
+        # An origin may be late by what a launch takes, and what is counted from it early.
+        assert all(before - 1_000_000 <= at <= after for at in found.values())

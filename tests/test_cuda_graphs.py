@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from fastsync import FastDDP, PowerSGD, Wire
@@ -112,22 +111,10 @@ def test_the_hierarchical_form_neither_waits_nor_refuses_a_capture(check):
     run_cuda_ranks(on_nodes, 4, globals()[check])
 
 
-class Skipping(nn.Module):
-    """May leave out its second layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
-
-    def forward(self, x, both):
-        x = self.layers[0](x)
-        return self.layers[1](x) if both else x
-
-
 def changing_flags(rank, world, wire):
     """A rank missed gradients in one step, so its flags change back in the next: nobody waits."""
     torch.manual_seed(0)
-    model = wrap(wire, Skipping())
+    model = wrap(wire, models.Skipping(2, 256))
     inputs = batch("wide", rank).cuda()
 
     def step(both):

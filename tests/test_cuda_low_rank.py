@@ -52,6 +52,23 @@ def test_random_numbers_are_the_cpus():
         assert torch.equal(found.cpu(), mine)
 
 
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("size", [(4, 768, 3072), (1, 5, 4099), (3, 2001, 33), (40, 96, 96)])
+def test_factors_are_those_of_fp64(size, left):
+    rank, rows, cols = size
+    torch.manual_seed(0)
+    matrix = torch.randn(rows, cols, device="cuda")
+    factor = torch.randn(rank, cols if left else rows, device="cuda")
+    out = torch.full((rank, rows if left else cols), torch.nan, device="cuda")
+    C.project(matrix, factor, out, left)
+    exact = factor.double() @ (matrix.double().t() if left else matrix.double())
+    terms = factor.double().abs() @ (matrix.t() if left else matrix).double().abs()
+    assert bool(((out.double() - exact).abs() <= 1e-5 * terms).all())
+    again = torch.empty_like(out)
+    C.project(matrix, factor, again, left)
+    assert torch.equal(again, out)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_products_and_residuals_are_the_cpus(kept):
     torch.manual_seed(0)

@@ -29,7 +29,9 @@ def start(seat, rank, options):
 
 @needs_links
 @pytest.mark.parametrize(
-    "options", [{}, {"wire": "int8"}, {"zero": 2}], ids=["fp32", "int8", "zero2"]
+    "options",
+    [{}, {"wire": "int8"}, {"zero": 1}, {"zero": 2}],
+    ids=["fp32", "int8", "zero1", "zero2"],
 )
 def test_the_rank_that_cannot_be_reached_is_named(options):
     """First in a warning, then at the group's timeout. It says itself whom it cannot reach."""

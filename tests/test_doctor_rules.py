@@ -7,9 +7,10 @@ import pytest
 from fastsync.doctor import checks, drilled, skew
 from fastsync.doctor.examine import Asked
 from fastsync.doctor.facts import Facts, Route
-from fastsync.doctor.finding import Level, name_ranks
+from fastsync.doctor.finding import Level
 from fastsync.doctor.network import Interface, find_interface, gloo_address, is_loopback
 from fastsync.ranks.clocks import ClockOffset
+from fastsync.ranks.words import name_ranks
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, 0)
 ETH = Interface("eth0", ("10.0.0.1",), 1500, 10_000)

@@ -21,6 +21,16 @@ DEATHS = [
     ("kill", "forward", "zero2", 3),
     ("kill", "between", "zero2", 2),
     ("exit", "backward", "fp32", 4),
+    ("exit", "forward", "zero2", 4),
+    ("exit", "wrap", "int8", 3),
+    ("kill", "groups", "int8", 3),
+    ("kill", "vote", "fp32", 4),
+    ("kill", "vote", "int8", 2),
+    ("exit", "vote", "zero1", 3),
+    ("kill", "checkpoint", "zero1", 4),
+    ("exit", "checkpoint", "zero2", 2),
+    ("kill", "pieces", "codec", 3),
+    ("exit", "pieces", "codec", 4),
 ]
 RAISES = [
     ("raise", "forward", "fp32", 3),
@@ -29,26 +39,70 @@ RAISES = [
     ("raise", "wrap", "fp32", 2),
     ("raise", "backward", "zero1", 2),
     ("raise", "forward", "zero2", 4),
+    ("raise", "groups", "int8", 2),
+    ("raise", "vote", "fp32", 3),
+    ("raise", "checkpoint", "zero2", 3),
+    ("raise", "pieces", "codec", 3),
 ]
 LEAVES = [
     ("leave", "forward", "fp32", 3),
     ("leave", "backward", "int8", 2),
     ("fewer", "loop", "fp32", 3),
     ("fewer", "loop", "zero1", 2),
+    ("fewer", "loop", "int8", 4),
+    ("fewer", "loop", "zero2", 3),
     ("skip", "forward", "fp32", 3),
+    ("skip", "forward", "zero1", 4),
 ]
+HALF_SKIPS = [("skip", "backward", "int8", 2), ("skip", "backward", "zero2", 3)]
 STALLS = [
     ("stop", "backward", "fp32", 3),
     ("sleep", "forward", "fp32", 3),
     ("sleep", "between", "zero1", 2),
     ("stop", "forward", "int8", 2),
+    ("sleep", "forward", "int8", 3),
+    ("stop", "between", "zero2", 4),
+    ("sleep", "backward", "zero2", 4),
+    ("stop", "forward", "zero1", 3),
+    ("stop", "pieces", "codec", 3),
+]
+# Where all ranks meet, and none warns.
+QUIET_STALLS = [
+    ("stop", "vote", "fp32", 3),
+    ("stop", "wrap", "int8", 2),
+]
+# Who sleeps there looks to the others like one that waits. A meeting knows who has come.
+QUIET_SLEEPS = [
+    ("stop", "checkpoint", "zero1", 3),
+    ("sleep", "vote", "fp32", 3),
+    ("sleep", "wrap", "zero2", 2),
+    ("sleep", "checkpoint", "zero1", 4),
+    ("sleep", "pieces", "codec", 3),
 ]
 ALIKE = [
-    ("settings", "loop", "fp32", 3),
-    ("nan", "loop", "fp32", 3),
-    ("nan", "loop", "zero2", 2),
+    *(
+        (fault, "wrap", way, world)
+        for fault in ("settings", "shapes", "order")
+        for way, world in (("fp32", 2), ("int8", 3), ("zero1", 4), ("zero2", 3))
+    ),
+    ("nan", "forward", "fp32", 3),
+    ("nan", "forward", "zero2", 2),
+    ("nan", "backward", "int8", 4),
+    ("nan", "backward", "zero1", 3),
 ]
-THAW = ("thaw", "loop", "fp32", 3)
+THAWS = [
+    ("thaw", "vote", "fp32", 3),
+    ("thaw", "vote", "int8", 2),
+    ("thaw", "vote", "zero1", 4),
+    ("thaw", "vote", "zero2", 3),
+]
+NO_STORE = [
+    ("store", "wrap", "fp32", 3),
+    ("store", "wrap", "zero1", 2),
+    ("store", "vote", "int8", 2),
+    ("store", "checkpoint", "zero2", 4),
+    ("store", "backward", "fp32", 2),
+]
 UNITS = [
     ("kill", "forward", "zero3", 2),
     ("kill", "backward", "zero3", 3),
@@ -60,7 +114,22 @@ UNITS = [
     ("sleep", "backward", "zero3", 3),
 ]
 BLIND = [("kill", "forward", "blind3", 2), ("sleep", "backward", "blind3", 2)]
-JOBS = [*DEATHS, *RAISES, *LEAVES, *STALLS, *ALIKE, THAW, *UNITS, *BLIND]
+TABLES = (
+    *(
+        DEATHS,
+        RAISES,
+        LEAVES,
+        HALF_SKIPS,
+        STALLS,
+        QUIET_STALLS,
+        QUIET_SLEEPS,
+        ALIKE,
+        THAWS,
+        NO_STORE,
+    ),
+    *(UNITS, BLIND),
+)
+JOBS = [job for table in TABLES for job in table]
 
 
 def name_of(job):
@@ -149,6 +218,16 @@ def test_a_rank_that_makes_fewer_steps_is_named(endings, job):
         assert "join()" in seen["text"], str(ending)
 
 
+@pytest.mark.parametrize("job", HALF_SKIPS, ids=name_of)
+def test_a_rank_that_skips_the_rest_of_a_backward_is_named(endings, job):
+    """At its next forward, which tells it that some of its gradients have been sent."""
+    ending = endings[job]
+    check_named(ending)
+    for seen in ending.others:
+        assert f"rank {FAULTY} raised" in seen["text"], str(ending)
+        assert "the previous backward stopped half-way" in seen["text"], str(ending)
+
+
 @pytest.mark.parametrize("job", STALLS, ids=name_of)
 def test_a_rank_that_stalls_is_named_before_and_at_the_timeout(endings, job):
     ending = endings[job]
@@ -162,16 +241,34 @@ def test_a_rank_that_stalls_is_named_before_and_at_the_timeout(endings, job):
         assert f"rank {FAULTY} is stopped" in warned[0]
 
 
+@pytest.mark.parametrize("job", QUIET_STALLS, ids=name_of)
+def test_a_rank_that_is_stopped_where_all_meet_is_named_at_the_timeout(endings, job):
+    ending = endings[job]
+    check_named(ending)
+    for seen in ending.others:
+        assert f"rank {FAULTY} is stopped" in seen["text"], str(ending)
+
+
+@pytest.mark.parametrize("job", QUIET_SLEEPS, ids=name_of)
+def test_who_waits_where_all_meet_gets_an_error_at_the_timeout(endings, job):
+    ending = endings[job]
+    assert set(ending.stuck) <= {FAULTY}, str(ending)
+    for seen in ending.others:
+        assert seen["error"] in ("RuntimeError", "SyncFault"), str(ending)
+        if job[1] == "checkpoint":
+            assert f"ranks [{FAULTY}] did not come" in seen["text"], str(ending)
+
+
 @pytest.mark.parametrize("job", ALIKE, ids=name_of)
 def test_what_all_ranks_can_know_is_the_same_error_on_all(endings, job):
     ending = endings[job]
     assert not ending.stuck, str(ending)
-    error = {"settings": "RankMismatchError", "nan": "NonFiniteGradientError"}[job[0]]
+    error = "NonFiniteGradientError" if job[0] == "nan" else "RankMismatchError"
     assert {seen["error"] for seen in ending.ranks} == {error}, str(ending)
     assert all("rank" in seen["text"] and str(FAULTY) in seen["text"] for seen in ending.ranks)
 
 
-@pytest.mark.parametrize("job", [THAW], ids=name_of)
+@pytest.mark.parametrize("job", THAWS, ids=name_of)
 def test_a_rank_that_trains_others_than_the_rest_is_named(endings, job):
     ending = endings[job]
     assert not ending.stuck, str(ending)
@@ -180,6 +277,18 @@ def test_a_rank_that_trains_others_than_the_rest_is_named(endings, job):
         assert seen["error"] == "SyncFault", str(ending)
         assert seen["ranks"] == [FAULTY], str(ending)
         assert "to train the same parameters" in seen["text"], str(ending)
+
+
+@pytest.mark.parametrize("job", NO_STORE, ids=name_of)
+def test_a_store_that_has_gone_is_named_where_it_is_needed(endings, job):
+    """By the rank that needs it, and the others repeat it. A training in between needs none."""
+    ending = endings[job]
+    assert not ending.stuck, str(ending)
+    if job[1] == "backward":
+        assert all(seen["weights"] == ending.ranks[0]["weights"] for seen in ending.ranks)
+        return
+    for seen in ending.ranks:
+        assert "cannot reach the rendezvous store at 127.0.0.1:" in seen["text"], str(ending)
 
 
 def check_unit(job, seen, ending):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 
 from bench.__main__ import module_of
 from bench.gpu import all as gpu_all
+from bench.gpu import mps
 from bench.gpu.stages import Context, Stage, stages
 from bench.measure.benchmark import choose
 from bench.measure.gpu import Kernel, exposed, launches, length, summary
@@ -106,6 +108,93 @@ def test_figures_say_where_ranks_take_turns_on_a_gpu(tmp_path, monkeypatch, worl
         (tmp_path / "control").touch()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert Group(0, world, torch.device("cuda")).transport == said
+
+
+# A daemon's program that ends when it is told to; or never serves, never ends, ends at once.
+DAEMON = """#!{python}
+import os, pathlib, subprocess, sys, time
+folder = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+if "-f" not in sys.argv:
+    (folder / "said").write_text(sys.stdin.read())
+    raise SystemExit
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+pathlib.Path({told!r}).write_text(f"{{os.getpid()}} {{server.pid}} {{folder}}")
+if {kind!r} == "broken":
+    raise SystemExit(1)
+if {kind!r} != "silent":
+    (folder / "control").touch()
+while {kind!r} == "stubborn" or not (folder / "said").exists():
+    time.sleep(0.02)
+"""
+
+
+def install_daemon(folder, kind):
+    """On PATH, for stages that begin here; returns the file where it leaves its processes."""
+    told, program = folder / "told", folder / "bin" / mps.DAEMON
+    program.parent.mkdir()
+    program.write_text(DAEMON.format(python=sys.executable, told=str(told), kind=kind))
+    program.chmod(0o755)
+    return told
+
+
+def ended(process):
+    """Whether it is gone, or is in a while: a process outlives its killing by a moment."""
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+SAYS = "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'), os.getenv('SAID'))"
+
+
+KINDS = [("right", True), ("right", False), *((k, True) for k in ("broken", "silent", "stubborn"))]
+
+
+@pytest.mark.parametrize(("kind", "trial"), KINDS)
+def test_ranks_share_a_gpu_by_a_daemon_that_ends_with_the_stage(tmp_path, monkeypatch, kind, trial):
+    told = install_daemon(tmp_path, kind)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "")
+    monkeypatch.setattr(mps, "STARTS", 2.0 if kind == "silent" else 60.0)
+    monkeypatch.setattr(mps, "ENDS", 1.0)
+    monkeypatch.setattr(mps, "TRIAL", python(f"raise SystemExit({int(not trial)})"))
+    some = [
+        Stage("together", "", 60, (python(SAYS),), together=True),
+        Stage("alone", "", 60, (python(SAYS),)),
+    ]
+    gpu_all.run_all(some, session(tmp_path))
+    daemon, server, folder = told.read_text().split()
+    shared = trial and kind in ("right", "stubborn")
+    logs = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("together", "alone")}
+    assert logs == {"together": f"{folder if shared else ''} hello\n", "alone": " hello\n"}
+    assert ended(daemon) and ended(server) and not Path(folder).exists()
+
+
+def test_a_daemon_ends_when_the_command_is_interrupted(tmp_path):
+    told = install_daemon(tmp_path, "right")
+    code = (
+        "import pathlib, sys; sys.path.insert(0, '.'); from tests import test_gpu_all as t\n"
+        f"t.mps.TRIAL, folder = t.python('pass'), pathlib.Path({str(tmp_path)!r})\n"
+        "slow = t.python('import time; print(1, flush=True); time.sleep(100)')\n"
+        "stage = t.Stage('slow', '', 90, (slow,), together=True)\n"
+        "raise SystemExit(t.gpu_all.run_all([stage], t.session(folder)))"
+    )
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    process = subprocess.Popen(python(code), cwd=ROOT, env=os.environ | {"PATH": path})
+    log = tmp_path / "logs" / "slow.log"
+    while not (log.exists() and log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    daemon, server, folder = told.read_text().split()
+    assert ended(daemon) and ended(server) and not Path(folder).exists()
 
 
 def test_nothing_is_begun_when_the_time_is_over(tmp_path):

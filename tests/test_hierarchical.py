@@ -158,6 +158,38 @@ def test_poison_is_gone_in_the_next_step():
     assert run_ranks(on_nodes, 4, poisoned) == [[False, True]] * 4
 
 
+def averages_of(rank, world, wire):
+    wrapped = FastDDP(model(), wire=wire, bucket_cap_mb=0.1)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(inputs(step, rank)).square().mean().backward()
+    return flat_grads(wrapped), wrapped.sync_stats()
+
+
+def nodes_of_one(rank, world, name):
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    return averages_of(rank, world, hierarchical(name))
+
+
+def lone_rows(rank, world, name):
+    """A grid of one column, whose groups are given."""
+    rows = [dist.new_group([r]) for r in range(world)]
+    groups = {"node_group": rows[rank], "cross_group": dist.group.WORLD}
+    return averages_of(rank, world, hierarchical(name, **groups))
+
+
+@pytest.mark.parametrize("run, world", [(nodes_of_one, 2), (nodes_of_one, 3), (lone_rows, 3)])
+def test_nodes_of_one_rank_have_the_bits_of_the_form_between_them(run, world):
+    wanted = run_ranks(
+        averages_of, world, Wire("int8", form="gather" if world == 2 else "two_shot")
+    )
+    for (found, stats), (same, its_stats) in zip(
+        run_ranks(run, world, "int8"), wanted, strict=True
+    ):
+        assert torch.equal(found, same)
+        assert stats["sent_bytes"] == stats["between_nodes_bytes"] == its_stats["sent_bytes"] > 0
+
+
 def unused_somewhere(rank, world):
     wrapped = FastDDP(
         nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)]), wire=hierarchical("bf16")

@@ -260,7 +260,7 @@ MEASURING_LAYERS = [
     ["bench"],
 ]
 MEASURING_MODULES = {
-    "bench.gpu": [["stages"], ["all"]],
+    "bench.gpu": [["mps", "stages"], ["all"]],
     "bench.measure": [
         ["gpu", "netns", "transfers"],
         ["bare", "codecs", "jobs"],

@@ -15,20 +15,25 @@ from docs.measure_tuning import row
 from docs.planner_steps import Cell, Constants, fitted
 from docs.scatter import scatter_chart
 from examples.common.ranks import Group
+from fastsync.planner.profile import Sample, fit
 
-TRUTH = Constants(lost=0.5, reached=0.85, coding=3e9)
+TRUTH = Constants(sending=4e-10, coding=3e9, reached=0.85)
 PROBES = ((1 << 14, 4e-4), (1 << 20, 9e-3))
 
 
 def made(model, link="1gbit", truth=TRUTH):
     """A cell whose steps are planned ones."""
-    cell = Cell(link, 2, model, 1 / 32, PROBES, 0.02, 0.002, {})
+    network = fit([Sample(*probe) for probe in PROBES], 2)
+    cell = Cell(link, 2, model, 1 / 32, PROBES, 0.02, 0.002, {}, network)
     return replace(cell, steps={way: cell.planned(way, truth) for way in WAYS})
 
 
 def test_constants_are_found_again():
-    cells = [made("wide"), made("small"), made("conv", truth=Constants(1.5, 4.0, 1e9))]
-    assert fitted(cells) == TRUTH, "what is judged is not fitted to"
+    slower = replace(TRUTH, reached=0.5)
+    cells = [made(model, *other) for model in ("wide", "small") for other in ((), ("veth", slower))]
+    cells.append(made("conv", truth=Constants(1e-9, 1e9, 4.0)))
+    found = fitted(cells)
+    assert found == {"1gbit": TRUTH, "veth": slower}, "what is judged is not fitted to"
 
 
 def test_ways_are_planned_apart():
@@ -45,7 +50,7 @@ def document(tmp_path, monkeypatch):
     cells = [made("wide"), made("small"), off, *(made(m, "10gbit") for m in ("wide", "conv"))]
     about = {"device": "cpu", "ranks": "2"}
     path = tmp_path / "steps.json"
-    names = Cell.__dataclass_fields__
+    names = [name for name in Cell.__dataclass_fields__ if name != "network"]
     found = [{name: getattr(cell, name) for name in names} for cell in cells]
     path.write_text(json.dumps({"cells": found, "environment": about, "command": "measure"}))
     monkeypatch.setattr(planner_steps, "MEASURED", path)
@@ -62,13 +67,26 @@ def test_the_table_and_the_picture_hold_what_was_judged(document):
     rows = planner_steps.rows()
     assert [row[0] for row in rows] == ["1gbit", "10gbit", "all"]
     assert rows[0][-1] == "10.0 %, 10 %"
+    assert planner_steps.advised()[-1][0] == "within 3 %: 2 of 2"
     assert planner_steps.scatter().count("<circle") == len(steps) + 2  # and the legend's
+
+
+def test_wrong_advice_is_counted(document):
+    path = planner_steps.MEASURED
+    found = json.loads(path.read_text())
+    for cell in found["cells"]:
+        if cell["link"] == "1gbit" and cell["model"] == "conv":
+            cell["steps"]["zero=3"] = 0.5 * min(cell["steps"].values())
+    path.write_text(json.dumps(found))
+    planner_steps.judged.cache_clear()
+    rows = planner_steps.advised()
+    assert "(+100.0 %)" in rows[0][2] and rows[-1][0] == "within 3 %: 1 of 2"
 
 
 def test_nothing_is_shown_before_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(planner_steps, "MEASURED", tmp_path / "none.json")
     planner_steps.judged.cache_clear()
-    assert planner_steps.rows() == [] and planner_steps.scatter() is None
+    assert planner_steps.rows() == planner_steps.advised() == [] and planner_steps.scatter() is None
     planner_steps.judged.cache_clear()
 
 

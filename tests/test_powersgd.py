@@ -159,7 +159,7 @@ def test_what_is_not_finite_arrives_and_is_gone_in_the_next_step(value):
 
 
 def after(rank, world, before):
-    """A gradient of ones, after steps with others; the plan is made anew behind the first."""
+    """A gradient of ones, after steps with others; the plan is made anew after the first."""
     wrapped = FastDDP(nn.Linear(64, 64, bias=False), wire=PowerSGD(2))
     for scale in (1.0, *before, 1.0):
         wrapped.zero_grad()

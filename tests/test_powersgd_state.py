@@ -38,7 +38,7 @@ def are_equal(one, two):
 @pytest.mark.parametrize("kept", [1, 5])
 @pytest.mark.parametrize("name", WIRES)
 def test_a_restart_changes_no_bit(name, kept):
-    """The first plan lives for one step; a warm-up ends behind the third."""
+    """The first plan lives for one step; a warm-up ends after the third."""
     wire = WIRES[name]
     whole = run_ranks(run, 2, wire, range(STEPS), None)
     first = run_ranks(run, 2, wire, range(kept), None)
@@ -70,7 +70,7 @@ def test_the_factors_are_what_makes_a_restart_exact():
 
 
 def rewound(rank, world, wire):
-    """Loads, behind some steps, the state that was there before the first of them."""
+    """Loads, after some steps, the state that was there before the first of them."""
     weights = []
     wrapped, optimizer = wrap(wire)
     train(wrapped, optimizer, range(2), rank)

@@ -82,12 +82,16 @@ def agree(results):
 
 
 def weights_flipped(rank, world, seed, options):
-    """A bit of a weight flips before the second step; the ranks compare after the third."""
+    """A bit of a weight flips before the second step; the ranks compare after the third.
+
+    With zero each step sends the owner's parameters to all: there it flips before the third.
+    """
+    at = EVERY if "zero" in options else 2
     model = FastDDP(net(), check_replicas=ReplicaPolicy(every=EVERY), **options)
     fault = Fault(seed, world, model.module)
 
     def before_step(step):
-        if step == 2 and rank == fault.rank:
+        if step == at and rank == fault.rank:
             fault.flip(fault.param)
 
     with pytest.raises(ReplicaError) as caught:
@@ -96,11 +100,14 @@ def weights_flipped(rank, world, seed, options):
     return (fault.name, fault.rank), (error.parameters, error.ranks, error.step), str(error)
 
 
-@pytest.mark.parametrize("way", ["plain", "int8", "mixed"])
-def test_a_flipped_bit_of_a_weight_is_found_at_the_next_comparison(way):
+@pytest.mark.parametrize(
+    "way, world",
+    [("plain", 4), ("int8", 3), ("mixed", 3), ("zero 1", 3), ("zero 2", 4)],
+)
+def test_a_flipped_bit_of_a_weight_is_found_at_the_next_comparison(way, world):
     (seed,) = drawn()
     for (name, rank), (parameters, ranks, step), text in run_ranks(
-        weights_flipped, 3, seed, WAYS[way]
+        weights_flipped, world, seed, WAYS[way]
     ):
         assert (parameters, ranks, step) == ([name], [[rank]], EVERY)
         assert f"after step {EVERY}, rank {rank} differs" in text and repr(name) in text

@@ -1,9 +1,11 @@
 """What follows from the marks: exposed time, overlap, stragglers; and files that are wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from fastsync.timeline import recorder
 from fastsync.timeline.data import (
     BucketInfo,
     Run,
@@ -131,6 +133,19 @@ def test_a_run_survives_its_file(tmp_path):
     run = made_up_run(late=3)
     run.dump(tmp_path / "deep" / "run.json")
     assert load(tmp_path / "deep" / "run.json") == run
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    """Whichever way the marks travel."""
+    run = made_up_run()
+    assert "incomplete" not in summary_text(run)
+    first = replace(run.ranks[0], dropped=7)
+    second = recorder._unpacked(recorder._packed(replace(run.ranks[1], unfinished=5)).encode())
+    replace(run, ranks=(first, second)).dump(tmp_path / "run.json")
+    found = load(tmp_path / "run.json")
+    assert [(r.dropped, r.unfinished) for r in found.ranks] == [(7, 0), (0, 5)]
+    assert "the first 7 marks of rank 0 were overwritten" in summary_text(found)
+    assert "5 marks of rank 1 lack: its device had not come to them" in summary_text(found)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,44 @@ def test_files_are_those_of_fsdp2(writer, reader, worlds):
             assert farthest(found, wanted) <= 1e-5
 
 
+def saved(model, optimizer):
+    """What any stage writes and reads."""
+    return {"model": model.module.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+
+
+def go_on(rank, world, stage, folder, reads):
+    """Weights after two steps that follow what was read, or that precede what is written."""
+    model = FastDDP(net(), zero=stage)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if reads:
+        state = saved(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        model.module.load_state_dict(state["model"])
+        model.load_optimizer_state_dict(optimizer, state["optimizer"])
+    else:
+        train(model, rank, optimizer, steps=2)
+        dcp.save(saved(model, optimizer), checkpoint_id=folder)
+    return train(model, 0, optimizer, steps=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "worlds"),
+    [
+        (3, 2, (2, 3)),
+        (3, 1, (3, 2)),
+        (3, 0, (2, 1)),
+        (0, 3, (1, 2)),
+        (1, 3, (2, 3)),
+        (2, 3, (3, 2)),
+    ],
+)
+def test_stages_read_each_others_files(writer, reader, worlds, tmp_path):
+    folder = str(tmp_path)
+    wanted = run_ranks(go_on, worlds[0], writer, folder, False)[0]
+    for found in run_ranks(go_on, worlds[1], reader, folder, True):
+        assert farthest(found, wanted) <= 1e-5
+
+
 def full(rank, world, way):
     model, optimizer = made(way)
     train(model, rank, optimizer, steps=2)

@@ -73,6 +73,16 @@ def inside_stage(shard, backend):
     return FastDDP(torch.compile(Chain(), backend=backend), zero=3, units=[Block])
 
 
+def around_stage(shard, backend):
+    return torch.compile(FastDDP(Chain(), zero=3, units=[Block]), backend=backend)
+
+
+def stage_in_place(shard, backend):
+    model = FastDDP(Chain(), zero=3, units=[Block])
+    model.compile(backend=backend)
+    return model
+
+
 WAYS = {
     "blocks, then fully_shard": blocks_first,
     "block.compile(), then fully_shard": methods_first,
@@ -80,7 +90,11 @@ WAYS = {
     "torch.compile(fully_shard(model))": whole_model,
     "model.compile()": in_place,
 }
-STAGES = {"FastDDP(torch.compile)": inside_stage}
+STAGES = {
+    "FastDDP(torch.compile)": inside_stage,
+    "torch.compile(FastDDP)": around_stage,
+    "FastDDP.compile()": stage_in_place,
+}
 
 
 def train(model, rank):

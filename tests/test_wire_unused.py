@@ -60,7 +60,7 @@ def flat(tensors):
 
 
 def balance(rank, world, wire):
-    """Gradients so far less averages so far, and the sum of residuals, behind every step."""
+    """Gradients so far less averages so far, and the sum of residuals, after every step."""
     wrapped = FastDDP(Sometimes(), wire=wire, find_unused_parameters=True)
     params = list(wrapped.module.parameters())
     owed, found = 0, []

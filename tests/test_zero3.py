@@ -56,6 +56,31 @@ def test_a_script_of_zero_2_trains_with_3(world, make, early):
         assert loss == pytest.approx(other, rel=1e-4)
 
 
+def statistics(rank, world, zero):
+    """Steps of a model with buffers, some of which ranks with other batches change."""
+    torch.manual_seed(3)
+    norm = nn.BatchNorm1d(8)
+    norm.running_mean.add_(rank)
+    model = FastDDP(nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 4)), zero=zero)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(batch).square().mean().backward()
+        optimizer.step()
+    model(batch * 0)  # on rank 0's buffers
+    return whole(model.parameters()), [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_buffers_are_those_of_rank_0(world):
+    wanted, found = run_ranks(statistics, world, 2), run_ranks(statistics, world, 3)
+    for (params, buffers), (theirs, others) in zip(found, wanted, strict=True):
+        assert farthest(params, theirs) <= 2e-6
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], buffers, strict=True))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(others, buffers, strict=True))
+
+
 @pytest.mark.parametrize("units", [["blocks.1"], [nn.Linear], ["blocks.0", nn.LayerNorm]])
 def test_units_may_be_said(units):
     (wanted, _), _ = run_ranks(script, 2, 3, "adamw", False)
@@ -155,6 +180,11 @@ def refuse(rank, world):
         FastDDP(module, zero=3)
     with pytest.raises(ValueError, match="what zero=3 gathers"):
         FastDDP(net(), zero=2, units=["blocks.0"])
+    with pytest.raises(ValueError, match="with delay_all_reduce_named_params"):
+        module = net()
+        delayed = [("blocks.0.gain", module.blocks[0].gain)]
+        options = {"param_to_hook_all_reduce": module.blocks[1].gain}
+        FastDDP(module, zero=3, delay_all_reduce_named_params=delayed, **options)
     model = FastDDP(net(), zero=3)
     for call in (
         lambda: model.register_comm_hook(None, lambda state, bucket: None),

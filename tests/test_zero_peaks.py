@@ -1,4 +1,4 @@
-"""The most memory that a step with AdamW takes under zero=1 and 2, per parameter."""
+"""The most memory that a step with AdamW takes under zero=1, 2 and 3, per parameter."""
 
 from functools import partial
 
@@ -60,3 +60,17 @@ def test_in_bf16_with_masters(world):
     first, second = run_ranks(peaks, world, True, timeout=300.0)[0]
     assert 2 + 14 / world < first <= 4 + 12 / world + SPREAD
     assert 2 + 14 / world < second <= 2 + 14 / world + SPREAD
+
+
+def peak_of_units(rank, world):
+    """Of zero=3, per byte of the parameters."""
+    group = Group(rank, world, torch.device("cpu"))
+    wrap = Variant(OURS, fast_ddp(zero=3))
+    return peak_memory(partial(make_lane, WORKLOADS["deep"](), wrap, group, "adamw"), group)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_in_shares(world):
+    """A share of parameters, gradients and two states; besides, units that are whole or travel."""
+    peak = run_ranks(peak_of_units, world, timeout=300.0)[0]
+    assert 4 / world < peak <= 4 / world + 0.15

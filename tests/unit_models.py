@@ -27,6 +27,8 @@ class Net(nn.Module):
     def __init__(self, blocks=3, width=WIDTH):
         super().__init__()
         self.embed = nn.Embedding(WORDS, width)
+        # In a wide model a word would be its own answer from the start, and gradients be zero.
+        self.embed.weight.data.mul_((WIDTH / width) ** 0.5)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, WORDS, bias=False)
         self.head.weight = self.embed.weight

@@ -55,8 +55,6 @@ _EVERY = (
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
     Part("unused", 75, "unused --rounds 60"),
-    Part("hooks", 60, "hooks --rounds 40"),
-    Part("timeline", 95, "timeline --rounds 250"),
     Part("kernels", 170, "kernels --rounds 7"),
     Part("scale", 50, "scale"),
     Part("step", 200, f"step {MODELS} --wrappers all,fastsync_group --rounds 9 --seconds 30"),

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.mps import shared_gpus
 from bench.gpu.stages import Command, Context, Stage, stages
 from bench.measure.benchmark import choose
 from bench.report import documents
@@ -67,7 +68,7 @@ class Session:
     context: Context
     keep: Path | None
     deadline: float
-    variables: Mapping[str, str]
+    variables: dict[str, str]
     rehearse: bool = False
     packed: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
@@ -91,10 +92,14 @@ def run_stage(stage: Stage, session: Session) -> Outcome:
     start, note = time.monotonic(), ""
     end = min(start + stage.seconds, session.deadline)
     log = session.context.work / "logs" / f"{stage.name}.log"
-    with log.open("w", encoding="utf-8") as output:
+    together = stage.together and not session.rehearse
+    with (
+        log.open("w", encoding="utf-8") as output,
+        shared_gpus(together, output.fileno()) as shared,
+    ):
         for command in commands:
-            limits = end - time.monotonic(), stage.quiet
-            note = note or _run(command, output.fileno(), limits, session.variables)
+            limits, variables = (end - time.monotonic(), stage.quiet), session.variables | shared
+            note = note or _run(command, output.fileno(), limits, variables)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     print("\n".join(lines[-SHOWN:]), flush=True)
     seconds = round(time.monotonic() - start, 1)

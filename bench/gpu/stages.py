@@ -11,7 +11,7 @@ from examples.common.variants import OURS, VARIANTS, available
 
 Command = tuple[str, ...]
 
-SHAPES = "resnet50,gpt2,llama_layer,small"
+SHAPES = "resnet50,block,gpt2,llama_layer,small"
 SCALE = "--scale 0.002"
 TINY = f"--rounds 1 {SCALE}"
 # What compute-sanitizer sees: of each test, cases that reach every kernel, odd sizes and tails.
@@ -65,6 +65,7 @@ class Stage:
         rehearsal: the same in tiny form, on a CPU; empty: it needs a GPU.
         tools: programs that must be there.
         quiet: seconds without a word after which a command is taken to hang, and stopped.
+        together: its processes may share a GPU, at the same time where that is possible.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Stage:
     rehearsal: tuple[Command, ...] = ()
     tools: tuple[str, ...] = ()
     quiet: float = 90.0
+    together: bool = False
 
 
 def stages(context: Context) -> dict[str, Stage]:
@@ -83,10 +85,12 @@ def stages(context: Context) -> dict[str, Stage]:
         kept = ("--json", str(context.results / f"{result}.json")) if result else ()
         return (sys.executable, "-m", "bench", *arguments.split(), *kept)
 
-    def measured(name: str, summary: str, seconds: float, command: str, gpus: str) -> Stage:
+    def measured(
+        name: str, summary: str, seconds: float, command: str, gpus: str, together: bool = False
+    ) -> Stage:
         """One benchmark, with what it is given on GPUs and in a rehearsal."""
         on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, TINY))
-        return Stage(name, summary, seconds, (on_gpus,), (rehearsed,))
+        return Stage(name, summary, seconds, (on_gpus,), (rehearsed,), together=together)
 
     # torch's exact variants that this torch has, and FastDDP's default.
     exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
@@ -104,7 +108,7 @@ def stages(context: Context) -> dict[str, Stage]:
             f"kernels --models {SHAPES} --cases pack,unpack",
             "--device cuda",
         ),
-        _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS),
+        _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS, True),
         measured(
             "overhead",
             "what a wrapper costs where there is nothing to send: one rank",
@@ -118,6 +122,7 @@ def stages(context: Context) -> dict[str, Stage]:
             300,
             f"step --ranks 2 --sockets --wrappers {NETWORKED} --models {NETWORK_BOUND},gpt2",
             "--rounds 7 --steps 3 --seconds 50 --check-steps 2",
+            together=True,
         ),
         Stage(
             "memory",
@@ -131,6 +136,7 @@ def stages(context: Context) -> dict[str, Stage]:
             "how much of NCCL's time hides behind computation, from a profiler's trace",
             120,
             ((*bench(f"{trace} --wrappers {TRACED}", "trace"), "--traces", str(context.results)),),
+            together=True,
         ),
         _sanitizer(str(context.work / "cmake")),
         _profile(bench("kernels --device cuda --models gpt2 --rounds 1"), context),
@@ -164,10 +170,11 @@ def _build() -> Stage:
     return Stage("build", summary, 300, commands[:1], commands[1:], ("nvcc",))
 
 
-def _tests(name: str, summary: str, files: Command) -> Stage:
+def _tests(name: str, summary: str, files: Command, together: bool = False) -> Stage:
     pytest = (sys.executable, "-m", "pytest", "-q")
     on_gpus = (*pytest, "-m", "gpu", "--durations=10", *files)
-    return Stage(name, summary, 300, (on_gpus,), ((*pytest, "--collect-only", *files),))
+    collect = (*pytest, "--collect-only", *files)
+    return Stage(name, summary, 300, (on_gpus,), (collect,), together=together)
 
 
 def _sanitizer(folder: str) -> Stage:

@@ -14,19 +14,22 @@ from torch.profiler import ProfilerActivity, profile
 from examples.common.training import Lane
 
 WARMUP = 6  # steps: a plan is renewed after the first, and cuDNN and the allocator settle
+MOST_CYCLES = 2.1e9  # of a GPU's clock in a second: it sleeps longer at a lower one
 COMMUNICATION = "nccl"  # in the names of kernels that communicate
 
 Interval = tuple[float, float]
 
 
-def stopwatch(device: torch.device) -> Callable[[], float]:
+def stopwatch(device: torch.device, ahead: float = 0.0) -> Callable[[], float]:
     """Starts to measure, by events on a GPU, else by the clock; what it returns ends that, and
-    returns the seconds."""
+    returns the seconds. A GPU first sleeps for `ahead` seconds, while the host hands it work."""
     if device.type != "cuda":
         start = time.perf_counter()
         return lambda: time.perf_counter() - start
     torch.cuda.synchronize(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if ahead:
+        torch.cuda._sleep(int(ahead * MOST_CYCLES))
     begin.record()
 
     def stop() -> float:

@@ -25,13 +25,12 @@ import torch.distributed as dist
 
 from examples.common.ranks import Placement, UsageError
 
-DEVICE = "fslink"  # in every namespace of a rank
-PORT = 29500  # free in a namespace that nobody else uses
+DEVICE, PORT = "fslink", 29500  # in every namespace of a rank, which nobody else uses
 SUBNET = "10.213.0"
 RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
-# The bucket's depth: less than this loses throughput at 1 Gbit/s, where a timer's tick is 32 KiB.
-BURST, QUEUE = "256kb", "4mb"
+# The token bucket's depth: less loses throughput at 1 Gbit/s, where a timer's tick is 32 KiB.
+BURST_SECONDS, LEAST_BURST, QUEUE = 0.002, 1 << 16, "4mb"
 LOOPBACK, UNSHAPED = "loopback", "veth"
 SLOW, SLOW_SCALE = 500e6, 0.125  # bit/s; of models there
 LINK_VARIABLE = "BENCH_LINK"  # tells a rank its seat
@@ -224,7 +223,8 @@ def _shape(holder: str, device: str, rate: str | None) -> None:
         with suppress(subprocess.CalledProcessError):  # there may be none
             _in(holder, "tc", "qdisc", "del", "dev", device, "root")
         return
-    limit = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
+    burst = max(LEAST_BURST, int((LinkName(rate).bits_per_second or 0.0) / 8 * BURST_SECONDS))
+    limit = ("tbf", "rate", rate, "burst", str(burst), "limit", QUEUE)
     _in(holder, "tc", "qdisc", "replace", "dev", device, "root", *limit)
 
 

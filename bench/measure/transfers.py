@@ -149,10 +149,11 @@ def methods(case: Case, data: Scattered) -> dict[str, Way]:
     """Every way to do a case, by name."""
     gradients, flat, offsets = data.gradients, data.flat, data.offsets
     views = data.views(flat)
-    ext, scale, pairs = extension.load(), case.scale, list(zip(gradients, views, strict=True))
+    bundle, scale = extension.load().Bundle(gradients, offsets), case.scale
+    pairs = list(zip(gradients, views, strict=True))
     if case.kind == UNPACK:
         return {
-            OURS: lambda: ext.unpack(gradients, offsets, flat, scale, False),
+            OURS: lambda: bundle.unpack(flat, scale),
             "foreach_copy": lambda: torch._foreach_copy_(gradients, views),
             "loop": lambda: [g.copy_(v) for g, v in pairs],
         }
@@ -162,7 +163,7 @@ def methods(case: Case, data: Scattered) -> dict[str, Way]:
         flat.mul_(scale)
 
     ways: dict[str, Way] = {
-        OURS: lambda: ext.pack(gradients, gradients, offsets, flat, scale),
+        OURS: lambda: bundle.pack(flat, scale),
         "foreach_copy": foreach,
         # As DDP does by default: one fused multiplication per tensor.
         "loop": lambda: [torch.mul(g, scale, out=v) for g, v in pairs],

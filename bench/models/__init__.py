@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.models.classic import conv, deep, ops400, small, transformer, wide
-from bench.models.known import gpt2, llama_layer, resnet50
+from bench.models.known import block, gpt2, llama_layer, resnet50
 from bench.models.paced import paced
 from examples.common.training import Workload
 
@@ -17,7 +17,7 @@ from examples.common.training import Workload
 GPU_BOUND, HOST_BOUND, NETWORK_BOUND = "gpt2,resnet50", "small", "llama_layer"
 
 _EVERY: tuple[Callable[..., Workload], ...] = (
-    *(small, transformer, wide, deep, conv, resnet50, gpt2, llama_layer, ops400, paced),
+    *(small, transformer, wide, deep, conv, resnet50, block, gpt2, llama_layer, ops400, paced),
 )
 # Each takes `scale` and has a default for it.
 WORKLOADS = {make.__name__: make for make in _EVERY}

@@ -59,6 +59,12 @@ def gpt2(scale: float = CPU_SCALE) -> Workload:
     return seeded("gpt2", make, tokens(vocabulary, batch, length), torch.mean)
 
 
+def block(scale: float = CPU_SCALE) -> Workload:
+    """A block of GPT-2, 7.1 M parameters in 12 tensors: a bucket of 28 MB."""
+    width = side(768, scale, GPT2.heads)
+    return seeded("block", lambda: Block(Shape(width, GPT2.heads)), normal_batch(8, 64, width))
+
+
 class LlamaLayer(nn.Module):
     """RMSNorm, causal attention with 32 query heads on 8 keys, and a gated SiLU layer."""
 

@@ -85,7 +85,8 @@ def kernels(points: list[Point], markdown: bool = False) -> str:
     """GB/s and the share of the ceiling: of transfers, then of codecs, whose cells hold both."""
 
     def cell(of: Point) -> str:
-        return f"{of['gbps']:.1f} ({1 / of['ratio']['median']:.2f})"
+        host = f", {1e6 * of['host']['median']:.0f} us" if "host" in of else ""
+        return f"{of['gbps']:.1f} ({1 / of['ratio']['median']:.2f}){host}"
 
     def word(of: Point, place: int) -> str:
         return str(of["of"][1].split()[place])
@@ -162,7 +163,7 @@ class Layout:
     caption: str = "Median ± half the range between the quartiles of the rounds."
 
 
-_RATES = "GB/s; in brackets the bandwidth of a plain copy that it amounts to."
+_RATES = "GB/s; in brackets, of a plain copy's; on GPUs then microseconds of the host per call."
 _EXPOSED = "Exposed: median ± half the range between the quartiles of the rounds."
 LAYOUTS = {
     "kernels": Layout(1, kernels, _RATES),

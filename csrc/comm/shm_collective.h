@@ -74,7 +74,7 @@ class ShmCollective final : public Collective {
   Channel::Sum post(const at::Tensor& shown, bool pooled);
   void take_back();
   at::Tensor stage(const at::Tensor& sent);
-  bool ends_soon(const Channel::Sum& sum) const;
+  bool ends_by(std::chrono::steady_clock::time_point end, const Channel::Sum& sum) const;
 
   std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<Channel> channel_;

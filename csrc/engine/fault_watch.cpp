@@ -44,10 +44,14 @@ bool tells_of_time(const std::string& error) {
   return holds_any(error, {"imed out", "imeout", "did not come"});
 }
 
+// Who shares memory with a rank sees that it has ended. Then its neighbours will hear of it, too.
+bool tells_of_death(const std::string& error) { return holds_any(error, {" ended while"}); }
+
 // Whether another rank may be the reason: this one's own error blames nobody else.
 bool is_networks(const std::string& error) {
   return tells_of_time(error) ||
-         holds_any(error, {"onnect", "peer", "roken pipe", "socket", " ended while", "NCCL"});
+         holds_any(error, {"onnect", "peer", "roken pipe", "socket", "NCCL"}) ||
+         tells_of_death(error);
 }
 
 std::string join(const std::vector<std::string>& parts, const char* between) {
@@ -267,7 +271,12 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
   double next = options_.warn_after;
   bool asked = false;
   while (!arrives(kSlice)) {
-    interpreter_.check_signals();
+    try {
+      interpreter_.check_signals();
+    } catch (...) {
+      interrupted_ = true;
+      throw;
+    }
     const double waited = seconds_of(Clock::now() - start);
     check(wanted, waited, kDeathGrace);
     if (waited >= next && !asked) {
@@ -294,7 +303,8 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
   Wanted everything = wanted;  // a rank that has ended may not have sent what it had issued
   everything.issued = std::numeric_limits<int64_t>::max();
   ask(wanted);
-  while (Clock::now() - start < kAnswers) {
+  const milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
+  while (Clock::now() - start < patience) {
     std::vector<Report> gone = ended(wanted, Clock::duration{});
     if (gone.empty() && Clock::now() - start >= kDeathGrace) {
       gone = ended(everything, Clock::duration{});
@@ -305,7 +315,8 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
   }
   std::vector<Report> found = ended(everything, Clock::duration{});
   const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
-  if (!knows && tells_of_time(error)) {
+  // A rank whose time is over closes its connections, which looks like a death to those whose time is not.
+  if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {
     std::vector<Report> causes = late(wanted);
     if (!causes.empty()) found = std::move(causes);
   }
@@ -318,6 +329,17 @@ void FaultWatch::check_agreement() const {
   fault.text =
       concat("an earlier step has failed, so that the ranks no longer agree: ", fault.text);
   interpreter_.raise(fault);
+}
+
+std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
+  std::vector<std::pair<int64_t, std::string>> ranks;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : ends_) {
+    const bool is_certain =
+        report.news.kind != News::Kind::kDied || Clock::now() - report.came >= kDeathGrace;
+    if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}));
+  }
+  return ranks;
 }
 
 // One rank speaks for all that wait: the first that is not late itself.

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../comm/peers.h"
@@ -103,6 +104,11 @@ class FaultWatch {
   // Throws where an error of this watch has been raised before: the ranks no longer agree.
   void check_agreement() const;
 
+  // Ranks that have ended, and in words how; perhaps not of a moment ago.
+  std::vector<std::pair<int64_t, std::string>> gone() const;
+  // A signal has ended a wait.
+  bool is_interrupted() const { return interrupted_; }
+
   // Tells the others, once; `why`: in words.
   void leave(Leaving how, const std::string& why);
   // Ends the connections.
@@ -161,6 +167,7 @@ class FaultWatch {
   bool left_ = false;
   std::atomic<bool> disturbed_{false};  // there are ends
   std::atomic<bool> raised_{false};
+  std::atomic<bool> interrupted_{false};
   Fault fault_;  // that was raised first
 
   comm::Peers peers_;  // whose thread ends first

@@ -71,6 +71,11 @@ class Progress {
     return before_ + buckets < all ? before_ + buckets : all;
   }
   int64_t issued() const { return get(kIssued); }
+  // Other ranks count with this one from now on.
+  void restart() {
+    set(kIssued, 0);
+    before_ = 0;
+  }
 
  private:
   enum Field { kStep, kPhase, kBucket, kBuckets, kParam, kIssued, kFields };

@@ -79,7 +79,7 @@ ForwardAdvice Reducer::prepare_forward(bool captured) {
   captured_ = captured;
   log_.pause(captured);
   log_.begin_forward();
-  if (faults_) faults_->check_agreement();
+  if (faults_ && !survival_) faults_->check_agreement();
   return noting_errors([&] { return advise(); });
 }
 
@@ -189,6 +189,7 @@ void Reducer::begin_backward() {
 void Reducer::open_step() {
   backward_running_ = true;
   skipping_ = false;
+  forget_own();
   counts_.clear();
   log_.begin_backward();
   next_ = 0;
@@ -237,7 +238,8 @@ void Reducer::place_gradient(size_t param) {
     log_.mark(Mark::kReady, place.bucket);
     if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
-  } else if (communicates() && !counting_fires_ && stats_.steps > 0) {
+  } else if (communicates() && !counting_fires_ && stats_.steps > 0 &&
+             may_take_early(bucket, place.slot)) {
     // Not in the first step, which tells how often each gradient arrives.
     bucket.offer(place.slot, packing());
   }
@@ -257,12 +259,12 @@ void Reducer::check_repeated(size_t param, const Place& place) const {
 
 void Reducer::advance() {
   if (counting_fires_) return;
-  while (next_ < plan_.buckets.size() && plan_.buckets[next_].complete()) {
+  while (!is_broken() && next_ < plan_.buckets.size() && plan_.buckets[next_].complete()) {
     Bucket& bucket = plan_.buckets[next_];
     const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
     if (communicates() && !idles) {
       if (bucket.transport().ends_early()) make_room();
-      with_context(next_, "sending", [&] { launch(bucket); });
+      with_context(next_, "sending", [&] { send(bucket); });
     }
     ++next_;
   }
@@ -359,13 +361,18 @@ void Reducer::finish_backward(int64_t generation) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   if (!is_running(generation)) return;
   std::vector<int64_t> givers;
+  bool widowed = false;  // of averages that ranks have contributed to which are gone
   or_abandon([&] {
+    if (survival_) widowed = settle(lock);
     finish_buckets();
+    scale_alone();
     givers = await_givers();
     for (const auto& action : std::exchange(at_end_, {})) action();
   });
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
+  forget_own();
+  if (widowed) return rebuild(lock);
   lock.unlock();
   if (!givers.empty() && on_skips_) on_skips_(givers);
   call_what_is_due();  // before this rank alone complains

@@ -31,7 +31,7 @@
 // [Note: skipped steps]
 // A rank whose forward or backward has failed may end its step without gradients: it takes part in the collectives that are left
 // with zeros, as with unused parameters, and the averages reach it like any other. A bucket that it had sent before counts it.
-// So each bucket is an average over ranks of its own, whose number is summed up behind the last one; Python makes the averages
+// So each bucket is an average over ranks of its own, whose number is summed up after the last one; Python makes the averages
 // those over so many ranks.
 #pragma once
 
@@ -61,6 +61,7 @@
 #include "precision.h"
 #include "rate_meter.h"
 #include "step_log.h"
+#include "survival.h"
 #include "usage.h"
 
 namespace fastsync::engine {
@@ -135,6 +136,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void skip_step();
   // Called at the end of a step that some ranks have skipped, with how many have not, by parameter; -1: it is not trained.
   void on_skips(std::function<void(std::vector<int64_t>)> fn);
+  // From now on a step that other ranks die in is finished by the survivors. See reducer_elastic.cpp.
+  void survive(Survivors survivors);
   // An optimizer has stepped: all ranks' have, or none.
   void note_optimizer();
   // Reduces the buckets of later plans with `hook` instead of averaging them. `flags_group`: a process group for used flags
@@ -236,6 +239,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> await_givers();
   void advance();
   void launch(Bucket& bucket);
+  void send(Bucket& bucket);
+  void keep(const Bucket& bucket);
+  bool may_take_early(const Bucket& bucket, size_t slot);
+  bool is_broken() const;
+  bool settle(std::unique_lock<std::recursive_mutex>& lock);
+  void receive_all();
+  void vote();
+  bool meet(std::unique_lock<std::recursive_mutex>& lock);
+  void average_again(std::unique_lock<std::recursive_mutex>& lock);
+  void rebuild(std::unique_lock<std::recursive_mutex>& lock);
+  void forget_own();
+  void scale_alone();
   void make_room();
   void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
@@ -315,7 +330,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> gives_;               // by bucket; then whether an optimizer has stepped
   bool stepped_ = false;                  // an optimizer, since the last step
   std::function<void(std::vector<int64_t>)> on_skips_;
-  std::vector<int64_t> counts_;  // used_counts() of a step whose plan has gone; else empty
+  std::unique_ptr<Survival> survival_;  // null: a death ends the training
+  std::vector<int64_t> counts_;         // used_counts() of a step whose plan has gone; else empty
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;
 };

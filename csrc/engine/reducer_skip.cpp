@@ -89,7 +89,7 @@ std::vector<int64_t> Reducer::await_givers() {
   FS_CHECK(stepped == 0 || stepped == ranks, "only ", stepped, " of ", ranks,
            " ranks have called optimizer.step() after step ", stats_.steps, ", rank ",
            routes_.group->rank(), gives_.back() ? " among them" : " not",
-           ": their weights differ. Behind `with model.skipping(...)` every rank has to, whether "
+           ": their weights differ. After `with model.skipping(...)` every rank has to, whether "
            "it has skipped the step or not; restart from a checkpoint");
   const auto all = [ranks](int64_t count) { return count == ranks; };
   if (std::all_of(by_bucket.begin(), by_bucket.end(), all)) return {};

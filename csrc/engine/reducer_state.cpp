@@ -179,7 +179,9 @@ void Reducer::use_group(const std::string& group_name) {
   abandon();
   routes_.group = comm::Collective::resolve(group_name);
   givers_.reset();
+  if (survival_) survival_->vote.drop();
   routes_.memory = nullptr;
+  log_.progress()->restart();
   divisor_ = routes_.group->size();
   usage_.set_rank(routes_.group->rank());
   watch_.group_changed();

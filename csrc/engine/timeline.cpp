@@ -4,11 +4,19 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
+#include <utility>
 
 #include "../check.h"
 
 namespace fastsync::engine {
 namespace {
+
+using Anchor = Origin<c10::Event>::Anchor;
+
+constexpr int64_t kUnknown = INT64_MIN;
+constexpr std::chrono::milliseconds kPause{
+    1};  // between two looks at what the device has not come to
 
 int64_t host_time() {
   const auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -17,10 +25,6 @@ int64_t host_time() {
 
 c10::Event timing_event(c10::Device device) {
   return c10::Event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-}
-
-void record_now(c10::Event& event, c10::Device device) {
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 }  // namespace
@@ -76,10 +80,19 @@ const char* to_string(Mark mark) {
 Timeline::Timeline(size_t capacity, c10::Device device) : device_(device), ring_(capacity) {
   FS_CHECK_VALUE(capacity > 0, "a timeline must hold at least one mark");
   if (device_.is_cpu()) return;
-  origin_ = timing_event(device_);
-  record_now(*origin_, device_);
-  origin_->synchronize();
-  origin_time_ = host_time();
+  const c10::impl::VirtualGuardImpl backend(device_.type());
+  quiet_ = backend.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+}
+
+void Timeline::begin_step(int64_t step) {
+  step_.store(step, std::memory_order_relaxed);
+  if (!quiet_) return;
+  const auto event = std::make_shared<c10::Event>(timing_event(device_));
+  const int64_t now = host_time();
+  event->record(*quiet_);
+  const std::lock_guard<std::mutex> lock(device_mutex_);
+  const Anchor before = origin_ ? origin_->own : Anchor{};
+  origin_ = std::make_shared<Origin<c10::Event>>(Origin<c10::Event>{{event, now}, before});
 }
 
 void Timeline::record(Mark mark, int64_t index, int64_t bytes) {
@@ -95,52 +108,82 @@ std::function<void()> Timeline::on_done(int64_t index, Mark mark) {
 void Timeline::write(int64_t step, Mark mark, int64_t index, int64_t bytes) {
   const uint64_t number = recorded_.fetch_add(1, std::memory_order_relaxed);
   Entry& entry = ring_[number % ring_.size()];
-  const int64_t time = device_.is_cpu() ? host_time() : 0;
+  const int64_t time = quiet_ ? kUnknown : host_time();
   entry.sequence.store(0, std::memory_order_relaxed);
   entry.mark.store(static_cast<uint64_t>(mark), std::memory_order_release);
   entry.step.store(step, std::memory_order_release);
   entry.index.store(index, std::memory_order_release);
   entry.bytes.store(bytes, std::memory_order_release);
   entry.time.store(time, std::memory_order_release);
-  if (origin_) record_on_stream(entry);
+  if (quiet_) record_on_stream(entry);
   entry.sequence.store(number + 1, std::memory_order_release);
 }
 
 void Timeline::record_on_stream(Entry& entry) {
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   const std::lock_guard<std::mutex> lock(device_mutex_);
+  // A reader may have looked the former mark's time up since.
+  entry.time.store(kUnknown, std::memory_order_relaxed);
+  entry.origin = origin_;
   if (!entry.event) entry.event = timing_event(device_);
-  record_now(*entry.event, device_);
+  entry.event->record(current);
 }
 
-bool Timeline::time_of(const Entry& entry, int64_t& time) const {
-  if (!origin_) return true;
+// False: the mark has been overwritten, or the device has not come to it.
+bool Timeline::look_up(Entry& entry, uint64_t sequence) const {
+  if (!quiet_) return true;
   const std::lock_guard<std::mutex> lock(device_mutex_);
-  if (!entry.event || !entry.event->query()) return false;
-  time = origin_time_ + static_cast<int64_t>(origin_->elapsedTime(*entry.event) * 1e6);
+  if (entry.sequence.load(std::memory_order_relaxed) != sequence) return false;
+  if (entry.time.load(std::memory_order_relaxed) != kUnknown) return true;
+  if (!entry.origin) return false;
+  const std::optional<int64_t> time = host_time_of(*entry.origin, *entry.event);
+  if (!time) return false;
+  entry.time.store(*time, std::memory_order_relaxed);
+  entry.origin.reset();
   return true;
 }
 
 bool Timeline::read(uint64_t sequence, TimelineEvent& event) const {
-  const Entry& entry = ring_[(sequence - 1) % ring_.size()];
+  Entry& entry = ring_[(sequence - 1) % ring_.size()];
   if (entry.sequence.load(std::memory_order_acquire) != sequence) return false;
+  if (!look_up(entry, sequence)) return false;
   event.mark = static_cast<Mark>(entry.mark.load(std::memory_order_acquire));
   event.step = entry.step.load(std::memory_order_acquire);
   event.index = entry.index.load(std::memory_order_acquire);
   event.bytes = entry.bytes.load(std::memory_order_acquire);
   event.time = entry.time.load(std::memory_order_acquire);
-  return time_of(entry, event.time) && entry.sequence.load(std::memory_order_relaxed) == sequence;
+  return entry.sequence.load(std::memory_order_relaxed) == sequence;
 }
 
 std::vector<TimelineEvent> Timeline::events() const {
   const uint64_t end = recorded_.load(std::memory_order_relaxed);
-  const uint64_t begin = end > ring_.size() ? end - ring_.size() : 0;
   std::vector<TimelineEvent> events;
-  events.reserve(end - begin);
-  for (uint64_t number = begin; number < end; ++number) {
+  events.reserve(end - first_kept(end));
+  for (uint64_t number = first_kept(end); number < end; ++number) {
     TimelineEvent event;
     if (read(number + 1, event)) events.push_back(event);
   }
   return events;
+}
+
+int64_t Timeline::unsettled() const {
+  const uint64_t end = recorded_.load(std::memory_order_relaxed);
+  int64_t left = 0;
+  for (uint64_t number = first_kept(end); number < end; ++number) {
+    TimelineEvent event;
+    if (!read(number + 1, event)) ++left;
+  }
+  return left;
+}
+
+int64_t Timeline::settle(std::chrono::milliseconds time) const {
+  const auto end = std::chrono::steady_clock::now() + time;
+  int64_t left = unsettled();
+  while (left > 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kPause);
+    left = unsettled();
+  }
+  return left;
 }
 
 int64_t Timeline::dropped() const {

@@ -1,23 +1,23 @@
 // When each bucket was ready, packed, launched and done, step by step: a preallocated ring of marks.
 //
-// A mark costs a reading of the clock and five stores, or one event on the stream where the model is on a device; no lock
-// and no allocation on the CPU. Any thread may record: "done" comes from the backend's own threads.
-//
-// [Note: device time]
-// A host runs ahead of its device, so there each mark is an event on the current stream, whose time is looked up when the
-// marks are read. Events are shown on the host's steady clock through one that was waited for at the beginning.
+// A mark costs a reading of the clock and five stores, or one event on the stream where the model is on a device
+// ([Note: device time]); no lock and no allocation on the CPU. Any thread may record: "done" comes from the backend's own threads.
 #pragma once
 
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
+
+#include "device_clock.h"
 
 namespace fastsync::engine {
 
@@ -66,16 +66,19 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // What is recorded from now on belongs to this step.
-  void begin_step(int64_t step) { step_.store(step, std::memory_order_relaxed); }
+  // What is recorded from now on belongs to this step. Not while a device's work is captured.
+  void begin_step(int64_t step);
   // From any thread.
   void record(Mark mark, int64_t index, int64_t bytes = 0);
   // Records `mark` of a bucket or unit of this step when it is called: once, later, from any thread. Keeps the timeline alive.
   std::function<void()> on_done(int64_t index, Mark mark);
 
-  // The marks that are kept, oldest first; those that are being written, or whose device has not come to them, are left
-  // out.
+  // The marks that are kept, oldest first; those that are being written are left out, and so are those that their device has not
+  // come to, until it has.
   std::vector<TimelineEvent> events() const;
+  // Waits until the device has come to all marks, for so long at most: a collective may wait for a rank that has gone. Returns how
+  // many it has not come to.
+  int64_t settle(std::chrono::milliseconds time) const;
   // Marks that were overwritten.
   int64_t dropped() const;
 
@@ -87,21 +90,25 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
     std::atomic<int64_t> index{0};
     std::atomic<int64_t> bytes{0};
     std::atomic<int64_t> time{0};
-    std::optional<c10::Event> event;  // instead of the time; under device_mutex_
+    // On devices, under device_mutex_: what the time is looked up from, once.
+    std::optional<c10::Event> event;
+    std::shared_ptr<const Origin<c10::Event>> origin;
   };
 
   void write(int64_t step, Mark mark, int64_t index, int64_t bytes);
   bool read(uint64_t sequence, TimelineEvent& event) const;
   void record_on_stream(Entry& entry);
-  bool time_of(const Entry& entry, int64_t& time) const;
+  bool look_up(Entry& entry, uint64_t sequence) const;
+  int64_t unsettled() const;
+  uint64_t first_kept(uint64_t end) const { return end > ring_.size() ? end - ring_.size() : 0; }
 
   const c10::Device device_;
-  std::vector<Entry> ring_;
+  mutable std::vector<Entry> ring_;  // whose times are looked up when they are read
   std::atomic<uint64_t> recorded_{0};
   std::atomic<int64_t> step_{0};
   mutable std::mutex device_mutex_;
-  std::optional<c10::Event> origin_;  // see [Note: device time]
-  int64_t origin_time_ = 0;
+  std::optional<c10::Stream> quiet_;                  // of origins; none on a CPU
+  std::shared_ptr<const Origin<c10::Event>> origin_;  // of this step; under device_mutex_
 };
 
 }  // namespace fastsync::engine

@@ -1,7 +1,7 @@
-// What low-rank codes need: orthonormal vectors, and the product of two thin matrices.
+// What low-rank codes need: orthonormal vectors, the product of two thin matrices, and on devices what they are made from.
 //
-// Ranks compute these from equal input and must get equal bits, so nothing here depends on a library that chooses its algorithm
-// by processor.
+// Ranks compute the first two from equal input and must get equal bits, so nothing here depends on a library that chooses its
+// algorithm by processor.
 #pragma once
 
 #include <cstddef>
@@ -62,6 +62,27 @@ struct LowRankJob {
   float* residual;
   const float* used;  // where that is not above zero, `left` counts as zeros; or nullptr
 };
+
+// A matrix times thin ones, on devices: `out` [rank, rows] is factor [rank, cols] times the matrix turned over, or [rank, cols] is
+// factor [rank, rows] times the matrix. Torch's own products are a call for each matrix.
+struct FactorJob {
+  const float* matrix;  // [rows, cols]
+  const float* factor;
+  float* out;
+  int64_t rank;
+  int64_t rows;
+  int64_t cols;
+};
+enum class Factor { kLeft, kRight };  // which one is made: [rank, rows], or [rank, cols]
+
+// Every so many vectors read the matrix once more, so torch's product is faster with many.
+constexpr int64_t kMostFactorRank = 16;
+
+// Floats that factors_cuda() needs to work in.
+int64_t factor_scratch(Factor which, const FactorJob& job);
+// Sums are in fp32, in an order that sizes alone decide. `scratch`: for all jobs together.
+void factors_cuda(Factor which, const FactorJob* jobs, size_t count, float* scratch,
+                  CUstream_st* stream);
 
 // Sums of a vector add up in another order than on a CPU, always the same one; the rest is as there.
 void orthonormalise_cuda(const VectorSet* sets, size_t count, CUstream_st* stream);

@@ -2,6 +2,7 @@
 // ([Note: segment table]).
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "cuda_launch.h"
 #include "cuda_table.h"
@@ -172,7 +173,242 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// --- A matrix times thin ones: memory-bound, so that each pass over the matrix serves several vectors ---
+
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kResident = 4;  // blocks per multiprocessor: at most 64 registers per thread
+constexpr int kRanks = 4;     // vectors that a pass serves
+constexpr int kEach = 4;      // rows, or columns, of the result per thread and pass
+constexpr int kTileRows = kWarps * kEach;
+constexpr int kTileCols = kWarp * kEach;
+
+// Where a result alone would not fill a device, several blocks share a sum, and a further launch adds up theirs.
+constexpr int64_t kEnoughBlocks = 512;
+constexpr int64_t kLeastColsOfPart = 512;  // of a row: 16 for each thread of a warp
+constexpr int64_t kLeastRowsOfPart = 128;  // of a column: 16 for each warp
+
+struct Parts {
+  int64_t tiles;  // of the result
+  int64_t count;
+  int64_t length;  // elements of a sum that are one part's
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Parts parts_of(Factor which, const FactorJob& job) {
+  const bool left = which == Factor::kLeft;
+  const int64_t length = left ? job.cols : job.rows;
+  const int64_t tiles = left ? ceil_div(job.rows, kTileRows) : ceil_div(job.cols, kTileCols);
+  const int64_t most = ceil_div(length, left ? kLeastColsOfPart : kLeastRowsOfPart);
+  const int64_t wanted = ceil_div(kEnoughBlocks, tiles);
+  const int64_t each = ceil_div(length, wanted < most ? wanted : most);
+  return {tiles, ceil_div(length, each), each};
+}
+
+int64_t numel_of(Factor which, const FactorJob& job) {
+  return job.rank * (which == Factor::kLeft ? job.rows : job.cols);
+}
+
+struct PartJob {
+  FactorJob job;  // `out`: of part after part
+  int64_t tiles;
+  int64_t length;
+};
+
+// What a block computes: a tile of the result, summed over [begin, end).
+struct Place {
+  int64_t tile;
+  int64_t part;
+  int64_t begin;
+  int64_t end;
+};
+
+__device__ __forceinline__ Place place_of(const PartJob& of, uint32_t block, int64_t total) {
+  const int64_t part = block / of.tiles;
+  const int64_t begin = part * of.length;
+  const int64_t end = begin + of.length;
+  return {block - part * of.tiles, part, begin, end < total ? end : total};
+}
+
+__device__ __forceinline__ int64_t at_most(int64_t i, int64_t last) { return i < last ? i : last; }
+
+__device__ __forceinline__ float warp_sum(float mine) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    mine += float_of(__shfl_xor_sync(0xffffffff, bits_of(mine), lanes));
+  }
+  return mine;
+}
+
+// A warp takes kEach rows and its threads the columns. Rows and vectors that there are not stand for the last ones.
+__global__ void __launch_bounds__(kThreads, kResident)
+    left_kernel(const __grid_constant__ SmallTable<PartJob> table) {
+  const int found = find_segment(table, blockIdx.x);
+  const PartJob& of = table.job[found];
+  const FactorJob& job = of.job;
+  const Place place = place_of(of, blockIdx.x - table.first_block[found], job.cols);
+  const int64_t lane = threadIdx.x % kWarp;
+  const int64_t row = place.tile * kTileRows + threadIdx.x / kWarp * kEach;
+  float* out = job.out + place.part * job.rank * job.rows;
+  const float* rows[kEach];
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) {
+    rows[r] = job.matrix + at_most(row + r, job.rows - 1) * job.cols + place.begin;
+  }
+  const auto width = static_cast<uint32_t>(place.end - place.begin);
+#pragma unroll 1
+  for (int64_t first = 0; first < job.rank; first += kRanks) {
+    const float* vectors[kRanks];
+#pragma unroll
+    for (int k = 0; k < kRanks; ++k) {
+      vectors[k] = job.factor + at_most(first + k, job.rank - 1) * job.cols + place.begin;
+    }
+    float sums[kEach][kRanks] = {};
+#pragma unroll 1
+    for (auto col = static_cast<uint32_t>(lane); col < width; col += kWarp) {
+      float values[kEach];
+      float factors[kRanks];
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) values[r] = rows[r][col];
+#pragma unroll
+      for (int k = 0; k < kRanks; ++k) factors[k] = vectors[k][col];
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+#pragma unroll
+        for (int k = 0; k < kRanks; ++k) sums[r][k] = fmaf(values[r], factors[k], sums[r][k]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+#pragma unroll
+      for (int k = 0; k < kRanks; ++k) {
+        const float sum = warp_sum(sums[r][k]);
+        if (lane == 0 && row + r < job.rows && first + k < job.rank) {
+          out[(first + k) * job.rows + row + r] = sum;
+        }
+      }
+    }
+  }
+}
+
+// A thread takes kEach columns, a warp apart, and the warps the rows; their sums meet in shared memory.
+__global__ void __launch_bounds__(kThreads, kResident)
+    right_kernel(const __grid_constant__ SmallTable<PartJob> table) {
+  __shared__ float meeting[kWarps][kRanks][kTileCols];
+  const int found = find_segment(table, blockIdx.x);
+  const PartJob& of = table.job[found];
+  const FactorJob& job = of.job;
+  const Place place = place_of(of, blockIdx.x - table.first_block[found], job.rows);
+  const int64_t lane = threadIdx.x % kWarp;
+  const int64_t warp = threadIdx.x / kWarp;
+  const int64_t col = place.tile * kTileCols + lane;
+  float* out = job.out + place.part * job.rank * job.cols;
+  const auto height = static_cast<uint32_t>(place.end - place.begin);
+#pragma unroll 1
+  for (int64_t first = 0; first < job.rank; first += kRanks) {
+    const float* vectors[kRanks];
+#pragma unroll
+    for (int k = 0; k < kRanks; ++k) {
+      vectors[k] = job.factor + at_most(first + k, job.rank - 1) * job.rows + place.begin;
+    }
+    const float* columns[kEach];
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) {
+      columns[c] =
+          job.matrix + (place.begin + warp) * job.cols + at_most(col + c * kWarp, job.cols - 1);
+    }
+    float sums[kRanks][kEach] = {};
+#pragma unroll 1
+    for (auto row = static_cast<uint32_t>(warp); row < height; row += kWarps) {
+      float values[kEach];
+      float factors[kRanks];
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) {
+        values[c] = *columns[c];
+        columns[c] += kWarps * job.cols;
+      }
+#pragma unroll
+      for (int k = 0; k < kRanks; ++k) factors[k] = vectors[k][row];
+#pragma unroll
+      for (int k = 0; k < kRanks; ++k) {
+#pragma unroll
+        for (int c = 0; c < kEach; ++c) sums[k][c] = fmaf(values[c], factors[k], sums[k][c]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kRanks; ++k) {
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) meeting[warp][k][lane + c * kWarp] = sums[k][c];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = threadIdx.x; i < kRanks * kTileCols; i += kThreads) {
+      const int k = i / kTileCols;
+      const int64_t to = place.tile * kTileCols + i % kTileCols;
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += meeting[w][k][i % kTileCols];
+      if (to < job.cols && first + k < job.rank) out[(first + k) * job.cols + to] = sum;
+    }
+    __syncthreads();  // the next pass must not overwrite what others still read
+  }
+}
+
+struct SumJob {
+  const float* parts;
+  float* out;
+  int64_t numel;  // of each part
+  int64_t count;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(const __grid_constant__ SmallTable<SumJob> table) {
+  const int found = find_segment(table, blockIdx.x);
+  const SumJob& job = table.job[found];
+  each_of_tile(blockIdx.x - table.first_block[found], job.numel, [&](int64_t i) {
+    float sum = 0;
+    for (int64_t part = 0; part < job.count; ++part) sum += job.parts[part * job.numel + i];
+    job.out[i] = sum;
+  });
+}
+
 }  // namespace
+
+int64_t factor_scratch(Factor which, const FactorJob& job) {
+  const int64_t parts = parts_of(which, job).count;
+  return parts > 1 ? parts * numel_of(which, job) : 0;
+}
+
+void factors_cuda(Factor which, const FactorJob* jobs, size_t count, float* scratch,
+                  CUstream_st* stream) {
+  std::vector<PartJob> parted;
+  std::vector<SumJob> sums;
+  for (const FactorJob* job = jobs; job != jobs + count; ++job) {
+    const Parts parts = parts_of(which, *job);
+    parted.push_back({*job, parts.tiles, parts.length});
+    if (parts.count == 1) continue;
+    sums.push_back({scratch, job->out, numel_of(which, *job), parts.count});
+    parted.back().job.out = scratch;
+    scratch += factor_scratch(which, *job);
+  }
+  const auto blocks = [which](const PartJob& of) {
+    return of.tiles * parts_of(which, of.job).count;
+  };
+  launch_tables(parted.data(), parted.size(), blocks, [&](const auto& table, unsigned all) {
+    if (which == Factor::kLeft) {
+      FS_CUDA_LAUNCH(left_kernel, all, kThreads, stream, table);
+    } else {
+      FS_CUDA_LAUNCH_TEAMS(right_kernel, all, kThreads, stream, table);
+    }
+    FS_CUDA_CHECK(cudaGetLastError(), "factors_cuda: launching ", all, " blocks");
+  });
+  const auto tiles = [](const SumJob& job) { return tiles_of(job.numel); };
+  launch_tables(sums.data(), sums.size(), tiles, [&](const auto& table, unsigned all) {
+    FS_CUDA_LAUNCH(sum_kernel, all, kThreads, stream, table);
+    FS_CUDA_CHECK(cudaGetLastError(), "factors_cuda: launching ", all, " blocks");
+  });
+}
 
 void orthonormalise_cuda(const VectorSet* sets, size_t count, CUstream_st* stream) {
   const auto blocks = [](const VectorSet& set) { return int64_t{set.count > 0}; };

@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "../check.h"
-#include "../kernels/low_rank.h"
 #include "../kernels/select.h"
 #include "buffers.h"
 
@@ -73,6 +72,25 @@ Direction direction(const at::Tensor& others, const at::Tensor& vector) {
 kernels::LowRankArgs args_of(const LowRankProduct& one) {
   return {data(one.left),   data(one.right),   one.left.size(0),
           one.left.size(1), one.right.size(1), static_cast<float>(one.share)};
+}
+
+void project_by_torch(kernels::Factor which, const Projection& one) {
+  at::Tensor out = one.out;
+  at::mm_out(out, one.factor, which == kernels::Factor::kLeft ? one.matrix.t() : one.matrix);
+}
+
+kernels::FactorJob job_of(kernels::Factor which, const Projection& one) {
+  const auto& [matrix, factor, out] = one;
+  check_floats(matrix, "a matrix");
+  check_floats(factor, "a factor");
+  check_floats(out, "a factor");
+  const bool left = which == kernels::Factor::kLeft;
+  FS_CHECK_VALUE(factor.size(0) == out.size(0) && factor.size(1) == matrix.size(left ? 1 : 0) &&
+                     out.size(1) == matrix.size(left ? 0 : 1),
+                 "a factor ", factor.sizes(), " and a matrix ", matrix.sizes(), " make no ",
+                 out.sizes());
+  return {data(matrix),   data(factor),   mutable_data(out),
+          factor.size(0), matrix.size(0), matrix.size(1)};
 }
 
 void multiply_on_cpu(const LowRankProduct& one) {
@@ -182,6 +200,29 @@ void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, 
   const at::Tensor product = at::mm(left.t(), right);
   if (residual.defined()) keep_finite(matrix - product * share, residual);
   matrix.copy_(product);
+}
+
+void project(kernels::Factor which, const std::vector<Projection>& all) {
+  const at::NoGradGuard no_grad;
+  std::vector<kernels::FactorJob> jobs;
+  for (const Projection& one : all) {
+    const kernels::FactorJob job = job_of(which, one);
+    if (one.matrix.is_cpu() || job.rank > kernels::kMostFactorRank) {
+      project_by_torch(which, one);
+    } else {
+      jobs.push_back(job);
+    }
+  }
+  if (jobs.empty()) return;
+  const at::Device device = all.front().matrix.device();
+  run_kernel(
+      device, [] {},
+      [&](auto stream) {
+        int64_t floats = 0;
+        for (const auto& job : jobs) floats += kernels::factor_scratch(which, job);
+        const at::Tensor scratch = make_scratch({floats}, at::kFloat, device);
+        kernels::factors_cuda(which, jobs.data(), jobs.size(), mutable_data(scratch), stream);
+      });
 }
 
 void fill_random(const std::vector<std::pair<at::Tensor, uint64_t>>& all) {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "../kernels/low_rank.h"
 #include "items.h"
 
 namespace fastsync::ops {
@@ -45,6 +46,15 @@ struct LowRankProduct {
 void low_rank_product(const std::vector<LowRankProduct>& all);
 void low_rank_product_by_torch(const at::Tensor& left, const at::Tensor& right, double share,
                                const at::Tensor& matrix, const at::Tensor& residual);
+
+// out [rank, rows] = factor [rank, cols] matrixᵀ (kLeft), or out [rank, cols] = factor [rank, rows] matrix (kRight), of several
+// matrices [rows, cols] on one device. On CPUs, and of high ranks, by torch's products.
+struct Projection {
+  at::Tensor matrix;
+  at::Tensor factor;
+  at::Tensor out;
+};
+void project(kernels::Factor which, const std::vector<Projection>& all);
 
 // Uniform random numbers in [-1, 1), the same on every machine and device, of each seed.
 void fill_random(const std::vector<std::pair<at::Tensor, uint64_t>>& all);

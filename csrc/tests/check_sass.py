@@ -151,7 +151,7 @@ EXPECTATIONS = (
     (r"encode_kernel<(\w+), (\w+), ", encode_accesses),
     (r"decode_kernel<(\w+), (\w+), ", decode_accesses),
     (r"reduce_kernel<(\w+)>", reduce_accesses),
-    (r"(?:orthonormalise|random|product)_kernel$", single_accesses),
+    (r"(?:orthonormalise|random|product|left|right|sum)_kernel$", single_accesses),
 )
 
 

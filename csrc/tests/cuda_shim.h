@@ -82,7 +82,7 @@ inline void __syncthreads() { cuda_shim::Warp::instance().barrier(); }
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define threadIdx (cuda_shim::thread)
 #define blockIdx (cuda_shim::block)
 #define FS_CUDA_LAUNCH(kernel, grid, block, stream, ...) \

@@ -439,6 +439,84 @@ void cuda_multiplies_the_same() {
   }
 }
 
+// Factors of a matrix in double, with what their terms' sizes add up to.
+Sum factor_at(kernels::Factor which, const kernels::FactorJob& job, int64_t k, int64_t i) {
+  const bool left = which == kernels::Factor::kLeft;
+  Sum sum;
+  for (int64_t j = 0; j < (left ? job.cols : job.rows); ++j) {
+    const float element = left ? job.matrix[i * job.cols + j] : job.matrix[j * job.cols + i];
+    const double term = static_cast<double>(element) *
+                        static_cast<double>(job.factor[k * (left ? job.cols : job.rows) + j]);
+    sum.value += term;
+    sum.magnitudes += std::fabs(term);
+  }
+  return sum;
+}
+
+struct FactorFixture {
+  FactorFixture(kernels::Factor which, const Product& size, Random& random)
+      : matrix(size.rows * size.cols, random),
+        factor(size.rank * (which == kernels::Factor::kLeft ? size.cols : size.rows), random),
+        out(size.rank * (which == kernels::Factor::kLeft ? size.rows : size.cols)),
+        job{matrix.data(), factor.data(), out.data(), size.rank, size.rows, size.cols} {}
+
+  void check(kernels::Factor which) {
+    const int64_t each = which == kernels::Factor::kLeft ? job.rows : job.cols;
+    for (int64_t i = 0; i < out.numel(); ++i) {
+      const Sum sum = factor_at(which, job, i / each, i % each);
+      const double bound = 100 * kEpsilon * sum.magnitudes;
+      EXPECT(std::fabs(out[i] - sum.value) <= bound, "element ", i, " of a factor of ", job.rows,
+             " x ", job.cols, ", rank ", job.rank, ", is ", out[i], " instead of ", sum.value);
+    }
+    out.check_guards();
+  }
+
+  Floats matrix;
+  Floats factor;
+  Floats out;
+  kernels::FactorJob job;
+};
+
+// Sizes beside those of a tile; parts that share a sum; ranks that take several passes; more matrices than one table holds.
+void cuda_makes_factors() {
+  Random random;
+  std::vector<Product> sizes = {{1, 1, 1},    {4, 32, 128}, {4, 33, 129},  {5, 3, 1300},
+                                {2, 700, 5},  {9, 65, 40},  {16, 31, 127}, {3, 8, 2049},
+                                {4, 513, 12}, {1, 260, 600}};
+  for (int64_t i = 0; i < 80; ++i) sizes.push_back({1 + i % 4, 1 + i % 9, 1 + i % 13});
+  for (const auto which : {kernels::Factor::kLeft, kernels::Factor::kRight}) {
+    std::vector<std::unique_ptr<FactorFixture>> fixtures;
+    std::vector<kernels::FactorJob> jobs;
+    int64_t floats = 0;
+    for (const Product& size : sizes) {
+      fixtures.push_back(std::make_unique<FactorFixture>(which, size, random));
+      jobs.push_back(fixtures.back()->job);
+      floats += kernels::factor_scratch(which, jobs.back());
+    }
+    EXPECT(floats > 0, "no sum is shared");
+    Floats scratch(floats);
+    kernels::factors_cuda(which, jobs.data(), jobs.size(), scratch.data(), nullptr);
+    for (const auto& fixture : fixtures) fixture->check(which);
+    scratch.check_guards();
+  }
+}
+
+// A gradient that is not finite must be seen by all ranks.
+void cuda_factors_keep_poison() {
+  Random random;
+  for (const auto which : {kernels::Factor::kLeft, kernels::Factor::kRight}) {
+    FactorFixture fixture(which, {3, 40, 600}, random);
+    fixture.matrix.set(7 * 600 + 550, kNan);
+    Floats scratch(kernels::factor_scratch(which, fixture.job));
+    kernels::factors_cuda(which, &fixture.job, 1, scratch.data(), nullptr);
+    const int64_t each = which == kernels::Factor::kLeft ? 40 : 600;
+    for (int64_t i = 0; i < fixture.out.numel(); ++i) {
+      const bool poisoned = i % each == (which == kernels::Factor::kLeft ? 7 : 550);
+      EXPECT(std::isfinite(fixture.out[i]) == !poisoned, "element ", i, " is ", fixture.out[i]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fastsync::testing
 
@@ -460,6 +538,8 @@ int main(int argc, char** argv) {
       {"cuda_makes_the_same_vectors", cuda_makes_the_same_vectors},
       {"cuda_draws_the_same_numbers", cuda_draws_the_same_numbers},
       {"cuda_multiplies_the_same", cuda_multiplies_the_same},
+      {"cuda_makes_factors", cuda_makes_factors},
+      {"cuda_factors_keep_poison", cuda_factors_keep_poison},
   };
   return run_cases(cases, argc, argv);
 }

@@ -65,6 +65,7 @@ class Flat : public Transport {
   Flat(const FlatSpec& spec, Slots& slots);
 
   void take(size_t slot, const Packing& how) override;
+  bool lives_here(size_t slot) const override { return spec_.views && buffer_.in_place(slot); }
   bool takes_once() const override { return spec_.views; }
   void pack(const Packing& how) override;
   std::unique_ptr<comm::InFlight> launch() override { return start(flat()); }

@@ -1,7 +1,6 @@
 #include "low_rank.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <utility>
@@ -48,10 +47,11 @@ class Factors {
       rights.push_back({right_of(second_, matrix), right_of(initial_, matrix)});
     }
     ops::orthonormalise(rights);
+    std::vector<ops::Projection> lefts;
     for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
-      at::Tensor left = left_of(matrix);
-      at::mm_out(left, right_of(second_, matrix), matrix_in(flat_, matrix).t());
+      lefts.push_back({matrix_in(flat_, matrix), right_of(second_, matrix), left_of(matrix)});
     }
+    ops::project(kernels::Factor::kLeft, lefts);
     ops::pack(runs(), first_, 1.0);
   }
 
@@ -63,10 +63,11 @@ class Factors {
       lefts.push_back({left_of(matrix), at::Tensor()});
     }
     ops::orthonormalise(lefts);
+    std::vector<ops::Projection> rights;
     for (const LowRankSpec::Matrix& matrix : spec_.matrices) {
-      at::Tensor right = right_of(second_, matrix);
-      at::mm_out(right, left_of(matrix), matrix_in(flat_, matrix));
+      rights.push_back({matrix_in(flat_, matrix), left_of(matrix), right_of(second_, matrix)});
     }
+    ops::project(kernels::Factor::kRight, rights);
   }
 
   // After the second one: the flat buffer becomes the averages.

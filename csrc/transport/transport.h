@@ -56,6 +56,8 @@ class Transport {
   // It has failed: undoes begin().
   virtual void restore() {}
 
+  // Whether the slot's gradient lives in the transport's memory, and changes with it.
+  virtual bool lives_here(size_t /*slot*/) const { return false; }
   // Takes a gradient that has arrived ahead of its bucket, where that pays: sets its slot's `early`.
   virtual void take(size_t slot, const Packing& how) = 0;
   // Whether another gradient for a slot that was taken early would come too late.

@@ -129,14 +129,15 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
     The model, its gradients and the optimizer's states are part of it. A GPU's allocator knows its
     peak; on a CPU a thread looks every millisecond. The largest of all ranks, or None as above.
     """
+    import torch._dynamo  # as the first optimizer would, whose step is not what this costs
+
     read = live_bytes_reader(group.device)
     if not group.all_agree(read is not None) or read is None:
         return None
     before = settled(read)
     lane = make()
     lane.steps(PEAK_STEPS)
-    on_gpu = group.device.type == "cuda"
-    if on_gpu:
+    if on_gpu := group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)
     with ThreadPoolExecutor(1) as looking:
         ended = Event()
@@ -146,8 +147,7 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
             group.synchronize()
         ended.set()
     peak = torch.cuda.max_memory_allocated(group.device) if on_gpu else seen.result()
-    nbytes = sum(p.nbytes for p in lane.module.parameters())
-    return group.most((peak - before) / nbytes)
+    return group.most((peak - before) / sum(p.nbytes for p in lane.module.parameters()))
 
 
 def events_of(run: Callable[[], object]) -> list[str]:

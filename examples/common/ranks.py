@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +38,11 @@ class MissingRights(RuntimeError):
     """This user or this machine may not do what is needed."""
 
 
+def mps_control() -> Path:
+    """What is there while an MPS daemon has processes use a GPU at the same time, not in turns."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
+
+
 @dataclass(frozen=True)
 class Group:
     """This process's place in the job."""
@@ -51,9 +57,8 @@ class Group:
 
     @property
     def transport(self) -> str:
-        daemon = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps") + "/control"  # MPS
         shares = OVER_SOCKETS in os.environ and self.world > torch.cuda.device_count()
-        nccl = "NCCL, taking turns" if shares and not os.path.exists(daemon) else "NCCL"
+        nccl = "NCCL, taking turns" if shares and not mps_control().exists() else "NCCL"
         return nccl if self.device.type == "cuda" else "Gloo"
 
     def max(self, values: torch.Tensor) -> torch.Tensor:

@@ -74,12 +74,12 @@ ddp = partial(_wrapper, DistributedDataParallel)
 fast_ddp = partial(_wrapper, FastDDP)
 
 
-def hooked(wrap: Wrap, hook: Callable[..., Any], state: Callable[[], Any] = lambda: None) -> Wrap:
-    """The same with a communication hook; `state` makes the hook's."""
+def hooked(wrap: Wrap, hook: Callable[..., Any]) -> Wrap:
+    """The same with a communication hook that keeps no state."""
 
     def wrap_and_register(module: nn.Module, device: torch.device) -> nn.Module:
         model: Any = wrap(module, device)
-        model.register_comm_hook(state(), hook)
+        model.register_comm_hook(None, hook)
         return model  # type: ignore[no-any-return]
 
     return wrap_and_register

@@ -46,6 +46,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "shared_memory": bool,
     "tune": bool,
     "on_skip": str,
+    "elastic": bool,
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fastsync.doctor.facts import Facts, Route
-from fastsync.doctor.finding import Finding, fail, name_ranks, ok, warn
+from fastsync.doctor.finding import Finding, fail, ok, warn
 from fastsync.doctor.network import is_loopback
+from fastsync.ranks.words import name_ranks
 
 __all__ = ["CHECKS", "Ranks", "check_facts", "check_shared", "machines_of", "route_of"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fastsync.doctor.finding import Finding, fail, name_ranks, ok, warn
+from fastsync.doctor.finding import Finding, fail, ok, warn
+from fastsync.ranks.words import name_ranks
 
 __all__ = ["EXIT_CODE", "FAULTS", "WHAT_HAPPENS", "Drill", "Outcome", "judge", "problems"]
 

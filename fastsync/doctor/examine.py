@@ -21,7 +21,7 @@ from fastsync.doctor.drill import DRILL_TIMEOUT, hear, run_children, tell
 from fastsync.doctor.drill_rank import Order
 from fastsync.doctor.drilled import Drill, judge
 from fastsync.doctor.facts import Facts, facts_of_this_rank
-from fastsync.doctor.finding import Finding, Level, fail, name_ranks, ok, warn, worst
+from fastsync.doctor.finding import Finding, Level, fail, ok, warn, worst
 from fastsync.doctor.report import Measured, Report
 from fastsync.doctor.skew import Skew, check_skew, find_skew, wall_lead
 from fastsync.doctor.slow import check_compute, check_pairs, find_slow, suspects
@@ -30,6 +30,7 @@ from fastsync.engine.memory import offer_memory
 from fastsync.engine.watch import explained, open_watch
 from fastsync.ranks.clocks import ClockOffset, align_clocks
 from fastsync.ranks.machines import served_at
+from fastsync.ranks.words import name_ranks
 from fastsync.torch_private import PrefixStore, Store, TCPStore, default_group
 
 __all__ = ["Asked", "examine", "examine_alone"]

@@ -1,12 +1,12 @@
-"""What a check has found, and how ranks are listed in it."""
+"""What a check has found."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Finding", "Level", "fail", "name_ranks", "ok", "warn", "worst"]
+__all__ = ["Finding", "Level", "fail", "ok", "warn", "worst"]
 
 
 class Level(enum.IntEnum):
@@ -48,26 +48,3 @@ def fail(topic: str, text: str, remedy: str) -> Finding:
 def worst(findings: Iterable[Finding]) -> Level:
     """The highest level; OK where there are none."""
     return max((finding.level for finding in findings), default=Level.OK)
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
-    ordered = sorted(set(ranks))
-    parts = ", ".join(_span(run) for run in _runs(ordered))
-    return f"rank {parts}" if len(ordered) == 1 else f"ranks {parts}"
-
-
-def _runs(ordered: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return runs
-
-
-def _span(run: Sequence[int]) -> str:
-    if len(run) > 2:
-        return f"{run[0]}-{run[-1]}"
-    return ", ".join(map(str, run))

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from fastsync.doctor.checks import machines_of, route_of
 from fastsync.doctor.drilled import WHAT_HAPPENS, Drill, Outcome, problems
 from fastsync.doctor.facts import Facts
-from fastsync.doctor.finding import Finding, Level, name_ranks, worst
+from fastsync.doctor.finding import Finding, Level, worst
 from fastsync.doctor.rates import Pairs, SizeTime
 from fastsync.doctor.schedule import ALL_PAIRS, Pair
 from fastsync.doctor.skew import Skew
 from fastsync.doctor.slow import RULES, PairTime, Slow
+from fastsync.ranks.words import name_ranks
 
 __all__ = ["Measured", "Report", "report_json", "report_text"]
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastsync.doctor.finding import Finding, name_ranks, ok, warn
+from fastsync.doctor.finding import Finding, ok, warn
 from fastsync.ranks.clocks import ClockOffset
+from fastsync.ranks.words import name_ranks
 
 __all__ = ["Skew", "check_skew", "find_skew", "wall_lead"]
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import TypeVar
 
-from fastsync.doctor.finding import Finding, name_ranks, ok, warn
+from fastsync.doctor.finding import Finding, ok, warn
 from fastsync.doctor.schedule import Pair
+from fastsync.ranks.words import name_ranks
 
 __all__ = ["RULES", "PairTime", "Slow", "check_compute", "check_pairs", "find_slow", "suspects"]
 

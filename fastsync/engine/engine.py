@@ -66,6 +66,7 @@ class Engine:
         pace: which ranks the others wait for.
         forwards: those so far whose backward is to synchronise.
         regrouped: a plan of this training replaced another one with different buckets.
+        during: runs what all ranks do together between steps.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Engine:
         self.unused = UnusedParams(self._params, group, policy.warn_unused)
         self.pace = PaceWatch(self.core, group, Env.read().straggler_warn)
         self.on_step: Callable[[core.Reducer], None] | None = None
+        self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _end_step(me))
         # Autograd reaches the last registered layers first.
@@ -149,7 +151,7 @@ class Engine:
         if advice.paced:
             self.pace.warn()
         if advice.regrouped:
-            self._regroup()
+            self.during(self._regroup)
         changed, self._plan_changed = self._plan_changed, False
         return changed
 
@@ -213,8 +215,12 @@ class Engine:
         groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
         return [[self._params[i].tensor for i in group] for group in groups if group]
 
-    def use_group(self, group: dist.ProcessGroup) -> None:
-        """Averages over another process group from now on."""
+    def use_group(self, group: dist.ProcessGroup, agreed: bool = True) -> None:
+        """Averages over another process group from now on. Collective.
+
+        Args:
+            agreed: all ranks have the same plan now.
+        """
         self._group = self.pace.group = group
         self.core.use_group(resolvable_name(group))
         open_watch(group)
@@ -223,7 +229,10 @@ class Engine:
         self._meeting = self._meeting_place()
         self._forget_plans()
         self.sizing.forget("the process group is another one")
-        self._install(self._order())
+        if agreed:
+            self._install(self._order())
+        else:
+            self._follow(self._order())
 
     def shard(self, units: Sequence[ShardedUnit]) -> None:
         """Has the ranks share the gradients of these units, and no others. Collective.
@@ -429,4 +438,4 @@ def _end_step(engine: weakref.ref[Engine]) -> None:
     if alive is None:
         return
     with without_modes():  # those of the backward that has just ended
-        alive._end_step()
+        alive.during(alive._end_step)

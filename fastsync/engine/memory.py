@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
+from fastsync.engine.watch import gather_watched
 from fastsync.ranks.machines import network_space
-from fastsync.torch_private import gather_objects, gloo_threads, group_store, group_timeout
+from fastsync.torch_private import gloo_threads, group_store, group_timeout
 
 __all__ = ["offer_memory", "share_memory"]
 
 _log = logging.getLogger("fastsync")
+_PLACE = "the sharing of memory"
 # Addresses, not memory: pages come into being when buckets ask for them.
 _ADDRESSES = 256 << 30
 _BUFFERS = 6  # of each parameter, for what a script keeps, at least
@@ -62,10 +64,11 @@ def offer_memory(
 ) -> tuple[core.SharedMemory | None, str]:
     """As `share_memory`, and why there is none, alike on all ranks; empty where there is."""
     memory, offer = _make_offer(group, param_bytes)
-    offers = gather_objects(offer, group)
+    offers = gather_watched(offer, group, _PLACE)
     refusal = _why_not(offers)
     if memory is not None and not refusal:
-        refusal = next(filter(None, gather_objects(_connect(memory, offers, group), group)), "")
+        failures = gather_watched(_connect(memory, offers, group), group, _PLACE)
+        refusal = next(filter(None, failures), "")
     return (None if refusal else memory), refusal
 
 

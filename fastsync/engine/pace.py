@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
+from fastsync.ranks.words import name_ranks
+
 if TYPE_CHECKING:
     from fastsync.engine.core import Reducer
 
@@ -91,8 +93,8 @@ class SlowRanks:
         said = [a for a in worst if a == self.slow or self.excess[a] > _MENTIONED * self.cost]
         where = " and ".join(f"{1e3 * self.excess[a]:.1f} ms longer {during(a)}" for a in said)
         return (
-            f"{_ranks(self.ranks)}, for {1e3 * self.cost:.1f} ms ({self.share:.0%}) of each step: "
-            f"{it_takes} {where}"
+            f"{name_ranks(self.ranks)}, for {1e3 * self.cost:.1f} ms ({self.share:.0%}) of each "
+            f"step: {it_takes} {where}"
         )
 
 
@@ -210,8 +212,3 @@ class PaceWatch:
 def during(activity: str) -> str:
     """ "between steps", "in forward", ..."""
     return activity if activity == "between steps" else f"in {activity}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"

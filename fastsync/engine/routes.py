@@ -8,10 +8,12 @@ import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
+from fastsync.engine.groups import make_links, new_cpu_group
 from fastsync.engine.memory import share_memory
+from fastsync.engine.reports import Counters
 from fastsync.engine.unused import NamedParam
 from fastsync.plan.policy import SyncPolicy
-from fastsync.ranks.links import Nodes, find_nodes, make_links, new_cpu_group
+from fastsync.ranks.links import Nodes, find_nodes
 from fastsync.torch_private import is_registered
 from fastsync.wire.formats import Wire
 
@@ -26,7 +28,8 @@ class Routes:
         params: whose gradients travel.
 
     Attributes:
-        nodes: this rank's place in the hierarchical form; None in the others.
+        nodes: this rank's place in the hierarchical form; None in the others, and where each node
+            has one rank.
         memory: of the ranks, where they are on one machine.
     """
 
@@ -40,6 +43,7 @@ class Routes:
         self._node_memory: dict[Nodes, core.SharedMemory | None] = {}
         self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
         self.nodes: Nodes | None = None
+        self._lone = False  # each node has one rank
         self.memory: core.SharedMemory | None = None
 
     def use_group(self, group: dist.ProcessGroup, policy: SyncPolicy) -> None:
@@ -52,7 +56,17 @@ class Routes:
 
     def find_nodes(self, wire: Wire) -> None:
         """Gradients travel as `wire` from now on."""
-        self.nodes = find_nodes(wire, self._group, Env.read().local_ranks)
+        nodes = find_nodes(wire, self._group, Env.read().local_ranks)
+        # Nodes of one rank have nothing to sum first: codes travel between all ranks.
+        self._lone = nodes is not None and len(nodes.node_ranks) == 1
+        self.nodes = None if self._lone else nodes
+
+    def counters(self) -> Counters:
+        """The reducer's, which counts what leaves a node where several ranks share one."""
+        counters = self._core.stats()
+        if self._lone:
+            counters["between_nodes_bytes"] = counters["sent_bytes"]
+        return counters
 
     def _share_memory(
         self, group: dist.ProcessGroup, policy: SyncPolicy

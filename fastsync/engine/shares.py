@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from fastsync.engine import core
+from fastsync.engine.groups import new_cpu_group
+from fastsync.engine.watch import gather_watched
 from fastsync.plan.buckets import ShardSlot
-from fastsync.ranks.links import Nodes, new_cpu_group
-from fastsync.torch_private import gather_objects, resolvable_name
+from fastsync.ranks.links import Nodes
+from fastsync.torch_private import resolvable_name
 
 __all__ = ["ShardedUnit", "Shares"]
 
@@ -73,7 +75,8 @@ class Shares:
         if nodes is None or not self._units:
             return ()
         if nodes not in self._owners:
-            places = gather_objects((nodes.place, nodes.node), self._group)
+            mine = (nodes.place, nodes.node)
+            places = gather_watched(mine, self._group, "the vote on a plan")
             self._owners[nodes] = sorted(range(len(places)), key=places.__getitem__)
         return self._owners[nodes]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,6 +21,8 @@ from torch.optim.optimizer import (
 __all__ = [
     "Arguments",
     "StepWatcher",
+    "is_elementwise",
+    "known_optimizers",
     "params_of",
     "plain_step",
     "stand_in_for",
@@ -29,6 +32,20 @@ __all__ = [
 
 # Of a call of `step`, self first.
 Arguments = tuple[Any, ...]
+# Each element's update depends on that element's weight, gradient and state alone.
+_ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 
 
 class StepWatcher:
@@ -94,6 +111,16 @@ def with_loss(args: Arguments) -> Arguments:
     with torch.enable_grad():
         loss = args[1]()
     return (args[0], lambda: loss, *args[2:])
+
+
+def known_optimizers(names: Sequence[str]) -> tuple[type, ...]:
+    """Those that this torch has: versions differ."""
+    return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether any piece of a parameter may step by itself: a class of torch, not one derived."""
+    return type(optimizer) in known_optimizers(_ELEMENTWISE)
 
 
 def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -10,15 +10,19 @@ import contextlib
 import faulthandler
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from fastsync.build.env import Env
@@ -27,9 +31,21 @@ from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import own_address, process_space
 from fastsync.ranks.meeting import MeetingPlace
-from fastsync.torch_private import Store, gather_objects, group_store
+from fastsync.torch_private import Store, gather_objects, group_store, is_gloo
 
-__all__ = ["explained", "meeting_place", "open_watch", "watch_of", "watched"]
+__all__ = [
+    "explained",
+    "gather_watched",
+    "lend_watch",
+    "looks_out",
+    "meeting_place",
+    "open_watch",
+    "watch_of",
+    "watched",
+    "watched_call",
+]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("fastsync")
 _LOOK = timedelta(milliseconds=50)  # between two looks at the others
@@ -61,6 +77,18 @@ def _watches() -> weakref.WeakKeyDictionary[dist.ProcessGroup, core.FaultWatch]:
 def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
     """The watch of a group, if there is one."""
     return _watches().get(group)
+
+
+def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Who waits in `part`, a group of ranks of `group`, looks out as in `group`."""
+    watch = watch_of(group)
+    if watch is not None:
+        _watches()[part] = watch
+
+
+def looks_out(group: dist.ProcessGroup) -> bool:
+    """Whether a rank can look up from waiting for the others of `group`."""
+    return watch_of(group) is not None and is_gloo(group)
 
 
 def open_watch(group: dist.ProcessGroup) -> str:
@@ -122,11 +150,71 @@ def watched(group: dist.ProcessGroup, place: str, start: Callable[[], dist.Work]
         SyncFault: a rank has ended, or the backend has failed because of one.
     """
     with explained(group, place):
-        work, watch, begun = start(), watch_of(group), time.monotonic()
-        if watch is None or dist.get_backend(group) != "gloo":
+        work = start()
+        if looks_out(group):
+            _look_until(partial(_is_over, work), group, place)
+        else:
             work.wait()
-            return
-        while not _is_over(work):
+
+
+def watched_call(group: dist.ProcessGroup, place: str, call: Callable[[], T]) -> T:
+    """What `call` returns, which waits for other ranks and cannot look up.
+
+    It runs on a thread of its own, which is left to itself where a rank has ended: nobody can end
+    such a wait, and nobody waits for that thread.
+
+    Args:
+        place: what this rank is in, as it should read in an error.
+
+    Raises:
+        SyncFault: a rank has ended, or `call` has failed because of one.
+    """
+    made: Future[T] = Future()
+    with explained(group, place):
+        threading.Thread(target=_fulfil, args=(made, call), daemon=True).start()
+        _look_until(lambda: bool(wait([made], _LOOK.total_seconds()).done), group, place)
+        return made.result()
+
+
+def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
+    """What every rank of `group` passes, by rank: anything that can be pickled. Collective.
+
+    Args:
+        place: what this rank is in, as it should read in an error.
+
+    Raises:
+        SyncFault: a rank has ended.
+    """
+    if not looks_out(group):
+        with explained(group, place):
+            return gather_objects(mine, group)
+    own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = _gather_rows(torch.tensor([own.numel()], device="cpu"), group, place)
+    padded = own.new_zeros(max(int(size) for size in sizes))
+    padded[: own.numel()] = own
+    rows = _gather_rows(padded, group, place)
+    pairs = zip(rows, sizes, strict=True)
+    return [cast(T, pickle.loads(row[: int(size)].numpy().tobytes())) for row, size in pairs]
+
+
+def _gather_rows(mine: torch.Tensor, group: dist.ProcessGroup, place: str) -> list[torch.Tensor]:
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    watched(group, place, partial(dist.all_gather, rows, mine, group=group, async_op=True))
+    return rows
+
+
+def _fulfil(made: Future[T], call: Callable[[], T]) -> None:
+    try:
+        made.set_result(call())
+    except BaseException as error:
+        made.set_exception(error)
+
+
+def _look_until(is_over: Callable[[], bool], group: dist.ProcessGroup, place: str) -> None:
+    """Looks out for ranks that have ended until `is_over`, which waits for a moment."""
+    watch, begun = watch_of(group), time.monotonic()
+    while not is_over():
+        if watch is not None:
             watch.look(place, time.monotonic() - begun)
 
 

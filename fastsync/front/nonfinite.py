@@ -24,9 +24,9 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.engine.watch import explained, meeting_place
+from fastsync.engine.watch import gather_watched, meeting_place
 from fastsync.shard.gradients import ShardedGradient
-from fastsync.torch_private import caller_level, gather_objects
+from fastsync.torch_private import caller_level
 
 __all__ = ["NonFiniteGradientError", "NonFiniteGuard"]
 
@@ -135,8 +135,7 @@ class NonFiniteGuard(StepWatcher):
             "the others to step on gradients that hold NaN or infinity",
             remedy="With on_nonfinite, every rank makes the same steps",
         )
-        with explained(group, "the search for NaN and infinity"):
-            return gather_objects(mine, group)
+        return gather_watched(mine, group, "the search for NaN and infinity")
 
 
 def _error(found: list[tuple[str, list[int]]]) -> NonFiniteGradientError:

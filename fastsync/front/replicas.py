@@ -27,6 +27,7 @@ from fastsync.engine.engine import Engine
 from fastsync.engine.steps import StepWatcher, watch_steps
 from fastsync.engine.watch import explained
 from fastsync.plan.replicas import ReplicaPolicy
+from fastsync.ranks.words import name_ranks
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.torch_private import without_modes
 
@@ -176,12 +177,13 @@ class ReplicaGuard(StepWatcher):
 
     def _error(self, findings: Sequence[_Finding], step: int) -> ReplicaError:
         first, *others = findings
+        differing = f"{name_ranks(first.wrong)} {'differs' if len(first.wrong) == 1 else 'differ'}"
         more = f", and {len(others)} more tensors differ" if others else ""
         if len(first.wrong) < self._engine.group.size():
-            text = f"{_ranks(first.wrong)} from the other ranks in {first.what}"
+            text = f"{differing} from the other ranks in {first.what}"
             remedy = "A rank that differs again and again has a broken machine"
         else:
-            text = f"{_ranks(first.wrong)} from each other in {first.what}"
+            text = f"{differing} from each other in {first.what}"
             remedy = "No value has a majority, so nobody can say which ranks are right"
         remedy += ". Restart from a checkpoint"
         if not self._policy.repair and all(f.source is not None for f in findings):
@@ -228,10 +230,11 @@ class ReplicaGuard(StepWatcher):
         for finding in findings:
             if rank == 0 or rank in finding.wrong:
                 _log.warning(
-                    "fastsync: after step %d, %s from the other ranks in %s, and took over what "
-                    "rank %d has. A rank that differs again and again has a broken machine",
+                    "fastsync: after step %d, %s differed from the other ranks in %s, and took "
+                    "over what rank %d has. A rank that differs again and again has a broken "
+                    "machine",
                     step,
-                    _ranks(finding.wrong, "differed"),
+                    name_ranks(finding.wrong),
                     finding.what,
                     finding.source,
                 )
@@ -249,13 +252,6 @@ def _is_whole(grad: torch.Tensor | None) -> bool:
     """Whether this rank has all elements, one after the other or in strides."""
     spread = isinstance(grad, ShardedGradient)
     return grad is not None and not spread and grad.layout is torch.strided
-
-
-def _ranks(ranks: Sequence[int], verb: str = "") -> str:
-    names = ", ".join(map(str, ranks))
-    if len(ranks) == 1:
-        return f"rank {names} {verb or 'differs'}"
-    return f"ranks {names} {verb or 'differ'}"
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

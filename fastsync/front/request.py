@@ -21,6 +21,7 @@ from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
 from fastsync.engine.watch import explained, open_watch
 from fastsync.plan.buckets import travels_coded
+from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
@@ -59,6 +60,7 @@ class Request:
             self._check_module()
             caps, settled, recorded, tuned = buckets(), policy(), timeline(), tune()
             check_tunable(tuned, caps, settled)
+            self._check_elastic(settled.elastic, recorded, tuned)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
@@ -80,6 +82,7 @@ class Request:
                 "on_nonfinite": settled.on_nonfinite,
                 "check_replicas": str(settled.replicas),
                 "on_skip": settled.on_skip,
+                "elastic": str(settled.elastic),
                 "shared_memory": str(settled.shared_memory),
                 "tune": describe_tuning(tuned),
             }
@@ -184,6 +187,21 @@ class Request:
                 "torch.distributed did not make this one and knows no store of it; leave timeline "
                 "out, or use a group of init_process_group() or new_group()"
             )
+
+    def _check_elastic(
+        self,
+        elastic: ElasticPolicy | None,
+        timeline: TimelinePolicy | None,
+        tuned: TunePolicy | None,
+    ) -> None:
+        unfit = {
+            "parameters on GPUs": any(p.tensor.device.type != "cpu" for p in self._params()),
+            "timeline": timeline is not None,
+            "tune": tuned is not None,
+            "device_mesh; pass its group": self.device_mesh is not None,
+        }
+        for what in (what for what, is_there in unfit.items() if is_there and elastic is not None):
+            raise ValueError(f"elastic does not go with {what} yet; leave one out")
 
     def _check_zero(self, zero: ZeroPolicy) -> None:
         group = self._group()
@@ -315,6 +333,11 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
     """
     if not joins:
         return
+    if policy.elastic is not None:
+        raise ValueError(
+            "a rank that has run out of inputs does not vote on steps, as elastic needs; leave it "
+            "out with join(), or give all ranks as many inputs"
+        )
     if policy.may_skip:
         raise ValueError(
             "a rank that has run out of inputs does not count who has gradients; use "
@@ -352,6 +375,11 @@ def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
         raise ValueError(
             "only the communication hook knows what its buffers hold, so look for NaN there and "
             "use on_nonfinite='ignore'"
+        )
+    if policy.elastic is not None:
+        raise ValueError(
+            "a communication hook may keep something of ranks that die, so elastic cannot go on "
+            "with it; leave one of them out"
         )
     if policy.may_skip:
         raise ValueError(

@@ -72,7 +72,7 @@ class Skips(StepWatcher):
         if self.attempting and self._is_ours(optimizer):
             self.refusal = RuntimeError(
                 "optimizer.step() is called inside `with model.skipping(...)`: a rank that skips "
-                "would not call it, and would keep other weights. Call it behind the block"
+                "would not call it, and would keep other weights. Call it after the block"
             )
             raise self.refusal
         return None
@@ -119,7 +119,7 @@ class SkippingFront(StagedFront):
         """One forward and backward, which this rank leaves out if they raise one of `errors`.
 
         The gradients are then the averages of the ranks that have some, on every rank alike. So
-        every rank goes on to `optimizer.step()`, behind the block. If all ranks skip, there are no
+        every rank goes on to `optimizer.step()`, after the block. If all ranks skip, there are no
         gradients, and the optimizer does nothing. Needs `on_skip="average_others"`.
 
         Raises:
@@ -146,7 +146,7 @@ class SkippingFront(StagedFront):
             raise RuntimeError(
                 "a block of model.skipping() holds one backward that synchronises, but this one "
                 f"held {engine.core.steps() - steps}: let it begin before the first forward of a "
-                "step, under no_sync() too, and end behind its last backward"
+                "step, under no_sync() too, and end after its last backward"
             )
 
     def _checked_skips(self, errors: Sequence[type[Exception]]) -> Skips:

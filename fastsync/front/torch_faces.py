@@ -7,8 +7,9 @@ torch's, hence private.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.recorder import Recorder
 from fastsync.torch_private import GradBucket
 
-__all__ = ["FrontLogger", "FrontReducer"]
+__all__ = ["FrontLogger", "FrontReducer", "in_lockstep"]
 
 
 class FrontReducer:
@@ -58,6 +59,10 @@ class FrontReducer:
         """Who has gradients between a backward and a step."""
         sharers = None if self.sharded is None else self.sharded.sharers
         return Holders(self.engine.core, sharers)
+
+    def await_buffers(self, exchange: Callable[[], object]) -> None:
+        """Has this rank wait for others by `exchange`."""
+        self.engine.core.await_buffers(exchange)
 
     def prepare_for_forward(self) -> None:
         """The forward that `_rebuild_buckets` comes with is to synchronise."""
@@ -142,6 +147,13 @@ class FrontReducer:
             f"FastDDP's reducer has no {name!r}: that part of DistributedDataParallel is not "
             "supported"
         )
+
+
+def in_lockstep(model: weakref.ref[Any]) -> bool:
+    """Whether all ranks have all forwards in common: under join(), and under no_sync()."""
+    alive = model()
+    joins = alive is not None and alive._join_config.enable
+    return alive is not None and bool(joins or alive._engine.policy.reduces_always)
 
 
 class FrontLogger:

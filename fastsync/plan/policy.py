@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.plan.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
@@ -301,6 +302,7 @@ class SyncPolicy:
         replicas: when they compare what all of them should have; None: never.
         on_skip: what becomes of a step that a rank has no gradients for because it failed, one of
             `ON_SKIP`.
+        elastic: how the training goes on when ranks die; None: it ends.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -317,6 +319,7 @@ class SyncPolicy:
     shared_memory: bool = True
     replicas: ReplicaPolicy | None = None
     on_skip: str = "raise"
+    elastic: ElasticPolicy | None = None
 
     @property
     def may_skip(self) -> bool:
@@ -357,6 +360,8 @@ class SyncPolicy:
         if self.zero.stage == 3:
             self._check_stage3()
         self._check_skips()
+        if self.elastic is not None:
+            self._check_elastic()
         if not self.wire.plain and self.mixed.reduce is not None:
             raise ValueError(
                 f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "
@@ -377,6 +382,21 @@ class SyncPolicy:
         }
         for name in (name for name, asked in unfit.items() if asked and self.may_skip):
             raise ValueError(f"on_skip='average_others' does not go with {name}; leave one out")
+
+    def _check_elastic(self) -> None:
+        mixed = self.mixed != MixedPolicy()
+        unfit = {
+            f"zero={self.zero.stage}": self.zero.stage > 0,
+            f"wire={self.wire.describe()!r}": not self.wire.plain and self.wire.form != "native",
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_unused,
+            "mixed_precision": mixed,
+            f"on_nonfinite={self.on_nonfinite!r}": self.checks_finite,
+            "check_replicas": self.replicas is not None,
+            f"on_skip={self.on_skip!r}": self.may_skip,
+        }
+        for name in (name for name, asked in unfit.items() if asked):
+            raise ValueError(f"elastic does not go with {name} yet; leave one out")
 
     def _check_stage3(self) -> None:
         UnitWires(self.wire, self.zero.parameter_wire)

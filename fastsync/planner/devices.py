@@ -27,8 +27,8 @@ class Device:
         efficiency: share of the peak that matrix products reach.
         streaming: share of the bandwidth that other operators reach.
         overhead: seconds that an operator takes at least, as its launch does.
-        contention: seconds of computing lost per second of communication beside it, where both
-            need the same processor.
+        sending: seconds of computing lost per byte that is sent beside it, where both need the
+            same processor.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Device:
     efficiency: float = 0.5
     streaming: float = 0.8
     overhead: float = 0.0
-    contention: float = 0.0
+    sending: float = 0.0
 
     @property
     def on_cpu(self) -> bool:

@@ -2,16 +2,18 @@
 
     torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
 
-All ranks measure at once, as they train. Rates and latency are those of all-reduces of several
-sizes: of links inside a machine, among the ranks of each one, all machines at a time; of links
-between machines, among the ranks that have the same place on each. Those of the device come from a
-matrix product, a pass over memory and an operator on next to nothing. Last, one step of a small
-model with FastDDP tells how much computing slows down while gradients travel: on a CPU both need
-the same cores.
+All ranks measure at once, as they train. Rates and latency are those of averages of several sizes:
+of links inside a machine, among the ranks of each one, all machines at a time; of links between
+machines, among the ranks that have the same place on each. On a CPU these are buckets of FastDDP,
+which travel through memory where ranks share it; on a GPU they are bare all-reduces, since the host
+does not see when a bucket is there. Those of the device come from a matrix product, a pass over
+memory and an operator on next to nothing. Last, one step of a small model with FastDDP tells how
+much computing slows down while gradients travel: on a CPU both need the same cores.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -31,6 +33,7 @@ from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
 from fastsync.planner.profile import DeviceRates, LinkRates, Profile, Sample
 from fastsync.planner.scenario import Scenario, cached_optimizer
+from fastsync.planner.simulate import StepTime
 from fastsync.planner.strategy import named
 from fastsync.planner.tracing import trace_model, trace_optimizer
 from fastsync.ranks.machines import network_space
@@ -40,6 +43,7 @@ __all__ = ["calibration_model", "measure", "measure_to"]
 _SIZES = tuple(1 << power for power in range(12, 25, 2))  # 4 KiB to 16 MiB
 _SECONDS = 0.6  # for each figure
 _FEWEST = 5
+_SHORTEST = 1e-6  # seconds that a difference of two figures counts for at least
 _SIDE = 768
 _BATCH, _WIDTH, _DEPTH = 64, 768, 6
 
@@ -55,6 +59,7 @@ def measure_to(path: Path) -> None:
             "--measure runs on the ranks that will train; start it with torchrun "
             f"--nproc-per-node N -m fastsync.plan --measure {path}"
         )
+    logging.getLogger("fastsync").setLevel(logging.ERROR)  # not whom these models wait for
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
@@ -82,8 +87,8 @@ def measure(device: torch.device) -> Profile:
     backend = dist.get_backend()
     links = [each.link() for each in (inside, between) if each is not None]
     cluster = Cluster(world, places.per_machine, links[0], links[-1], "gloo")
-    contention = _contention(device, rates, cluster) if device.type == "cpu" else 0.0
-    rates = replace(rates, contention=contention)
+    if device.type == "cpu":
+        rates = replace(rates, sending=_sending(device, rates, cluster))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
     return Profile(machine, torch.__version__, world, backend, rates, inside, between)
 
@@ -152,7 +157,8 @@ class _Places:
             return None
         made = [dist.new_group(list(group)) for group in groups]
         mine = next(g for g, group in zip(made, groups, strict=True) if dist.get_rank() in group)
-        samples = [_all_reduce(size, mine, device) for size in _SIZES]
+        one = _all_reduce if device.type == "cuda" else _bucket
+        samples = [one(size, mine, device) for size in _SIZES]
         dist.destroy_process_group(mine)
         return LinkRates.of(samples, ranks)
 
@@ -165,9 +171,14 @@ def _space() -> str:
 
 
 def _together(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `run` on the slowest rank, in as many rounds as rank 0 has time for."""
+    """Median seconds of `run` on the slowest rank."""
+    return _in_turns([run], device)[0]
 
-    def once() -> float:
+
+def _in_turns(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """That of each, in as many rounds as rank 0 has time for."""
+
+    def once(run: Callable[[], object]) -> float:
         dist.barrier()
         begun = time.perf_counter()
         run()
@@ -175,12 +186,13 @@ def _together(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - begun
 
-    once()
+    for run in runs:
+        once(run)
     until = time.perf_counter() + _SECONDS
-    times = [once()]
+    times = [[once(run) for run in runs]]
     while _agreed(len(times) < _FEWEST or time.perf_counter() < until, device):
-        times.append(once())
-    return _slowest(median(times), device)
+        times.append([once(run) for run in runs])
+    return [_slowest(median(column), device) for column in zip(*times, strict=True)]
 
 
 def _agreed(goes_on: bool, device: torch.device) -> bool:
@@ -199,6 +211,33 @@ def _slowest(seconds: float, device: torch.device) -> float:
 def _all_reduce(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Sample:
     buffer = torch.ones(nbytes // 4, device=device)
     return Sample(nbytes, _together(lambda: dist.all_reduce(buffer, group=group), device))
+
+
+class _Bucket(nn.Module):
+    """One parameter, whose gradient costs a pass over memory."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.weight * factor).sum()
+
+
+def _bucket(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """What averaging adds to the step of such a model."""
+    model = FastDDP(_Bucket(nbytes // 4), process_group=group, bucket_cap_mb=nbytes / (1 << 20))
+
+    def step() -> None:
+        model.zero_grad()
+        model(2.0).backward()
+
+    def local() -> None:
+        with model.no_sync():
+            step()
+
+    whole, own = _in_turns((step, local), device)
+    return Sample(nbytes, max(whole - own, _SHORTEST))
 
 
 def _device_rates(device: torch.device) -> DeviceRates:
@@ -226,8 +265,8 @@ def calibration_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _contention(device: torch.device, rates: DeviceRates, cluster: Cluster) -> float:
-    """Seconds of computing lost per second of hidden communication, in a real step."""
+def _sending(device: torch.device, rates: DeviceRates, cluster: Cluster) -> float:
+    """Seconds of computing lost per byte that is sent beside it, in a real step."""
     batch = torch.randn(_BATCH, _WIDTH, device=device)
     alone = calibration_model().to(device)
     model = FastDDP(calibration_model().to(device))
@@ -238,12 +277,16 @@ def _contention(device: torch.device, rates: DeviceRates, cluster: Cluster) -> f
 
     computing = _together(lambda: step(alone), device)
     whole = _together(lambda: step(model), device)
-    predicted, hidden = _predicted(rates, cluster, computing)
-    return min(1.0, max(0.0, (whole - predicted) / hidden)) if hidden > 0 else 0.0
+    time = _predicted(rates, cluster, computing)
+    hidden = max(0.0, time.communicating - time.exposed)
+    if hidden == 0:
+        return 0.0
+    share = min(1.0, max(0.0, (whole - time.mean) / hidden))  # of a second, per second
+    return share * time.communicating / time.sent
 
 
-def _predicted(rates: DeviceRates, cluster: Cluster, computing: float) -> tuple[float, float]:
-    """The step of the calibration model that computes so long, and what it hides."""
+def _predicted(rates: DeviceRates, cluster: Cluster, computing: float) -> StepTime:
+    """The step of the calibration model that computes so long."""
     kind = Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0)
     scenario = Scenario(
         trace=lambda samples, _: trace_model(calibration_model, (samples, _WIDTH)),
@@ -255,5 +298,4 @@ def _predicted(rates: DeviceRates, cluster: Cluster, computing: float) -> tuple[
     traced = scenario.compute
     scale = computing / (traced.forward + traced.backward)
     measured = replace(traced.scaled(scale), update=0.0)
-    time = replace(scenario, measured=measured).time(named("0", cluster.world, cluster.world))
-    return time.mean, max(0.0, time.communicating - time.exposed)
+    return replace(scenario, measured=measured).time(named("0", cluster.world, cluster.world))

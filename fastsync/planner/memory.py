@@ -105,8 +105,9 @@ class _Transports:
         self.gradients = 0
         self.begin()
 
-    def reaches(self, at: int, mark: Mark) -> None:
+    def reaches(self, at: int, mark: Mark) -> float:
         """Nothing of it concerns buckets."""
+        return 0.0
 
     def begin(self) -> None:
         """A backward begins; the pool stays as the last one left it."""
@@ -318,8 +319,8 @@ def _peak_within(
                 live -= sizes.pop(mark.place, 0.0)
             elif mark.kind == "grad" and last[mark.place] == at:
                 moment = transports.gradient(mark.place, mark.size)
-            transports.reaches(at, mark)
-            held, gradients = transports.held, transports.gradients
+            briefly = transports.reaches(at, mark)
+            held, gradients = transports.held + briefly, transports.gradients
             if live + moment + held + gradients > most:
                 most = live + moment + held + gradients
                 best["activations"], best["communication buffers"] = live + moment, held

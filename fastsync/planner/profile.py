@@ -13,7 +13,7 @@ from fastsync.planner.links import Link
 __all__ = ["DeviceRates", "LinkRates", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class DeviceRates:
 
     Attributes:
         overhead: seconds that an operator takes at least.
-        contention: seconds of computing lost per second of communication beside it.
+        sending: seconds of computing lost per byte that is sent beside it.
     """
 
     flops: float
     bandwidth: float
     overhead: float
-    contention: float
+    sending: float
 
 
 @dataclass(frozen=True)

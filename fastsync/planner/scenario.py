@@ -149,7 +149,7 @@ class Scenario:
         plan, _ = self._planned(record, strategy)
         compute = self._compute(strategy)
         job = job_of(record, strategy, plan, compute, cluster, self.device)
-        return simulate(job, self.jitter, self.device.contention)
+        return simulate(job, self.jitter)
 
     def _compute(self, strategy: Strategy) -> Compute:
         if self.measured is not None:

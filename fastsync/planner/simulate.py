@@ -58,6 +58,7 @@ class Job:
         after: seconds of collectives after the optimizer's step.
         units: in the order of use in the forward; stage 3 alone.
         sent: bytes that a rank sends in a step.
+        host: seconds of computing that all of that costs, where both share a processor.
     """
 
     strategy: Strategy
@@ -67,6 +68,7 @@ class Job:
     after: float
     units: tuple[_Unit, ...]
     sent: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,15 @@ def job_of(
         plan: the engine's, for this strategy.
     """
     if strategy.stage == 3:
-        return _in_units(record, strategy, compute, cluster)
-    ready, costs, sent = [], [], 0.0
+        return _in_units(record, strategy, compute, cluster, device)
+    ready, costs, sent, coding = [], [], 0.0, 0.0
     for bucket in plan.buckets:
         ready.append(max(compute.ready[index] for index in bucket.params))
-        seconds, bytes_sent = _bucket_cost(record, bucket, strategy, cluster, device)
+        coded = _coding_seconds(record, bucket, device)
+        seconds, bytes_sent = _bucket_cost(bucket, strategy, cluster, coded)
         costs.append(seconds)
         sent += bytes_sent
+        coding += coded
     if strategy.stage == 2:
         sent *= strategy.accumulate
     whole = record.nbytes
@@ -119,7 +123,8 @@ def job_of(
         count = max(1, len(plan.buckets))
         after = count * collective_seconds("all_gather", whole / count, cluster)
         sent += sent_bytes("all_gather", whole, strategy.world)
-    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), sent)
+    host = device.sending * sent + (coding if device.on_cpu else 0.0)
+    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), sent, host)
 
 
 def job_of_messages(
@@ -134,19 +139,29 @@ def job_of_messages(
         after = sum(collective_seconds("all_gather", m.nbytes, cluster) for m in messages)
         sent *= 2
     ready = tuple(message.ready for message in messages)
-    return Job(strategy, compute, ready, costs, after, (), sent)
+    return Job(strategy, compute, ready, costs, after, (), sent, 0.0)
+
+
+def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> float:
+    """A rank's work to code a bucket and its sums."""
+    if bucket.coded is None:
+        return 0.0
+    own = sum(record.params[index].nbytes for index in bucket.params)
+    return _CODE_PASSES * own / (device.bandwidth * device.streaming)
 
 
 def _bucket_cost(
-    record: Record, bucket: PlannedBucket, strategy: Strategy, cluster: Cluster, device: Device
+    bucket: PlannedBucket, strategy: Strategy, cluster: Cluster, coding: float
 ) -> tuple[float, float]:
-    """Seconds and bytes of a bucket's collectives."""
+    """Seconds and bytes of a bucket's collectives.
+
+    Args:
+        coding: seconds of coding.
+    """
     nbytes, world = float(bucket.nbytes), strategy.world
     if bucket.coded is None:
         kind = "reduce_scatter" if strategy.stage and bucket.shards else "all_reduce"
         return collective_seconds(kind, nbytes, cluster), sent_bytes(kind, nbytes, world)
-    own = sum(record.params[index].nbytes for index in bucket.params)
-    coding = _CODE_PASSES * own / (device.bandwidth * device.streaming)
     if bucket.coded.form == "gather":
         gathered = nbytes * world
         kinds = [("all_gather", gathered)]
@@ -162,7 +177,9 @@ def _bucket_cost(
     return seconds, sum(sent_bytes(kind, size, world) for kind, size in kinds)
 
 
-def _in_units(record: Record, strategy: Strategy, compute: Compute, cluster: Cluster) -> Job:
+def _in_units(
+    record: Record, strategy: Strategy, compute: Compute, cluster: Cluster, device: Device
+) -> Job:
     """Stage 3: what each unit gathers and reduces, in the order of the forward."""
     sizes: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -185,7 +202,8 @@ def _in_units(record: Record, strategy: Strategy, compute: Compute, cluster: Clu
         forward = compute.forward * seconds / max(compute.backward, 1e-12)
         units.append(_Unit(forward, seconds, gather, reduce))
         sent += 3 * rounds * sent_bytes("all_gather", size, strategy.shards)
-    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent)
+    host = device.sending * sent
+    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent, host)
 
 
 def _slowest(world: int, jitter: float) -> list[float]:
@@ -198,12 +216,11 @@ def _slowest(world: int, jitter: float) -> list[float]:
     return [math.exp(jitter * normal.inv_cdf(q)) for q in each]
 
 
-def simulate(job: Job, jitter: float = 0.0, contention: float = 0.0) -> StepTime:
+def simulate(job: Job, jitter: float = 0.0) -> StepTime:
     """The step of all ranks.
 
     Args:
         jitter: standard deviation of the logarithm of a rank's speed, from step to step.
-        contention: seconds of computing lost per second of communication beside it.
     """
     step = _of_units if job.units else _of_buckets
     lengths = [step(job, slow) for slow in _slowest(job.strategy.world, jitter)]
@@ -216,10 +233,11 @@ def simulate(job: Job, jitter: float = 0.0, contention: float = 0.0) -> StepTime
     if job.units:
         communicating = job.strategy.accumulate * sum(2 * u.gather + u.reduce for u in job.units)
     hidden = max(0.0, communicating - max(0.0, mean - computing))
-    mean += contention * hidden
+    lost = job.host * hidden / communicating if communicating else 0.0
+    mean += lost
     return StepTime(
         mean=mean,
-        late=lengths[math.ceil(0.95 * len(lengths)) - 1] + contention * hidden,
+        late=lengths[math.ceil(0.95 * len(lengths)) - 1] + lost,
         exposed=mean - computing,
         computing=computing,
         communicating=communicating,

@@ -4,9 +4,12 @@
 The replay follows fastsync/units/ call by call. A unit is gathered ahead of time while the one
 before it computes. The root's stays until its backward is over, any other goes after its forward.
 Gradients leave when a backward is through with their unit, at the latest at its end, and one unit's
-are under way while the next one computes: large ones are kept until they have been added up, which
-is taken to be when somebody waits for it. Memory goes from unit to unit through a pool
-(csrc/ops/loan.cpp). What ranks of one machine send lies in another pool (csrc/comm/shm_messages.h).
+are under way while the next one computes. Large ones are kept until they have been added up, which
+is taken to be when somebody waits for it. On one machine they are copied for the others, and go at
+once: a rank begins its sums with its own part, from the third rank on with a copy of it.
+
+Memory goes from unit to unit through a pool (csrc/ops/loan.cpp). What ranks of one machine send
+lies in another pool (csrc/comm/shm_messages.h).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
 __all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
 
 _DIRECT_BYTES = 128 << 10  # a share of so many is a message by itself (fastsync/units/strand.py)
+_LAST_UNITS = 3  # of a backward: what the pool keeps is freed there (fastsync/units/context.py)
 _MOST_FREE = 2  # times the largest request
 
 
@@ -113,8 +117,10 @@ def _sizes(
     every = range(len(params))
     gathered, reduced = (lay_out(shapes, every, world, direct, flags) for flags in (False, True))
     lowered = (gathered.chunk * each,) if stored is not compute else ()
-    others = max(0, world - (2 if compute is summed else 1)) if carrier.on_cpu else 1
     in_memory = carrier is Carrier.MEMORY
+    others = max(0, world - (2 if compute is summed else 1)) if carrier.on_cpu else 1
+    if in_memory:
+        others = int(world > 2)
     sums = reduced.chunk * summed.itemsize
     values = sum(shape.share(world) for shape in shapes)
     return UnitSizes(
@@ -162,6 +168,7 @@ class Units:
         self._order = [
             m.place for m in record.marks if m.kind == "enter" and m.place in self._sizes
         ]
+        self._in_memory = carrier is Carrier.MEMORY
         self._accumulates = strategy.accumulate > 1
         self.gradients = sum(s.gradients for s in self._every()) if self._accumulates else 0
         self.begin()
@@ -198,6 +205,7 @@ class Units:
         self._reducing: deque[_Reduction] = deque()
         self._arrived: dict[int, float] = {}
         self._done: list[int] = []
+        self._ends_soon = False
         self._at = 0
         self._over: set[int] = set()
         if not self._accumulates:
@@ -208,11 +216,11 @@ class Units:
         self._arrived[param] = size
         return 0.0
 
-    def reaches(self, at: int, mark: Mark) -> None:
-        """The mark at this place of the trace."""
+    def reaches(self, at: int, mark: Mark) -> float:
+        """The mark at this place of the trace; returns bytes that are held for a moment besides."""
         unit = mark.place
         if mark.kind not in ("enter", "leave", "return", "through") or unit not in self._sizes:
-            return
+            return 0.0
         if mark.kind == "enter":
             self._enter(unit)
         elif mark.kind == "leave":
@@ -222,7 +230,8 @@ class Units:
         elif mark.kind == "return":
             self._return(unit)
         elif at == self._last[unit]:
-            self._end(unit)
+            return self._end(unit)
+        return 0.0
 
     def end(self) -> None:
         """The backward is over."""
@@ -248,10 +257,9 @@ class Units:
             return
         at = len(self._done) - 1 - self._done[::-1].index(unit)
         self._done = self._done[:at]
-        if at == 0:
-            self._trim()
-        else:
+        if at > 0:
             self._gather(self._done[-1])
+        self._ends_soon = at < _LAST_UNITS
 
     def _gather(self, unit: int) -> None:
         if unit in self._whole:
@@ -272,9 +280,9 @@ class Units:
 
     def _post(self, kind: str, size: int) -> None:
         """Writes a letter. Who has posted the next but one has read this one, and the last two may
-        still be unread."""
+        still be unread; of reductions the last one, as each is waited for before the next."""
         posted = self._posted[kind]
-        while len(posted) > 1:
+        while len(posted) > (kind == "gather"):
             self._letters.give(posted.pop(0))
         posted.append(self._letters.take(size))
 
@@ -283,11 +291,14 @@ class Units:
         for block in self._whole.pop(unit, []):
             self._pool.give(block)
 
-    def _end(self, unit: int) -> None:
+    def _end(self, unit: int) -> float:
+        """A backward is through; returns bytes that only sending needs."""
         self._over.add(unit)
         self._release(unit)
         while self._reducing:
             self._finish()
+        if self._ends_soon:
+            self._pool.trim()
         sizes = self._sizes[unit]
         packed = {index for size in sizes for index in size.packed}
         own = [index for index in self._arrived if self._unit_of[index] == unit]
@@ -296,8 +307,15 @@ class Units:
         waiting = sum(self._arrived[index] for index in own if index not in packed)
         for index in own:
             del self._arrived[index]
+        sending = 0.0
+        if self._in_memory:
+            sent = blocks[:: len(sizes[0].reducing)]
+            sending, waiting, blocks = waiting + sum(sent), 0.0, blocks[1 :: len(sizes[0].reducing)]
+            for block in sent:
+                self._pool.give(block)
         self._reducing.append(_Reduction(sizes, blocks, waiting))
         self._keep(sizes, are_sums=True)
+        return sending
 
     def _keep(self, sizes: Sequence[UnitSizes], are_sums: bool) -> None:
         """Gradients are there: those that are sums as soon as these are made, others later."""

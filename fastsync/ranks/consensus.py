@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fastsync.torch_private import gather_objects
 
-__all__ = ["RankMismatchError", "Statement", "agree", "find_difference", "together"]
+__all__ = ["Param", "RankMismatchError", "Statement", "agree", "find_difference", "together"]
 
 
 # Name, shape, dtype, requires_grad.

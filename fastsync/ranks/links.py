@@ -1,8 +1,7 @@
-"""Process groups that coded buckets travel over, and whether the ranks and the backend suit them.
+"""Which ranks the hierarchical form brings together, and whether they suit it.
 
-Each link of a coded bucket's chain has a process group of its own (csrc/comm/worker.h says why).
-The hierarchical form sums inside a node first, so its links join the ranks of a node, or the ranks
-that have the same place in every node.
+It sums inside a node first, so its links join the ranks of a node, or the ranks that have the same
+place in every node.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from fastsync.torch_private import gather_objects, group_timeout
+from fastsync.torch_private import gather_objects
 from fastsync.wire.formats import Wire
 
-__all__ = ["Nodes", "check_grid", "find_nodes", "make_links", "new_cpu_group", "new_part"]
+__all__ = ["Nodes", "check_grid", "find_nodes"]
 
 
 @dataclass(frozen=True)
@@ -116,56 +114,3 @@ def check_grid(nodes: Nodes, group: dist.ProcessGroup) -> None:
             "node_group and cross_group are no grid: a cross_group must join ranks that have the "
             "same rank in their node_group"
         )
-
-
-def make_links(
-    group: dist.ProcessGroup, wire: Wire, nodes: Nodes | None, device: torch.device
-) -> list[dist.ProcessGroup]:
-    """The process groups of a chain's links, in order. Collective.
-
-    On a device with streams all links are enqueued at once, in one order on every rank, so that
-    links between the same ranks may share a group. On a CPU collectives are started by the thread
-    that runs the backward, but exchanges and whatever follows the first link by threads of each
-    model: those need groups that no other model uses.
-    """
-    streams = device.type != "cpu"
-    if nodes is None:
-        if streams:
-            return [group, group]
-        ranks = dist.get_process_group_ranks(group)
-        return [_new_group(group, ranks, purpose) for purpose in ("codes", "codes of sums")]
-    node = wire.node_group or _new_group(group, nodes.node_ranks, "inside a node")
-    if streams:
-        cross = wire.cross_group or _new_group(group, nodes.cross_ranks, "between nodes")
-        return [node, cross, cross, node]
-    return [
-        node,
-        _new_group(group, nodes.cross_ranks, "between nodes"),
-        _new_group(group, nodes.cross_ranks, "between nodes, on the way back"),
-        _new_group(group, nodes.node_ranks, "inside a node, on the way back"),
-    ]
-
-
-def new_cpu_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Another process group of the same ranks, for CPU tensors and nobody else. Collective."""
-    return _new_group(group, dist.get_process_group_ranks(group), purpose, backend="gloo")
-
-
-def new_part(group: dist.ProcessGroup, number: int, purpose: str) -> dist.ProcessGroup:
-    """A process group of `number` ranks that follow each other in `group`. Collective."""
-    begin = group.rank() // number * number
-    ranks = dist.get_process_group_ranks(group)[begin : begin + number]
-    return _new_group(group, ranks, purpose)
-
-
-def _new_group(
-    group: dist.ProcessGroup, ranks: Sequence[int], purpose: str, backend: str | None = None
-) -> dist.ProcessGroup:
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks),
-        timeout=group_timeout(group),
-        backend=backend or dist.get_backend(group),
-        use_local_synchronization=True,
-        group_desc=f"fastsync: {purpose}",
-    )
-    return made

@@ -6,15 +6,17 @@ Where ranks have to change course together, they first meet here, through the re
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from fastsync.ranks.machines import served_at
 from fastsync.torch_private import Store, group_store
 
-__all__ = ["MeetingPlace"]
+__all__ = ["MeetingPlace", "needing_store"]
 
 _REMEDY = "Every rank has to make that change before the same forward"
 _FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others, which become rarer
@@ -37,7 +39,7 @@ class MeetingPlace:
         timeout: float,
         look: Callable[[str, float], None] = lambda reason, waited: None,
     ) -> None:
-        self._rank, self._world = group.rank(), group.size()
+        self._group, self._rank, self._world = group, group.rank(), group.size()
         self._store = group_store(group) if self._world > 1 else None
         self._name, self._timeout, self._look = name, timeout, look
         self._meetings = 0
@@ -45,7 +47,8 @@ class MeetingPlace:
         if self._store is not None:
             # Ranks open their places in one order, two of one name too.
             base = f"fastsync/{group.group_name}/{name}"
-            self._name = f"{base}-{self._store.add(f'{base}/{self._rank}', 1)}"
+            with needing_store(group, "meetings of the ranks"):
+                self._name = f"{base}-{self._store.add(f'{base}/{self._rank}', 1)}"
 
     def meet(self, reason: str, said: str = "", remedy: str = _REMEDY) -> bool:
         """Returns once every rank has come.
@@ -59,11 +62,16 @@ class MeetingPlace:
             Whether all ranks said the same. False where there is no store to say it through.
 
         Raises:
-            RuntimeError: not all ranks came in time; names those that did not.
+            RuntimeError: not all ranks came in time; names those that did not. Or there is no store
+                any more.
         """
         store, self._meetings = self._store, self._meetings + 1
         if store is None:
             return self._world == 1
+        with needing_store(self._group, reason):
+            return self._meet(store, reason, said, remedy)
+
+    def _meet(self, store: Store, reason: str, said: str, remedy: str) -> bool:
         place = f"{self._name}-{self._meetings}"
         store.set(f"{place}/{self._rank}", "here")
         store.add(f"{place}/said {said}", 1)
@@ -96,6 +104,29 @@ class MeetingPlace:
         if self._rank == 0:
             store.delete_key(f"{former}/count")
             store.delete_key(f"{former}/all")
+
+
+@contextlib.contextmanager
+def needing_store(group: dist.ProcessGroup, reason: str) -> Iterator[None]:
+    """Errors of the store that `group` was made with say whose they are.
+
+    Args:
+        reason: what this rank needs the store for.
+
+    Raises:
+        RuntimeError: the store cannot be reached.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        store = group_store(group)
+        served = None if store is None else served_at(store)
+        place = "" if served is None else f" at {served[0]}:{served[1]}"
+        raise RuntimeError(
+            f"rank {group.rank()} cannot reach the rendezvous store{place}, which it needs for "
+            f"{reason} ({error}). The process that serves it, rank 0 or the launcher, has ended, "
+            "or its machine cannot be reached: restart from a checkpoint"
+        ) from error
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:

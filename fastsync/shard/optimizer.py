@@ -40,7 +40,7 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.engine.watch import explained, meeting_place
+from fastsync.engine.watch import gather_watched, meeting_place
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.layout import ALIGNMENT
 from fastsync.plan.policy import ZeroPolicy
@@ -51,7 +51,7 @@ from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
 from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
 from fastsync.shard.space import Sharing, Space
-from fastsync.torch_private import backward_is_running, gather_objects
+from fastsync.torch_private import backward_is_running
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
@@ -406,8 +406,8 @@ class ShardedOptimizer:
                     for piece, tensor in space.owned.items()
                     if piece.param in batch and (state := self.saved(optimizer, tensor))
                 }
-                with explained(self._group, "the collection of an optimizer's state"):
-                    everyones = gather_objects(mine, self._group)
+                place = "the collection of an optimizer's state"
+                everyones = gather_watched(mine, self._group, place)
                 parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
                 for piece, state in (pair for states in everyones for pair in states.items()):
                     parts[piece.param].append((piece, state))

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from torch import optim
 
+from fastsync.engine.steps import is_elementwise, known_optimizers
+
 __all__ = ["steps_by_parameter", "unit_for"]
 
-# Each element's update depends on that element's weight, gradient and state alone.
-_ELEMENTWISE = (
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
 # Each parameter's update depends on that parameter alone, but on all of its elements.
 _TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
 
 
-def _known(names: tuple[str, ...]) -> tuple[type, ...]:
-    """Versions of torch differ in what they have."""
-    return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
-
-
 def steps_by_parameter(optimizer: optim.Optimizer) -> bool:
     """Whether it may step on its parameters in turns: each update concerns one parameter alone."""
-    known = type(optimizer) in (*_known(_ELEMENTWISE), *_known(_TENSORWISE))
+    known = is_elementwise(optimizer) or type(optimizer) in known_optimizers(_TENSORWISE)
     return known and hasattr(type(optimizer).step, "__wrapped__")
 
 
@@ -51,9 +34,9 @@ def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
         raise ValueError(
             "zero cannot shard LBFGS, whose step takes all parameters at once; use zero=0"
         )
-    if kind in _known(_ELEMENTWISE):
+    if is_elementwise(optimizer):
         return "element"
-    if kind in _known(_TENSORWISE):
+    if kind in known_optimizers(_TENSORWISE):
         return "tensor"
     raise ValueError(
         f"zero does not know how {kind.__module__}.{kind.__qualname__} may be sharded. Pass "

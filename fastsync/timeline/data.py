@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 FORMAT = "fastsync timeline"
-VERSION = 2
-_READ = (1, VERSION)  # the first knew no units
+VERSION = 3
+_READ = (1, 2, VERSION)  # the first knew no units, the second no marks that never came
 _NS = 1e-9
 # A rank is named as the straggler where it costs at least this share of the step.
 _NOTEWORTHY = 0.01
@@ -71,6 +71,7 @@ class RankRecord:
         clock_error_ns: how far its times may be off rank 0's clock.
         dropped: marks that the ring had overwritten.
         events: (step, mark, bucket, unit or plan, bytes, time).
+        unfinished: marks that the device had not come to when the others were written.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class RankRecord:
     clock_error_ns: int
     dropped: int
     events: tuple[Event, ...]
+    unfinished: int = 0
 
 
 @dataclass(frozen=True)

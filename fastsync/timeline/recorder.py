@@ -127,7 +127,7 @@ class Recorder:
         atexit.unregister(self._at_exit)
         self._writes += 1
         mail, apart = self._mail(timeout), "{rank}" in path
-        mine = self._record()
+        mine = self._record(timeout)
         if mail and self._rank > 0 and not apart:
             mail.put(f"marks/{self._rank}", _packed(mine))
         offsets = self._offsets(mail)
@@ -165,9 +165,12 @@ class Recorder:
                 _say(f"the timeline lacks rank {rank}: {error}")
         return records
 
-    def _record(self) -> RankRecord:
-        events = tuple(self._timeline.events())
-        return RankRecord(self._rank, socket.gethostname(), 0, self._timeline.dropped(), events)
+    def _record(self, timeout: float) -> RankRecord:
+        """Waits for the device, which may be behind by steps, and half of the time at most: the
+        others wait for this rank."""
+        unfinished = self._timeline.settle(timeout / 2)
+        events, dropped = tuple(self._timeline.events()), self._timeline.dropped()
+        return RankRecord(self._rank, socket.gethostname(), 0, dropped, events, unfinished)
 
     def _dump(self, path: str, records: Sequence[RankRecord]) -> None:
         run = Run(
@@ -226,15 +229,17 @@ def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:
 
 
 def _packed(record: RankRecord) -> str:
-    fields = [record.rank, record.host, record.clock_error_ns, record.dropped, record.events]
+    counts = [record.clock_error_ns, record.dropped, record.unfinished]
+    fields = [record.rank, record.host, *counts, record.events]
     return base64.b85encode(zlib.compress(json.dumps(fields).encode())).decode("ascii")
 
 
 def _unpacked(letter: bytes) -> RankRecord:
-    rank, host, error, dropped, events = json.loads(zlib.decompress(base64.b85decode(letter)))
-    return RankRecord(
-        rank, host, error, dropped, tuple((s, m, i, b, t) for s, m, i, b, t in events)
+    rank, host, error, dropped, unfinished, events = json.loads(
+        zlib.decompress(base64.b85decode(letter))
     )
+    marks = tuple((s, m, i, b, t) for s, m, i, b, t in events)
+    return RankRecord(rank, host, error, dropped, marks, unfinished)
 
 
 def _say(text: str) -> None:

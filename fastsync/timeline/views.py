@@ -155,6 +155,7 @@ def summary_text(run: Run) -> str:
         lines.append(
             f"  missing        nothing recorded of rank {', '.join(map(str, run.missing))}"
         )
+    lines += [f"  incomplete     {text}" for text in _lost_texts(run)]
     lines += ["", "  rank  computation  communication    exposed  overlap"]
     for rank in s.ranks:
         lines.append(
@@ -164,6 +165,18 @@ def summary_text(run: Run) -> str:
     if s.units:
         lines += _unit_lines(s.units)
     return "\n".join(lines)
+
+
+def _lost_texts(run: Run) -> list[str]:
+    """What was recorded, or should have been, and is not there."""
+    found = []
+    for record in run.ranks:
+        if record.dropped:
+            found.append(f"the first {record.dropped} marks of rank {record.rank} were overwritten")
+        if record.unfinished:
+            late = f"{record.unfinished} marks of rank {record.rank}"
+            found.append(f"{late} lack: its device had not come to them")
+    return found
 
 
 def _communication_text(s: Summary) -> str:
@@ -304,6 +317,7 @@ def _page_data(run: Run) -> Json:
         "device": run.device,
         "torch": run.torch,
         "missing": run.missing,
+        "lost": _lost_texts(run),
         "ranks": [record.rank for record in run.ranks],
         "plans": [[asdict(info) for info in plan] for plan in run.plans],
         "units": [asdict(info) for info in run.units],

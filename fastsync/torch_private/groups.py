@@ -9,7 +9,9 @@ a name, a store and the ranks of the default group only those have that `init_pr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -30,8 +32,12 @@ __all__ = [
     "gloo_threads",
     "group_store",
     "group_timeout",
+    "is_gloo",
     "is_registered",
+    "keep_for_good",
+    "make_group",
     "resolvable_name",
+    "set_group_timeout",
 ]
 
 T = TypeVar("T")
@@ -89,6 +95,36 @@ def resolvable_name(group: dist.ProcessGroup) -> str:
     return name
 
 
+def make_group(
+    store: Store, rank: int, members: Sequence[int], name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A registered Gloo group of some ranks, which needs no others and no group that works.
+
+    Collective of `members`. torch's `new_group` would wait for them without an end.
+
+    Args:
+        rank: this one's place among them.
+        members: their ranks in the default group, which must not have been destroyed.
+        name: that no other group has had on any of them.
+        timeout: for connecting, and for each collective until it is given another.
+    """
+    make = cast(Any, distributed_c10d._new_process_group_helper)
+    made, _ = make(len(members), rank, list(members), "gloo", store, name, timeout=timeout)
+    group = cast(dist.ProcessGroup, made)
+    distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
+    return group
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Collectives of a Gloo group may take so long from now on."""
+    cast(Any, group)._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+def keep_for_good(group: dist.ProcessGroup) -> None:
+    """Has a group outlive everybody: its end would wait for collectives that may never end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def backend_name(group: dist.ProcessGroup) -> str:
     """What torch.distributed.get_backend says, or the group itself where that does not know it."""
     if is_registered(group):
@@ -104,6 +140,18 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether Gloo carries all that `group` sends.
+
+    `torch.distributed.get_backend` knows only what was asked for, which may be nothing.
+    """
+    try:
+        backends = [cast(Any, group)._get_backend(d) for d in cast(Any, group)._device_types]
+        return bool(backends) and all(backend.name() == "gloo" for backend in backends)
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def gloo_threads(group: dist.ProcessGroup) -> int:

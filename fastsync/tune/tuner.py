@@ -22,9 +22,10 @@ import torch
 from fastsync.build.env import Env
 from fastsync.engine.agreement import slowest
 from fastsync.engine.engine import Engine
+from fastsync.engine.watch import gather_watched
 from fastsync.plan.buckets import BucketPlan
 from fastsync.plan.sizes import Sizes
-from fastsync.torch_private import backend_name, gather_objects
+from fastsync.torch_private import backend_name
 from fastsync.tune import store
 from fastsync.tune.moves import Bounds, moves
 from fastsync.tune.policy import TunePolicy, is_resting
@@ -192,7 +193,7 @@ def _found(engine: Engine, path: Path) -> store.Found | None:
             mine = store.read(path)
         except OSError as error:
             _log.warning("fastsync: cannot read what was tuned before: %s", error)
-    return gather_objects(mine, engine.group)[0]
+    return gather_watched(mine, engine.group, "the search for earlier sizes")[0]
 
 
 def _keep(path: Path, found: store.Found) -> None:

@@ -14,7 +14,7 @@ __all__ = [
     "UnitChoice",
     "choose_units",
     "contiguous",
-    "describe_units",
+    "unit_words",
     "exchange_in_optimizers",
 ]
 
@@ -26,7 +26,7 @@ SMALLEST_UNIT = 1 << 20  # bytes
 MOST_UNITS = 64
 
 
-def describe_units(units: Sequence[UnitChoice] | None) -> str:
+def unit_words(units: Sequence[UnitChoice] | None) -> str:
     """The same text on all ranks that mean the same."""
     if units is None:
         return "repeated blocks"

@@ -9,8 +9,9 @@ from functools import cached_property
 import torch.distributed as dist
 
 from fastsync.engine import core
+from fastsync.engine.groups import new_part
 from fastsync.engine.watch import explained
-from fastsync.ranks.links import new_part
+from fastsync.ranks.consensus import Statement
 from fastsync.timeline.moves import UnitInfo
 from fastsync.torch_private import outside_transforms
 from fastsync.units.links import Links
@@ -69,14 +70,9 @@ class Connections:
     def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:
         if place.group not in self._links:
             self.mark = mark_here()
-            about = {
-                f"what unit {unit.name or number!r} travels as": unit.travels_as()
-                for number, unit in enumerate(units)
-                if unit.place.group is place.group
-            }
-            about[MARK] = "none" if self.mark == NO_MARK else f"{self.mark} bytes"
+            said = _statement(units, place, self.mark)
             with outside_transforms(), explained(place.group, "the connection of units"):
-                self._links[place.group] = Links.of(place, self.in_memory, self.mark, about)
+                self._links[place.group] = Links.of(place, self.in_memory, self.mark, said)
         return self._links[place.group]
 
     def introduce(self, units: Sequence[Unit]) -> None:
@@ -92,6 +88,18 @@ class Connections:
         for links in links_in(units):
             for peers in links.peers():
                 peers.join(self.log, names)
+
+
+def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
+    """What the ranks of a place must agree on before they gather anything."""
+    own = [(n, unit) for n, unit in enumerate(units) if unit.place.group is place.group]
+    about = {
+        what.format(f"{number} ({unit.name or 'root'})"): said
+        for number, unit in own
+        for what, said in unit.settings().items()
+    }
+    about[MARK] = "none" if mark == NO_MARK else f"{mark} bytes"
+    return Statement(about, [member.described() for _, unit in own for member in unit.members])
 
 
 def links_in(units: Sequence[Unit]) -> list[Links]:

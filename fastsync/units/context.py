@@ -14,11 +14,12 @@ from typing import Generic, Protocol, TypeVar
 from torch.optim import Optimizer
 
 from fastsync.engine.reports import UnitCounters
-from fastsync.engine.steps import StepWatcher, params_of, watch_steps
+from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.timeline.recorder import Recorder
 from fastsync.units.connections import Connections, links_in
 from fastsync.units.links import Links
 from fastsync.units.room import NO_MARK, fits
+from fastsync.units.stepping import LocalSteps
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -69,6 +70,7 @@ class Context(StepWatcher, Generic[S]):
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._ends_soon = False  # the running backward
         self._reducing: deque[Unit] = deque()
+        self._local_steps = LocalSteps()
         self.stop_watching = watch_steps(self)
 
     def units(self) -> list[Unit]:
@@ -119,11 +121,17 @@ class Context(StepWatcher, Generic[S]):
         """Somebody uses what was gathered."""
         self._ahead.discard(id(unit))
 
+    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+        """Has shares step as themselves."""
+        params = (member.sharded for unit in self.units() for member in unit.members)
+        return self._local_steps.before(optimizer, args, params)
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Has units know when their shares have changed.
 
         Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
         """
+        self._local_steps.after(optimizer)
         held = set(map(id, params_of(optimizer)))
         for unit in self.units():
             unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)

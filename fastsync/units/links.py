@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from fastsync.engine import core
+from fastsync.engine.groups import new_cpu_group
 from fastsync.engine.memory import share_memory
 from fastsync.engine.watch import open_watch, watch_of
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
-from fastsync.ranks.links import new_cpu_group
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
 
@@ -47,13 +47,13 @@ class Links:
     made: int = 0
 
     @classmethod
-    def of(cls, place: Place, in_memory: bool, mark: int, about: Mapping[str, str]) -> Links:
+    def of(cls, place: Place, in_memory: bool, mark: int, statement: Statement) -> Links:
         """Collective, on the ranks that share and on those that have the same shares.
 
         Args:
             in_memory: whether ranks of one machine may exchange through memory that they share.
             mark: bytes of whole parameters and buffers; see fastsync/units/room.py.
-            about: what they must agree on, in words, by what it is.
+            statement: what they must agree on.
 
         Raises:
             RankMismatchError: they do not; on all ranks of the mesh.
@@ -62,7 +62,7 @@ class Links:
         if own:
             open_watch(place.group)
         used = new_cpu_group(place.group, "units") if own else place.group
-        _agree(place, used, about)
+        _agree(place, used, statement)
         memory = share_memory(used, 0) if own and in_memory else None
         links = core.make_unit_links(used, memory, mark)
         replicas = None
@@ -84,16 +84,16 @@ class Links:
             yield self.replicas
 
 
-def _agree(place: Place, group: dist.ProcessGroup, about: Mapping[str, str]) -> None:
+def _agree(place: Place, group: dist.ProcessGroup, statement: Statement) -> None:
     failure = "units cannot be connected on every rank;"
     found: RankMismatchError | None = None
     try:
-        agree(Statement(dict(about), ()), group, place.device, failure)
+        agree(statement, group, place.device, failure)
     except RankMismatchError as error:
         found = error
     if place.replicas is not None:  # whose ranks may have heard nothing
-        statement = Statement(dict(about), (), str(found or ""))
-        agree(statement, place.replicas, place.device, failure)
+        known = replace(statement, error=str(found or ""))
+        agree(known, place.replicas, place.device, failure)
     if found is not None:
         raise found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fastsync.ranks.consensus import Param
 from fastsync.torch_private import (
     DTensorSpec,
     accumulate_hooks,
@@ -78,6 +79,11 @@ class Member:
         self.trained = self.sharded.requires_grad
         self.name = self.name or self.homes[0].name
         self.spec = spec_of(self.sharded)
+
+    def described(self) -> Param:
+        """What it must have in common with the other ranks' parameter."""
+        dtype = str(self.sharded.dtype).removeprefix("torch.")
+        return self.name, self.shape.sizes, dtype, self.sharded.requires_grad
 
     def set_spec(self, dtype: torch.dtype) -> None:
         """Parameters and gradients are of `dtype`."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fastsync.torch_private import backend_name, default_group
+from fastsync.torch_private import default_group, is_gloo
 from fastsync.units.errors import RefusedError
 
 __all__ = ["Place", "default_mesh", "ranks_of"]
@@ -61,7 +61,7 @@ class Place:
     @property
     def by_messages(self) -> bool:
         """Whether shares can travel as messages of any size."""
-        return self.device.type == "cpu" and backend_name(self.group) == "gloo"
+        return self.device.type == "cpu" and is_gloo(self.group)
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Of a parameter that is cut along `dim`."""

@@ -295,7 +295,7 @@ class State:
         for unit in self.uses:
             unit.running -= 1
             if not backward_is_running():
-                self._let_go(unit)
+                self._let_go(unit, output)
         output = self._mark_start(output)
         self.moment = Moment.IDLE
         if self.context.root_forward is self:
@@ -305,12 +305,13 @@ class State:
             self.context.root_forward = None
         return self._cast_output(output)
 
-    def _let_go(self, unit: Unit) -> None:
+    def _let_go(self, unit: Unit, output: object) -> None:
         with_backward = torch.is_grad_enabled()
         kept = with_backward or not unit.kept_by_default
         if unit.running == 0 and (unit.switches.reshard_after_forward or not kept):
             unit.reshard(for_backward=with_backward and unit.switches.gather_in_backward)
-        if with_backward:
+        # A frozen unit that begins the model gets no backward.
+        if with_backward and (transforms_are_active() or grad_tensors(output)):
             self.context.leave(unit)
 
     def _complete_groups(self, output: object) -> object:

@@ -121,9 +121,15 @@ class Unit:
     def members(self) -> Iterable[Member]:
         return (member for strand in self.strands for member in strand.members)
 
-    def travels_as(self) -> str:
-        """What ranks must agree on, in words."""
-        return "; ".join(strand.travels_as() for strand in self.strands)
+    def settings(self) -> dict[str, str]:
+        """What ranks must agree on besides the parameters, in words; `{}` is the unit."""
+        cuts = (f"{m.name!r} along dimension {m.shape.dim}" for m in self.members if m.shape.dim)
+        kept = self.switches.reshard_to or self.switches.reshard_after_forward
+        return {
+            "what travels of unit {}": "; ".join(strand.travels_as() for strand in self.strands),
+            "the cut of unit {}": ", ".join(cuts) or "along dimension 0",
+            "reshard_after_forward of unit {}": str(kept),
+        }
 
     # --- parameters
 

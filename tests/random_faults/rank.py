@@ -79,6 +79,7 @@ class Trainer:
 
     def train(self, wrapper):
         model = wrap(Net(self.reach), WRAPPERS[wrapper])
+        self.log.write(wrapped=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer.register_step_pre_hook(lambda *_: self.reach("step"))
         for self.step in range(STEPS):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["AFTER", "LAYERS", "PLACES", "SETTLED", "STEPS", "WRAPPERS", "Schedule"]
+__all__ = ["AFTER", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
 
 STEPS = 24
-SETTLED = 3  # steps; before, torch makes process groups, and waits in that for whoever has died
+EARLY = 3  # steps in which process groups and plans are made, and every other fault happens
 LAYERS = 5
 UNITS = {"zero": 3, "units": [nn.Linear]}
 WRAPPERS = {
@@ -27,7 +27,7 @@ FAULTS = (*ENDS * 3, "stop", "pause", "pause")
 PLACES = ("batch", "forward", "backward", "between", "step")
 AFTER = "after"  # place of a signal from outside, when some time has passed
 SIGNALLED = ("kill", "terminate", "stop", "pause")
-LONGEST = 0.2  # seconds until such a signal, about what the settled steps take
+LONGEST = 0.3  # seconds from the wrapping to such a signal, about what the steps take
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Schedule:
             fault,
             draw.randrange(world),
             draw.choice(places),
-            draw.randrange(SETTLED, STEPS),
+            draw.randrange(draw.choice((EARLY, STEPS))),
             draw.randrange(LAYERS),
             draw.uniform(0, LONGEST),
             draw.uniform(0.05, 0.6),

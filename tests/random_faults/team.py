@@ -2,15 +2,16 @@
 
 import atexit
 import json
+import math
 import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.random_faults.rank import run
-from tests.random_faults.schedule import AFTER, SETTLED, STEPS, Schedule
+from tests.random_faults.schedule import AFTER, STEPS, Schedule
 
 __all__ = ["Runner", "Tally"]
 
@@ -28,16 +29,32 @@ SIGNALS = {
 class Tally:
     """What has been run, and by fault the seconds until survivors had their error."""
 
-    count: int = 0
+    numbers: list[int] = field(default_factory=list)
     waits: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path):
+        """What `write` has kept; empty where there is no such file."""
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def write(self, path):
+        path.write_text(json.dumps(asdict(self)))
+
+    @property
+    def count(self):
+        return len(self.numbers)
 
     def __str__(self):
         rows = [f"{self.count} schedules"]
         for fault, waits in sorted(self.waits.items()):
             ordered = sorted(waits)
             middle, most = ordered[len(ordered) // 2], ordered[-1]
-            rows.append(f"{fault}: {len(ordered)} errors, median {middle:.2f} s, last {most:.2f} s")
-        return "; ".join(rows)
+            nearly = ordered[math.ceil(0.95 * len(ordered)) - 1]
+            rows.append(
+                f"  {fault}: {len(ordered)} errors, median after {middle:.2f} s, 95 % within "
+                f"{nearly:.2f} s, the last after {most:.2f} s"
+            )
+        return "\n".join(rows)
 
 
 class Job:
@@ -63,7 +80,7 @@ class Job:
         left, deadline, began = dict(self.children), time.monotonic() + LIMIT, None
         while left and time.monotonic() < deadline:
             left = {rank: pid for rank, pid in left.items() if not os.waitpid(pid, os.WNOHANG)[0]}
-            if began is None and all(self._is_settled(rank) for rank in range(self.world)):
+            if began is None and all(self._has_wrapped(rank) for rank in range(self.world)):
                 began = time.monotonic()
             self._strike(left, began)
             if self.schedule and self.schedule.fault == "stop" and set(left) <= {self._victim}:
@@ -74,8 +91,8 @@ class Job:
             os.waitpid(pid, 0)
         return set(left)
 
-    def _is_settled(self, rank):
-        return any(line.get("step") == SETTLED - 1 for line in self.lines(rank))
+    def _has_wrapped(self, rank):
+        return any("wrapped" in line for line in self.lines(rank))
 
     @property
     def _victim(self):
@@ -119,10 +136,11 @@ class Runner:
 
     Args:
         folder: for what ranks write.
+        tally: to add to.
     """
 
-    def __init__(self, folder):
-        self.folder, self.tally = Path(folder), Tally()
+    def __init__(self, folder, tally):
+        self.folder, self.tally = Path(folder), tally
         self._sound = {}
 
     def check(self, number):
@@ -144,7 +162,7 @@ class Runner:
                 f"\n{p.read_text()}" for p in sorted(self.folder.glob(f"{number}-*.txt"))
             )
             raise AssertionError(f"{schedule}\n" + "\n".join(wrong) + logs)
-        self.tally.count += 1
+        self.tally.numbers.append(number)
         for path in self.folder.glob(f"{number}[-.]*"):
             path.unlink()
 

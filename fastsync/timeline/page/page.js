@@ -62,6 +62,7 @@
       `${run.backend} on ${run.device}`, `torch ${run.torch}`, clocks,
     ];
     if (run.missing.length) facts.push(`nothing recorded of rank ${run.missing.join(", ")}`);
+    facts.push(...run.lost);
     $("facts").textContent = facts.join("  ·  ");
     const verdict = $("verdict");
     verdict.append("Of a step of ");

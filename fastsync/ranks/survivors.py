@@ -1,0 +1,166 @@
+"""Where the survivors of a death meet: through the rendezvous store, in one epoch after the other.
+
+Each survivor says which steps it has finished. The lowest of those that are not known to be dead
+decides for all, once all of them have spoken, by a compare-and-set: whatever it says first holds.
+A rank that dies later than that leads to the next epoch, which everybody reaches by itself.
+
+Ranks are counted here as they were when the training began.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from fastsync.ranks.faults import SyncFault
+from fastsync.torch_private import Store
+
+__all__ = ["Decision", "Standing", "Survivors", "decide"]
+
+_PAUSE = 0.002  # seconds between looks at the store
+_LONGEST = 1800.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank is.
+
+    Attributes:
+        steps: that it has finished.
+        complete: it has all averages of the next one, too, and does not know whether others have.
+    """
+
+    steps: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the survivors of an epoch do, the same on all of them.
+
+    Attributes:
+        ranks: who they are.
+        steps: that all of them have finished when they go on.
+        takes: those that have finished fewer take the averages that they have.
+    """
+
+    ranks: tuple[int, ...]
+    steps: int
+    takes: bool
+
+
+def decide(standings: Mapping[int, Standing]) -> Decision:
+    """What follows from where the survivors are.
+
+    Whoever has finished a step knew that everybody had all averages of it. So if a rank that has
+    the fewest steps lacks any, nobody has finished the step, and all average it again. If none
+    lacks any, somebody, perhaps one of the dead, may have finished it.
+
+    Args:
+        standings: by rank.
+
+    Raises:
+        SyncFault: they cannot be reached by ranks that agree.
+    """
+    steps = min(at.steps for at in standings.values())
+    takes = all(at.complete for at in standings.values() if at.steps == steps)
+    after = steps + 1 if takes else steps
+    ahead = [rank for rank, at in standings.items() if at.steps > after]
+    if ahead:
+        raise SyncFault(
+            f"fastsync: ranks {ahead} have finished step {after + 1}, for which others lack "
+            "averages: the ranks do not agree. Restart from a checkpoint"
+        )
+    return Decision(tuple(sorted(standings)), after, takes)
+
+
+class Survivors:
+    """The place where they meet.
+
+    Args:
+        store: that all ranks reach.
+        name: of the place; equal on all ranks.
+        rank: this one.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int) -> None:
+        self._store, self._rank = store, rank
+        base = f"fastsync/{name}"
+        # Ranks open their places in one order, two of one name too.
+        self._name = f"{base}-{store.add(f'{base}/{rank}', 1)}"
+
+    def meet(
+        self,
+        epoch: int,
+        ranks: Sequence[int],
+        mine: Standing,
+        dead: Callable[[], Collection[int]],
+        timeout: float = _LONGEST,
+    ) -> Decision:
+        """Returns once it is decided who goes on, and with which step.
+
+        Args:
+            epoch: a number that no meeting of these ranks has had.
+            ranks: those of the epoch before.
+            dead: which of them have ended, asked again and again.
+            timeout: seconds that a rank waits for the others.
+
+        Raises:
+            SyncFault: the store has gone, or a rank neither comes nor ends.
+        """
+        place = f"{self._name}/{epoch}"
+        try:
+            self._store.set(f"{place}/{self._rank}", json.dumps(asdict(mine)))
+            return self._decision(place, ranks, dead, time.monotonic() + timeout)
+        except SyncFault:
+            raise
+        except RuntimeError as error:  # each kind of store has its own
+            raise SyncFault(_store_gone(self._rank, error)) from error
+
+    def gather(self, epoch: int, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
+        """Whether all of `ranks` have come; False as soon as one has ended before."""
+        place = f"{self._name}/{epoch}/ready"
+        deadline = time.monotonic() + _LONGEST
+        self._store.add(place, 1)
+        while self._store.add(place, 0) < len(ranks):
+            if any(rank in dead() for rank in ranks) or time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def _decision(
+        self,
+        place: str,
+        ranks: Sequence[int],
+        dead: Callable[[], Collection[int]],
+        deadline: float,
+    ) -> Decision:
+        store, decided = self._store, f"{place}/decision"
+        while not store.check([decided]):
+            gone = dead()
+            present = [r for r in ranks if r == self._rank or r not in gone]
+            absent = [r for r in present if not store.check([f"{place}/{r}"])]
+            if not absent and present[0] == self._rank:
+                said = {r: json.loads(store.get(f"{place}/{r}")) for r in present}
+                decision = decide({r: Standing(**at) for r, at in said.items()})
+                store.compare_set(decided, "", json.dumps(asdict(decision)))
+                break
+            if time.monotonic() > deadline:
+                raise SyncFault(
+                    f"fastsync: rank {self._rank} waited for ranks {absent} after others had died, "
+                    "but they did not come. Restart from a checkpoint",
+                    absent,
+                )
+            time.sleep(_PAUSE)
+        told = json.loads(store.get(decided))
+        return Decision(tuple(told["ranks"]), told["steps"], told["takes"])
+
+
+def _store_gone(rank: int, error: Exception) -> str:
+    return (
+        f"fastsync: other ranks have died, and rank {rank} cannot meet the survivors: the "
+        "rendezvous store has gone with them. Restart from a checkpoint, with `python -m "
+        f"fastsync.elastic`, whose store outlives every rank. ({error})"
+    )

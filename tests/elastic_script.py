@@ -1,0 +1,236 @@
+"""Trains on forked ranks of which some die, and prints which did not end. See test_elastic.py.
+
+A job is a name and its arguments, those of `Job`. A rank writes what it has seen to
+`<folder>/<job>-<rank>.json`; who is killed writes the time before it is.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # wrapping a module would import it
+import torch.distributed as dist
+from torch import nn
+
+import fastsync
+from fastsync.build import extension
+
+LIMIT = 60.0  # seconds for a job
+STEPS = 6
+WIDTH = 48
+LAYERS = 6
+
+
+@dataclass
+class Job:
+    """One training.
+
+    Attributes:
+        deaths: rank, step and place of each; a place that is a number: milliseconds after the
+            beginning of the step.
+        changes: of a training without deaths: from which step on which ranks train.
+        divisor: of the gradients, after the first change; 0: the number of ranks.
+        elastic: what FastDDP is given.
+        local: forwards under no_sync() in each step, and gradients that are zeroed, not dropped.
+        fails: the rank's script ends by an exception instead of a signal.
+    """
+
+    world: int = 3
+    deaths: list = field(default_factory=list)
+    changes: list = field(default_factory=list)
+    divisor: float = 0
+    elastic: object = False
+    options: dict = field(default_factory=dict)
+    memory: bool = True
+    local: bool = False
+    fails: bool = False
+    destroys: bool = False
+    port: int = 0  # of a store that rank 0 serves; 0: a file
+    width: int = WIDTH
+    steps: int = STEPS
+
+
+class Fate:
+    """How a rank dies."""
+
+    def __init__(self, job, rank, file):
+        self.due = {(step, place) for who, step, place in job.deaths if who == rank}
+        self.fails, self.file = job.fails, file
+        self.step = -1
+
+    def begin(self, step):
+        self.step = step
+        for when, place in self.due:
+            if when == step and not isinstance(place, str):
+                threading.Timer(place / 1000, self.die).start()
+
+    def reach(self, place):
+        if (self.step, place) in self.due:
+            self.die()
+
+    def die(self):
+        self.file.write_text(json.dumps({"killed": time.time()}))
+        if self.fails:
+            raise ValueError("bad batch")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(nn.Module):
+    """Layers that tell where a step is; one of them is used in every second step alone."""
+
+    def __init__(self, fate, width):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
+        self.rare = nn.Linear(width, width)
+        self.fate = fate
+        for place, index in {"before": -1, "between": LAYERS // 2, "after": 0}.items():
+            self.layers[index].weight.register_hook(lambda grad, at=place: fate.reach(at))
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index == LAYERS // 2:
+                self.fate.reach("forward")
+            x = layer(x).tanh()
+        if self.fate.step % 2:
+            x = self.rare(x)
+        return x.square().mean()
+
+
+def batch(rank, step, part, width):
+    seed = 1000 * rank + 10 * step + part
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
+
+
+def digest(module):
+    parts = (p.detach().numpy().tobytes() for p in module.parameters())
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def change_group(model, job, step, rank):
+    """Has fewer ranks train from some step on. Returns whether this one does."""
+    for since, ranks in job.changes:
+        if since != step + 1:
+            continue
+        if rank not in ranks:
+            return False
+        model._update_process_group(dist.new_group(ranks, use_local_synchronization=True))
+        if job.divisor:
+            model._engine.core.set_divisor(job.divisor)
+    return True
+
+
+def note_members(model, seen):
+    if model.elastic is None:
+        return
+    now = [model.elastic.since, list(model.elastic.ranks)]
+    if now not in seen["members"]:
+        seen["members"].append(now)
+
+
+def train(rank, job, fate, seen):
+    net = Net(fate, job.width)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(lambda *_: fate.reach("optimizer"))
+    elastic = job.elastic
+    if isinstance(elastic, dict):
+        elastic = fastsync.ElasticPolicy(**elastic)
+    options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
+    model = fastsync.FastDDP(net, elastic=elastic, **options)
+    note_members(model, seen)
+    for step in range(job.steps):
+        if not change_group(model, job, step, rank):
+            return
+        fate.begin(step)
+        optimizer.zero_grad(set_to_none=not job.local)
+        if job.local:
+            with model.no_sync():
+                model(batch(rank, step, 1, job.width)).backward()
+        model(batch(rank, step, 0, job.width)).backward()
+        seen["backward"].append(time.time())
+        if job.divisor and not job.elastic and dist.get_world_size(model.process_group) == 1:
+            for param in net.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(1 / job.divisor)
+        optimizer.step()
+        seen["weights"].append(digest(net))
+        note_members(model, seen)
+
+
+def run(folder, name, rank, job):
+    seen = {"weights": [], "members": [], "backward": []}
+    file = Path(folder, f"{name}-{rank}.json")
+    logging.basicConfig(level=logging.WARNING)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{job.port}" if job.port else f"file://{folder}/{name}.store",
+        rank=rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        train(rank, job, Fate(job, rank, file), seen)
+    except BaseException as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        file.write_text(json.dumps(seen))
+    if job.destroys:
+        dist.destroy_process_group()
+
+
+def start(folder, name, rank, job):
+    """In a forked process: what it prints goes to a file."""
+    log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    run(folder, name, rank, job)
+
+
+def wait_for(children):
+    """How each ended, by rank: None where it had to be killed."""
+    ended, deadline = {}, time.monotonic() + LIMIT
+    while len(ended) < len(children) and time.monotonic() < deadline:
+        for rank, pid in enumerate(children):
+            if rank in ended:
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                ended[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    for rank, pid in enumerate(children):
+        if rank not in ended:
+            os.kill(pid, signal.SIGABRT if "-v" in sys.argv else signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [ended.get(rank) for rank in range(len(children))]
+
+
+def main():
+    folder, jobs = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    extension.load()
+    codes = {}
+    for name, arguments in jobs:
+        job, children = Job(**arguments), []
+        os.environ["FASTSYNC_SHM"] = "1" if job.memory else "0"
+        for rank in range(job.world):
+            child = os.fork()
+            if child == 0:
+                start(folder, name, rank, job)
+                return
+            children.append(child)
+        codes[name] = wait_for(children)
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Trainings that outlive their ranks: real processes, real signals, and the weights of the rest.
+
+The survivors must have, bit for bit, the weights of a training without elastic= whose ranks are
+theirs from the step on that they say.
+"""
+
+import json
+import random
+import socket
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import fastsync
+from fastsync.testing import run_ranks
+from tests.elastic_script import STEPS
+from tests.scripts import finish, start
+
+# Ranks, deaths (rank, step, place), how they differ from the default.
+CASES = {
+    "forward": (3, [(1, 2, "forward")], {}),
+    "before": (3, [(2, 3, "before")], {"memory": False}),
+    "between": (3, [(1, 2, "between")], {}),
+    "between-gloo": (4, [(2, 3, "between")], {"memory": False, "destroys": True}),
+    "after": (3, [(1, 2, "after")], {}),
+    "after-gloo": (4, [(3, 2, "after")], {"memory": False}),
+    "optimizer": (3, [(1, 2, "optimizer")], {}),
+    "optimizer-gloo": (4, [(1, 2, "optimizer")], {"memory": False, "destroys": True}),
+    "first-rank": (3, [(0, 2, "between")], {}),
+    "first-rank-gloo": (4, [(0, 3, "between")], {"memory": False}),
+    "first-step": (3, [(2, 0, "between")], {}),
+    "first-step-gloo": (3, [(0, 0, "after")], {"memory": False}),
+    "second-step-gloo": (3, [(1, 1, "forward")], {"memory": False}),
+    "two-to-one": (2, [(0, 2, "between")], {}),
+    "two-to-one-gloo": (2, [(1, 3, "after")], {"memory": False, "destroys": True}),
+    "one-by-one": (4, [(3, 1, "between"), (0, 3, "forward")], {}),
+    "one-by-one-gloo": (4, [(1, 2, "after"), (3, 4, "before")], {"memory": False}),
+    "down-to-one-gloo": (3, [(1, 2, "between"), (0, 4, "between")], {"memory": False}),
+    "two-at-once": (4, [(1, 2, "forward"), (3, 2, "between")], {}),
+    "two-at-once-gloo": (4, [(1, 2, "forward"), (3, 2, "between")], {"memory": False}),
+    "raises": (3, [(1, 2, "forward")], {"fails": True}),
+    "raises-gloo": (3, [(2, 2, "forward")], {"fails": True, "memory": False}),
+    "accumulates": (3, [(1, 2, "between")], {"local": True}),
+    "accumulates-gloo": (3, [(0, 2, "after")], {"local": True, "memory": False}),
+    "copies": (3, [(1, 2, "after")], {"options": {"gradient_as_bucket_view": False}}),
+    "copies-gloo": (
+        3,
+        [(1, 2, "after")],
+        {"options": {"gradient_as_bucket_view": False}, "memory": False, "local": True},
+    ),
+    "sum": (3, [(1, 2, "between")], {"elastic": {"rescale": "sum_of_start"}, "divisor": 3}),
+    "sum-alone": (2, [(1, 2, "between")], {"elastic": {"rescale": "sum_of_start"}, "divisor": 2}),
+    "wide-gloo": (3, [(1, 2, "between")], {"memory": False, "width": 400}),
+    "wide": (3, [(1, 2, "between")], {"width": 400}),
+}
+
+
+def run(folder, jobs):
+    """What each rank of each job has seen, and how it ended."""
+    output = finish(start("tests.elastic_script", folder, json.dumps(jobs)), timeout=500)
+    codes = json.loads(output.splitlines()[-1])
+    seen = {}
+    for name, arguments in jobs:
+        files = [folder / f"{name}-{rank}.json" for rank in range(arguments["world"])]
+        seen[name] = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+    return codes, seen
+
+
+def logs(folder, name, world):
+    return "\n".join((folder / f"{name}-{rank}.log").read_text() for rank in range(world))
+
+
+@dataclass
+class Outcome:
+    """What the ranks of a training with deaths have seen, and those of one without.
+
+    Attributes:
+        changes: from which step on which ranks train.
+        codes: how each rank has ended.
+        said: what all have printed.
+    """
+
+    job: dict
+    seen: list
+    codes: list
+    said: str
+    expected: list | None = None
+
+    @property
+    def left(self):
+        dead = {rank for rank, _, _ in self.job["deaths"]}
+        return [rank for rank in range(self.job["world"]) if rank not in dead]
+
+    @property
+    def changes(self):
+        """Whoever learns of two deaths at once has not seen the ranks in between."""
+        return max((self.seen[rank].get("members", []) for rank in self.left), key=len)[1:]
+
+    @property
+    def reference(self):
+        changed = {"deaths": [], "changes": self.changes, "elastic": False, "fails": False}
+        return {**self.job, **changed}
+
+
+def outcomes_of(folder, cases):
+    jobs = [
+        (name, {"world": world, "deaths": deaths, "elastic": True, **options})
+        for name, (world, deaths, options) in cases.items()
+    ]
+    codes, seen = run(folder, jobs)
+    found = {
+        name: Outcome(job, seen[name], codes[name], logs(folder, name, job["world"]))
+        for name, job in jobs
+    }
+    _, known = run(folder, [(f"{name}-reference", it.reference) for name, it in found.items()])
+    for name, it in found.items():
+        it.expected = [rank.get("weights") for rank in known[f"{name}-reference"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory, request):
+    """Of each case that a test of this run asks for."""
+    ours = [item for item in request.session.items if item.path == request.path]
+    params = [getattr(item, "callspec", None) for item in ours]
+    names = {it.params.get("case") for it in params if it is not None}
+    wanted = {name: case for name, case in CASES.items() if name in names}
+    return outcomes_of(tmp_path_factory.mktemp("elastic"), wanted)
+
+
+def check(outcome):
+    left, said = outcome.left, outcome.said
+    assert [outcome.codes[rank] for rank in left] == [0] * len(left), said
+    steps = outcome.job.get("steps", STEPS)
+    for rank in left:
+        members = outcome.seen[rank]["members"]
+        assert not outcome.changes or members[-1] == outcome.changes[-1], members
+        assert len(outcome.expected[rank]) == steps
+        assert outcome.seen[rank]["weights"] == outcome.expected[rank], (rank, members, said)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_survivors_weights_are_those_of_fewer_ranks(outcomes, case):
+    outcome = outcomes[case]
+    check(outcome)
+    assert outcome.changes[-1][1] == outcome.left
+    for rank, _, _ in CASES[case][1]:
+        # Nobody sees how a process ended whose parent has waited for it by then.
+        ended = ("was killed by SIGKILL", "ended without a word")
+        how = ("raised ValueError: bad batch",) if "raises" in case else ended
+        assert any(f"rank {rank} {words}" in outcome.said for words in how), outcome.said
+
+
+def test_a_death_after_the_last_step_changes_nothing(tmp_path):
+    cases = {"last": (3, [(1, STEPS - 1, "optimizer")], {})}
+    outcome = outcomes_of(tmp_path, cases)["last"]
+    check(outcome)
+    assert not outcome.changes
+
+
+def drawn(seed):
+    """Deaths of one or two of four ranks, at any time of any step."""
+    draw = random.Random(seed)
+    dead = draw.sample(range(4), draw.choice((1, 2)))
+    deaths = [(rank, draw.randrange(STEPS), round(draw.uniform(0, 15), 1)) for rank in dead]
+    return 4, deaths, {"memory": draw.random() < 0.5, "destroys": draw.random() < 0.5}
+
+
+def test_deaths_at_any_time(tmp_path):
+    """Wherever that finds the ranks; perhaps at their end."""
+    for name, outcome in outcomes_of(tmp_path, {f"{s}": drawn(s) for s in range(8)}).items():
+        assert None not in outcome.codes, (name, outcome.said)
+        check(outcome)
+
+
+def errors(folder, **arguments):
+    """What the ranks of a training have raised in which rank 0 dies."""
+    job = {"world": 3, "deaths": [(0, 2, "between")], "elastic": True, **arguments}
+    codes, seen = run(folder, [("job", job)])
+    assert None not in codes["job"], codes
+    return [rank["error"] for rank in seen["job"][1:]]
+
+
+def test_too_few_ranks_end_the_training(tmp_path):
+    for text in errors(tmp_path, elastic={"min_ranks": 3}):
+        assert text.startswith("SyncFault: fastsync: rank 0 was killed by SIGKILL.")
+        assert "[1, 2], are fewer than min_ranks=3" in text
+
+
+def test_a_store_that_dies_with_its_rank_ends_the_training(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for text in errors(tmp_path, port=port):
+        assert "the rendezvous store has gone with them" in text
+        assert "python -m fastsync.elastic" in text
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+REFUSED = {
+    "zero=1": {"zero": 1},
+    "zero=2": {"zero": 2},
+    "zero=3": {"zero": 3},
+    "wire='int8'": {"wire": "int8"},
+    "static_graph": {"static_graph": True},
+    "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
+    "on_nonfinite='raise'": {"on_nonfinite": "raise"},
+    "check_replicas": {"check_replicas": True},
+    "on_skip='average_others'": {"on_skip": "average_others"},
+    "timeline": {"timeline": True},
+    "tune": {"tune": True},
+    "broadcast_buffers=False": {"module": WithBuffers},
+    "Embedding(sparse=False)": {"module": lambda: nn.Embedding(4, 2, sparse=True)},
+    "min_ranks is 3, but only 2": {"elastic": fastsync.ElasticPolicy(min_ranks=3)},
+}
+
+
+def text_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusals(rank, world):
+    found = {}
+    for name, options in REFUSED.items():
+        module = options.get("module", lambda: nn.Linear(2, 2))()
+        given = {"elastic": True, **{k: v for k, v in options.items() if k != "module"}}
+        found[name] = text_of(lambda m=module, g=given: fastsync.FastDDP(m, **g))
+    model = fastsync.FastDDP(nn.Linear(2, 2), elastic=True)
+    found["hook"] = text_of(lambda: model.register_comm_hook(None, lambda state, bucket: None))
+    found["join()"] = text_of(lambda: model.join())
+    found["wire"] = text_of(lambda: model.set_wire("int8"))
+    model(torch.ones(1, 2)).sum().backward()
+    return found
+
+
+def test_what_cannot_be_survived_is_refused_by_name():
+    for found in run_ranks(refusals, 2):
+        for name, text in found.items():
+            assert "elastic" in text and name in text, (name, text)

@@ -1,0 +1,60 @@
+"""`python -m fastsync.elastic`, run as a user would."""
+
+import os
+import re
+import signal
+import time
+
+from tests.scripts import finish, run_module, start
+
+LAUNCH = ("--nproc-per-node", 3)
+SCRIPT = ("-m", "tests.elastic_launched")
+
+
+def test_survivors_end_well_when_rank_0_dies():
+    """It serves the store that the others meet through."""
+    output = run_module("fastsync.elastic", *LAUNCH, *SCRIPT, 6, 0)
+    assert "rank 0 was ended by SIGKILL; 2 ranks are running" in output
+    assert "rank 0 was killed by SIGKILL. Ranks [1, 2] go on with step 3" in output
+    sums = re.findall(r"rank \d of \(1, 2\): (\S+)", output)
+    assert len(sums) == 2 and len(set(sums)) == 1, output
+
+
+def test_without_a_death_all_end_well():
+    output = run_module("fastsync.elastic", *LAUNCH, *SCRIPT, 3, -1)
+    assert len(set(re.findall(r"rank \d of \(0, 1, 2\): (\S+)", output))) == 1, output
+    assert "fastsync.elastic" not in output
+
+
+def test_too_few_ranks_are_a_failure():
+    output = run_module("fastsync.elastic", *LAUNCH, "--min-ranks", 3, *SCRIPT, 1000, 1, code=1)
+    assert "rank 1 was ended by SIGKILL" in output
+
+
+def test_senseless_number_of_ranks():
+    output = run_module("fastsync.elastic", *LAUNCH, "--min-ranks", 4, *SCRIPT, 1, 1, code=2)
+    assert "--min-ranks must be from 1 to --nproc-per-node, 3, but is 4" in output
+
+
+def test_a_signal_ends_all_ranks():
+    launcher = start("fastsync.elastic", *LAUNCH, *SCRIPT, 100000, -1)
+    pids = []
+    while len(pids) < 3:
+        line = launcher.stdout.readline()
+        assert line, "the launcher has ended"
+        if found := re.search(r"trains (\d+)", line):
+            pids.append(int(found.group(1)))
+    launcher.send_signal(signal.SIGTERM)
+    finish(launcher, code=128 + signal.SIGTERM, timeout=30)
+    deadline = time.monotonic() + 5
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

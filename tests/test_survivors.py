@@ -1,0 +1,76 @@
+"""What the survivors of a death agree on, and how they meet."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore
+
+from fastsync.ranks.faults import SyncFault
+from fastsync.ranks.survivors import Decision, Standing, Survivors, decide
+
+LACKS, HAS = False, True
+
+
+@pytest.mark.parametrize(
+    ("standings", "steps", "takes"),
+    [
+        ({0: (7, LACKS), 2: (7, LACKS)}, 7, False),
+        # Rank 2 cannot have finished step 8, nor can anybody: rank 0 has not voted.
+        ({0: (7, LACKS), 2: (7, HAS)}, 7, False),
+        # One of the dead may have.
+        ({0: (7, HAS), 2: (7, HAS)}, 8, True),
+        ({0: (8, LACKS), 2: (7, HAS), 3: (7, HAS)}, 8, True),
+        ({1: (7, HAS)}, 8, True),
+        ({1: (0, LACKS)}, 0, False),
+    ],
+)
+def test_decisions(standings, steps, takes):
+    told = {rank: Standing(*standing) for rank, standing in standings.items()}
+    assert decide(told) == Decision(tuple(standings), steps, takes)
+
+
+@pytest.mark.parametrize("ahead", [(8, LACKS), (9, LACKS)])
+def test_who_is_ahead_of_ranks_that_lack_averages_does_not_agree(ahead):
+    behind = (7, LACKS) if ahead[0] == 8 else (7, HAS)
+    with pytest.raises(SyncFault, match=rf"ranks \[1\] have finished step {ahead[0]}"):
+        decide({0: Standing(*behind), 1: Standing(*ahead)})
+
+
+def test_all_get_one_decision_and_the_dead_are_not_waited_for():
+    store, dead = HashStore(), {0, 3}
+    places = {rank: Survivors(store, "here", rank) for rank in (1, 2, 4)}
+
+    def meet(rank):
+        standing = Standing(5, rank != 4)
+        return places[rank].meet(1, range(5), standing, lambda: dead, timeout=20)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(meet, places))
+    assert found == [Decision((1, 2, 4), 5, False)] * 3
+
+
+def test_a_death_while_others_wait_passes_the_decision_on():
+    """Rank 0 never speaks; it is the lowest until it is known to be dead."""
+    store, dead = HashStore(), set()
+    place = Survivors(store, "here", 1)
+    timer = threading.Timer(0.1, dead.add, [0])
+    timer.start()
+    decision = place.meet(1, range(2), Standing(3, LACKS), lambda: dead, timeout=20)
+    timer.join()
+    assert decision == Decision((1,), 3, False)
+
+
+def test_who_does_not_come_is_named():
+    place = Survivors(HashStore(), "here", 0)
+    with pytest.raises(SyncFault, match=r"rank 0 waited for ranks \[1\]"):
+        place.meet(1, range(2), Standing(3, LACKS), set, timeout=0.05)
+
+
+def test_what_was_decided_first_holds():
+    """Whoever comes late, with another view of who is dead, goes by it."""
+    store = HashStore()
+    first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
+    decided = first.meet(1, range(2), Standing(3, LACKS), lambda: {1}, timeout=20)
+    assert late.meet(1, range(2), Standing(3, LACKS), set, timeout=20) == decided
+    assert decided.ranks == (0,)
