@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,11 +67,14 @@ class Team:
         place = Group(all_ranks.rank % size, size, all_ranks.device)
         return cls(mine, place, groups[mine], others)
 
-    def alone(self, lane: Lane, steps: int) -> float:
-        """Seconds of so many steps, while no process of another training runs."""
+    def alone(self, lane: Lane, steps: int) -> tuple[float, float]:
+        """Seconds of so many steps, by the clock and of this rank's processor, in all its threads,
+        while no process of another training runs."""
         self._signal(signal.SIGSTOP)
         try:
-            return self.group.timed(partial(lane.steps, steps))
+            begun = time.process_time()
+            seconds = self.group.timed(partial(lane.steps, steps))
+            return seconds, time.process_time() - begun
         finally:
             self._signal(signal.SIGCONT)
 
@@ -92,15 +96,26 @@ def make(name: str, team: Team) -> Lane:
     return make_lane(scaled(name, 1.0), Variant(name, wrap), team.group, "sgd")
 
 
-def measure(
-    name: str, args: argparse.Namespace, team: Team, all_ranks: Group
-) -> dict[str, list[float]]:
-    """Seconds of a step of each way, by round."""
+@dataclass(frozen=True)
+class Taken:
+    """Of a step of each way, by round, in seconds.
+
+    Attributes:
+        clock: of the rank that takes longest.
+        processor: of all ranks together.
+    """
+
+    clock: dict[str, list[float]]
+    processor: dict[str, list[float]]
+
+
+def measure(name: str, args: argparse.Namespace, team: Team, all_ranks: Group) -> Taken:
+    """Steps of all ways in turns."""
     lane, found = make(name, team), []
     rounds = args.rounds
     for index in range(-1, args.rounds):  # the first one warms up
         if index == 0:
-            taken = all_ranks.most(found.pop()) * len(WAYS)
+            taken = all_ranks.most(found.pop()[0]) * len(WAYS)
             rounds = max(FEWEST_ROUNDS, min(rounds, int(args.seconds / taken)))
         if index == rounds:
             break
@@ -108,21 +123,26 @@ def measure(
             dist.barrier()
             if (index + turn) % len(WAYS) == team.number:
                 found.append(team.alone(lane, EVERY * args.tens))
-    everyones: list[list[float]] = [[]] * all_ranks.world
+    everyones: list[list[tuple[float, float]]] = [[]] * all_ranks.world
     dist.all_gather_object(everyones, found)
     size, steps = team.group.world, EVERY * args.tens
-    return {
-        way: [
-            max(times) / steps for times in zip(*everyones[n * size : (n + 1) * size], strict=True)
-        ]
-        for n, way in enumerate(WAYS)
-    }
+    clock, processor = {}, {}
+    for n, way in enumerate(WAYS):
+        own = list(zip(*everyones[n * size : (n + 1) * size], strict=True))
+        clock[way] = [max(seconds for seconds, _ in ranks) / steps for ranks in own]
+        processor[way] = [sum(seconds for _, seconds in ranks) / steps for ranks in own]
+    return Taken(clock, processor)
 
 
-def row(name: str, ranks: int, seconds: dict[str, list[float]]) -> list[str]:
+def row(name: str, ranks: int, taken: Taken) -> list[str]:
     """A line of the table."""
-    free = seconds[FREE]
-    ratios = [b.with_margin(over(seconds[way], free)) for way in WAYS if way != FREE]
+    free = taken.clock[FREE]
+    ratios = [
+        b.with_margin(over(seconds[way], seconds[FREE]))
+        for seconds in (taken.clock, taken.processor)
+        for way in WAYS
+        if way != FREE
+    ]
     return [name, str(ranks), f"{1e3 * median(free):.2f} ms", *ratios, str(len(free))]
 
 
@@ -140,14 +160,16 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     team = Team.of(group)
     rows = []
     for name in args.models:
-        seconds = measure(name, args, team, group)
-        rows.append(row(name, team.group.world, seconds))
+        taken = measure(name, args, team, group)
+        rows.append(row(name, team.group.world, taken))
     others = [way for way in WAYS if way != FREE]
+    columns = (FREE, *others, *(f"{way}, processor" for way in others))
     title = (
         f"steps with the watch, and with a comparison every {EVERY} steps, over those without "
-        f"either; {b.MARGIN}; {torch.get_num_threads()} thread(s) per rank"
+        f"either, by the clock and by the processor's time of all threads; {b.MARGIN}; "
+        f"{torch.get_num_threads()} thread(s) per rank"
     )
-    yield b.table(title, ("model", "ranks", FREE, *others, "rounds"), rows)
+    yield b.table(title, ("model", "ranks", *columns, "rounds"), rows)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from bench.measure.netns import Link, LinkName
 from bench.models import WORKLOADS
 from bench.models.workload import CPU_SCALE
 from examples.common.ranks import Group
-from examples.common.rounds import time_lanes
-from examples.common.training import Lane, Workload, make_lane
+from examples.common.rounds import less, time_lanes
+from examples.common.training import Workload, make_lane
 from examples.common.variants import FLOOR, VARIANTS, Variant, fast_ddp
 
 CALIBRATE, JUDGE = ("wide", "small"), ("transformer", "gpt2", "conv")
@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero=1": {"zero": 1},
     "zero=3": {"zero": 3},
 }
+IDLE = "no optimizer"
 PROBES, PROBE_SECONDS, LARGEST = 5, 0.05, 1 << 24  # all-reduces of each size; bytes
 
 
@@ -65,17 +66,6 @@ def probe(group: Group, link: LinkName) -> list[tuple[int, float]]:
     return found
 
 
-def update_seconds(lane: Lane, group: Group) -> float:
-    """The optimizer's part of a step, while all ranks make theirs."""
-    times = []
-    for _ in range(PROBES):
-        lane.forward().backward()
-        dist.barrier()
-        times.append(group.timed(lane.optimizer.step))
-    lane.optimizer.zero_grad(set_to_none=True)
-    return group.most(median(times))
-
-
 def measure(
     name: str, link: LinkName, args: argparse.Namespace, group: Group, here: Link
 ) -> dict[str, Any]:
@@ -84,19 +74,22 @@ def measure(
     scale = scale_on(link) if args.scale is None else args.scale
     workload = scaled(name, scale)
     wrapped = {way: Variant(way, fast_ddp(**how)) for way, how in WAYS.items()}
-    variants = {FLOOR: VARIANTS[FLOOR], **wrapped}
-    lanes = {way: make_lane(workload, v, group, "adamw") for way, v in variants.items()}
+    floor = VARIANTS[FLOOR]
+    lanes = {way: make_lane(workload, v, group, "adamw") for way, v in wrapped.items()}
+    lanes |= {FLOOR: make_lane(workload, floor, group, "adamw")}
+    lanes |= {IDLE: make_lane(workload, floor, group, optimizer=None)}
     here.shape(link.rate)  # before the first step, from which plans are made
     probes = probe(group, link)
     measured = time_lanes(lanes, group, b.settings_of(args))
+    alone, idle = (measured.pop(way).seconds for way in (FLOOR, IDLE))
     return {
         "link": link.name,
         "ranks": group.world,
         "model": name,
         "scale": scale,
         "probes": probes,
-        "alone": median(measured.pop(FLOOR).seconds),
-        "update": update_seconds(lanes[FLOOR], group),
+        "alone": median(alone),
+        "update": max(0.0, median(less(alone, idle))),
         "steps": {way: median(found.seconds) for way, found in measured.items()},
     }
 
