@@ -88,6 +88,7 @@ def predicted_steps(profile: Profile, name: str, times: list[float]) -> tuple[fl
         Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0),
         overhead=rates.overhead,
         sending=rates.sending,
+        launching=rates.launching,
     )
     asked = Scenario(
         trace=lambda samples, checkpointing: record,

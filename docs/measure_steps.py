@@ -32,7 +32,7 @@ from examples.common.variants import FLOOR, VARIANTS, Variant, fast_ddp
 
 CALIBRATE, JUDGE = ("wide", "small"), ("transformer", "gpt2", "conv")
 # Share of a model's parameters by the link's bits per second, from the fastest.
-SCALES = ((5e9, 1.0), (5e8, 1 / 4), (0.0, 1 / 32))
+SCALES = ((5e9, 1.0), (5e8, 1 / 4), (0.0, 1 / 16))
 WAYS: dict[str, dict[str, Any]] = {
     "zero=0": {},
     "zero=0, int8": {"wire": "int8"},

@@ -5,23 +5,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.measure.netns import LinkName
 from bench.report.charts import Labels
 from docs.measure_steps import CALIBRATE, JUDGE, WAYS, scaled
 from docs.scatter import scatter_chart
 from examples.common.machine import describe
 from fastsync.planner.compute import Compute, from_record
-from fastsync.planner.devices import Device, device_named
+from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link
 from fastsync.planner.profile import Sample, fit
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario
+from fastsync.planner.simulate import Job, simulate
 from fastsync.planner.strategy import Strategy, named
 from fastsync.planner.synthetic import adam_by_formula
 from fastsync.planner.tracing import trace_model
@@ -29,6 +32,7 @@ from fastsync.planner.tracing import trace_model
 MEASURED = Path(__file__).resolve().parent / "measured" / "steps.json"
 CPU = replace(device_named("cpu"), efficiency=1.0, streaming=1.0, overhead=5e-6)
 SENDING = (0.0, 1e-10, 2e-10, 4e-10, 6e-10, 8e-10, 1.2e-9)  # seconds of computing per byte sent
+LAUNCHING = (0.0, 1e-4, 2e-4, 4e-4, 8e-4, 1.2e-3, 1.6e-3, 2.4e-3, 3.2e-3)  # and per collective
 REACHED = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the rate of bare all-reduces
 PASSES = (1e9, 2e9, 3e9, 5e9, 1e10, 2e10)  # bytes per second of a pass of coding
 INT8 = "zero=0, int8"
@@ -41,11 +45,14 @@ class Constants:
 
     Attributes:
         reached: on each link, for each number of ranks.
-        sending, coding: for each number of ranks, on all links between machines, and inside one.
+        sending, launching: seconds of computing per byte sent, and per collective; `coding`: bytes
+            per second of a pass. For each number of ranks, on all links between machines, and
+            inside one.
     """
 
-    sending: float
-    coding: float
+    sending: float = 0.0
+    launching: float = 0.0
+    coding: float = PASSES[-1]
     reached: float = 1.0
 
 
@@ -56,7 +63,13 @@ def record_of(model: str, scale: float) -> Record:
     return trace_model(workload.build, shape, loss=lambda output, _: workload.loss(output))
 
 
-@dataclass(frozen=True)
+def burst_seconds(link: str) -> float:
+    """What a shaped link takes off the time of what is sent after a pause."""
+    name = LinkName(link)
+    return 0.0 if name.bits_per_second is None else 8 * name.burst / name.bits_per_second
+
+
+@dataclass(frozen=True, eq=False)
 class Cell:
     """What was measured of one model on one link; see docs/measure_steps.py."""
 
@@ -69,6 +82,7 @@ class Cell:
     update: float
     steps: dict[str, float]
     network: tuple[float, float] = (0.0, 1.0)  # latency and rate: of the link, by all its probes
+    _jobs: dict[tuple[str, float, float], Job] = field(default_factory=dict, init=False)
 
     @property
     def inside(self) -> bool:
@@ -86,21 +100,33 @@ class Cell:
         own = max(self.alone - self.update, 1e-6) / (traced.forward + traced.backward)
         return replace(traced.scaled(own), update=self.update)
 
-    def planned(self, way: str, constants: Constants) -> float:
-        """Seconds of a step."""
+    def job(self, way: str, reached: float, coding: float) -> Job:
+        """A step that only coding costs the processor anything."""
+        key = way, reached, coding
+        if key not in self._jobs:
+            self._jobs[key] = self._job(*key)
+        return self._jobs[key]
+
+    def _job(self, way: str, reached: float, coding: float) -> Job:
         latency, rate = self.network
-        link = Link(rate * constants.reached, latency, "net")
+        link = Link(rate * reached, latency, "net")
         per_node = self.ranks if self.inside else 1
-        device: Device = replace(CPU, sending=constants.sending, bandwidth=constants.coding)
         asked = Scenario(
             trace=lambda samples, checkpointing: self.record,
             samples=self.record.samples,
             optimizer=adam_by_formula,
-            device=device,
+            device=replace(CPU, bandwidth=coding),
             cluster=Cluster(self.ranks, per_node, link, link, "gloo"),
             measured=self.compute,
         )
-        return asked.time(strategy_of(way, self.ranks)).mean
+        return asked.job(strategy_of(way, self.ranks))
+
+    def planned(self, way: str, constants: Constants) -> float:
+        """Seconds of a step."""
+        job = self.job(way, constants.reached, constants.coding)
+        host = constants.sending * job.sent + constants.launching * job.launched
+        time = simulate(replace(job, host=job.host + host))
+        return time.mean - min(time.exposed, burst_seconds(self.link))
 
     def error(self, way: str, constants: Constants) -> float:
         return self.planned(way, constants) / self.steps[way] - 1
@@ -114,12 +140,20 @@ def cells_of(document: dict[str, Any]) -> list[Cell]:
         for size, seconds in cell["probes"]:
             sizes.setdefault(size, []).append(seconds)
 
-    def network(link: str, ranks: int) -> tuple[float, float]:
-        sizes = probed[link, ranks]
-        return fit([Sample(size, median(times)) for size, times in sizes.items()], ranks)
+    def network(cell: dict[str, Any]) -> tuple[float, float]:
+        return network_of(cell["link"], cell["ranks"], probed[cell["link"], cell["ranks"]])
 
-    cells = document["cells"]
-    return [Cell(**cell, network=network(cell["link"], cell["ranks"])) for cell in cells]
+    return [Cell(**cell, network=network(cell)) for cell in document["cells"]]
+
+
+def network_of(link: str, ranks: int, probes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """Latency and rate, from the seconds of all-reduces of each size."""
+    burst = LinkName(link).burst
+    samples = [
+        Sample(size, median(times) + (burst_seconds(link) if size > burst else 0.0))
+        for size, times in probes.items()
+    ]
+    return fit(samples, ranks)
 
 
 def strategy_of(way: str, ranks: int) -> Strategy:
@@ -147,16 +181,16 @@ def fitted(cells: Iterable[Cell]) -> dict[str, Constants]:
 
     def off(link: str, constants: Constants, ways: Iterable[str]) -> float:
         errors = (c.error(way, constants) for c in links[link] for way in ways if way in c.steps)
-        return sum(math.log1p(error) ** 2 for error in errors)
+        return sum(abs(math.log1p(error)) for error in errors)
 
-    def best(sending: float) -> tuple[float, dict[str, Constants]]:
+    def best(host: tuple[float, float]) -> tuple[float, dict[str, Constants]]:
         found = {}
         for link in links:
-            grid = [Constants(sending, PASSES[-1], reached) for reached in REACHED]
+            grid = [Constants(*host, reached=reached) for reached in REACHED]
             found[link] = min(grid, key=lambda c, link=link: off(link, c, PLAIN))
         return sum(off(link, c, PLAIN) for link, c in found.items()), found
 
-    _, plain = min(map(best, SENDING), key=lambda each: each[0])
+    _, plain = min(map(best, product(SENDING, LAUNCHING)), key=lambda each: each[0])
 
     def coded(rate: float) -> float:
         return sum(off(link, replace(c, coding=rate), [INT8]) for link, c in plain.items())

@@ -12,18 +12,17 @@ from bench.report.charts import Labels
 from docs import planner_steps
 from docs.measure_steps import WAYS, scale_on
 from docs.measure_tuning import row
-from docs.planner_steps import Cell, Constants, fitted
+from docs.planner_steps import Cell, Constants, fitted, network_of
 from docs.scatter import scatter_chart
 from examples.common.ranks import Group
-from fastsync.planner.profile import Sample, fit
 
-TRUTH = Constants(sending=4e-10, coding=3e9, reached=0.85)
+TRUTH = Constants(sending=4e-10, launching=4e-4, coding=3e9, reached=0.85)
 PROBES = ((1 << 14, 4e-4), (1 << 20, 9e-3))
 
 
 def made(model, link="1gbit", truth=TRUTH):
     """A cell whose steps are planned ones."""
-    network = fit([Sample(*probe) for probe in PROBES], 2)
+    network = network_of(link, 2, {size: [seconds] for size, seconds in PROBES})
     cell = Cell(link, 2, model, 1 / 32, PROBES, 0.02, 0.002, {}, network)
     return replace(cell, steps={way: cell.planned(way, truth) for way in WAYS})
 
@@ -31,7 +30,7 @@ def made(model, link="1gbit", truth=TRUTH):
 def test_constants_are_found_again():
     slower = replace(TRUTH, reached=0.5)
     cells = [made(model, *other) for model in ("wide", "small") for other in ((), ("veth", slower))]
-    cells.append(made("conv", truth=Constants(1e-9, 1e9, 4.0)))
+    cells.append(made("conv", truth=Constants(1e-9, 0.0, 1e9, 4.0)))
     found = fitted(cells)
     assert found == {"1gbit": TRUTH, "veth": slower}, "what is judged is not fitted to"
 
@@ -50,7 +49,7 @@ def document(tmp_path, monkeypatch):
     cells = [made("wide"), made("small"), off, *(made(m, "10gbit") for m in ("wide", "conv"))]
     about = {"device": "cpu", "ranks": "2"}
     path = tmp_path / "steps.json"
-    names = [name for name in Cell.__dataclass_fields__ if name != "network"]
+    names = [name for name in Cell.__dataclass_fields__ if name not in ("network", "_jobs")]
     found = [{name: getattr(cell, name) for name in names} for cell in cells]
     path.write_text(json.dumps({"cells": found, "environment": about, "command": "measure"}))
     monkeypatch.setattr(planner_steps, "MEASURED", path)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,28 @@ def test_events_are_those_of_a_clock():
         time = simulate(job_of_messages(messages, named("0", 16, 8), compute, at))
         assert time.mean == pytest.approx(step_by_clock(messages, compute, at), abs=2e-4)
         assert time.exposed == pytest.approx(time.mean - 0.03)
+
+
+def test_an_update_is_shared_down_to_the_launches_of_its_operators():
+    compute = Compute(0.0, 0.0, (0.0,), 0.008, launches=0.006)
+    steps = {stage: Strategy(stage, 4, 4) for stage in (0, 1, 3)}
+    jobs = {n: job_of_messages([], how, compute, cluster(4)) for n, how in steps.items()}
+    assert [job.update for job in jobs.values()] == pytest.approx([0.008, 0.002, 0.006])
+    assert simulate(jobs[1]).computing == pytest.approx(0.002)
+
+
+def test_computing_pays_for_bytes_and_collectives_that_it_hides():
+    record = trace_model(lambda: nn.Sequential(*(nn.Linear(900, 900) for _ in range(20))), (4, 900))
+    compute = Compute(0.01, 10.0, (0.0,) * len(record.params), 0.0)
+    at, how = cluster(4), named("0", 4, 4)
+    plan, _ = engine_plan(record, how)
+    dear = replace(device_named("cpu"), sending=1e-9, launching=1e-3)
+    free, paid = (
+        simulate(job_of(record, how, plan, compute, at, device))
+        for device in (device_named("cpu"), dear)
+    )
+    lost = 1e-9 * free.sent + 1e-3 * len(plan.buckets)
+    assert paid.mean - free.mean == pytest.approx(lost)
 
 
 def test_accumulation_sends_once_and_stage_two_each_time():

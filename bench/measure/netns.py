@@ -69,6 +69,11 @@ class LinkName:
         return None if match is None else float(match["number"]) * UNITS[match["unit"]]
 
     @property
+    def burst(self) -> int:
+        """Bytes that pass at once after a pause."""
+        return max(LEAST_BURST, int((self.bits_per_second or 0.0) / 8 * BURST_SECONDS))
+
+    @property
     def scale(self) -> float:
         """The size of the model that suits the link."""
         rate = self.bits_per_second
@@ -223,8 +228,7 @@ def _shape(holder: str, device: str, rate: str | None) -> None:
         with suppress(subprocess.CalledProcessError):  # there may be none
             _in(holder, "tc", "qdisc", "del", "dev", device, "root")
         return
-    burst = max(LEAST_BURST, int((LinkName(rate).bits_per_second or 0.0) / 8 * BURST_SECONDS))
-    limit = ("tbf", "rate", rate, "burst", str(burst), "limit", QUEUE)
+    limit = ("tbf", "rate", rate, "burst", str(LinkName(rate).burst), "limit", QUEUE)
     _in(holder, "tc", "qdisc", "replace", "dev", device, "root", *limit)
 
 

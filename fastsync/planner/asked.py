@@ -85,7 +85,8 @@ def device_of(args: argparse.Namespace) -> Device:
         rates = profile.device
         device = replace(device, narrow=rates.flops, wide=rates.flops, bandwidth=rates.bandwidth)
         device = replace(device, efficiency=1.0, streaming=1.0)
-        device = replace(device, overhead=rates.overhead, sending=rates.sending)
+        device = replace(device, overhead=rates.overhead)
+        device = replace(device, sending=rates.sending, launching=rates.launching)
     return device
 
 

@@ -14,6 +14,7 @@ from fastsync.timeline.data import RankStep, Run, by_step
 __all__ = ["Compute", "Message", "Recorded", "from_record", "from_run"]
 
 _NS = 1e-9
+_UPDATE_OPERATORS = 12  # of AdamW on a parameter, where each is launched by itself, as on a CPU
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Compute:
     Attributes:
         ready: when each gradient is complete, from the start of the backward, by parameter.
         update: of the optimizer's step on all parameters; a rank with a share takes its share.
+        launches: of that step at least on pieces of all parameters, however small they are.
         between: of whatever else lies between two steps.
         source: where the figures come from, in words.
     """
@@ -33,6 +35,7 @@ class Compute:
     update: float
     between: float = 0.0
     source: str = ""
+    launches: float = 0.0
 
     def scaled(self, factor: float) -> Compute:
         """The same for a batch `factor` as large."""
@@ -43,6 +46,7 @@ class Compute:
             self.update,
             self.between,
             self.source,
+            self.launches,
         )
 
 
@@ -99,7 +103,8 @@ def from_record(record: Record, device: Device, moved_by_update: float) -> Compu
     )
     # A parameter without gradient is known to have none when the backward ends.
     times = tuple(ready.get(index, now) for index in range(len(record.params)))
-    return Compute(forward, now, times, update, source=source)
+    launches = _UPDATE_OPERATORS * len(record.params) * device.overhead
+    return Compute(forward, now, times, max(update, launches), source=source, launches=launches)
 
 
 def from_run(run: Run) -> Recorded:

@@ -28,7 +28,7 @@ class Device:
         streaming: share of the bandwidth that other operators reach.
         overhead: seconds that an operator takes at least, as its launch does.
         sending: seconds of computing lost per byte that is sent beside it, where both need the
-            same processor.
+            same processor; `launching`: per collective.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Device:
     streaming: float = 0.8
     overhead: float = 0.0
     sending: float = 0.0
+    launching: float = 0.0
 
     @property
     def on_cpu(self) -> bool:

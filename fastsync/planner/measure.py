@@ -7,8 +7,9 @@ of links inside a machine, among the ranks of each one, all machines at a time; 
 machines, among the ranks that have the same place on each. On a CPU these are buckets of FastDDP,
 which travel through memory where ranks share it; on a GPU they are bare all-reduces, since the host
 does not see when a bucket is there. Those of the device come from a matrix product, a pass over
-memory and an operator on next to nothing. Last, one step of a small model with FastDDP tells how
-much computing slows down while gradients travel: on a CPU both need the same cores.
+memory and an operator on next to nothing. Last, steps of a small model with FastDDP, in
+few buckets and in many, tell how much computing slows down while gradients travel, by bytes and by
+collectives: on a CPU both need the same cores.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +31,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync.ddp import FastDDP
+from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
 from fastsync.planner.profile import DeviceRates, LinkRates, Profile, Sample
 from fastsync.planner.scenario import Scenario, cached_optimizer
-from fastsync.planner.simulate import StepTime
+from fastsync.planner.simulate import Job, simulate
 from fastsync.planner.strategy import named
 from fastsync.planner.tracing import trace_model, trace_optimizer
 from fastsync.ranks.machines import network_space
@@ -46,6 +49,7 @@ _FEWEST = 5
 _SHORTEST = 1e-6  # seconds that a difference of two figures counts for at least
 _SIDE = 768
 _BATCH, _WIDTH, _DEPTH = 64, 768, 6
+_CAPS_MB = (None, 1.0)  # of buckets; a layer of the calibration model has 2.25
 
 
 def measure_to(path: Path) -> None:
@@ -88,7 +92,8 @@ def measure(device: torch.device) -> Profile:
     links = [each.link() for each in (inside, between) if each is not None]
     cluster = Cluster(world, places.per_machine, links[0], links[-1], "gloo")
     if device.type == "cpu":
-        rates = replace(rates, sending=_sending(device, rates, cluster))
+        sending, launching = _host_costs(device, rates, cluster)
+        rates = replace(rates, sending=sending, launching=launching)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
     return Profile(machine, torch.__version__, world, backend, rates, inside, between)
 
@@ -254,7 +259,7 @@ def _device_rates(device: torch.device) -> DeviceRates:
             torch.add(tiny, tiny)
 
     overhead = _together(operators, device) / many if device.type == "cpu" else 0.0
-    return DeviceRates(2 * _SIDE**3 / product, 2 * source.nbytes / passed, overhead, 0.0)
+    return DeviceRates(2 * _SIDE**3 / product, 2 * source.nbytes / passed, overhead)
 
 
 def calibration_model() -> nn.Module:
@@ -265,28 +270,45 @@ def calibration_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _sending(device: torch.device, rates: DeviceRates, cluster: Cluster) -> float:
-    """Seconds of computing lost per byte that is sent beside it, in a real step."""
+def _host_costs(device: torch.device, rates: DeviceRates, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of computing lost in a real step per byte that is sent beside it, and per collective.
+
+    Two steps tell them apart: one in the default's buckets, one with a bucket for each layer.
+    """
     batch = torch.randn(_BATCH, _WIDTH, device=device)
     alone = calibration_model().to(device)
-    model = FastDDP(calibration_model().to(device))
+    models = [FastDDP(calibration_model().to(device), bucket_cap_mb=cap) for cap in _CAPS_MB]
 
     def step(module: nn.Module) -> None:
         module.zero_grad()
         module(batch).pow(2).mean().backward()
 
-    computing = _together(lambda: step(alone), device)
-    whole = _together(lambda: step(model), device)
-    time = _predicted(rates, cluster, computing)
-    hidden = max(0.0, time.communicating - time.exposed)
-    if hidden == 0:
+    computing, *whole = _in_turns([partial(step, m) for m in (alone, *models)], device)
+    jobs = [_job(rates, cluster, computing, cap) for cap in _CAPS_MB]
+    few, many = (_lost(job, seconds) for job, seconds in zip(jobs, whole, strict=True))
+    more = jobs[1].launched - jobs[0].launched
+    launching = max(0.0, many - few) / more if more > 0 else 0.0
+    return max(0.0, few - launching * jobs[0].launched) / jobs[0].sent, launching
+
+
+def _lost(job: Job, measured: float) -> float:
+    """Seconds of computing that communication cost in a step that took so long.
+
+    They show in the share of communication that computing hides, and are no more than all of it.
+    """
+    time = simulate(job)
+    hidden = time.communicating - time.exposed
+    if hidden <= 0:
         return 0.0
-    share = min(1.0, max(0.0, (whole - time.mean) / hidden))  # of a second, per second
-    return share * time.communicating / time.sent
+    return min(1.0, max(0.0, (measured - time.mean) / hidden)) * time.communicating
 
 
-def _predicted(rates: DeviceRates, cluster: Cluster, computing: float) -> StepTime:
-    """The step of the calibration model that computes so long."""
+def _job(rates: DeviceRates, cluster: Cluster, computing: float, cap: float | None) -> Job:
+    """The step of the calibration model that computes so long.
+
+    Args:
+        cap: of its buckets, in MiB; None: the default.
+    """
     kind = Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0)
     scenario = Scenario(
         trace=lambda samples, _: trace_model(calibration_model, (samples, _WIDTH)),
@@ -294,8 +316,9 @@ def _predicted(rates: DeviceRates, cluster: Cluster, computing: float) -> StepTi
         optimizer=cached_optimizer(lambda shapes: trace_optimizer("sgd", shapes, False)),
         device=kind,
         cluster=cluster,
+        buckets=None if cap is None else BucketPolicy.from_mb(cap),
     )
     traced = scenario.compute
     scale = computing / (traced.forward + traced.backward)
     measured = replace(traced.scaled(scale), update=0.0)
-    return replace(scenario, measured=measured).time(named("0", cluster.world, cluster.world))
+    return replace(scenario, measured=measured).job(named("0", cluster.world, cluster.world))

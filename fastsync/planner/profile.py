@@ -13,7 +13,7 @@ from fastsync.planner.links import Link
 __all__ = ["DeviceRates", "LinkRates", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class DeviceRates:
 
     Attributes:
         overhead: seconds that an operator takes at least.
-        sending: seconds of computing lost per byte that is sent beside it.
+        sending: seconds of computing lost per byte that is sent beside it; `launching`: per
+            collective.
     """
 
     flops: float
     bandwidth: float
     overhead: float
-    sending: float
+    sending: float = 0.0
+    launching: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
 from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
-from fastsync.planner.simulate import StepTime, job_of, simulate
+from fastsync.planner.simulate import Job, StepTime, job_of, simulate
 from fastsync.planner.strategy import Carrier, Strategy, Unit, engine_plan, named
 
 __all__ = ["Candidate", "Scenario", "cached_optimizer"]
@@ -144,12 +144,15 @@ class Scenario:
 
     def time(self, strategy: Strategy) -> StepTime:
         """The step of all ranks."""
+        return simulate(self.job(strategy), self.jitter)
+
+    def job(self, strategy: Strategy) -> Job:
+        """That step, ready to be simulated."""
         record = self.record(self.samples, strategy.checkpointing)
         cluster = self.cluster.of(strategy.world)
         plan, _ = self._planned(record, strategy)
         compute = self._compute(strategy)
-        job = job_of(record, strategy, plan, compute, cluster, self.device)
-        return simulate(job, self.jitter)
+        return job_of(record, strategy, plan, compute, cluster, self.device)
 
     def _compute(self, strategy: Strategy) -> Compute:
         if self.measured is not None:

@@ -57,7 +57,7 @@ class Job:
         costs: seconds of each bucket's collectives, in order; `ready`: when its gradients are.
         after: seconds of collectives after the optimizer's step.
         units: in the order of use in the forward; stage 3 alone.
-        sent: bytes that a rank sends in a step.
+        sent: bytes that a rank sends in a step; `launched`: its collectives.
         host: seconds of computing that all of that costs, where both share a processor.
     """
 
@@ -68,7 +68,19 @@ class Job:
     after: float
     units: tuple[_Unit, ...]
     sent: float
+    launched: int
     host: float
+
+    @property
+    def update(self) -> float:
+        """Seconds of a rank's part of the optimizer's step.
+
+        A share of stages 1 and 2 has whole tensors, but for those that are cut; one of stage 3 has
+        a piece of each, which takes an operator as many launches.
+        """
+        shards = self.strategy.shards if self.strategy.stage else 1
+        least = min(self.compute.update, self.compute.launches)
+        return max(self.compute.update / shards, least if self.strategy.stage == 3 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ def job_of(
     """
     if strategy.stage == 3:
         return _in_units(record, strategy, compute, cluster, device)
-    ready, costs, sent, coding = [], [], 0.0, 0.0
+    ready, costs, sent, coding, launched = [], [], 0.0, 0.0, 0
     for bucket in plan.buckets:
         ready.append(max(compute.ready[index] for index in bucket.params))
         coded = _coding_seconds(record, bucket, device)
@@ -115,6 +127,7 @@ def job_of(
         costs.append(seconds)
         sent += bytes_sent
         coding += coded
+        launched += _launched(bucket)
     if strategy.stage == 2:
         sent *= strategy.accumulate
     whole = record.nbytes
@@ -123,8 +136,10 @@ def job_of(
         count = max(1, len(plan.buckets))
         after = count * collective_seconds("all_gather", whole / count, cluster)
         sent += sent_bytes("all_gather", whole, strategy.world)
-    host = device.sending * sent + (coding if device.on_cpu else 0.0)
-    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), sent, host)
+        launched += count
+    host = device.sending * sent + device.launching * launched
+    host += coding if device.on_cpu else 0.0
+    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), sent, launched, host)
 
 
 def job_of_messages(
@@ -139,7 +154,7 @@ def job_of_messages(
         after = sum(collective_seconds("all_gather", m.nbytes, cluster) for m in messages)
         sent *= 2
     ready = tuple(message.ready for message in messages)
-    return Job(strategy, compute, ready, costs, after, (), sent, 0.0)
+    return Job(strategy, compute, ready, costs, after, (), sent, len(costs), 0.0)
 
 
 def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> float:
@@ -148,6 +163,11 @@ def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> fl
         return 0.0
     own = sum(record.params[index].nbytes for index in bucket.params)
     return _CODE_PASSES * own / (device.bandwidth * device.streaming)
+
+
+def _launched(bucket: PlannedBucket) -> int:
+    """Collectives of a bucket."""
+    return 1 if bucket.coded is None or bucket.coded.form == "gather" else 2
 
 
 def _bucket_cost(
@@ -202,8 +222,9 @@ def _in_units(
         forward = compute.forward * seconds / max(compute.backward, 1e-12)
         units.append(_Unit(forward, seconds, gather, reduce))
         sent += 3 * rounds * sent_bytes("all_gather", size, strategy.shards)
-    host = device.sending * sent
-    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent, host)
+    launched = 3 * rounds * len(units)
+    host = device.sending * sent + device.launching * launched
+    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent, launched, host)
 
 
 def _slowest(world: int, jitter: float) -> list[float]:
@@ -226,8 +247,7 @@ def simulate(job: Job, jitter: float = 0.0) -> StepTime:
     lengths = [step(job, slow) for slow in _slowest(job.strategy.world, jitter)]
     mean = sum(lengths) / len(lengths)
     own = job.strategy.accumulate * (job.compute.forward + job.compute.backward)
-    shards = job.strategy.shards if job.strategy.stage else 1
-    computing = own + job.compute.update / shards + job.compute.between
+    computing = own + job.update + job.compute.between
     rounds = job.strategy.accumulate if job.strategy.stage == 2 else 1
     communicating = rounds * sum(job.costs) + job.after
     if job.units:
@@ -259,20 +279,13 @@ def _of_buckets(job: Job, slow: float) -> float:
     synchronised = forward + max(backward, _through(job.ready, job.costs, slow))
     others = job.strategy.accumulate - 1
     local = synchronised if job.strategy.stage == 2 else forward + backward
-    shards = job.strategy.shards if job.strategy.stage else 1
-    return (
-        others * local
-        + synchronised
-        + slow * (job.compute.update / shards + job.compute.between)
-        + job.after
-    )
+    return others * local + synchronised + slow * (job.update + job.compute.between) + job.after
 
 
 def _of_units(job: Job, slow: float) -> float:
     one = _walk(job.units, slow, backward=False)
     one += _walk(tuple(reversed(job.units)), slow, backward=True)
-    update = slow * (job.compute.update / job.strategy.shards + job.compute.between)
-    return job.strategy.accumulate * one + update
+    return job.strategy.accumulate * one + slow * (job.update + job.compute.between)
 
 
 def _walk(units: Sequence[_Unit], slow: float, backward: bool) -> float:
