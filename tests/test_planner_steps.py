@@ -103,7 +103,7 @@ def test_what_is_on_the_diagonal_is_drawn_there():
 
 def test_slower_links_have_smaller_models():
     scales = [scale_on(LinkName(name)) for name in ("loopback", "10gbit", "1gbit", "100mbit")]
-    assert scales == [1.0, 1.0, 1 / 4, 1 / 32]
+    assert scales == [1.0, 1.0, 1 / 4, 1 / 16]
 
 
 def test_the_share_of_the_gap_is_of_what_the_grids_best_gains():
