@@ -58,11 +58,11 @@ demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--qu
 
 test: extension ## run the tests of every feature, about four minutes on two cores
 	@echo "running the tests of every feature: about four minutes on two cores; make test-all runs all cases"
-	$(IN_CHECKOUT) -m pytest $(ARGS)
+	$(IN_CHECKOUT) -m pytest --at-once 2 $(ARGS)
 
 test-all: extension ## run all cases too: a quarter of an hour (ARGS='-m slow': what make test leaves out)
 	@echo "running all tests: about a quarter of an hour on two cores"
-	$(IN_CHECKOUT) -m pytest -m '' $(ARGS)
+	$(IN_CHECKOUT) -m pytest -m '' --at-once 2 $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)
