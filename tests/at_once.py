@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,17 @@ def register(config):
     """Has this process share the files with others, if it was asked to."""
     options = config.option
     if options.share_of is not None:
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
         config.pluginmanager.register(Share(options.share_of))
     elif options.at_once > 1 and not options.collectonly:
         config.pluginmanager.register(Others(config))
+
+
+def end_with(parent):
+    """Ends this process once its parent has ended, however that was."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 class Share:

@@ -1,5 +1,8 @@
 """Processes that share a run's files: each test runs once, at the same time, and failures count."""
 
+import time
+from pathlib import Path
+
 import pytest
 
 from tests.scripts import ROOT
@@ -70,6 +73,17 @@ def test_a_process_that_crashes_fails_the_run(folder):
     """Whichever it is: its file is not run by the other, which could not know of it."""
     last = 'os._exit(7) if "test_two" in __file__ else None'
     assert run(folder, last).ret == 7
+
+
+def test_a_run_that_is_killed_leaves_no_process(folder):
+    """The second process kills the first, and would stay."""
+    others = 'Path("ran.txt").read_text().split()'
+    run(folder, f"str(os.getppid()) in {others} and os.kill(os.getppid(), 9); time.sleep(100)")
+    pids = {line.split()[1] for line in (folder.path / "ran.txt").read_text().splitlines()}
+    deadline = time.monotonic() + 30
+    while any(Path("/proc", pid).exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_one_process_runs_all_unless_asked(folder):
