@@ -56,13 +56,13 @@ install: $(STAMP) ## build the package and install it into .venv
 demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--quick)
 	@$(IN_CHECKOUT) examples/demo.py $(ARGS)
 
-test: extension ## run the tests of every feature, about four minutes on two cores
-	@echo "running the tests of every feature: about four minutes on two cores; make test-all runs all cases"
-	$(IN_CHECKOUT) -m pytest $(ARGS)
+test: extension ## run the tests of every feature
+	@echo "running the tests of every feature, two files at once; make test-all runs all cases"
+	$(IN_CHECKOUT) -m pytest --at-once 2 $(ARGS)
 
-test-all: extension ## run all cases too: a quarter of an hour (ARGS='-m slow': what make test leaves out)
-	@echo "running all tests: about a quarter of an hour on two cores"
-	$(IN_CHECKOUT) -m pytest -m '' $(ARGS)
+test-all: extension ## run all cases too (ARGS='-m slow': what make test leaves out)
+	@echo "running all tests, two files at once"
+	$(IN_CHECKOUT) -m pytest -m '' --at-once 2 $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)

@@ -54,7 +54,7 @@ repeat_test_results() {
     log=$WORK/$run.log
     if [[ -e $log ]]; then
       printf 'pytest, %s:\n' "${run/tests-/tests, torch }"
-      grep -E '^[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -1 || echo "no result"
+      grep -E '^[0-9]+ [a-z]+.* in [0-9.]+s' "$log" || echo "no result"  # of each process
     fi
   done
 }

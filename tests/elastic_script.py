@@ -4,6 +4,7 @@ A job is a name and its arguments, those of `Job`. A rank writes what it has see
 `<folder>/<job>-<rank>.json`; who is killed writes the time before it is.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -218,6 +219,7 @@ def main():
     folder, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
     extension.load()
+    gc.freeze()  # what the ranks have in common is not worth the time of a search
     codes = {}
     for name, arguments in jobs:
         job, children = Job(**arguments), []

@@ -5,6 +5,7 @@ is earlier. A rank writes what it has seen to `<folder>/<job>-<rank>.json`; the 
 JSON, how the processes ended.
 """
 
+import gc
 import json
 import os
 import signal
@@ -283,6 +284,7 @@ def main():
     torch.set_num_threads(1)
     os.environ.update(FASTSYNC_STALL_WARN="1", FASTSYNC_AGREE_TIMEOUT="3")
     extension.load()
+    gc.freeze()  # what the ranks have in common is not worth the time of a search
     stuck = {}
     for job in jobs:
         name, children = "-".join(map(str, job)), []

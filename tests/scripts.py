@@ -1,5 +1,6 @@
 """Runs the commands of examples/ and docs/ the way a user types them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -39,10 +40,10 @@ def finish(process, code=0, timeout=240):
     return output
 
 
-def finish_all(processes):
+def finish_all(processes, timeout=240):
     """Waits for processes of one job, and returns what each printed; one that fails ends all."""
     with ThreadPoolExecutor(len(processes)) as pool:
-        outputs = [pool.submit(finish, process) for process in processes]
+        outputs = [pool.submit(finish, process, timeout=timeout) for process in processes]
         try:
             for output in as_completed(outputs):
                 output.result()
@@ -50,6 +51,30 @@ def finish_all(processes):
             for process in processes:
                 process.kill()
     return [output.result() for output in outputs]
+
+
+def run_jobs(module, folder, jobs, timeout, at_once=3):
+    """Runs `python -m module folder JOBS` for shares of the jobs, whose ranks mostly wait.
+
+    Args:
+        jobs: a list that JSON can hold.
+        at_once: how many processes share the jobs.
+
+    Returns:
+        Of each process its jobs, and the last line that it printed, read as JSON.
+    """
+    shares = [jobs[first::at_once] for first in range(min(at_once, len(jobs)))]
+    processes = [start(module, folder, json.dumps(share)) for share in shares]
+    outputs = finish_all(processes, timeout)
+    said = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return list(zip(shares, said, strict=True))
+
+
+def asked_for(request, parameter):
+    """The values of a parameter for which this run has tests in the file of a fixture's users."""
+    ours = [item for item in request.session.items if item.path == request.path]
+    given = [item.callspec.params for item in ours if hasattr(item, "callspec")]
+    return list(dict.fromkeys(params[parameter] for params in given if parameter in params))
 
 
 def run_module(module, *arguments, code=0):

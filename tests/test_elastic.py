@@ -16,7 +16,7 @@ from torch import nn
 import fastsync
 from fastsync.testing import run_ranks
 from tests.elastic_script import STEPS
-from tests.scripts import finish, start
+from tests.scripts import asked_for, run_jobs
 
 # Ranks, deaths (rank, step, place), how they differ from the default.
 CASES = {
@@ -59,9 +59,9 @@ CASES = {
 
 def run(folder, jobs):
     """What each rank of each job has seen, and how it ended."""
-    output = finish(start("tests.elastic_script", folder, json.dumps(jobs)), timeout=500)
-    codes = json.loads(output.splitlines()[-1])
-    seen = {}
+    codes, seen = {}, {}
+    for _, said in run_jobs("tests.elastic_script", folder, jobs, timeout=500):
+        codes |= said
     for name, arguments in jobs:
         files = [folder / f"{name}-{rank}.json" for rank in range(arguments["world"])]
         seen[name] = [json.loads(f.read_text()) if f.exists() else {} for f in files]
@@ -123,10 +123,7 @@ def outcomes_of(folder, cases):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    ours = [item for item in request.session.items if item.path == request.path]
-    params = [getattr(item, "callspec", None) for item in ours]
-    names = {it.params.get("case") for it in params if it is not None}
-    wanted = {name: case for name, case in CASES.items() if name in names}
+    wanted = {name: CASES[name] for name in asked_for(request, "case")}
     return outcomes_of(tmp_path_factory.mktemp("elastic"), wanted)
 
 

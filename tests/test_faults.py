@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_script import AT, FAULTY, LAYERS, STEPS
-from tests.scripts import finish, start
+from tests.scripts import asked_for, run_jobs
 
 # Fault, where, wrapper, ranks.
 DEATHS = [
@@ -153,17 +153,12 @@ class Ending:
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory, request):
     """How each job that a test of this run asks for has ended."""
-    wanted = [item.callspec.params["job"] for item in request.session.items if in_module(item)]
+    wanted = asked_for(request, "job")
     folder = tmp_path_factory.mktemp("faults")
-    output = finish(start("tests.fault_script", folder, json.dumps(wanted)), timeout=900)
-    stuck = json.loads(output.splitlines()[-1])
+    stuck = {}
+    for _, said in run_jobs("tests.fault_script", folder, wanted, timeout=900):
+        stuck |= said
     return {job: Ending(folder, job, stuck[name_of(job)]) for job in wanted}
-
-
-def in_module(item):
-    return item.path.name == Path(__file__).name and "job" in getattr(
-        getattr(item, "callspec", None), "params", {}
-    )
 
 
 def check_named(ending):

@@ -1,14 +1,13 @@
 """Processes that end while threads of Gloo's are at work, and the reducer or the group is freed."""
 
 import itertools
-import json
 import subprocess
 import sys
 
 import pytest
 
 from fastsync.ranks import leaving
-from tests.scripts import ROOT, environment, finish, start
+from tests.scripts import ROOT, asked_for, environment, run_jobs
 
 STEPS = ("destroy", "free", "collect")
 ORDERS = [order for length in range(4) for order in itertools.permutations(STEPS, length)]
@@ -24,11 +23,11 @@ def name_of(job):
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory):
-    """How the two ranks of each job ended."""
-    folder = tmp_path_factory.mktemp("leaving")
-    output = finish(start("tests.leaving_script", folder, json.dumps(JOBS)), timeout=600)
-    return dict(zip(JOBS, json.loads(output.splitlines()[-1]), strict=True))
+def endings(tmp_path_factory, request):
+    """How the two ranks of each job that a test of this run asks for have ended."""
+    folder, wanted = tmp_path_factory.mktemp("leaving"), asked_for(request, "job")
+    ended = run_jobs("tests.leaving_script", folder, wanted, timeout=600)
+    return {job: codes for jobs, said in ended for job, codes in zip(jobs, said, strict=True)}
 
 
 @pytest.mark.parametrize("job", JOBS, ids=name_of)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from fastsync.run import main
 from tests.scripts import ROOT, environment
 
 SCRIPT = """
@@ -146,13 +147,19 @@ def test_the_variable_alone_where_only_the_parent_imports_fastsync(tmp_path):
         (("--with", "bucket_cap_mb=many", "x.py"), "bucket_cap_mb is a number, not 'many'"),
         (("--with", "static_graph=maybe", "x.py"), "static_graph is true or false, not 'maybe'"),
         (("--with", "wire=a", "--with", "wire=b", "x.py"), "gives wire twice"),
-        (("no_such_program",), "is neither a script nor a command; a module needs -m"),
         ((), "the following arguments are required: PROGRAM"),
     ],
 )
-def test_mistakes_are_named(arguments, words):
-    _, err = run("-m", "fastsync.run", *arguments, code=2)
-    assert words in err
+def test_mistakes_are_named(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_there_is_named():
+    _, err = run("-m", "fastsync.run", "no_such_program", code=2)
+    assert "is neither a script nor a command; a module needs -m" in err
 
 
 def test_options_in_two_places_are_refused(tmp_path):

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -92,7 +93,9 @@ def count_dispatched_ops(fn: Callable[[], object]) -> int:
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fastsync.testing._forkserver"])
+    # Each rank imports the main module, which mostly is pytest.
+    main = ["pytest"] if "pytest" in sys.modules else []
+    context.set_forkserver_preload([*main, "fastsync.testing._forkserver"])
     return context
 
 
