@@ -10,9 +10,12 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 import fastsync
+from fastsync.engine.handover import give, receive
 from fastsync.testing import run_ranks
 from tests.scripts import finish, start
 
@@ -182,6 +185,36 @@ def test_deaths_and_returns_at_any_time(tmp_path):
     for outcome in outcomes_of(tmp_path, {f"{s}": drawn(s) for s in range(4)}).values():
         outcome.check()
         assert not outcome.errors, outcome.said
+
+
+def given():
+    draw = torch.Generator().manual_seed(0)
+    large = [torch.randn(600, 700 + i, generator=draw) for i in range(5)]
+    odd = [torch.zeros(0), torch.tensor(7), torch.arange(6).view(2, 3).T, torch.ones(3).bool()]
+    return {"large": large, "odd": odd, "state": {"lr": 0.1, 3: large[0].half()}}
+
+
+def fail():
+    raise KeyError("no state")
+
+
+def handed_over(rank, world):
+    group = dist.group.WORLD
+    if rank == 0:
+        give(given, group, 1)
+        give(fail, group, 1)
+        return None
+    return receive(group, 0), text_of(lambda: receive(group, 0))
+
+
+def test_what_is_given_is_what_arrives():
+    _, (taken, text) = run_ranks(handed_over, 2)
+    for name in ("large", "odd"):
+        for mine, theirs in zip(taken[name], given()[name], strict=True):
+            assert mine.dtype is theirs.dtype and torch.equal(mine, theirs)
+    assert taken["state"]["lr"] == 0.1
+    assert torch.equal(taken["state"][3], given()["large"][0].half())
+    assert "cannot give its state: KeyError: 'no state'" in text
 
 
 def text_of(call):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,43 +95,42 @@ def _pickled(held: Any, tensors: list[torch.Tensor]) -> bytes:
 def _send_all(
     head: bytes, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, to: int
 ) -> None:
-    def send(flat: torch.Tensor) -> None:
-        _wait_all(group.send([part], to, _TAG) for part in flat.split(_MESSAGE))
+    def send(*flats: torch.Tensor) -> None:
+        """All are under way at once."""
+        parts = [part for flat in flats for part in flat.split(_MESSAGE)]
+        _wait_all([group.send([part], to, _TAG + i) for i, part in enumerate(parts)])
 
     text = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     send(torch.tensor([text.numel()], dtype=torch.int64, device="cpu").view(torch.uint8))
     send(text)
     whole = [_bytes_of(t.resolve_conj().resolve_neg().contiguous()) for t in tensors]
     large, small = _sorted_by_size(whole)
-    for flat in large:
-        send(flat)
-    if small:
-        send(torch.cat(small))
+    send(*large, *([torch.cat(small)] if small else []))
 
 
 def _receive_all(group: dist.ProcessGroup, giver: int) -> Any:
-    def fill(flat: torch.Tensor) -> torch.Tensor:
-        _wait_all(group.recv([part], giver, _TAG) for part in flat.split(_MESSAGE))
-        return flat
+    def fill(*flats: torch.Tensor) -> None:
+        parts = [part for flat in flats for part in flat.split(_MESSAGE)]
+        _wait_all([group.recv([part], giver, _TAG + i) for i, part in enumerate(parts)])
 
-    size = fill(torch.empty(8, dtype=torch.uint8, device="cpu")).view(torch.int64)
-    text = fill(torch.empty(int(size), dtype=torch.uint8, device="cpu"))
+    size = torch.empty(1, dtype=torch.int64, device="cpu")
+    fill(size.view(torch.uint8))
+    text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    fill(text)
     specs, content, failure = pickle.loads(text.numpy().tobytes())
     if failure:
         raise ValueError(f"fastsync: a rank that trains cannot give its state: {failure}")
     tensors = [spec.make() for spec in specs]
     large, small = _sorted_by_size([_bytes_of(t) for t in tensors])
-    for flat in large:
-        fill(flat)
-    if small:
-        sizes = [flat.numel() for flat in small]
-        together = fill(torch.empty(sum(sizes), dtype=torch.uint8, device="cpu"))
-        for flat, part in zip(small, together.split(sizes), strict=True):
-            flat.copy_(part)
+    sizes = [flat.numel() for flat in small]
+    together = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    fill(*large, *([together] if small else []))
+    for flat, part in zip(small, together.split(sizes), strict=True):
+        flat.copy_(part)
     return _Unpickler(content, tensors).load()
 
 
-def _wait_all(works: Iterable[dist.Work]) -> None:
+def _wait_all(works: Sequence[dist.Work]) -> None:
     for work in works:
         work.wait()
 
