@@ -20,11 +20,11 @@ from fastsync.engine import checkpoint
 from fastsync.engine.engine import Engine
 from fastsync.engine.watch import explained
 from fastsync.front.buffers import BufferWatch, buffer_arguments
-from fastsync.front.elastic import ElasticFront
 from fastsync.front.guards import make_guards
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.front.request import Request, check_hook, check_join, named_params
+from fastsync.front.returning import ReturningFront
 from fastsync.front.skipping import Skips
 from fastsync.front.torch_faces import FrontLogger, FrontReducer, in_lockstep
 from fastsync.plan.elastic import ElasticPolicy
@@ -50,7 +50,7 @@ from fastsync.wire.formats import Choice, Wire
 __all__ = ["FastDDP"]
 
 
-class FastDDP(ElasticFront):
+class FastDDP(ReturningFront):
     """Averages gradients over ranks while backward is still running.
 
     Takes every argument of DistributedDataParallel and is an instance of it, so scripts and

@@ -5,7 +5,9 @@ itself, so that rank 0 may die as well::
 
     python -m fastsync.elastic --nproc-per-node 4 train.py --lr 0.1
 
-The script wraps its model with `FastDDP(model, elastic=True)`. All ranks run on this machine.
+The script wraps its model with `FastDDP(model, elastic=True)`. With `--restarts` ranks that die are
+started again, and `model.catch_up(optimizer)` brings them back into the training. All ranks run on
+this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from fastsync.build.env import inherited
-from fastsync.torch_private import TCPStore
+from fastsync.front.seat import ELASTIC_STORE
+from fastsync.ranks.newcomers import ENDED, back_key
+from fastsync.torch_private import PrefixStore, Store, TCPStore
 
 __all__ = ["main"]
 
@@ -42,6 +46,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="end all ranks, and fail, when fewer are left (default: 1)",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start ranks that die again, N times in all; the script calls catch_up() (default: 0)",
+    )
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module's name")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
@@ -52,36 +63,82 @@ def _parser() -> argparse.ArgumentParser:
 class _Ranks:
     """Processes, by rank.
 
+    Args:
+        command: what each runs.
+        world: how many.
+        server: whose store they meet in.
+        restarts: of ranks that end badly, in all.
+
     Attributes:
         running: those that have not ended.
-        failed: exit codes of those that have ended badly; negative: the signal.
+        failed: exit codes of those that have ended badly for good; negative: the signal.
     """
 
+    command: Sequence[str]
+    world: int
+    server: TCPStore
+    restarts: int = 0
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     signalled: int = 0  # this process
+    _started: int = 0  # again, so far
+    _again: dict[int, int] = field(default_factory=dict)  # running ranks, and the how manieth
+    _ends: bool = False  # a rank has come to its end
 
-    def start(self, command: Sequence[str], world: int, port: int) -> None:
-        for rank in range(world):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-            place |= {"LOCAL_WORLD_SIZE": world, "MASTER_PORT": port, "GROUP_RANK": 0}
-            variables = {name: str(value) for name, value in place.items()}
-            # As torchrun tells its ranks that the store is there already.
-            served = {"MASTER_ADDR": _HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            served["TORCHELASTIC_RESTART_COUNT"] = "0"
-            self.running[rank] = subprocess.Popen(command, env=inherited(variables | served))
+    def start(self) -> None:
+        for rank in range(self.world):
+            self.running[rank] = self._process(rank, rank, self.world)
 
-    def look(self) -> None:
-        """Notes who has ended, and says who has badly."""
+    def _process(self, rank: int, group_rank: int, group_size: int) -> subprocess.Popen[bytes]:
+        """Who comes back is the only rank of a group of its own until it has caught up."""
+        place = {"RANK": group_rank, "LOCAL_RANK": rank, "WORLD_SIZE": group_size, "GROUP_RANK": 0}
+        place |= {"LOCAL_WORLD_SIZE": self.world, "MASTER_PORT": self.server.port}
+        variables = {name: str(value) for name, value in place.items()}
+        # As torchrun tells its ranks that the store is there already.
+        variables |= {"MASTER_ADDR": _HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables["TORCHELASTIC_RESTART_COUNT"] = str(self._started)
+        variables["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
+        return subprocess.Popen(self.command, env=inherited(variables))
+
+    @property
+    def _store(self) -> Store:
+        return PrefixStore(ELASTIC_STORE, self.server)
+
+    def look(self, restarts: bool = True) -> None:
+        """Notes who has ended, says who has badly, and starts those again that may come back."""
         for rank, process in list(self.running.items()):
             code = process.poll()
             if code is None:
                 continue
             del self.running[rank]
+            self._again.pop(rank, None)
+            if code == 0 and not self._ends:
+                self._ends = True
+                self._store.set(ENDED, "")
             if code != 0:
-                self.failed[rank] = code
-                left = f"{len(self.running)} ranks are running"
-                print(f"fastsync.elastic: rank {rank} {_words(code)}; {left}", file=sys.stderr)
+                self._note(rank, code, restarts and self._started < self.restarts)
+
+    def _note(self, rank: int, code: int, restarts: bool) -> None:
+        left = f"{len(self.running)} ranks are running"
+        # Somebody has to have what it needs.
+        again = restarts and not self._ends and any(map(self._trains, self.running))
+        words = "; it is started again" if again else ""
+        print(f"fastsync.elastic: rank {rank} {_words(code)}; {left}{words}", file=sys.stderr)
+        if not again:
+            self.failed[rank] = code
+            return
+        self._started += 1
+        self._again[rank] = self._started
+        self.running[rank] = self._process(rank, 0, 1)
+
+    def _trains(self, rank: int) -> bool:
+        again = self._again.get(rank, 0)
+        return not again or self._store.check([back_key(again)])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any process has what all need. Those that wait to come back have not."""
+        return self._ends or any(map(self._trains, self.running))
 
     def end(self) -> None:
         """Returns when none is running."""
@@ -89,12 +146,12 @@ class _Ranks:
             process.terminate()
         deadline = time.monotonic() + _GRACE
         while self.running and time.monotonic() < deadline:
-            self.look()
+            self.look(restarts=False)
             time.sleep(_PAUSE)
         for process in self.running.values():
             process.kill()
             process.wait()
-        self.look()
+        self.look(restarts=False)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signalled = number
@@ -120,16 +177,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     world, least = asked.nproc_per_node, asked.min_ranks
     if not 1 <= least <= world:
         parser.error(f"--min-ranks must be from 1 to --nproc-per-node, {world}, but is {least}")
+    if asked.restarts < 0:
+        parser.error(f"--restarts must not be negative, but is {asked.restarts}")
     # As long as this process lives, so does the store.
     store = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, *(["-m"] if asked.module else []), asked.program, *asked.arguments]
-    ranks = _Ranks()
+    ranks = _Ranks(command, world, store, asked.restarts)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ranks.on_signal)
     try:
-        ranks.start(command, world, store.port)
+        ranks.start()
         while ranks.running and not ranks.signalled and world - len(ranks.failed) >= least:
             ranks.look()
+            if not ranks.goes_on:
+                print("fastsync.elastic: no rank is left that has trained", file=sys.stderr)
+                break
             time.sleep(_PAUSE)
     finally:
         ranks.end()

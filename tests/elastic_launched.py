@@ -1,6 +1,7 @@
 """What `python -m fastsync.elastic` starts in test_elastic_launcher.py: a rank that may die.
 
-`python -m tests.elastic_launched STEPS VICTIM`: rank VICTIM kills itself in its third forward.
+`python -m tests.elastic_launched STEPS VICTIM`: rank VICTIM kills itself in its third forward. If
+it comes back, the training ends three steps after that.
 """
 
 import os
@@ -25,10 +26,13 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = int(os.environ["FASTSYNC_ELASTIC_RANK"].partition("/")[0])
     model = fastsync.FastDDP(nn.Linear(4, 4), elastic=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
+    done = model.catch_up(optimizer)
+    for step in range(done, steps):
+        if model.elastic.size == 3 and model.elastic.since > 3 and step > model.elastic.since + 2:
+            break
         if step == 2 and rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()

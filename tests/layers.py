@@ -37,7 +37,7 @@ MODULE_LAYERS = {
     "engine": [
         ["core", "reports", "steps", "unused"],
         ["watch"],
-        ["groups", "memory", "pace", "sizing", "state"],
+        ["groups", "handover", "memory", "pace", "sizing", "state"],
         ["shares"],
         ["agreement", "routes"],
         ["engine"],
@@ -46,14 +46,15 @@ MODULE_LAYERS = {
     "front": [
         [
             *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
-            "stages",
+            *("seat", "stages"),
         ],
         ["guards", "skipping", "torch_faces"],
         ["elastic"],
+        ["returning"],
     ],
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
-        ["farewell", "meeting", "survivors"],
+        ["farewell", "meeting", "newcomers", "survivors"],
     ],
     "plan": [["elastic", "layout", "replicas", "topology"], ["policy"], ["buckets", "sizes"]],
     "planner": [

@@ -20,6 +20,20 @@ def test_survivors_end_well_when_rank_0_dies():
     assert len(sums) == 2 and len(set(sums)) == 1, output
 
 
+def test_a_rank_that_dies_is_started_again_and_catches_up():
+    output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 100000, 0)
+    assert "rank 0 was ended by SIGKILL; 2 ranks are running; it is started again" in output
+    assert "rank 0 is back. Ranks [0, 1, 2] go on with step" in output
+    sums = re.findall(r"rank \d of \(0, 1, 2\): (\S+)", output)
+    assert len(sums) == 3 and len(set(sums)) == 1, output
+
+
+def test_who_is_back_too_late_ends_and_the_training_has_succeeded():
+    output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 6, 1)
+    assert "the training has ended before rank 1 was back in it" in output
+    assert len(re.findall(r"rank \d of \(0, 2\)", output)) == 2, output
+
+
 def test_without_a_death_all_end_well():
     output = run_module("fastsync.elastic", *LAUNCH, *SCRIPT, 3, -1)
     assert len(set(re.findall(r"rank \d of \(0, 1, 2\): (\S+)", output))) == 1, output
@@ -34,6 +48,11 @@ def test_too_few_ranks_are_a_failure():
 def test_senseless_number_of_ranks():
     output = run_module("fastsync.elastic", *LAUNCH, "--min-ranks", 4, *SCRIPT, 1, 1, code=2)
     assert "--min-ranks must be from 1 to --nproc-per-node, 3, but is 4" in output
+
+
+def test_restarts_are_a_number_of_them():
+    output = run_module("fastsync.elastic", *LAUNCH, "--restarts", -1, *SCRIPT, 1, 1, code=2)
+    assert "--restarts must not be negative, but is -1" in output
 
 
 def test_a_signal_ends_all_ranks():

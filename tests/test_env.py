@@ -31,13 +31,15 @@ def test_every_variable():
             "FASTSYNC_STALL_WARN": "30",
             "FASTSYNC_STRAGGLER_WARN": "0.25",
             "FASTSYNC_UNIT_MEMORY_MB": "0.5",
+            "FASTSYNC_ELASTIC_RANK": "2/4",
+            "TORCHELASTIC_RESTART_COUNT": "5",
         }
     )
     expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, True, 2.5, 3)
     watching = replace(
         expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25
     )
-    assert env == replace(watching, unit_memory_mb=0.5)
+    assert env == replace(watching, unit_memory_mb=0.5, elastic_rank=(2, 4), restarts=5)
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 
@@ -60,6 +62,9 @@ def test_every_variable():
         ("FASTSYNC_AGREE_TIMEOUT", "soon"),
         ("FASTSYNC_AGREE_TIMEOUT", "nan"),
         ("RANK", "first"),
+        ("FASTSYNC_ELASTIC_RANK", "4/4"),
+        ("FASTSYNC_ELASTIC_RANK", "2"),
+        ("TORCHELASTIC_RESTART_COUNT", "many"),
     ],
 )
 def test_nonsense_is_named(name, value):

@@ -1,12 +1,14 @@
 """What the survivors of a death agree on, and how they meet."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore
 
 from fastsync.ranks.faults import SyncFault
+from fastsync.ranks.newcomers import ENDED, Doorway, Waiting
 from fastsync.ranks.survivors import Decision, Standing, Survivors, decide
 
 LACKS, HAS = False, True
@@ -74,3 +76,36 @@ def test_what_was_decided_first_holds():
     decided = first.meet(1, range(2), Standing(3, LACKS), lambda: {1}, timeout=20)
     assert late.meet(1, range(2), Standing(3, LACKS), set, timeout=20) == decided
     assert decided.ranks == (0,)
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_ranks_that_come_back_wait_until_all_are_between_two_steps(between):
+    told = {0: Standing(7, LACKS, True), 2: Standing(7, LACKS, between)}
+    ranks, back = ((0, 1, 2), ((1, 4),)) if between else ((0, 2), ())
+    decision = decide(told, {1: 4, 2: 3})
+    assert decision == Decision(ranks, 7, False, back)
+    assert decision.survivors == (0, 2)
+
+
+def test_who_has_stopped_counting_is_not_seen():
+    """Those that train would wait for it when they connect."""
+    store = HashStore()
+    doorway, waiting = Doorway(store), Waiting(store, 1, timeout=20)
+    with ThreadPoolExecutor(1) as pool:
+        epoch = pool.submit(waiting.admitted)
+        while not doorway.somebody_waits((0, 2)):
+            pass
+        assert not doorway.somebody_waits((0, 1, 2))
+        doorway.admit(doorway.waiting((0, 2)), 5)
+        assert epoch.result() == 5
+    store.set(f"rank/{store.add('announced', 1)}", "2")
+    deadline = time.monotonic() + 0.7
+    while time.monotonic() < deadline:
+        assert not doorway.somebody_waits((0, 1))
+
+
+def test_who_waits_for_a_training_that_has_ended_is_told():
+    store = HashStore()
+    store.set(ENDED, "")
+    with pytest.raises(SyncFault, match="has ended before rank 1 was back"):
+        Waiting(store, 1, timeout=20).training()

@@ -89,6 +89,10 @@ class Env:
         unit_memory_mb: ``FASTSYNC_UNIT_MEMORY_MB``, in MiB. What whole parameters of zero=3 and the
             buffers that they travel in may take before others are gathered ahead of time (default:
             None, no limit).
+        elastic_rank: ``FASTSYNC_ELASTIC_RANK``, as `python -m fastsync.elastic` sets it: which rank
+            of the training this process is, and of how many, such as ``2/4`` (default: None).
+        restarts: ``TORCHELASTIC_RESTART_COUNT``, as torchrun sets it, and `fastsync.elastic` on
+            ranks that come back: another number on each (default: 0).
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
             compiles to those that wait for it.
     """
@@ -107,6 +111,8 @@ class Env:
     stall_warn: float = 10.0
     straggler_warn: float = 0.1
     unit_memory_mb: float | None = None
+    elastic_rank: tuple[int, int] | None = None
+    restarts: int = 0
     replace_ddp: Mapping[str, Any] | None = None
 
     @classmethod
@@ -133,6 +139,8 @@ class Env:
             stall_warn=_positive(environ, "FASTSYNC_STALL_WARN", cls.stall_warn),
             straggler_warn=_share(environ, "FASTSYNC_STRAGGLER_WARN", cls.straggler_warn),
             unit_memory_mb=_mebibytes(environ, "FASTSYNC_UNIT_MEMORY_MB"),
+            elastic_rank=_place(environ, "FASTSYNC_ELASTIC_RANK"),
+            restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", cls.restarts),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
         )
 
@@ -256,6 +264,16 @@ def _mebibytes(environ: Mapping[str, str], name: str) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise ValueError(f"{name}={text!r} is not a positive number of MiB")
     return value
+
+
+def _place(environ: Mapping[str, str], name: str) -> tuple[int, int] | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    rank, _, ranks = text.partition("/")
+    if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
+        raise ValueError(f"{name}={text!r} is not a rank and how many there are, such as 2/4")
+    return int(rank), int(ranks)
 
 
 def _positive(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -97,7 +97,7 @@ class Engine:
         self.sizing = Sizing(self.core, sized, params[0].tensor.device)
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False
-        self._plan_changed = False
+        self._plan_changed = self._follows = False
         self.forwards = 0
         self.graphs: list[list[int]] = []
         self.plan = BucketPlan(())
@@ -297,8 +297,13 @@ class Engine:
         rate = self._measured_rate or (self.core.wire_rate() if timed else 0.0)
         return Network(rate, self.network.latency)
 
-    def resume(self, progress: Progress, carried: Carried) -> None:
-        """Resumes where a training was left. Collective: rank 0's order decides."""
+    def resume(self, progress: Progress, carried: Carried, follows: bool = False) -> None:
+        """Resumes where a training was left. Collective: rank 0's order decides.
+
+        Args:
+            follows: this rank is about to join others, who go on by plans in this order.
+        """
+        self._follows = follows
         index_of = {param.name: index for index, param in enumerate(self._params)}
         self.core.resume(progress.steps)
         self._forget_plans()
@@ -409,7 +414,9 @@ class Engine:
         self.core.forget_plans()
 
     def _end_step(self) -> None:
-        if not self.sizing.tick():
+        if self._follows and self.core.stats()["steps"] == 1:
+            self._install(self._order())  # the others have seen an order before
+        elif not self.sizing.tick():
             self._replan()
 
     def _replan(self, keep: bool = False) -> None:

@@ -14,6 +14,8 @@ fastsync/ranks/survivors.py how the survivors agree. One death, with four ranks:
 
 Had rank 2 died later, in its vote, the survivors might all have had the averages of step 7. They
 would have used those: rank 2 may have used them, too, and saved its weights.
+
+fastsync/front/returning.py says how rank 2 comes back.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch import nn
 
 from fastsync.engine.engine import Engine
 from fastsync.engine.watch import watch_of
+from fastsync.front.seat import Seat
 from fastsync.front.skipping import SkippingFront
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.ranks.faults import SyncFault
@@ -46,9 +49,9 @@ from fastsync.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from fastsync.engine.core import FaultWatch
+    from fastsync.engine.core import FaultWatch, Reducer
 
-__all__ = ["ElasticFront", "Membership"]
+__all__ = ["Elastic", "ElasticFront", "Membership"]
 
 _log = logging.getLogger("fastsync")
 _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/engine/survival.h numbers verdicts
@@ -63,8 +66,8 @@ class Membership:
 
     Attributes:
         rank: this one's place among them, from 0.
-        ranks: those of the start that are left, as they were counted then.
-        epoch: 0 at the start; each death makes a later one.
+        ranks: those of the start that are left or have come back, as they were counted then.
+        epoch: 0 at the start; each death makes a later one, and each return.
         since: the first step, from 1, whose averages are theirs alone.
         group: their process group. That of the start is broken once a rank has died.
     """
@@ -81,27 +84,37 @@ class Membership:
         return len(self.ranks)
 
 
-class _Elastic:
-    """What one model does when ranks die."""
+class Elastic:
+    """What one model does when ranks die.
 
-    def __init__(self, front: ElasticFront, engine: Engine, policy: ElasticPolicy) -> None:
+    Attributes:
+        now: who trains.
+        place: where survivors meet. A rank that comes back is told its name.
+        invite: called with ranks that come back and are members of an epoch, on the others.
+        hand_over: called when ranks come back, with the group of all of them and with who they are:
+            gives them what they need, or takes it.
+    """
+
+    def __init__(
+        self, front: ElasticFront, engine: Engine, policy: ElasticPolicy, seat: Seat
+    ) -> None:
         group = engine.group
         self._front, self._engine, self._policy = weakref.ref(front), engine, policy
-        self._me, self._started = group.rank(), group.size()
-        self._global = dist.get_process_group_ranks(group)
-        self._timeout = group_timeout(group) or timedelta(minutes=30)
+        self.seat, self._me, self._started = seat, seat.rank, seat.started
+        self.timeout = group_timeout(group) or timedelta(minutes=30)
         identity = zlib.crc32("\n".join(p.name for p in engine.params).encode())
-        self._name = f"elastic-{group.group_name}-{identity}"
-        store = group_store(group)
-        assert store is not None
-        self._store = store
-        self._place = Survivors(store, self._name, self._me)
-        self._watches: list[tuple[FaultWatch, tuple[int, ...]]] = []
+        name = f"elastic-{group.group_name}-{identity}"
+        opened = "to be told" if seat.returns else ""
+        self.place = Survivors(seat.store, name, self._me, opened)
+        self._watches: list[tuple[FaultWatch, dict[int, int]]] = []  # ranks by their places in it
         self._decision: Decision | None = None
         self._epoch = 0
         self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
-        self.now = Membership(self._me, tuple(range(self._started)), 0, 1, group)
-        self._see(group, self.now.ranks)
+        self.invite: Callable[[dict[int, int], int], None] = lambda newcomers, epoch: None
+        self.hand_over: Callable[[dist.ProcessGroup, Decision], None] = lambda group, who: None
+        ranks = (self._me,) if seat.returns else tuple(range(self._started))
+        self.now = Membership(group.rank(), ranks, 0, 1, group)
+        self._see(group, ranks)
 
     def meet(self, steps: int, complete: bool, error: str) -> int:
         """Called by the reducer when it waits in vain. Collective of those that are left.
@@ -122,14 +135,38 @@ class _Elastic:
         Raises:
             SyncFault: the training cannot go on.
         """
+        self._rebuild(between=False)
+
+    def admit(self) -> None:
+        """Takes in ranks that have come back, between two steps. Collective.
+
+        Raises:
+            SyncFault: the training cannot go on.
+        """
+        self._meet(Standing(self._engine.core.steps(), False, between=True))
+        if self._decided.newcomers or self._decided.ranks != self.now.ranks:
+            self._rebuild(between=True)
+
+    def join(self, epoch: int) -> bool:
+        """Whether this rank, which has come back, is a member of the epoch that it was told."""
+        self._epoch, self._decision = epoch, self.place.decided(epoch)
+        return self._is_rebuilt()
+
+    @property
+    def obstacle(self) -> RuntimeError | None:
+        """What the last attempt has met."""
+        return self._obstacle
+
+    def _rebuild(self, between: bool) -> None:
         before = self.now
         while not self._is_rebuilt():
-            if not self._knows_of_death():
+            # A rank that was coming back may have ended before anybody looked out for it.
+            if not self._decided.newcomers and not self._knows_of_death():
                 raise SyncFault(
                     f"fastsync: rank {self._me} could not connect with ranks "
                     f"{list(self._decided.ranks)} after others had died. Restart from a checkpoint"
                 ) from self._obstacle
-            self._meet(Standing(self._engine.core.steps(), False))
+            self._meet(Standing(self._engine.core.steps(), False, between))
         self._say(before)
 
     def during(self, task: Callable[[], None]) -> None:
@@ -146,23 +183,29 @@ class _Elastic:
         assert self._decision is not None
         return self._decision
 
+    @property
+    def _present(self) -> tuple[int, ...]:
+        """Those of the last decision; of ranks that come back only those that have got in."""
+        return self.now.ranks if self.now.epoch == self._epoch else self._decided.survivors
+
     def _see(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         watch = watch_of(group)
         if watch is not None:
-            self._watches.append((watch, ranks))
+            self._watches.append((watch, dict(enumerate(ranks))))
 
     def _gone(self) -> dict[int, str]:
         """Who has ended so far, and how."""
         found: dict[int, str] = {}
         for watch, ranks in self._watches:
             for rank, words in watch.gone():
-                found.setdefault(ranks[rank], words.removeprefix(f"rank {rank} "))
+                if rank in ranks:
+                    found.setdefault(ranks[rank], words.removeprefix(f"rank {rank} "))
         found.pop(self._me, None)
         return found
 
     def _knows_of_death(self) -> bool:
         """Whether a rank has ended since the last decision."""
-        present = self.now.ranks if self._decision is None else self._decision.ranks
+        present = self._present
         deadline = time.monotonic() + _CERTAINTY
         while time.monotonic() < deadline:
             if any(rank in present for rank in self._gone()):
@@ -171,14 +214,14 @@ class _Elastic:
         return False
 
     def _meet(self, mine: Standing) -> int:
-        before = self.now.ranks if self._decision is None else self._decision.ranks
+        before = self._present
         self._epoch += 1
-        timeout = self._timeout.total_seconds()
-        decision = self._place.meet(self._epoch, before, mine, self._gone, timeout)
+        timeout = self.timeout.total_seconds()
+        decision = self.place.meet(self._epoch, before, mine, self._gone, timeout)
         if self._me not in decision.ranks:
             raise SyncFault(
                 f"fastsync: ranks {list(decision.ranks)} could not reach rank {self._me} and went "
-                "on without it. Look at its network; it cannot come back to this training"
+                "on without it. Look at its network"
             )
         if len(decision.ranks) < self._policy.min_ranks:
             raise SyncFault(
@@ -196,25 +239,35 @@ class _Elastic:
 
     def _is_rebuilt(self) -> bool:
         """Whether the survivors average among themselves; not, where another has died meanwhile."""
-        ranks = self._decided.ranks
+        ranks, back = self._decided.ranks, dict(self._decided.newcomers)
+        for _, seen in self._watches:  # how those ended before is over
+            for place in [place for place, rank in seen.items() if rank in back]:
+                del seen[place]
+        group = None
         try:
+            if self._me not in back:
+                self.invite(back, self._epoch)
             group = self._make_group(ranks)
+            if back:
+                self.hand_over(group, self._decided)
             self._engine.use_group(group, agreed=False)
             self._see(group, ranks)
-            set_group_timeout(group, self._timeout)
+            set_group_timeout(group, self.timeout)
         except RuntimeError as error:
             self._obstacle = error
+            if group is not None:
+                keep_for_good(group)
             return False
-        if not self._place.gather(self._epoch, ranks, self._gone):
+        if not self.place.gather(self._epoch, ranks, self._gone):
             return False
         self._use(group, ranks)
         return True
 
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         keep_for_good(self._engine.group)
-        members = [self._global[rank] for rank in ranks]
-        name = f"{self._name}-{self._epoch}"
-        return make_group(self._store, ranks.index(self._me), members, name, _PATIENCE)
+        members = [self.seat.members[rank] for rank in ranks]
+        name = f"{self.place.name}-{self._epoch}"
+        return make_group(self.seat.store, ranks.index(self._me), members, name, _PATIENCE)
 
     def _use(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         if self._policy.rescale == "sum_of_start":
@@ -226,14 +279,25 @@ class _Elastic:
             front.process_group = group
 
     def _say(self, before: Membership) -> None:
-        if self.now.rank == 0:
-            lost = self._losses(before.ranks, self.now.ranks)
-            left = list(self.now.ranks)
-            step = self.now.since
-            _log.warning("fastsync: %s. Ranks %s go on with step %d", lost, left, step)
+        if self.now.rank != min(self.now.ranks.index(rank) for rank in self._decided.survivors):
+            return
+        lost = self._losses(before.ranks, self.now.ranks)
+        back = [rank for rank in self.now.ranks if rank not in before.ranks]
+        said = [lost, *(f"rank {rank} is back" for rank in back)]
+        words = "; ".join(filter(None, said)) or "a rank that was coming back has ended"
+        left, step = list(self.now.ranks), self.now.since
+        _log.warning("fastsync: %s. Ranks %s go on with step %d", words, left, step)
 
 
-def _alive(elastic: weakref.ref[_Elastic]) -> _Elastic:
+def _refuse(reducer: Reducer) -> None:
+    """Before a forward of a rank that has come back, and is alone."""
+    raise RuntimeError(
+        "this rank has come back to a training that goes on, and does not know what the others do: "
+        "call model.catch_up(optimizer) before the first step, on every rank"
+    )
+
+
+def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
     """Whose front makes a step, or a plan."""
     found = elastic()
     assert found is not None
@@ -243,7 +307,7 @@ def _alive(elastic: weakref.ref[_Elastic]) -> _Elastic:
 class ElasticFront(SkippingFront):
     """A front whose training may outlive ranks."""
 
-    _elastic: _Elastic | None = None
+    _elastic: Elastic | None = None
 
     @property
     def elastic(self) -> Membership | None:
@@ -269,14 +333,18 @@ class ElasticFront(SkippingFront):
         """
         for what in self._unfit(engine):
             raise ValueError(f"elastic does not go with {what}")
-        if engine.group.size() < policy.min_ranks:
+        seat = Seat.of(engine.group)
+        began = 1 if seat is None else seat.started
+        if began < policy.min_ranks:
             raise ValueError(
-                f"elastic: min_ranks is {policy.min_ranks}, but only {engine.group.size()} ranks "
-                "begin the training"
+                f"elastic: min_ranks is {policy.min_ranks}, but only {began} ranks begin the "
+                "training"
             )
-        if engine.group.size() == 1:
+        if seat is None:
             return
-        elastic = self._elastic = _Elastic(self, engine, policy)
+        elastic = self._elastic = Elastic(self, engine, policy, seat)
+        if seat.returns:
+            engine.on_step = _refuse
         me = weakref.ref(elastic)  # the reducer must not keep its engine alive
         engine.core.survive(lambda *found: _alive(me).meet(*found), lambda: _alive(me).rebuild())
         engine.during = lambda task: _alive(me).during(task)

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from fastsync.torch_private import PrefixStore, Store, TCPStore
+from fastsync.torch_private import Store, TCPStore, root_store
 
 __all__ = ["network_space", "own_address", "process_space", "served_at"]
 
@@ -51,6 +51,5 @@ def own_address(store: Store) -> str:
 
 def served_at(store: Store) -> tuple[str, int] | None:
     """Host and port of the process that serves a store; None for stores that are files."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
+    root = root_store(store)
+    return (root.host, root.port) if isinstance(root, TCPStore) else None

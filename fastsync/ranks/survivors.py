@@ -30,10 +30,12 @@ class Standing:
     Attributes:
         steps: that it has finished.
         complete: it has all averages of the next one, too, and does not know whether others have.
+        between: it is between two steps: its optimizer has made what belongs to the last one.
     """
 
     steps: int
     complete: bool
+    between: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,41 @@ class Decision:
         ranks: who they are.
         steps: that all of them have finished when they go on.
         takes: those that have finished fewer take the averages that they have.
+        newcomers: those of the ranks that come back, each with the number of its announcement.
     """
 
     ranks: tuple[int, ...]
     steps: int
     takes: bool
+    newcomers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The ranks that have been there before."""
+        back = dict(self.newcomers)
+        return tuple(rank for rank in self.ranks if rank not in back)
+
+    @classmethod
+    def of(cls, text: bytes) -> Decision:
+        """What the store holds."""
+        told = json.loads(text)
+        back = tuple((rank, number) for rank, number in told["newcomers"])
+        return cls(tuple(told["ranks"]), told["steps"], told["takes"], back)
 
 
-def decide(standings: Mapping[int, Standing]) -> Decision:
+def decide(standings: Mapping[int, Standing], waiting: Mapping[int, int] | None = None) -> Decision:
     """What follows from where the survivors are.
 
     Whoever has finished a step knew that everybody had all averages of it. So if a rank that has
     the fewest steps lacks any, nobody has finished the step, and all average it again. If none
     lacks any, somebody, perhaps one of the dead, may have finished it.
 
+    Ranks that come back are given what the others have between two steps. So they have to wait
+    where anybody has not got there yet.
+
     Args:
         standings: by rank.
+        waiting: ranks that have come back, and the numbers of their announcements.
 
     Raises:
         SyncFault: they cannot be reached by ranks that agree.
@@ -73,7 +94,9 @@ def decide(standings: Mapping[int, Standing]) -> Decision:
             f"fastsync: ranks {ahead} have finished step {after + 1}, for which others lack "
             "averages: the ranks do not agree. Restart from a checkpoint"
         )
-    return Decision(tuple(sorted(standings)), after, takes)
+    admits = all(at.between for at in standings.values())
+    back = {rank: n for rank, n in (waiting or {}).items() if admits and rank not in standings}
+    return Decision(tuple(sorted({*standings, *back})), after, takes, tuple(sorted(back.items())))
 
 
 class Survivors:
@@ -83,13 +106,20 @@ class Survivors:
         store: that all ranks reach.
         name: of the place; equal on all ranks.
         rank: this one.
+        opened: the place's `name`, where the others have opened it before; empty: they do now.
+
+    Attributes:
+        name: equal on all ranks, and no other place's.
+        waiting: asked by the rank that decides: ranks that have come back, and the numbers of their
+            announcements.
     """
 
-    def __init__(self, store: Store, name: str, rank: int) -> None:
+    def __init__(self, store: Store, name: str, rank: int, opened: str = "") -> None:
         self._store, self._rank = store, rank
         base = f"fastsync/{name}"
         # Ranks open their places in one order, two of one name too.
-        self._name = f"{base}-{store.add(f'{base}/{rank}', 1)}"
+        self.name = opened or f"{base}-{store.add(f'{base}/{rank}', 1)}"
+        self.waiting: Callable[[], Mapping[int, int]] = dict
 
     def meet(
         self,
@@ -110,7 +140,7 @@ class Survivors:
         Raises:
             SyncFault: the store has gone, or a rank neither comes nor ends.
         """
-        place = f"{self._name}/{epoch}"
+        place = f"{self.name}/{epoch}"
         try:
             self._store.set(f"{place}/{self._rank}", json.dumps(asdict(mine)))
             return self._decision(place, ranks, dead, time.monotonic() + timeout)
@@ -121,7 +151,7 @@ class Survivors:
 
     def gather(self, epoch: int, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
         """Whether all of `ranks` have come; False as soon as one has ended before."""
-        place = f"{self._name}/{epoch}/ready"
+        place = f"{self.name}/{epoch}/ready"
         deadline = time.monotonic() + _LONGEST
         self._store.add(place, 1)
         while self._store.add(place, 0) < len(ranks):
@@ -129,6 +159,10 @@ class Survivors:
                 return False
             time.sleep(_PAUSE)
         return True
+
+    def decided(self, epoch: int) -> Decision:
+        """For who has not been there: what an epoch has decided."""
+        return Decision.of(self._store.get(f"{self.name}/{epoch}/decision"))
 
     def _decision(
         self,
@@ -144,7 +178,8 @@ class Survivors:
             absent = [r for r in present if not store.check([f"{place}/{r}"])]
             if not absent and present[0] == self._rank:
                 said = {r: json.loads(store.get(f"{place}/{r}")) for r in present}
-                decision = decide({r: Standing(**at) for r, at in said.items()})
+                standings = {r: Standing(**at) for r, at in said.items()}
+                decision = decide(standings, self.waiting())
                 store.compare_set(decided, "", json.dumps(asdict(decision)))
                 break
             if time.monotonic() > deadline:
@@ -154,8 +189,7 @@ class Survivors:
                     absent,
                 )
             time.sleep(_PAUSE)
-        told = json.loads(store.get(decided))
-        return Decision(tuple(told["ranks"]), told["steps"], told["takes"])
+        return Decision.of(store.get(decided))
 
 
 def _store_gone(rank: int, error: Exception) -> str:

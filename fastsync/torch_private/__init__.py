@@ -42,6 +42,7 @@ from fastsync.torch_private.groups import (
     keep_for_good,
     make_group,
     resolvable_name,
+    root_store,
     set_group_timeout,
 )
 from fastsync.torch_private.optimizers import first_state
@@ -96,6 +97,7 @@ __all__ = [
     "outside_transforms",
     "register_sharded",
     "resolvable_name",
+    "root_store",
     "set_group_timeout",
     "set_local",
     "shard_spec",

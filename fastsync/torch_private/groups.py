@@ -37,6 +37,7 @@ __all__ = [
     "keep_for_good",
     "make_group",
     "resolvable_name",
+    "root_store",
     "set_group_timeout",
 ]
 
@@ -73,6 +74,13 @@ def group_store(group: dist.ProcessGroup) -> Store | None:
     """
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None or entry[0] == "fake" else entry[1]
+
+
+def root_store(store: Store) -> Store:
+    """What `store` is a part of, where another process has given its part another name."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def resolvable_name(group: dist.ProcessGroup) -> str:

@@ -1,0 +1,302 @@
+"""Trains on forked ranks that die and come back. See test_elastic_rejoin.py.
+
+Jobs run side by side, each like `python -m fastsync.elastic`: this process serves the store and
+starts a rank again that has ended badly. What a process has seen goes to
+`<folder>/<job>-<rank>-<the how manieth>.json`; who is killed writes nothing.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # wrapping a module would import it
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore
+
+import fastsync
+from fastsync.build import extension
+from fastsync.front.seat import ELASTIC_STORE
+from fastsync.ranks.newcomers import ENDED
+from fastsync.torch_private import group_store, make_group
+from tests.elastic_script import Fate, Net, batch
+
+LIMIT = 90.0  # seconds for all jobs
+PAUSE = 0.02  # seconds that a step takes at least
+AFTER = 3  # steps that are made when all are back
+
+
+@dataclass
+class Job:
+    """One training.
+
+    Attributes:
+        deaths: rank, step and place of each, of processes of the start.
+        changes: of a training without deaths: from which step on which ranks train.
+        steps: likewise, how many; 0: until all are back.
+        odd: what a process does that was started again, by its number: "other model", "dies
+            waiting", "dies taking", "no catch_up".
+        giver_dies: the first rank, when it is to give what it has for the first time.
+    """
+
+    world: int = 3
+    deaths: list = field(default_factory=list)
+    changes: list = field(default_factory=list)
+    steps: int = 0
+    odd: dict = field(default_factory=dict)
+    giver_dies: bool = False
+    optimizer: str = "AdamW"
+    buffers: bool = False
+    memory: bool = True
+    local: bool = False
+    elastic: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+
+
+class Deadly:
+    """What dies when it is asked for its state, or given another."""
+
+    def __init__(self, gives=False, takes=False):
+        self.gives, self.takes = gives, takes
+
+    def state_dict(self):
+        if self.gives:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state):
+        if self.takes:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model_of(job, fate, odd):
+    net = Net(fate, 24 if odd == "other model" else 48)
+    if job.buffers:
+        net.layers[1] = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+    return net
+
+
+def digest(net):
+    held = [*net.parameters(), *net.buffers()]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in held)).hexdigest()
+
+
+def optimizer_of(net, job):
+    if job.optimizer == "SGD":
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+class Training:
+    """One rank's."""
+
+    def __init__(self, job, rank, attempt, file):
+        self.job, self.rank, self.odd = job, rank, job.odd.get(str(attempt), "")
+        fate_job = type("Deaths", (), {"deaths": [] if attempt else job.deaths, "fails": False})
+        self.fate = Fate(fate_job, rank, file)
+        self.net = model_of(job, self.fate, self.odd)
+        self.optimizer = optimizer_of(self.net, job)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
+        self.seen = {"weights": {}, "members": []}
+        elastic = False if job.changes else fastsync.ElasticPolicy(**job.elastic)
+        options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
+        if job.buffers:
+            options["broadcast_buffers"] = False
+        self.model = fastsync.FastDDP(self.net, elastic=elastic, **options)
+        self.attempt = attempt
+
+    def catch_up(self):
+        if self.odd == "no catch_up":
+            return 0
+        if self.odd == "dies waiting":
+            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        gives = self.job.giver_dies and self.rank == 0 and not self.attempt
+        deadly = Deadly(gives, self.odd == "dies taking")
+        return self.model.catch_up(self.optimizer, self.schedule, deadly)
+
+    def run(self):
+        step = 0 if self.job.changes else self.catch_up()
+        while not self.is_over(step):
+            if self.trains(step):
+                self.step(step)
+            step += 1
+
+    def is_over(self, step):
+        if self.job.changes:
+            return step >= self.job.steps
+        now = self.model.elastic
+        last = max((when for _, when, _ in self.job.deaths), default=-1)
+        whole = now.size == self.job.world and now.since > last + 1
+        return whole and step + 1 >= now.since + AFTER
+
+    def step(self, step):
+        self.fate.begin(step)
+        began = time.monotonic()
+        self.optimizer.zero_grad()
+        if self.job.local:
+            with self.model.no_sync():
+                self.model(batch(self.rank, step, 1, 48)).backward()
+        self.model(batch(self.rank, step, 0, 48)).backward()
+        self.fate.reach("optimizer")
+        self.weigh()
+        self.optimizer.step()
+        self.schedule.step()
+        self.seen["weights"][str(step)] = digest(self.net)
+        if self.model.elastic is not None:
+            self.note_members()
+            time.sleep(max(0.0, began + PAUSE - time.monotonic()))
+
+    def weigh(self):
+        """A single rank of a training without elastic= divides nothing."""
+        alone = dist.get_world_size(self.model.process_group) == 1
+        if self.job.changes and alone and self.job.elastic.get("rescale") == "sum_of_start":
+            for param in self.net.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(1 / self.job.world)
+
+    def note_members(self):
+        now = [self.model.elastic.since, list(self.model.elastic.ranks)]
+        if now not in self.seen["members"]:
+            self.seen["members"].append(now)
+
+    def trains(self, step):
+        """Has others train from some step on, where this is a training without deaths."""
+        for number, (since, ranks) in enumerate(self.job.changes):
+            if since == step + 1 and self.rank in ranks:
+                before = self.job.changes[number - 1][1] if number else range(self.job.world)
+                group = self.make_group(number, ranks)
+                giver = min(set(before) & set(ranks))
+                if not set(ranks) <= set(before):
+                    self.take_over(group, ranks.index(giver), self.rank not in before)
+                self.model._update_process_group(group)
+                if self.job.elastic.get("rescale") == "sum_of_start":
+                    self.model._engine.core.set_divisor(self.job.world)
+        present = [ranks for since, ranks in self.job.changes if since <= step + 1]
+        return not present or self.rank in present[-1]
+
+    def make_group(self, number, ranks):
+        """torch's new_group() would count those that a rank has been in."""
+        store = group_store(dist.group.WORLD)
+        name, limit = f"change-{number}", timedelta(seconds=60)
+        return make_group(store, ranks.index(self.rank), ranks, name, limit)
+
+    def take_over(self, group, giver, lacks):
+        held = [self.net.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()]
+        dist.broadcast_object_list(held, group_src=giver, group=group)
+        if lacks:
+            self.net.load_state_dict(held[0])
+            self.optimizer.load_state_dict(held[1])
+            self.schedule.load_state_dict(held[2])
+
+
+def run(folder, name, rank, attempt, job):
+    file = Path(folder, f"{name}-{rank}-{attempt}.json")
+    log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(level=logging.WARNING)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    training = Training(job, rank, attempt, file)
+    try:
+        training.run()
+    except BaseException as error:
+        training.seen["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        file.write_text(json.dumps(training.seen))
+
+
+class Server:
+    """A process with a store, which has threads: ranks are not forked from it."""
+
+    def __init__(self):
+        told, port = os.pipe()
+        asked, self.ending = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(port, str(store.port).encode())
+            while os.read(asked, 1):
+                PrefixStore(ELASTIC_STORE, store).set(ENDED, "")
+        self.port = int(os.read(told, 16))
+
+    def say_ended(self):
+        os.write(self.ending, b"!")
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+class Team:
+    """The ranks of a job."""
+
+    def __init__(self, folder, name, job):
+        self.folder, self.name, self.job = folder, name, job
+        self.server = Server()
+        self.running, self.codes, self.attempts = {}, [], 0
+        for rank in range(job.world):
+            self.fork(rank)
+
+    def fork(self, rank):
+        attempt = self.attempts
+        pid = os.fork()
+        if pid == 0:
+            place = {"RANK": 0 if attempt else rank, "WORLD_SIZE": 1 if attempt else self.job.world}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.server.port}
+            place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
+            place |= {"FASTSYNC_ELASTIC_RANK": f"{rank}/{self.job.world}"}
+            place |= {"FASTSYNC_SHM": int(self.job.memory)}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            run(self.folder, self.name, rank, attempt, self.job)
+            sys.exit()
+        self.running[pid] = (rank, attempt)
+
+    def look(self):
+        for pid, (rank, attempt) in list(self.running.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            del self.running[pid]
+            code = os.waitstatus_to_exitcode(status)
+            self.codes.append([rank, attempt, code])
+            if code == 0:
+                self.server.say_ended()
+            elif self.attempts < len(self.job.deaths) + len(self.job.odd) + self.job.giver_dies:
+                self.attempts += 1
+                self.fork(rank)
+
+    def kill(self):
+        for pid, (rank, attempt) in self.running.items():
+            os.kill(pid, signal.SIGABRT if "-v" in sys.argv else signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self.codes.append([rank, attempt, None])
+        self.server.kill()
+
+
+def main():
+    folder, jobs = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    extension.load()
+    teams = [Team(folder, name, Job(**arguments)) for name, arguments in jobs]
+    deadline = time.monotonic() + LIMIT
+    while any(team.running for team in teams) and time.monotonic() < deadline:
+        for team in teams:
+            team.look()
+        time.sleep(0.01)
+    for team in teams:
+        team.kill()
+    print(json.dumps({team.name: team.codes for team in teams}))
+
+
+if __name__ == "__main__":
+    main()
