@@ -69,11 +69,12 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "shard": [
-        ["exchange", "layout", "rectangles", "rules"],
+        ["delivery", "exchange", "layout", "rectangles", "rules"],
         ["codes"],
         ["chunks", "space"],
         ["gradients", "pieces"],
         ["norms", "optimizer"],
+        ["neighbours"],
         ["checkpoint"],
     ],
     "testing": [["_forkserver", "ranks"], ["__init__"]],

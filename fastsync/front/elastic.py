@@ -33,9 +33,12 @@ from torch import nn
 from fastsync.engine.engine import Engine
 from fastsync.engine.watch import watch_of
 from fastsync.front.skipping import SkippingFront
+from fastsync.front.torch_faces import FrontReducer
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.survivors import Decision, Standing, Survivors
+from fastsync.shard.neighbours import Neighbours
+from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.torch_private import (
     group_store,
     group_timeout,
@@ -84,7 +87,13 @@ class Membership:
 class _Elastic:
     """What one model does when ranks die."""
 
-    def __init__(self, front: ElasticFront, engine: Engine, policy: ElasticPolicy) -> None:
+    def __init__(
+        self,
+        front: ElasticFront,
+        engine: Engine,
+        policy: ElasticPolicy,
+        sharded: ShardedOptimizers | None,
+    ) -> None:
         group = engine.group
         self._front, self._engine, self._policy = weakref.ref(front), engine, policy
         self._me, self._started = group.rank(), group.size()
@@ -99,6 +108,7 @@ class _Elastic:
         self._watches: list[tuple[FaultWatch, tuple[int, ...]]] = []
         self._decision: Decision | None = None
         self._epoch = 0
+        self._neighbours = None if sharded is None else Neighbours(sharded)
         self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
         self.now = Membership(self._me, tuple(range(self._started)), 0, 1, group)
         self._see(group, self.now.ranks)
@@ -202,21 +212,49 @@ class _Elastic:
             self._engine.use_group(group, agreed=False)
             self._see(group, ranks)
             set_group_timeout(group, self._timeout)
+            if self._neighbours is not None:
+                self._neighbours.prepare(ranks, group.rank())
         except RuntimeError as error:
             self._obstacle = error
             return False
-        if not self._place.gather(self._epoch, ranks, self._gone):
+        self._check_shares()
+        if not self._place.gather(f"{self._epoch}/ready", ranks, self._gone):
             return False
         self._use(group, ranks)
         return True
 
+    def _check_shares(self) -> None:
+        """Raises a `SyncFault` where a share of an optimizer's state has died with its ranks."""
+        if self._neighbours is None or not self._neighbours.lost:
+            return
+        owner, holder = self._neighbours.lost[0]
+        pair = {rank for pair in self._neighbours.lost for rank in pair}
+        losses = self._losses(sorted(pair), ())
+        raise SyncFault(
+            f"fastsync: {losses}. Only ranks {owner} and {holder} had rank {owner}'s share of the "
+            f"optimizer's state under zero={self._engine.policy.zero.stage}, so it is lost. "
+            "Restart from a checkpoint",
+            sorted(pair),
+        )
+
+    def share_late(self) -> None:
+        """What has been left for the end of a step. Collective of those that are left."""
+        assert self._neighbours is not None
+        self._neighbours.prepare_late()
+        if not self._place.gather(f"{self._epoch}/late", self.now.ranks, self._gone):
+            raise RuntimeError("a rank has ended before all were ready to go on")
+        self._neighbours.install()
+
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         keep_for_good(self._engine.group)
+        self._engine.shares.outlive()
         members = [self._global[rank] for rank in ranks]
         name = f"{self._name}-{self._epoch}"
         return make_group(self._store, ranks.index(self._me), members, name, _PATIENCE)
 
     def _use(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        if self._neighbours is not None:
+            self._neighbours.install()
         if self._policy.rescale == "sum_of_start":
             self._engine.core.set_divisor(float(self._started))
         since = self._engine.core.steps() + 1
@@ -276,8 +314,11 @@ class ElasticFront(SkippingFront):
             )
         if engine.group.size() == 1:
             return
-        elastic = self._elastic = _Elastic(self, engine, policy)
+        sharded = cast(FrontReducer, self.reducer).sharded
+        elastic = self._elastic = _Elastic(self, engine, policy, sharded)
         me = weakref.ref(elastic)  # the reducer must not keep its engine alive
+        if sharded is not None:
+            sharded.delivery.share_late = lambda: _alive(me).share_late()
         engine.core.survive(lambda *found: _alive(me).meet(*found), lambda: _alive(me).rebuild())
         engine.during = lambda task: _alive(me).during(task)
 

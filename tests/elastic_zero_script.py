@@ -1,0 +1,186 @@
+"""Trains like elastic_script.py, with the optimizer's state shared. See test_elastic_zero.py."""
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import torch
+
+import fastsync
+from fastsync.shard import neighbours, optimizer
+from fastsync.shard.delivery import Delivery
+from tests import elastic_script
+from tests.elastic_script import batch, change_group, digest, note_members
+
+# Where else a rank may die, by the call that comes there.
+PLACES = {
+    "stepping": (Delivery, "start"),
+    "sending": (Delivery, "finish"),
+    "sharing": (neighbours._Recut, "_collect"),
+    "shared": (neighbours.Neighbours, "install"),
+    "late": (neighbours.Neighbours, "prepare_late"),
+}
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+
+
+@dataclass
+class Job(elastic_script.Job):
+    """One training.
+
+    Attributes:
+        zero: the stage.
+        optimizer: one of `OPTIMIZERS`.
+        halves: two optimizers, each over half of the layers.
+        clips: gradients, to a norm that some steps exceed.
+        masters: parameters are in bf16, and the optimizer steps on copies in fp32.
+        lags: ranks and steps at which they learn of a death before the optimizer's step, when
+            others wait in it already.
+        loads: the step before which the optimizer's state is saved in pieces and loaded.
+    """
+
+    zero: int = 0
+    optimizer: str = "AdamW"
+    halves: bool = False
+    clips: bool = False
+    masters: bool = False
+    lags: list = ()
+    loads: int = -1
+
+
+def watch_places(fate):
+    """Has this rank die where it is due."""
+    for place, (owner, name) in PLACES.items():
+        if any(at == place for _, at in fate.due):
+            call = getattr(owner, name)
+
+            def reached(*args, _call=call, _place=place):
+                fate.reach(_place)
+                return _call(*args)
+
+            setattr(owner, name, reached)
+
+
+class WideSteps:
+    """Steps on fp32 copies of narrow parameters, as one process would without fastsync."""
+
+    def __init__(self, params, make):
+        self.params = list(params)
+        self.wide = [torch.nn.Parameter(param.detach().float()) for param in self.params]
+        self.inner = make(self.wide)
+
+    def zero_grad(self, set_to_none=True):
+        for param in self.params:
+            param.grad = None
+
+    def step(self):
+        for param, wide in zip(self.params, self.wide, strict=True):
+            wide.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for param, wide in zip(self.params, self.wide, strict=True):
+                if param.grad is not None:
+                    param.copy_(wide)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+
+def digest_state(optimizers):
+    found = hashlib.sha256()
+    for each in optimizers:
+        states = each.state_dict()["state"]
+        for key in sorted(states):
+            for name in sorted(set(states[key]) - {"master"}):
+                value = torch.as_tensor(states[key][name])
+                found.update(f"{key} {name}".encode() + value.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def make_optimizers(net, job):
+    make, params = OPTIMIZERS[job.optimizer], list(net.parameters())
+    parts = [params[:6], params[6:]] if job.halves else [params]
+    if job.masters and not job.zero:
+        return [WideSteps(part, make) for part in parts]
+    return [make(part) for part in parts]
+
+
+def lag(model):
+    """What all ranks do together between backward and step fails for this rank alone."""
+    watch, _ = model._elastic._watches[-1]
+    while not watch.gone():
+        time.sleep(0.01)
+    time.sleep(0.2)  # the others are in their step
+
+    def fail():
+        raise RuntimeError("a connection of the plan's has been closed")
+
+    model._engine.during(fail)
+
+
+def reload(model, optimizers):
+    for each in optimizers:
+        model.load_optimizer_state_dict(each, _copied(model.optimizer_state_dict(each)))
+
+
+def _copied(value):
+    """As read from a file: of the same form, in memory of its own."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
+        return value.clone()
+    return value
+
+
+def train(rank, job, fate, seen):
+    optimizer._BUFFER = 20_000  # so that there are several
+    net = elastic_script.Net(fate, job.width)
+    if job.masters:
+        net.to(torch.bfloat16)
+    optimizers = make_optimizers(net, job)
+    watch_places(fate)
+    options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
+    masters = bool(job.masters and job.zero)
+    model = fastsync.FastDDP(
+        net, elastic=job.elastic, zero=job.zero, master_weights=masters, **options
+    )
+    for each in optimizers:
+        if not isinstance(each, WideSteps):
+            each.register_step_pre_hook(lambda *_: fate.reach("optimizer"))
+    note_members(model, seen)
+    for step in range(job.steps):
+        if not change_group(model, job, step, rank):
+            return
+        fate.begin(step)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
+        if job.local:
+            with model.no_sync():
+                backward(model, rank, step, 1, job)
+        backward(model, rank, step, 0, job)
+        seen["backward"].append(time.time())
+        if [rank, step] in list(job.lags):
+            lag(model)
+        if job.clips:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        if step == job.loads and job.zero:
+            reload(model, optimizers)
+        for each in optimizers:
+            each.step()
+        seen["weights"].append(digest(net))
+        note_members(model, seen)
+    if job.elastic is False or model.elastic is None or len(seen["members"]) > 1:
+        seen["state"] = digest_state(optimizers)
+
+
+def backward(model, rank, step, part, job):
+    inputs = batch(rank, step, part, job.width)
+    model(inputs.to(torch.bfloat16) if job.masters else inputs).backward()
+
+
+if __name__ == "__main__":
+    elastic_script.main(Job, train)
