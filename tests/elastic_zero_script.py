@@ -19,6 +19,7 @@ PLACES = {
     "sharing": (neighbours._Recut, "_collect"),
     "shared": (neighbours.Neighbours, "install"),
     "late": (neighbours.Neighbours, "prepare_late"),
+    "collecting": (optimizer.ShardedOptimizer, "_collect_state"),
 }
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -75,7 +76,7 @@ class WideSteps:
 
     def zero_grad(self, set_to_none=True):
         for param in self.params:
-            param.grad = None
+            param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
 
     def step(self):
         for param, wide in zip(self.params, self.wide, strict=True):
@@ -87,7 +88,10 @@ class WideSteps:
                     param.copy_(wide)
 
     def state_dict(self):
-        return self.inner.state_dict()
+        found = self.inner.state_dict()
+        for key, state in found["state"].items():
+            state["master"] = self.wide[key]
+        return found
 
 
 def digest_state(optimizers):
@@ -95,7 +99,7 @@ def digest_state(optimizers):
     for each in optimizers:
         states = each.state_dict()["state"]
         for key in sorted(states):
-            for name in sorted(set(states[key]) - {"master"}):
+            for name in sorted(states[key]):
                 value = torch.as_tensor(states[key][name])
                 found.update(f"{key} {name}".encode() + value.detach().numpy().tobytes())
     return found.hexdigest()
@@ -157,7 +161,7 @@ def train(rank, job, fate, seen):
             return
         fate.begin(step)
         for each in optimizers:
-            each.zero_grad(set_to_none=True)
+            each.zero_grad(set_to_none=not job.local)
         if job.local:
             with model.no_sync():
                 backward(model, rank, step, 1, job)
@@ -173,8 +177,8 @@ def train(rank, job, fate, seen):
             each.step()
         seen["weights"].append(digest(net))
         note_members(model, seen)
-    if job.elastic is False or model.elastic is None or len(seen["members"]) > 1:
-        seen["state"] = digest_state(optimizers)
+    seen["state"] = digest_state(optimizers)
+    note_members(model, seen)
 
 
 def backward(model, rank, step, part, job):

@@ -51,6 +51,10 @@ CASES = {
     "masters-gloo": (4, [(2, 2, "between"), (1, 4, "sending")], {**GLOO, "masters": True}),
     "accumulates": (3, [(1, 2, "stepping")], {"local": True, "zero": 2}),
     "raises": (3, [(1, 2, "stepping")], {"fails": True}),
+    "sum": (3, [(1, 2, "sending")], {"elastic": {"rescale": "sum_of_start"}, "divisor": 3}),
+    "last-step": (4, [(1, 5, "stepping")], {}),
+    "collecting": (4, [(2, 1, "after"), (1, 5, "collecting")], {}),
+    "collecting-gloo": (3, [(0, 5, "collecting")], GLOO),
     "loads": (3, [(1, 3, "stepping")], {"loads": 2}),
 }
 

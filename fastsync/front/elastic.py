@@ -107,7 +107,7 @@ class _Elastic:
         self._place = Survivors(store, self._name, self._me)
         self._watches: list[tuple[FaultWatch, tuple[int, ...]]] = []
         self._decision: Decision | None = None
-        self._epoch = 0
+        self._epoch = self._done = 0
         self._neighbours = None if sharded is None else Neighbours(sharded)
         self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
         self.now = Membership(self._me, tuple(range(self._started)), 0, 1, group)
@@ -252,6 +252,25 @@ class _Elastic:
         name = f"{self._name}-{self._epoch}"
         return make_group(self._store, ranks.index(self._me), members, name, _PATIENCE)
 
+    def until_all(self, task: Callable[[], None]) -> None:
+        """Runs what all ranks do together, until all that are left have done it.
+
+        Whoever has gone on could not be called back.
+        """
+        done = False
+
+        def attempt() -> None:
+            nonlocal done
+            task()
+            place = f"{self._epoch}/done-{self._done}"
+            if not self._place.gather(place, self.now.ranks, self._gone):
+                raise RuntimeError("a rank has ended before all were ready to go on")
+            done = True
+
+        while not done:
+            self.during(attempt)
+        self._done += 1
+
     def _use(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         if self._neighbours is not None:
             self._neighbours.install()
@@ -319,6 +338,7 @@ class ElasticFront(SkippingFront):
         me = weakref.ref(elastic)  # the reducer must not keep its engine alive
         if sharded is not None:
             sharded.delivery.share_late = lambda: _alive(me).share_late()
+            sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
         engine.core.survive(lambda *found: _alive(me).meet(*found), lambda: _alive(me).rebuild())
         engine.during = lambda task: _alive(me).during(task)
 

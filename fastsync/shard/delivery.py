@@ -25,6 +25,8 @@ class Delivery:
         late: numbers of optimizers whose state the survivors of a death share anew at the end of
             their next step, because some had made it before and others had not.
         share_late: does that for those. Collective.
+        until_all: runs a task of all ranks, which changes nothing for good, again and again until
+            all ranks that are left have done it. Collective.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,6 +34,7 @@ class Delivery:
         self._fault: RuntimeError | None = None  # of the running step
         self.late: frozenset[int] = frozenset()
         self.share_late: Callable[[], None] = lambda: None
+        self.until_all: Callable[[Callable[[], None]], None] = lambda task: task()
 
     def begin(self) -> None:
         """Before a step."""

@@ -18,7 +18,6 @@ An optimizer is taken over at its first step. Its state then belongs to the piec
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -40,16 +39,17 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.engine.watch import gather_watched, meeting_place
+from fastsync.engine.watch import meeting_place
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.layout import Cut, Piece
-from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
+from fastsync.shard.pieces import MASTER, NARROW, State, cut_value, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
 from fastsync.shard.space import Sharing, Space
+from fastsync.shard.whole import whole_states
 from fastsync.torch_private import backward_is_running
 from fastsync.wire.formats import FORMATS
 
@@ -219,6 +219,7 @@ class ShardedOptimizer:
         self.use(cut, [Space(found, cut, owner.sharing(kind)) for kind, found in kinds])
         self.blank, self._witness = True, params[0]
         self._loaded: dict[int, State] = {}  # by the id of its parameter
+        self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
         self._cut_state(optimizer)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
@@ -360,9 +361,9 @@ class ShardedOptimizer:
         """The whole state, as it was before the optimizer was taken over. Collective."""
         for hook in self._hooks:
             hook.remove()
-        whole = self._whole_state(optimizer)
+        self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
         self.take_state(optimizer)
-        optimizer.state.update(whole)
+        optimizer.state.update(self._take_collected())
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
@@ -395,10 +396,14 @@ class ShardedOptimizer:
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Collective: every rank gets the whole state."""
-        self._owner.meet(
-            "optimizer.state_dict()", "Call it on every rank, and save the result on one"
-        )
-        optimizer.state.update(self._whole_state(optimizer))
+
+        def collect() -> None:
+            remedy = "Call it on every rank, and save the result on one"
+            self._owner.meet("optimizer.state_dict()", remedy)
+            self._collect_state(optimizer)
+
+        self._owner.delivery.until_all(collect)
+        optimizer.state.update(self._take_collected())
         self._kept = self.take_state(optimizer)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
@@ -427,20 +432,11 @@ class ShardedOptimizer:
         pairs = zip(saved, params_of(optimizer), strict=False)
         self._loaded = {id(param): states[key] for key, param in pairs if key in states}
 
-    def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
-        whole: dict[torch.Tensor, State] = {}
-        for space in self.spaces:
-            for batch in batches(space):
-                mine = {
-                    piece: state
-                    for piece, tensor in space.own.items()
-                    if piece.param in batch and (state := self.saved(optimizer, tensor))
-                }
-                place = "the collection of an optimizer's state"
-                everyones = gather_watched(mine, self._owner.engine.group, place)
-                parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
-                for piece, state in (pair for states in everyones for pair in states.items()):
-                    parts[piece.param].append((piece, state))
-                for index in sorted(parts):
-                    whole[space.params[index]] = join(space, parts[index])
+    def _take_collected(self) -> dict[torch.Tensor, State]:
+        whole, self._collected = self._collected, {}
         return whole
+
+    def _collect_state(self, optimizer: Optimizer) -> None:
+        """Collective."""
+        group = self._owner.engine.group
+        self._collected = whole_states(self.spaces, partial(self.saved, optimizer), group)
