@@ -5,10 +5,13 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 import fastsync
 from fastsync.shard import neighbours, optimizer
+from fastsync.shard.codes import rounded
 from fastsync.shard.delivery import Delivery
+from fastsync.wire.formats import FORMATS
 from tests import elastic_script
 from tests.elastic_script import batch, change_group, digest, note_members
 
@@ -39,6 +42,7 @@ class Job(elastic_script.Job):
         halves: two optimizers, each over half of the layers.
         clips: gradients, to a norm that some steps exceed.
         masters: parameters are in bf16, and the optimizer steps on copies in fp32.
+        wire: what parameters travel as.
         lags: ranks and steps at which they learn of a death before the optimizer's step, when
             others wait in it already.
         loads: the step before which the optimizer's state is saved in pieces and loaded.
@@ -49,6 +53,7 @@ class Job(elastic_script.Job):
     halves: bool = False
     clips: bool = False
     masters: bool = False
+    wire: str | None = None
     lags: list = ()
     loads: int = -1
 
@@ -67,12 +72,17 @@ def watch_places(fate):
 
 
 class WideSteps:
-    """Steps on fp32 copies of narrow parameters, as one process would without fastsync."""
+    """Steps on fp32 copies of parameters that are rounded, as one process would without fastsync.
 
-    def __init__(self, params, make):
-        self.params = list(params)
-        self.wide = [torch.nn.Parameter(param.detach().float()) for param in self.params]
+    Args:
+        wire: what they are rounded to; None: to their dtype.
+    """
+
+    def __init__(self, params, make, wire):
+        self.params, self.format = list(params), FORMATS.get(wire)
+        self.wide = [torch.nn.Parameter(param.detach().float().clone()) for param in self.params]
         self.inner = make(self.wide)
+        self.alone = False
 
     def zero_grad(self, set_to_none=True):
         for param in self.params:
@@ -85,12 +95,14 @@ class WideSteps:
         with torch.no_grad():
             for param, wide in zip(self.params, self.wide, strict=True):
                 if param.grad is not None:
-                    param.copy_(wide)
+                    exact = self.format is None or self.alone
+                    param.copy_(wide if exact else rounded(wide, self.format, param))
 
     def state_dict(self):
         found = self.inner.state_dict()
         for key, state in found["state"].items():
-            state["master"] = self.wide[key]
+            if not (self.format and self.alone):  # whose parameters are exact
+                state["master"] = self.wide[key]
         return found
 
 
@@ -108,8 +120,8 @@ def digest_state(optimizers):
 def make_optimizers(net, job):
     make, params = OPTIMIZERS[job.optimizer], list(net.parameters())
     parts = [params[:6], params[6:]] if job.halves else [params]
-    if job.masters and not job.zero:
-        return [WideSteps(part, make) for part in parts]
+    if (job.masters or job.wire) and not job.zero:
+        return [WideSteps(part, make, job.wire) for part in parts]
     return [make(part) for part in parts]
 
 
@@ -148,10 +160,9 @@ def train(rank, job, fate, seen):
     optimizers = make_optimizers(net, job)
     watch_places(fate)
     options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
-    masters = bool(job.masters and job.zero)
-    model = fastsync.FastDDP(
-        net, elastic=job.elastic, zero=job.zero, master_weights=masters, **options
-    )
+    if job.zero:
+        options |= {"master_weights": job.masters, "parameter_wire": job.wire}
+    model = fastsync.FastDDP(net, elastic=job.elastic, zero=job.zero, **options)
     for each in optimizers:
         if not isinstance(each, WideSteps):
             each.register_step_pre_hook(lambda *_: fate.reach("optimizer"))
@@ -174,6 +185,8 @@ def train(rank, job, fate, seen):
         if step == job.loads and job.zero:
             reload(model, optimizers)
         for each in optimizers:
+            if isinstance(each, WideSteps):
+                each.alone = dist.get_world_size(model.process_group) == 1
             each.step()
         seen["weights"].append(digest(net))
         note_members(model, seen)

@@ -220,7 +220,6 @@ class WithBuffers(nn.Module):
 REFUSED = {
     "zero=3": {"zero": 3},
     "shard_by='element'": {"zero": 1, "shard_by": "element"},
-    "parameter_wire='int8'": {"zero": 2, "parameter_wire": "int8"},
     "wire='int8'": {"wire": "int8"},
     "static_graph": {"static_graph": True},
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},

@@ -389,7 +389,6 @@ class SyncPolicy:
         unfit = {
             f"zero={self.zero.stage}": self.zero.stage > 2,
             f"shard_by={self.zero.unit!r}": self.zero.unit != "auto",
-            f"parameter_wire={self.zero.parameter_wire!r}": self.zero.parameter_wire is not None,
             f"wire={self.wire.describe()!r}": not self.wire.plain and self.wire.form != "native",
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_unused,

@@ -38,7 +38,7 @@ from fastsync.engine.watch import gather_watched
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.shard.pieces import State, batches, cut_value, join
-from fastsync.shard.space import Space, lay_out
+from fastsync.shard.space import Sharing, Space, lay_out
 
 __all__ = ["Neighbours", "share_again"]
 
@@ -89,12 +89,14 @@ class _Recut:
         self._offered = sharded.cut.offered(present)
         self._values: list[list[torch.Tensor]] = []  # whole parameters, by space
         self._states: list[dict[Piece, State]] = []  # of what this rank will step on, likewise
+        self._sharings: list[Sharing] = []
         for space in sharded.spaces:
             self._collect(space)
 
     def _collect(self, space: Space) -> None:
         """Collective."""
-        layout = lay_out(space.params, self._cut.size, space.sharing)
+        sharing = self._sharded.sharing(space, self._cut.size)
+        layout = lay_out(space.params, self._cut.size, sharing)
         wanted = defaultdict(list)
         for share in self._cut.kept:
             for piece in layout.owned(share):
@@ -115,11 +117,12 @@ class _Recut:
                     states[piece] = {n: cut_value(space, piece, param, v) for n, v in whole.items()}
         self._values.append(values)
         self._states.append(states)
+        self._sharings.append(sharing)
 
     def _told(self, space: Space, batch: range) -> dict[Piece, _Told]:
         return {
             piece: (
-                space.cut(piece, space.params[piece.param].detach()).clone(),
+                space.delivered(piece),
                 self._sharded.saved(self._optimizer, tensor),
             )
             for piece, tensor in space.owned.items()
@@ -131,11 +134,12 @@ class _Recut:
         sharded, optimizer = self._sharded, self._optimizer
         sharded.take_state(optimizer)
         spaces = []
-        for old, values in zip(sharded.spaces, self._values, strict=True):
+        found = zip(sharded.spaces, self._values, self._sharings, strict=True)
+        for old, values, sharing in found:
             # In memory of their own: what travelled when ranks died may still be written to.
             for param, value in zip(old.params, values, strict=True):
                 param.data = value
-            spaces.append(Space(old.params, self._cut, old.sharing))
+            spaces.append(Space(old.params, self._cut, sharing))
             values.clear()
         sharded.use(self._cut, spaces)
         for space, states in zip(spaces, self._states, strict=True):

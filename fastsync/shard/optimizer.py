@@ -118,14 +118,13 @@ class ShardedOptimizers(StepWatcher):
         """Those that have been taken over and still live."""
         return list(self._sharded.items())
 
-    def sharing(self, kind: _Kind) -> Sharing:
-        """What the ranks do with such parameters."""
-        dtype, gradients = kind.dtype, kind.bucket is not None
+    def sharing(self, dtype: torch.dtype, shares: int, whole: bool, gradients: bool) -> Sharing:
+        """What the ranks do with parameters of a dtype, cut into so many shares."""
         wire = FORMATS.get(self._policy.parameter_wire or "")
-        if self.engine.group.size() == 1 or (wire and not travels_coded(wire, dtype)):
+        if shares == 1 or (wire and not travels_coded(wire, dtype)):
             wire = None
         masters = wire is not None or (self._policy.masters and dtype in NARROW)
-        return Sharing(gradients and dtype.is_floating_point, masters, wire, kind.whole)
+        return Sharing(gradients and dtype.is_floating_point, masters, wire, whole)
 
     def meet(self, call: str, remedy: str) -> None:
         """Returns once every rank has made this call, which exchanges what zero has spread.
@@ -215,8 +214,7 @@ class ShardedOptimizer:
         self._stand_in: Optimizer | None = None
         params = [p for group in self._full for p in group if id(p) in owner.index_of]
         kinds = self._kinds(params).items()
-        cut = owner.cut
-        self.use(cut, [Space(found, cut, owner.sharing(kind)) for kind, found in kinds])
+        self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
         self.blank, self._witness = True, params[0]
         self._loaded: dict[int, State] = {}  # by the id of its parameter
         self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
@@ -252,6 +250,16 @@ class ShardedOptimizer:
             bucket = None if whole else buckets.get(index)
             kinds.setdefault(_Kind(param.dtype, param.device, whole, bucket), []).append(param)
         return kinds
+
+    def _space(self, kind: _Kind, params: Sequence[torch.Tensor]) -> Space:
+        cut, gradients = self._owner.cut, kind.bucket is not None
+        sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
+        return Space(params, cut, sharing)
+
+    def sharing(self, space: Space, shares: int) -> Sharing:
+        """What the ranks do with a space once it is cut into so many shares."""
+        now = space.sharing
+        return self._owner.sharing(space.flat.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""

@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fastsync.plan.layout import ALIGNMENT
 from fastsync.shard import codes
-from fastsync.shard.codes import Codes, holds, holds_any
+from fastsync.shard.codes import Codes, holds, holds_any, rounded
 from fastsync.shard.layout import Cut, Piece, ShardLayout, cut_by_elements, cut_by_tensors
 from fastsync.wire.formats import Format
 
@@ -98,6 +98,7 @@ class Space:
         self._rank = cut.mine
         self._codes: Codes | None = None
         self._loaded: dict[Piece, torch.Tensor] = {}  # masters, until the next step
+        self._awaits_codes = False
         first = self.params[0]
         if sharing.wire is not None:
             self._codes = Codes(layout, sharing.wire, cut.size, first.device)
@@ -125,9 +126,14 @@ class Space:
         """Of `owned`, what this rank is the owner of."""
         return {piece: t for piece, t in self.owned.items() if piece.rank == self._rank}
 
-    def elements(self, piece: Piece) -> torch.Tensor:
-        """Those of the parameter, of a piece that this rank steps on."""
-        return self._elements[piece]
+    def delivered(self, piece: Piece) -> torch.Tensor:
+        """What the parameter holds of a piece that this rank steps on, once the step has ended."""
+        elements = self.cut(piece, self.params[piece.param].detach())
+        if not self._awaits_codes or self.sharing.wire is None:
+            return elements.clone()
+        master = self.owned[piece].detach()
+        exact = torch.equal(elements.float(), master)
+        return elements.clone() if exact else rounded(master, self.sharing.wire, elements)
 
     def _elements_of(self, piece: Piece) -> torch.Tensor:
         """The elements themselves: of a whole parameter in its shape, else flat."""
@@ -189,7 +195,8 @@ class Space:
             tensor.grad = None
         with torch.no_grad():
             if self._codes is not None:
-                return self._codes.encode(self._rank, self.owned, self._changed())
+                self._awaits_codes = True
+                return self._codes.encode(self._rank, self.own, self._changed())
             if self.sharing.masters:
                 for piece, tensor in self.owned.items():
                     self._elements[piece].copy_(tensor)
@@ -197,13 +204,14 @@ class Space:
 
     def _changed(self) -> list[bool]:
         """Of which pieces the parameters do not hold the exact masters."""
-        pairs = ((self._elements[piece], master) for piece, master in self.owned.items())
+        pairs = ((self._elements[piece], master) for piece, master in self.own.items())
         return [not torch.equal(elements.float(), master) for elements, master in pairs]
 
     def receive(self, buffer: torch.Tensor) -> None:
         """Takes what `end_step` returned, once every rank's part is there."""
         if self._codes is not None:
             self._codes.decode(buffer, self._elements_of)
+            self._awaits_codes = False
 
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""
