@@ -14,6 +14,9 @@ fastsync/ranks/survivors.py how the survivors agree. One death, with four ranks:
 
 Had rank 2 died later, in its vote, the survivors might all have had the averages of step 7. They
 would have used those: rank 2 may have used them, too, and saved its weights.
+
+With `zero`, they share the state of optimizers anew before they tell each other through the store:
+fastsync/shard/neighbours.py.
 """
 
 from __future__ import annotations

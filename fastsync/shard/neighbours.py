@@ -111,6 +111,7 @@ class _Recut:
             for index in batch:
                 values.append(_joined_value(space, index, parts[index]))
                 pairs = [(piece, state) for piece, (_, state) in parts[index].items() if state]
+                assert len(pairs) in (0, len(parts[index])), "a share of a parameter has no state"
                 whole = join(space, pairs) if pairs else {}
                 for piece in wanted[index]:
                     param = space.params[index]
@@ -155,6 +156,7 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _joined_value(space: Space, index: int, parts: dict[Piece, _Told]) -> torch.Tensor:
+    assert sum(piece.end - piece.begin for piece in parts) == space.params[index].numel()
     whole = space.full_like(index, space.params[index])
     for piece, (elements, _) in parts.items():
         space.cut(piece, whole).copy_(elements)
