@@ -162,7 +162,9 @@ def train(rank, job, fate, seen):
     options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
     if job.zero:
         options |= {"master_weights": job.masters, "parameter_wire": job.wire}
-    model = fastsync.FastDDP(net, elastic=job.elastic, zero=job.zero, **options)
+    asked = isinstance(job.elastic, dict)
+    elastic = fastsync.ElasticPolicy(**job.elastic) if asked else job.elastic
+    model = fastsync.FastDDP(net, elastic=elastic, zero=job.zero, **options)
     for each in optimizers:
         if not isinstance(each, WideSteps):
             each.register_step_pre_hook(lambda *_: fate.reach("optimizer"))
