@@ -29,6 +29,7 @@ LIMIT = 60.0  # seconds for a job
 STEPS = 6
 WIDTH = 48
 LAYERS = 6
+ANY = -1  # for a step: the first that comes to the place
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Fate:
                 threading.Timer(place / 1000, self.die).start()
 
     def reach(self, place):
-        if (self.step, place) in self.due:
+        if (self.step, place) in self.due or (ANY, place) in self.due:
             self.die()
 
     def die(self):
@@ -113,7 +114,7 @@ def batch(rank, step, part, width):
 
 
 def digest(module):
-    parts = (p.detach().numpy().tobytes() for p in module.parameters())
+    parts = (p.detach().view(torch.uint8).numpy().tobytes() for p in module.parameters())
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
@@ -167,7 +168,7 @@ def train(rank, job, fate, seen):
         note_members(model, seen)
 
 
-def run(folder, name, rank, job):
+def run(folder, name, rank, job, train):
     seen = {"weights": [], "members": [], "backward": []}
     file = Path(folder, f"{name}-{rank}.json")
     logging.basicConfig(level=logging.WARNING)
@@ -189,12 +190,12 @@ def run(folder, name, rank, job):
         dist.destroy_process_group()
 
 
-def start(folder, name, rank, job):
+def start(folder, name, rank, job, train):
     """In a forked process: what it prints goes to a file."""
     log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    run(folder, name, rank, job)
+    run(folder, name, rank, job, train)
 
 
 def wait_for(children):
@@ -215,19 +216,19 @@ def wait_for(children):
     return [ended.get(rank) for rank in range(len(children))]
 
 
-def main():
+def main(job_class=Job, train=train):
     folder, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
     extension.load()
     gc.freeze()  # what the ranks have in common is not worth the time of a search
     codes = {}
     for name, arguments in jobs:
-        job, children = Job(**arguments), []
+        job, children = job_class(**arguments), []
         os.environ["FASTSYNC_SHM"] = "1" if job.memory else "0"
         for rank in range(job.world):
             child = os.fork()
             if child == 0:
-                start(folder, name, rank, job)
+                start(folder, name, rank, job, train)
                 return
             children.append(child)
         codes[name] = wait_for(children)

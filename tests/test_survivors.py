@@ -109,3 +109,27 @@ def test_who_waits_for_a_training_that_has_ended_is_told():
     store.set(ENDED, "")
     with pytest.raises(SyncFault, match="has ended before rank 1 was back"):
         Waiting(store, 1, timeout=20).training()
+
+
+def test_all_know_alike_whether_all_have_come():
+    """Whoever looks later, and has seen a death since, goes by what the others go by."""
+    store, ranks = HashStore(), (0, 1)
+    first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
+    dead = set()
+
+    def dies_meanwhile():
+        with ThreadPoolExecutor(1) as pool:
+            came = pool.submit(first.gather, "ready", ranks, set)
+            assert came.result(timeout=20)
+        dead.add(0)
+        return dead
+
+    assert late.gather("ready", ranks, dies_meanwhile)
+    assert dead == {0}
+
+
+def test_who_ends_before_has_not_come():
+    store, ranks = HashStore(), (0, 1)
+    assert not Survivors(store, "here", 0).gather("ready", ranks, lambda: {1})
+    # As for one that comes once that is known.
+    assert not Survivors(store, "here", 1).gather("ready", ranks, set)

@@ -92,7 +92,7 @@ class Engine:
         self.routes = Routes(self.core, self._params)
         self.routes.use_group(group, policy)
         memory = self.routes.memory
-        shares = memory and policy.zero.stage > 0
+        shares = memory and policy.zero.stage > 0 and policy.elastic is None
         sized = buckets.in_memory(policy.zero.masters) if shares else buckets
         self.sizing = Sizing(self.core, sized, params[0].tensor.device)
         self.shares = Shares(self.core, group, tensors[0].device, memory)
@@ -226,6 +226,8 @@ class Engine:
         open_watch(group)
         self.core.use_watch(watch_of(group))
         self.routes.use_group(group, self.policy)
+        device = self._params[0].tensor.device
+        self.shares = Shares(self.core, group, device, self.routes.memory)
         self._meeting = self._meeting_place()
         self._forget_plans()
         self.sizing.forget("the process group is another one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from fastsync.engine.groups import new_cpu_group
 from fastsync.engine.watch import gather_watched
 from fastsync.plan.buckets import ShardSlot
 from fastsync.ranks.links import Nodes
-from fastsync.torch_private import resolvable_name
+from fastsync.torch_private import keep_for_good, resolvable_name
 
 __all__ = ["ShardedUnit", "Shares"]
 
@@ -120,6 +121,17 @@ class Shares:
         self._arriving.append(arrived)
         while len(self._arriving) > under_way:
             self._arriving.popleft()()
+
+    def drop_gathers(self) -> None:
+        """Nobody waits any more for what has been started."""
+        self._arriving.clear()
+        with contextlib.suppress(RuntimeError):
+            self._core.finish_gathers()  # ends with the first that fails
+
+    def outlive(self) -> None:
+        """What travels over their process group may never end, and its end would wait for that."""
+        if self._links is not None:
+            keep_for_good(self._links)
 
     def finish_gathers(self) -> None:
         """Waits for everything that has been started."""

@@ -15,6 +15,8 @@ fastsync/ranks/survivors.py how the survivors agree. One death, with four ranks:
 Had rank 2 died later, in its vote, the survivors might all have had the averages of step 7. They
 would have used those: rank 2 may have used them, too, and saved its weights.
 
+With `zero`, they share the state of optimizers anew before they tell each other through the store:
+fastsync/shard/neighbours.py.
 fastsync/front/returning.py says how rank 2 comes back.
 """
 
@@ -36,9 +38,12 @@ from fastsync.engine.engine import Engine
 from fastsync.engine.watch import watch_of
 from fastsync.front.seat import Seat
 from fastsync.front.skipping import SkippingFront
+from fastsync.front.torch_faces import FrontReducer
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.survivors import Decision, Standing, Survivors
+from fastsync.shard.neighbours import Neighbours
+from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.torch_private import (
     group_store,
     group_timeout,
@@ -96,7 +101,12 @@ class Elastic:
     """
 
     def __init__(
-        self, front: ElasticFront, engine: Engine, policy: ElasticPolicy, seat: Seat
+        self,
+        front: ElasticFront,
+        engine: Engine,
+        policy: ElasticPolicy,
+        seat: Seat,
+        sharded: ShardedOptimizers | None,
     ) -> None:
         group = engine.group
         self._front, self._engine, self._policy = weakref.ref(front), engine, policy
@@ -108,7 +118,8 @@ class Elastic:
         self.place = Survivors(seat.store, name, self._me, opened)
         self._watches: list[tuple[FaultWatch, dict[int, int]]] = []  # ranks by their places in it
         self._decision: Decision | None = None
-        self._epoch = 0
+        self._epoch = self._done = 0
+        self._neighbours = None if sharded is None else Neighbours(sharded)
         self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
         self.invite: Callable[[dict[int, int], int], None] = lambda newcomers, epoch: None
         self.hand_over: Callable[[dist.ProcessGroup, Decision], None] = lambda group, who: None
@@ -253,23 +264,70 @@ class Elastic:
             self._engine.use_group(group, agreed=False)
             self._see(group, ranks)
             set_group_timeout(group, self.timeout)
+            if self._neighbours is not None:
+                self._neighbours.prepare(ranks, group.rank())
         except RuntimeError as error:
             self._obstacle = error
             if group is not None:
                 keep_for_good(group)
             return False
-        if not self.place.gather(self._epoch, ranks, self._gone):
+        self._check_shares()
+        if not self.place.gather(f"{self._epoch}/ready", ranks, self._gone):
             return False
         self._use(group, ranks)
         return True
 
+    def _check_shares(self) -> None:
+        """Raises a `SyncFault` where a share of an optimizer's state has died with its ranks."""
+        if self._neighbours is None or not self._neighbours.lost:
+            return
+        owner, holder = self._neighbours.lost[0]
+        pair = {rank for pair in self._neighbours.lost for rank in pair}
+        losses = self._losses(sorted(pair), ())
+        raise SyncFault(
+            f"fastsync: {losses}. Only ranks {owner} and {holder} had rank {owner}'s share of the "
+            f"optimizer's state under zero={self._engine.policy.zero.stage}, so it is lost. "
+            "Restart from a checkpoint",
+            sorted(pair),
+        )
+
+    def share_late(self) -> None:
+        """What has been left for the end of a step. Collective of those that are left."""
+        assert self._neighbours is not None
+        self._neighbours.prepare_late()
+        if not self.place.gather(f"{self._epoch}/late", self.now.ranks, self._gone):
+            raise RuntimeError("a rank has ended before all were ready to go on")
+        self._neighbours.install()
+
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         keep_for_good(self._engine.group)
+        self._engine.shares.outlive()
         members = [self.seat.members[rank] for rank in ranks]
         name = f"{self.place.name}-{self._epoch}"
         return make_group(self.seat.store, ranks.index(self._me), members, name, _PATIENCE)
 
+    def until_all(self, task: Callable[[], None]) -> None:
+        """Runs what all ranks do together, until all that are left have done it.
+
+        Whoever has gone on could not be called back.
+        """
+        done = False
+
+        def attempt() -> None:
+            nonlocal done
+            task()
+            place = f"{self._epoch}/done-{self._done}"
+            if not self.place.gather(place, self.now.ranks, self._gone):
+                raise RuntimeError("a rank has ended before all were ready to go on")
+            done = True
+
+        while not done:
+            self.during(attempt)
+        self._done += 1
+
     def _use(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        if self._neighbours is not None:
+            self._neighbours.install()
         if self._policy.rescale == "sum_of_start":
             self._engine.core.set_divisor(float(self._started))
         since = self._engine.core.steps() + 1
@@ -342,10 +400,14 @@ class ElasticFront(SkippingFront):
             )
         if seat is None:
             return
-        elastic = self._elastic = Elastic(self, engine, policy, seat)
+        sharded = cast(FrontReducer, self.reducer).sharded
+        elastic = self._elastic = Elastic(self, engine, policy, seat, sharded)
         if seat.returns:
             engine.on_step = _refuse
         me = weakref.ref(elastic)  # the reducer must not keep its engine alive
+        if sharded is not None:
+            sharded.delivery.share_late = lambda: _alive(me).share_late()
+            sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
         engine.core.survive(lambda *found: _alive(me).meet(*found), lambda: _alive(me).rebuild())
         engine.during = lambda task: _alive(me).during(task)
 

@@ -265,11 +265,17 @@ class ReturningFront(ElasticFront):
         Raises:
             RankMismatchError: the others train another model, or with other settings; on this rank
                 alone.
+            ValueError: the training has `zero`, or a second model calls this.
             SyncFault: the others do not take it in, or end before.
         """
         engine, elastic = cast(Engine, cast(Any, self)._engine), self._elastic
         if engine.policy.elastic is None:
             raise RuntimeError("catch_up() needs FastDDP(model, elastic=True)")
+        if engine.policy.zero.stage:
+            raise ValueError(
+                f"ranks do not come back to a training with zero={engine.policy.zero.stage}, whose "
+                "state they would have to share; leave catch_up() out, or train with zero=0"
+            )
         if self._returns is not None:
             raise RuntimeError("catch_up() is called once, before the first step")
         if elastic is None or not elastic.seat.lasting:

@@ -343,8 +343,9 @@ class SyncPolicy:
 
     @property
     def shardable(self) -> bool:
-        """Whether ranks may each keep a part of the averages."""
-        return self.wire.adds_by_parts and not self.hooked and self.mixed.param is None
+        """Whether ranks may each keep a part of the averages, which is lost with its rank."""
+        mixed = self.mixed.param is not None
+        return self.wire.adds_by_parts and not self.hooked and not mixed and self.elastic is None
 
     @property
     def reduces_always(self) -> bool:
@@ -386,7 +387,8 @@ class SyncPolicy:
     def _check_elastic(self) -> None:
         mixed = self.mixed != MixedPolicy()
         unfit = {
-            f"zero={self.zero.stage}": self.zero.stage > 0,
+            f"zero={self.zero.stage}": self.zero.stage > 2,
+            f"shard_by={self.zero.unit!r}": self.zero.unit != "auto",
             f"wire={self.wire.describe()!r}": not self.wire.plain and self.wire.form != "native",
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_unused,

@@ -149,16 +149,23 @@ class Survivors:
         except RuntimeError as error:  # each kind of store has its own
             raise SyncFault(_store_gone(self._rank, error)) from error
 
-    def gather(self, epoch: int, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
-        """Whether all of `ranks` have come; False as soon as one has ended before."""
-        place = f"{self.name}/{epoch}/ready"
-        deadline = time.monotonic() + _LONGEST
-        self._store.add(place, 1)
-        while self._store.add(place, 0) < len(ranks):
-            if any(rank in dead() for rank in ranks) or time.monotonic() > deadline:
-                return False
-            time.sleep(_PAUSE)
-        return True
+    def gather(self, place: str, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
+        """Whether all of `ranks` have come, the same on all of them; not, if one ends before.
+
+        Args:
+            place: that they have not met at before.
+        """
+        store, place = self._store, f"{self.name}/{place}"
+        outcome, deadline = f"{place}/outcome", time.monotonic() + _LONGEST
+        store.add(place, 1)
+        while not store.check([outcome]):
+            if store.add(place, 0) >= len(ranks):
+                store.compare_set(outcome, "", "all")
+            elif any(rank in dead() for rank in ranks) or time.monotonic() > deadline:
+                store.compare_set(outcome, "", "not all")
+            else:
+                time.sleep(_PAUSE)
+        return store.get(outcome) == b"all"
 
     def decided(self, epoch: int) -> Decision:
         """For who has not been there: what an epoch has decided."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fastsync.engine.engine import Engine
 from fastsync.ranks import consensus
 from fastsync.shard.chunks import Chunks
+from fastsync.shard.neighbours import share_again
 from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.shard.pieces import MASTER
 from fastsync.torch_private import first_state
@@ -142,6 +143,8 @@ class OptimizerCheckpoint:
             group.update(settings)
         if taken is not None:
             taken.mark_used(optimizer)
+            if taken.cut.doubled:
+                share_again(taken, optimizer, self._engine.group)
 
     def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         """None where every rank keeps the whole state. Collective."""
@@ -188,7 +191,7 @@ class OptimizerCheckpoint:
         pieces = {
             id(space.params[piece.param]): (tensor, piece.begin)
             for space in spaces
-            for piece, tensor in space.owned.items()
+            for piece, tensor in space.own.items()
         }
         held = []
         for number, group in enumerate(optimizer.param_groups):

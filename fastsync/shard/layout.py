@@ -13,12 +13,51 @@ one, and the largest region decides how long all are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastsync.plan.layout import ALIGNMENT, align_up
 
-__all__ = ["Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors", "element_regions"]
+__all__ = ["Cut", "Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors", "element_regions"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Among whom parameters are shared, and which shares one rank steps on.
+
+    Attributes:
+        ranks: who owns each share, in their order, as the ranks were counted at the start.
+        mine: the number of this rank's own.
+        doubled: each rank steps on the share before its own, too, so that one death loses nothing.
+    """
+
+    ranks: tuple[int, ...]
+    mine: int
+    doubled: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many shares there are."""
+        return len(self.ranks)
+
+    @property
+    def before(self) -> int:
+        """The share whose second holder this rank is, if they are doubled."""
+        return (self.mine - 1) % self.size
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The shares that this rank steps on."""
+        return (self.mine, self.before) if self.doubled and self.size > 1 else (self.mine,)
+
+    def offered(self, present: Collection[int]) -> tuple[int, ...]:
+        """Those that this rank tells the others of: each is told by one of the ranks `present`."""
+        return tuple(s for s in self.kept if s == self.mine or self.ranks[s] not in present)
+
+    def lost(self, present: Collection[int]) -> list[tuple[int, int]]:
+        """Owner and holder of the shares that none of the ranks `present` has."""
+        pairs = zip(self.ranks, self.ranks[1:] + self.ranks[:1], strict=True)
+        return [pair for pair in pairs if not any(rank in present for rank in pair)]
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ An optimizer is taken over at its first step. Its state then belongs to the piec
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -40,21 +39,23 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.engine.watch import gather_watched, meeting_place
+from fastsync.engine.watch import meeting_place
 from fastsync.plan.buckets import travels_coded
-from fastsync.plan.layout import ALIGNMENT
 from fastsync.plan.policy import ZeroPolicy
-from fastsync.shard import codes
+from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
-from fastsync.shard.layout import Piece, cut_by_elements, cut_by_tensors
-from fastsync.shard.pieces import MASTER, NARROW, State, batches, cut_value, join, of_master
+from fastsync.shard.layout import Cut, Piece
+from fastsync.shard.pieces import MASTER, NARROW, State, cut_value, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
 from fastsync.shard.space import Sharing, Space
+from fastsync.shard.whole import whole_states
 from fastsync.torch_private import backward_is_running
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
+
+_BUFFER = 8 << 20  # bytes
 
 
 class ShardedOptimizers(StepWatcher):
@@ -63,19 +64,28 @@ class ShardedOptimizers(StepWatcher):
     Args:
         engine: of the model.
         policy: what may be cut, what has fp32 masters, and what parameters travel as.
+
+    Attributes:
+        cut: among whom the state of the next optimizer will be shared.
+        delivery: how what they update reaches the others.
+        taken: how many optimizers have been taken over so far.
     """
 
     def __init__(self, engine: Engine, policy: ZeroPolicy) -> None:
         self.engine, self.unit, self._policy = engine, policy.unit, policy
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         timeout = Env.read().agree_timeout
-        self.place = meeting_place(engine.group, "sharded optimizer", timeout)
+        self.meet_again()
         meeting = meeting_place(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
         self.sharers = Sharers(Exchange(engine.group, meeting, words, device))
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
+        ranks, doubled = tuple(range(engine.group.size())), engine.policy.elastic is not None
+        self.cut = Cut(ranks, engine.group.rank(), doubled)
+        self.delivery = Delivery(engine)
+        self.taken = 0
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
@@ -104,13 +114,17 @@ class ShardedOptimizers(StepWatcher):
             self._share_gradients(sharded.spaces)
         return sharded
 
-    def sharing(self, dtype: torch.dtype, gradients: bool) -> Sharing:
-        """What the ranks do with parameters of a dtype."""
+    def known(self) -> list[tuple[Optimizer, ShardedOptimizer]]:
+        """Those that have been taken over and still live."""
+        return list(self._sharded.items())
+
+    def sharing(self, dtype: torch.dtype, shares: int, whole: bool, gradients: bool) -> Sharing:
+        """What the ranks do with parameters of a dtype, cut into so many shares."""
         wire = FORMATS.get(self._policy.parameter_wire or "")
-        if self.engine.group.size() == 1 or (wire and not travels_coded(wire, dtype)):
+        if shares == 1 or (wire and not travels_coded(wire, dtype)):
             wire = None
         masters = wire is not None or (self._policy.masters and dtype in NARROW)
-        return Sharing(gradients and dtype.is_floating_point, masters, wire)
+        return Sharing(gradients and dtype.is_floating_point, masters, wire, whole)
 
     def meet(self, call: str, remedy: str) -> None:
         """Returns once every rank has made this call, which exchanges what zero has spread.
@@ -124,12 +138,25 @@ class ShardedOptimizers(StepWatcher):
                 f"that exchanges what zero has spread over the ranks. {remedy}"
             )
 
+    def meet_again(self) -> None:
+        """The ranks meet, for what `meet` says, in the process group that the engine has now."""
+        timeout = Env.read().agree_timeout
+        self.place = meeting_place(self.engine.group, "sharded optimizer", timeout)
+
     def make_gradients_whole(self) -> None:
         """Has every rank hold all gradients. Collective where they are spread."""
         make_whole(param.tensor for param in self.engine.params)
 
     def buckets(self) -> dict[int, int]:
-        """By parameter index, the number of the bucket that its gradient travels in."""
+        """By parameter index, the number of the bucket that its gradient travels in.
+
+        Where ranks may die, of a buffer that depends on nothing else: plans follow the number of
+        ranks, and one may take an optimizer over before a death, another after it.
+        """
+        if self.cut.doubled:
+            sizes = [param.tensor.nbytes for param in self.engine.params]
+            ends = enumerate(accumulate(sizes))
+            return {index: (end - sizes[index]) // _BUFFER for index, end in ends}
         buckets = enumerate(self.engine.plan.buckets)
         return {index: number for number, bucket in buckets for index in bucket.params}
 
@@ -171,29 +198,26 @@ class ShardedOptimizer:
     """One optimizer, taken over. Lives as long as it does, and must not keep it alive.
 
     Attributes:
+        number: of those that have been taken over, on all ranks alike.
+        steps: those that this rank has made since.
+        cut: among whom the state is shared.
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
         masters: of what it steps on here, those that are fp32 masters.
     """
 
     def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
         self._owner = owner
-        self._group = owner.engine.group
+        owner.taken += 1
+        self.number, self.steps = owner.taken, 0
         self._unit = unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
         params = [p for group in self._full for p in group if id(p) in owner.index_of]
-        self.spaces = [self._space(kind, found) for kind, found in self._kinds(params).items()]
-        self._pieces: dict[int, list[nn.Parameter]] = {id(p): [] for p in params}
-        for space in self.spaces:
-            for piece, tensor in space.owned.items():
-                self._pieces[id(space.params[piece.param])].append(tensor)
+        kinds = self._kinds(params).items()
+        self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
         self.blank, self._witness = True, params[0]
         self._loaded: dict[int, State] = {}  # by the id of its parameter
-        self._places: dict[torch.Tensor, tuple[Space, Piece]] = {
-            t: (space, piece) for space in self.spaces for piece, t in space.owned.items()
-        }
-        self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
-        self._stepped: set[torch.Tensor] = set()  # of the masters
+        self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
         self._cut_state(optimizer)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
@@ -201,6 +225,20 @@ class ShardedOptimizer:
             optimizer.register_load_state_dict_pre_hook(self._check_loaded),
             optimizer.register_load_state_dict_post_hook(self._cut_state),
         )
+
+    def use(self, cut: Cut, spaces: Sequence[Space]) -> None:
+        """Steps on what this rank has of these spaces from now on."""
+        self.cut, self.spaces = cut, list(spaces)
+        self._pieces: dict[int, list[nn.Parameter]] = {
+            id(param): [] for space in spaces for param in space.params
+        }
+        self._places: dict[torch.Tensor, tuple[Space, Piece]] = {}
+        for space in self.spaces:
+            for piece, tensor in space.owned.items():
+                self._pieces[id(space.params[piece.param])].append(tensor)
+                self._places[tensor] = (space, piece)
+        self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
+        self._stepped: set[torch.Tensor] = set()  # of the masters
 
     def _kinds(self, params: Sequence[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
         """Those that can lie in one buffer and be cut alike, and whose gradients come together."""
@@ -213,15 +251,15 @@ class ShardedOptimizer:
             kinds.setdefault(_Kind(param.dtype, param.device, whole, bucket), []).append(param)
         return kinds
 
-    def _space(self, kind: _Kind, params: list[torch.Tensor]) -> Space:
-        cut = cut_by_tensors if kind.whole else cut_by_elements
-        numels = [param.numel() for param in params]
-        sharing = self._owner.sharing(kind.dtype, gradients=kind.bucket is not None)
-        align = ALIGNMENT if sharing.wire is None else codes.ALIGNMENT
-        layout = cut(numels, self._group.size(), align)
-        if layout.region == 0:
-            sharing = replace(sharing, wire=None)
-        return Space(params, layout, self._group, sharing)
+    def _space(self, kind: _Kind, params: Sequence[torch.Tensor]) -> Space:
+        cut, gradients = self._owner.cut, kind.bucket is not None
+        sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
+        return Space(params, cut, sharing)
+
+    def sharing(self, space: Space, shares: int) -> Sharing:
+        """What the ranks do with a space once it is cut into so many shares."""
+        now = space.sharing
+        return self._owner.sharing(space.flat.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""
@@ -239,7 +277,7 @@ class ShardedOptimizer:
         where the step raises. What is not the model's stays in the groups. See [Note: steps one
         after the other].
         """
-        self._owner.engine.shares.finish_gathers()  # which a step that raised has left
+        self._owner.delivery.begin()
         *ahead, last = [[space] for space in self.spaces]
         if not steps_by_parameter(optimizer):
             ahead, last = [], self.spaces
@@ -277,7 +315,7 @@ class ShardedOptimizer:
     def _end(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
             buffer = space.end_step()
-            self._owner.engine.shares.start_gather(buffer, partial(space.receive, buffer))
+            self._owner.delivery.start(self.number, buffer, partial(space.receive, buffer))
 
     def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[Space]) -> None:
         self._begin(spaces)
@@ -296,7 +334,8 @@ class ShardedOptimizer:
         optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
         self.mark_used(optimizer)
         self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
-        self._owner.engine.shares.finish_gathers()
+        self.steps += 1
+        self._owner.delivery.finish(self.number)
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Says that there is a state, on ranks that own nothing too.
@@ -330,9 +369,9 @@ class ShardedOptimizer:
         """The whole state, as it was before the optimizer was taken over. Collective."""
         for hook in self._hooks:
             hook.remove()
-        whole = self._whole_state(optimizer)
-        self._take_state(optimizer)
-        optimizer.state.update(whole)
+        self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
+        self.take_state(optimizer)
+        optimizer.state.update(self._take_collected())
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
@@ -352,8 +391,8 @@ class ShardedOptimizer:
         if not self.blank:
             self.mark_used(optimizer)
 
-    def _take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
-        """Removes what the optimizer has for this rank's pieces."""
+    def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
+        """Removes what the optimizer has for this rank's pieces, and returns it."""
         if not optimizer.state.get(self._witness):
             optimizer.state.pop(self._witness, None)
         return {
@@ -365,11 +404,15 @@ class ShardedOptimizer:
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Collective: every rank gets the whole state."""
-        self._owner.meet(
-            "optimizer.state_dict()", "Call it on every rank, and save the result on one"
-        )
-        optimizer.state.update(self._whole_state(optimizer))
-        self._kept = self._take_state(optimizer)
+
+        def collect() -> None:
+            remedy = "Call it on every rank, and save the result on one"
+            self._owner.meet("optimizer.state_dict()", remedy)
+            self._collect_state(optimizer)
+
+        self._owner.delivery.until_all(collect)
+        optimizer.state.update(self._take_collected())
+        self._kept = self.take_state(optimizer)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
         for space in self.spaces:
@@ -397,20 +440,11 @@ class ShardedOptimizer:
         pairs = zip(saved, params_of(optimizer), strict=False)
         self._loaded = {id(param): states[key] for key, param in pairs if key in states}
 
-    def _whole_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
-        whole: dict[torch.Tensor, State] = {}
-        for space in self.spaces:
-            for batch in batches(space):
-                mine = {
-                    piece: state
-                    for piece, tensor in space.owned.items()
-                    if piece.param in batch and (state := self.saved(optimizer, tensor))
-                }
-                place = "the collection of an optimizer's state"
-                everyones = gather_watched(mine, self._group, place)
-                parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
-                for piece, state in (pair for states in everyones for pair in states.items()):
-                    parts[piece.param].append((piece, state))
-                for index in sorted(parts):
-                    whole[space.params[index]] = join(space, parts[index])
+    def _take_collected(self) -> dict[torch.Tensor, State]:
+        whole, self._collected = self._collected, {}
         return whole
+
+    def _collect_state(self, optimizer: Optimizer) -> None:
+        """Collective."""
+        group = self._owner.engine.group
+        self._collected = whole_states(self.spaces, partial(self.saved, optimizer), group)

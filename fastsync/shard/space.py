@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
-from fastsync.shard.codes import Codes, holds, holds_any
-from fastsync.shard.layout import Piece, ShardLayout
+from fastsync.plan.layout import ALIGNMENT
+from fastsync.shard import codes
+from fastsync.shard.codes import Codes, holds, holds_any, rounded
+from fastsync.shard.layout import Cut, Piece, ShardLayout, cut_by_elements, cut_by_tensors
 from fastsync.wire.formats import Format
 
-__all__ = ["Sharing", "Space"]
+__all__ = ["Sharing", "Space", "lay_out"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,20 @@ class Sharing:
         gradients: they may share their gradients, too.
         masters: what each rank owns it has in fp32, too, and steps on that.
         wire: what parameters travel as, which have masters then; None: as they are.
+        whole: each parameter has one owner.
     """
 
     gradients: bool = False
     masters: bool = False
     wire: Format | None = None
+    whole: bool = False
+
+
+def lay_out(params: Sequence[torch.Tensor], shares: int, sharing: Sharing) -> ShardLayout:
+    """Where they lie in their buffer."""
+    divide = cut_by_tensors if sharing.whole else cut_by_elements
+    align = ALIGNMENT if sharing.wire is None else codes.ALIGNMENT
+    return divide([param.numel() for param in params], shares, align)
 
 
 def _strides(param: torch.Tensor) -> tuple[int, ...]:
@@ -65,30 +75,34 @@ class Space:
 
     Args:
         params: in the same order on every rank.
-        layout: where they lie, and who owns what.
-        group: whose ranks share the work.
+        cut: among whom.
         sharing: what else they do with them.
 
     Attributes:
         flat: the parameters.
-        owned: what this rank steps on: its elements of the parameters, or fp32 masters of them.
+        layout: where they lie, and who owns what.
+        owned: what this rank steps on: its elements of the parameters, or fp32 masters of them; and
+            those that it holds for another.
     """
 
     def __init__(
         self,
         params: Sequence[torch.Tensor],
-        layout: ShardLayout,
-        group: dist.ProcessGroup,
+        cut: Cut,
         sharing: Sharing,
     ) -> None:
+        layout = lay_out(params, cut.size, sharing)
+        if layout.region == 0:
+            sharing = replace(sharing, wire=None)
         self.params, self.layout, self.sharing = list(params), layout, sharing
-        self._rank = group.rank()
+        self._rank = cut.mine
         self._codes: Codes | None = None
         self._loaded: dict[Piece, torch.Tensor] = {}  # masters, until the next step
+        self._awaits_codes = False
         first = self.params[0]
         if sharing.wire is not None:
-            self._codes = Codes(layout, sharing.wire, group.size(), first.device)
-        numel = layout.region * group.size()
+            self._codes = Codes(layout, sharing.wire, cut.size, first.device)
+        numel = layout.region * cut.size
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self._views = []
         for param, offset in zip(self.params, layout.offsets, strict=True):
@@ -97,13 +111,29 @@ class Space:
             view.copy_(param.data)
             param.data = view
             self._views.append(view)
-        self._elements = {piece: self._elements_of(piece) for piece in layout.owned(self._rank)}
+        self._elements = {
+            piece: self._elements_of(piece) for share in cut.kept for piece in layout.owned(share)
+        }
         self.owned = {
             piece: nn.Parameter(
                 elements.to(torch.float32, copy=True) if sharing.masters else elements
             )
             for piece, elements in self._elements.items()
         }
+
+    @property
+    def own(self) -> dict[Piece, torch.Tensor]:
+        """Of `owned`, what this rank is the owner of."""
+        return {piece: t for piece, t in self.owned.items() if piece.rank == self._rank}
+
+    def delivered(self, piece: Piece) -> torch.Tensor:
+        """What the parameter holds of a piece that this rank steps on, once the step has ended."""
+        elements = self.cut(piece, self.params[piece.param].detach())
+        if not self._awaits_codes or self.sharing.wire is None:
+            return elements.clone()
+        master = self.owned[piece].detach()
+        exact = torch.equal(elements.float(), master)
+        return elements.clone() if exact else rounded(master, self.sharing.wire, elements)
 
     def _elements_of(self, piece: Piece) -> torch.Tensor:
         """The elements themselves: of a whole parameter in its shape, else flat."""
@@ -165,7 +195,8 @@ class Space:
             tensor.grad = None
         with torch.no_grad():
             if self._codes is not None:
-                return self._codes.encode(self._rank, self.owned, self._changed())
+                self._awaits_codes = True
+                return self._codes.encode(self._rank, self.own, self._changed())
             if self.sharing.masters:
                 for piece, tensor in self.owned.items():
                     self._elements[piece].copy_(tensor)
@@ -173,13 +204,14 @@ class Space:
 
     def _changed(self) -> list[bool]:
         """Of which pieces the parameters do not hold the exact masters."""
-        pairs = ((self._elements[piece], master) for piece, master in self.owned.items())
+        pairs = ((self._elements[piece], master) for piece, master in self.own.items())
         return [not torch.equal(elements.float(), master) for elements, master in pairs]
 
     def receive(self, buffer: torch.Tensor) -> None:
         """Takes what `end_step` returned, once every rank's part is there."""
         if self._codes is not None:
             self._codes.decode(buffer, self._elements_of)
+            self._awaits_codes = False
 
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""
@@ -205,7 +237,7 @@ class Space:
         """By parameter: where this rank's elements begin in its region, how many, and in the
         parameter."""
         ranges = [(0, 0, 0)] * len(self.params)
-        for piece in self.owned:
+        for piece in self.own:
             start = self.layout.offsets[piece.param] + piece.begin - self._rank * self.layout.region
             ranges[piece.param] = (start, piece.end - piece.begin, piece.begin)
         return ranges

@@ -1,0 +1,43 @@
+"""An optimizer's state of whole parameters, collected from all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fastsync.engine.watch import gather_watched
+from fastsync.shard.layout import Piece
+from fastsync.shard.pieces import State, batches, join
+from fastsync.shard.space import Space
+
+__all__ = ["whole_states"]
+
+
+def whole_states(
+    spaces: Sequence[Space], state_of: Callable[[torch.Tensor], State], group: dist.ProcessGroup
+) -> dict[torch.Tensor, State]:
+    """By parameter; nothing of those that have no state. Collective.
+
+    Args:
+        state_of: what this rank has for something that it steps on.
+        group: of the ranks that share the spaces.
+    """
+    whole: dict[torch.Tensor, State] = {}
+    for space in spaces:
+        for batch in batches(space):
+            mine = {
+                piece: state
+                for piece, tensor in space.own.items()
+                if piece.param in batch and (state := state_of(tensor))
+            }
+            place = "the collection of an optimizer's state"
+            everyones = gather_watched(mine, group, place)
+            parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
+            for piece, state in (pair for states in everyones for pair in states.items()):
+                parts[piece.param].append((piece, state))
+            for index in sorted(parts):
+                whole[space.params[index]] = join(space, parts[index])
+    return whole
