@@ -14,8 +14,8 @@ __all__ = [
     "UnitChoice",
     "choose_units",
     "contiguous",
-    "unit_words",
     "exchange_in_optimizers",
+    "unit_words",
 ]
 
 # A module, a class of modules, or a module's name in the model.

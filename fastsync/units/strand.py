@@ -232,6 +232,11 @@ class Strand:
         elements = self.place.world * layout.packed + chunks * layout.chunk
         return elements * self.reduce.itemsize
 
+    def bytes_of_gradients(self) -> int:
+        """As a backward leaves them on each rank."""
+        sizes = (math.prod(self.members[index].shape.sizes) for index in self.trained())
+        return sum(sizes) * self.compute.itemsize
+
     # --- whole parameters
 
     @property
@@ -273,6 +278,10 @@ class Strand:
         else:
             assert self.links is not None and self.name is not None
             self._kept.start_gather(self.links.shares.ranks, self.name)
+
+    def take_gather_seconds(self) -> float:
+        """Of the last gather, where somebody has looked; once."""
+        return 0.0 if self._core is None else self._core.take_gather_seconds()
 
     def finish_gather(self) -> None:
         if self._kept is None:
