@@ -24,7 +24,7 @@ def made(how, world):
     if how == "zero=3":
         return FastDDP(net(6), zero=3, units=[Block])
     options = {
-        "replicas": {"mesh": mesh_of(world, 2)},
+        "replicas": {"mesh": mesh_of(world, 2) if how == "replicas" else None},
         "lower": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         "kept parts": {"reshard_after_forward": 2},
         "coded": {"wire": "int8", "parameter_wire": "int8"},
