@@ -154,10 +154,6 @@ class Context(StepWatcher, Generic[S]):
             self.lookahead.forward.wants()
             self.lookahead.backward.wants()
         unit.finish_gather()
-        self.arrived(unit)
-
-    def arrived(self, unit: Unit) -> None:
-        """Somebody uses what was gathered."""
         self._ahead.discard(id(unit))
 
     def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
