@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fastsync import FastDDP, TimelinePolicy, fully_shard
 from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, load
+from fastsync.units import context
 from fastsync.units.lookahead import AGREED_AFTER, Course, Lookahead
 from fastsync.units.state import state_of
 from fastsync.units.unit import Unit
@@ -134,7 +135,7 @@ def planned(rank, world, pace=None, mark=None, path=None):
     if mark is not None:
         os.environ[MARK] = str(mark)
     alone = steps_of(uneven(Clock()), rank, AGREED_AFTER)
-    Unit.take_gather_seconds = lambda unit: 1.0
+    context.take_gather_seconds = lambda strands: 1.0
     model = uneven(Clock(1.0 if pace is None else pace[rank]))
     if path is not None:
         model.record_timeline(TimelinePolicy(path, skip=AGREED_AFTER, steps=2))
@@ -191,7 +192,7 @@ def test_their_gathers_begin_before_the_first_of_them_is_wanted(tmp_path):
 def in_memory(rank, world):
     os.environ["FASTSYNC_SHM"] = "1"
     model = uneven(Clock())
-    Unit.take_gather_seconds = lambda unit: 1.0
+    context.take_gather_seconds = lambda strands: 1.0
     steps_of(model, rank, AGREED_AFTER + 1)
     found = state_of(model).context.lookahead
     return found.over, found.forward.depths, found.backward.depths
@@ -237,7 +238,7 @@ def test_ranks_whose_orders_differ_gather_one_ahead():
 
 def changing(rank, world):
     """Another order than the planned one, and that one again."""
-    Unit.take_gather_seconds = lambda unit: 1.0
+    context.take_gather_seconds = lambda strands: 1.0
     os.environ["FASTSYNC_SHM"] = "0"
     model = uneven(Clock())
     steps_of(model, rank, AGREED_AFTER)

@@ -22,6 +22,7 @@ from fastsync.units.links import Links
 from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
 from fastsync.units.stepping import LocalSteps
+from fastsync.units.strand import take_gather_seconds
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -146,7 +147,7 @@ class Context(StepWatcher, Generic[S]):
     def _look_at(self, unit: Unit, course: Course) -> None:
         number = self._numbers.get(id(unit))
         if number is not None:
-            course.there(number, unit.take_gather_seconds())
+            course.there(number, take_gather_seconds(unit.strands))
 
     def gather(self, unit: Unit) -> None:
         """The computation needs `unit` to go on."""

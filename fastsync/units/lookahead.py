@@ -25,6 +25,7 @@ from fastsync.units.connections import links_in
 from fastsync.units.depth import Stop, depths, limit_of
 from fastsync.units.links import Links
 from fastsync.units.room import NO_MARK
+from fastsync.units.strand import bytes_of_gradients
 from fastsync.units.unit import Unit
 
 __all__ = ["AGREED_AFTER", "Course", "Lookahead"]
@@ -222,7 +223,7 @@ def _with_gradients(
     """Gradients come while a unit computes, and those of the one before travel."""
     found, travelling = [], 0
     for number, stop in zip(order, stops, strict=True):
-        own = units[number].bytes_of_gradients()
+        own = sum(map(bytes_of_gradients, units[number].strands))
         found.append(Stop(stop.compute, stop.gather, stop.nbytes, own + travelling))
         travelling = own + units[number].bytes_to_reduce()
     return found

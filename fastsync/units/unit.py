@@ -202,14 +202,6 @@ class Unit:
         """At most, that gradients take on their way, the same on every rank."""
         return sum(strand.bytes_to_reduce() for strand in self.strands)
 
-    def bytes_of_gradients(self) -> int:
-        """Of what a backward leaves, the same on every rank."""
-        return sum(strand.bytes_of_gradients() for strand in self.strands)
-
-    def take_gather_seconds(self) -> float:
-        """Since the last gather began, until all of it had come; once, and 0 if nobody looked."""
-        return max(strand.take_gather_seconds() for strand in self.strands)
-
     def show_sharded(self) -> None:
         for member in self.members:
             member.show_sharded()
