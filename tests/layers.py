@@ -95,7 +95,7 @@ MODULE_LAYERS = {
     ],
     "tune": [["moves", "policy", "search", "store"], ["tuner"], ["__init__"]],
     "units": [
-        ["choosing", "errors", "layout", "nested", "stepping"],
+        ["choosing", "depth", "errors", "layout", "nested", "stepping"],
         ["mesh"],
         ["codes", "links", "member"],
         ["kept"],
@@ -104,6 +104,7 @@ MODULE_LAYERS = {
         ["unit"],
         ["room"],
         ["connections"],
+        ["lookahead"],
         ["context"],
         ["state"],
         ["recording"],

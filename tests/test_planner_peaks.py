@@ -89,6 +89,13 @@ def test_at_most_two_units_are_whole_and_nothing_stays():
     assert on_gpu > most  # all shares are packed there
 
 
+def test_one_unit_is_whole_where_ranks_share_memory():
+    record, layer = trace_model(lambda: chain(8), (2, 512)), 4 * (512 * 512 + 512)
+    most = replayed(record, named("3", 2, 2))[1]
+    # It and its gradients, halves of two that others may still read, and of gradients likewise.
+    assert 3.5 * layer <= most <= 3.6 * layer
+
+
 def test_gradients_that_accumulate_are_there_from_the_beginning():
     record = trace_model(chain, (2, 512))
     units = Units(record, Strategy(3, 2, 2, accumulate=2), Carrier.MESSAGES)

@@ -32,9 +32,10 @@ def made(how, world):
     return model
 
 
-def run(how, rank, world, mark):
+def run(how, rank, world, mark, memory=False):
     """Weights and norms, the most that the pool held, and the units."""
     set_mark(mark)
+    os.environ["FASTSYNC_SHM"] = str(int(memory))
     model = made(how, world)
     trained = train(model, rank, OPTIMIZERS["adamw"](model.parameters()), steps=3)
     context = state_of(model.module if how == "zero=3" else model).context
@@ -71,6 +72,20 @@ def test_the_mark_is_kept_and_bits_stay(how):
         assert one <= one_mark < most, "one block at a time"
         assert two < both <= two_mark, "the next one while a block computes"
         assert one < both <= most
+
+
+def in_memory(rank, world, how):
+    trained, most, units = run(how, rank, world, None, memory=True)
+    wanted, more, _ = run(how, rank, world, None)
+    assert all(map(torch.equal, trained[0], wanted[0])) and trained[1] == wanted[1]
+    largest = max(sum(m.whole.nbytes for m in unit.members) for unit in units)
+    return largest, most, more, room_for(units, 1)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_gathered_ahead_in_shared_memory_takes_no_other(how):
+    for largest, most, more, one in run_ranks(in_memory, HOW[how], how):
+        assert largest < most <= one < more
 
 
 def wide_mark(rank, world):

@@ -64,10 +64,11 @@ class Collective {
   // of taking each other's bytes.
   virtual std::unique_ptr<InFlight> exchange(std::vector<Message> received,
                                              std::vector<Message> sent, int tag) = 0;
-  // The same, where this rank reads what comes in memory of the others: from each of them as many elements, its messages side by
-  // side. What is sent has been copied by the time that this returns. Null, and nothing is sent, where messages travel otherwise,
-  // which is the same on all ranks.
-  virtual std::shared_ptr<Incoming> lend(int64_t /*numel*/, at::ScalarType /*dtype*/,
+  // The same, where this rank reads what comes in memory of the others: parts as `expected` says, each a rank's messages side by
+  // side. This rank may be one of them. What is sent has been copied by the time that this returns. Null, and nothing is sent,
+  // where messages travel otherwise, which is the same on all ranks.
+  virtual std::shared_ptr<Incoming> lend(const std::vector<Expected>& /*expected*/,
+                                         at::ScalarType /*dtype*/,
                                          const std::vector<Message>& /*sent*/, int /*tag*/) {
     return nullptr;
   }

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -14,10 +15,16 @@ namespace fastsync::comm {
 // Neither end waits for another rank: that of give_back(), nor that of one which never was given back.
 class Incoming : public InFlight {
  public:
-  // After wait(): equal parts, from each other rank, in their order.
+  // After wait(): equal parts, from each other rank, in their order; or those that were expected.
   virtual const std::vector<at::Tensor>& parts() const = 0;
   // They are not read any more.
   virtual void give_back() = 0;
+};
+
+// So many elements, from a rank.
+struct Expected {
+  int rank = 0;
+  int64_t numel = 0;
 };
 
 struct MessageBuffers {

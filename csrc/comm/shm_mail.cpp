@@ -71,7 +71,7 @@ void Mail::done(size_t tag, uint64_t number) {
 
 bool Mail::is_read(size_t tag, uint64_t number) const {
   for (size_t r = 0; r < ranks(); ++r) {
-    if (r != rank_ && !is_done(r, tag, number)) return false;
+    if (!is_done(r, tag, number)) return false;
   }
   return true;
 }

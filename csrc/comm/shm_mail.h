@@ -8,7 +8,7 @@
 //   2. it waits until each of the others has posted, and reads where they wrote;
 //   3. it says in its own box that it is done: it has read what it needed of all letters up to n, or never will.
 //
-// A letter belongs to its readers until all of them are done. A box holds the last kLetters; who posts more waits until the oldest
+// A letter belongs to its readers, who may include its writer, until all ranks are done. A box holds the last kLetters; who posts more waits until the oldest
 // has been read. Numbers only grow and each word has one writer, so nothing is reset.
 #pragma once
 
@@ -54,7 +54,7 @@ class Mail {
   bool have_posted(size_t tag, uint64_t number, std::chrono::milliseconds time,
                    Bell::Clock::time_point since);
   void done(size_t tag, uint64_t number);
-  // Whether nobody reads any more what this rank has posted.
+  // Whether nobody reads any more what this rank has posted, this rank included.
   bool is_read(size_t tag, uint64_t number) const;
   size_t rank() const { return rank_; }
   size_t ranks() const { return segments_.size(); }

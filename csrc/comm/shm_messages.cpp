@@ -128,11 +128,11 @@ class ShmMessages::Reading final : public CalledByWait<> {
   std::vector<Message> received_;
 };
 
-// The others' letters, where they stand.
+// Letters where they stand.
 class ShmMessages::Lent final : public CalledByWait<Incoming> {
  public:
-  Lent(std::unique_ptr<Letters> letters, int64_t numel, at::ScalarType dtype)
-      : letters_(std::move(letters)), numel_(numel), dtype_(dtype) {}
+  Lent(std::unique_ptr<Letters> letters, std::vector<Expected> expected, at::ScalarType dtype)
+      : letters_(std::move(letters)), expected_(std::move(expected)), dtype_(dtype) {}
 
   at::Tensor wait() override {
     if (parts_.empty()) find_parts();
@@ -150,17 +150,16 @@ class ShmMessages::Lent final : public CalledByWait<Incoming> {
 
  private:
   void find_parts() {
-    const auto bytes = static_cast<size_t>(numel_) * c10::elementSize(dtype_);
-    for (size_t r = 0; r < letters_->ranks(); ++r) {
-      if (r == letters_->rank()) continue;
-      // Nobody writes to what others have sent.
-      auto* const part = const_cast<std::byte*>(letters_->from(r, bytes));
-      parts_.push_back(ops::make_over(part, numel_, dtype_, [] {}));
+    for (const Expected& each : expected_) {
+      const auto bytes = static_cast<size_t>(each.numel) * c10::elementSize(dtype_);
+      // Nobody writes to what has been sent.
+      const std::byte* const begin = letters_->from(static_cast<size_t>(each.rank), bytes);
+      parts_.push_back(ops::make_over(const_cast<std::byte*>(begin), each.numel, dtype_, [] {}));
     }
   }
 
   std::unique_ptr<Letters> letters_;  // holds the memory, too
-  int64_t numel_;
+  std::vector<Expected> expected_;
   at::ScalarType dtype_;
   std::vector<at::Tensor> parts_;
 };
@@ -189,11 +188,12 @@ std::unique_ptr<InFlight> ShmMessages::exchange(std::vector<Message> received,
   return std::make_unique<Reading>(post(sent, box), std::move(received));
 }
 
-std::shared_ptr<Incoming> ShmMessages::lend(int64_t numel, at::ScalarType dtype,
-                                            const std::vector<Message>& sent, int tag) {
+std::shared_ptr<Incoming> ShmMessages::lend(const std::vector<Expected>& expected,
+                                            at::ScalarType dtype, const std::vector<Message>& sent,
+                                            int tag) {
   const auto box = static_cast<size_t>(tag);
   if (box >= Mail::kBoxes) return nullptr;
-  return std::make_shared<Lent>(post(sent, box), numel, dtype);
+  return std::make_shared<Lent>(post(sent, box), expected, dtype);
 }
 
 std::unique_ptr<ShmMessages::Letters> ShmMessages::post(const std::vector<Message>& sent,

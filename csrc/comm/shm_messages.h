@@ -56,7 +56,7 @@ class ShmMessages final : public Collective {
   // Exchanges under one tag come in the same order on all ranks. Any thread may wait.
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
                                      int tag) override;
-  std::shared_ptr<Incoming> lend(int64_t numel, at::ScalarType dtype,
+  std::shared_ptr<Incoming> lend(const std::vector<Expected>& expected, at::ScalarType dtype,
                                  const std::vector<Message>& sent, int tag) override;
   // Frees what nobody reads.
   void trim() override;

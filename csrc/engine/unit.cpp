@@ -66,6 +66,48 @@ void Unit::fill_from_codes() {
   gathered_codes_.reset();
 }
 
+int64_t Unit::numel_side_by_side(const UnitLayout& layout, int rank) const {
+  int64_t numel = layout.packed;
+  for (const UnitPlace& place : layout.places) {
+    if (place.direct) numel += share_of(place.member, rank).numel;
+  }
+  return numel;
+}
+
+// Has every rank read the others' shares where they are written. This rank reads its own there, too: it may have changed since.
+// False where that cannot be.
+bool Unit::borrow_shares(const at::Tensor& source) {
+  std::vector<comm::Expected> expected;
+  std::vector<comm::Message> sent;
+  for (int r = 0; r < ranks_; ++r) {
+    expected.push_back({r, numel_side_by_side(layout_, r)});
+    add_messages(sent, r, source);
+  }
+  borrowed_ = links_->ranks->lend(expected, dtypes_.compute, sent, tag_);
+  if (!borrowed_) return false;
+  gathering_ = std::make_unique<comm::SharedInFlight>(borrowed_);
+  links_->pool.give(std::exchange(lowered_, at::Tensor()));
+  return true;
+}
+
+void Unit::fill_from_borrowed() {
+  lend();
+  for (int r = 0; r < ranks_; ++r) {
+    int64_t next = layout_.packed;
+    ItemList items;
+    for (const UnitPlace& place : layout_.places) {
+      const UnitShare share = share_of(place.member, r);
+      const auto layout = moved(share.in_whole, members_[place.member].whole_offset);
+      items.add(ops::view_of(whole_.flat(), layout, dtypes_.compute),
+                place.direct ? next : place.offset, layout);
+      if (place.direct) next += share.numel;
+    }
+    items.unpack(borrowed_->parts().at(static_cast<size_t>(r)), 1.0, false);
+  }
+  borrowed_->give_back();
+  borrowed_.reset();
+}
+
 // The shares of `rank` in the whole members.
 void Unit::add_shares(ItemList& items, int64_t begin, int rank, bool direct) const {
   for (const UnitPlace& place : layout_.places) {
@@ -98,11 +140,24 @@ void Unit::start_coded_gather() {
   staging_ = links_->pool.take(gathered_codes_->bytes(), at::kByte, device_);
   gather_ = begin(Direction::kGather, gathered_codes_->sent_bytes());
   gathering_ = gathered_codes_->gather(shard_, staging_);
-  if (auto done = gather_->on_done()) gathering_->on_done(std::move(done));
+  tell_when_gathered();
+}
+
+void Unit::tell_when_gathered() {
+  auto done = gather_->on_done();
+  travelled_->store(0.0);
+  if (links_->times_gathers) {
+    using Clock = std::chrono::steady_clock;
+    done = [done = std::move(done), to = travelled_, begun = Clock::now()] {
+      to->store(std::chrono::duration<double>(Clock::now() - begun).count());
+      if (done) done();
+    };
+  }
+  if (done) gathering_->on_done(std::move(done));
 }
 
 void Unit::start_gather() {
-  if (whole_.has_memory()) return;
+  if (whole_.has_memory() || gathering_) return;
   FS_CHECK(shard_.defined(), "a unit is gathered before it has any parameters");
   const at::NoGradGuard no_grad;
   try {
@@ -117,40 +172,58 @@ void Unit::start_gather() {
 // What was lent for it: somebody may still write there, so it goes to nobody else.
 std::vector<at::Tensor> Unit::forget_gather() {
   gathered_codes_.reset();
+  borrowed_.reset();
   return {std::exchange(staging_, {}), std::exchange(lowered_, {}), whole_.take_back()};
 }
 
 void Unit::begin_gather() {
-  lend();
+  if (layout_.codes || ranks_ == 1) lend();
   if (layout_.codes) return start_coded_gather();
-  if (ranks_ > 1) gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
-  fill_from(shard_, 0, rank_, /*direct=*/true);
-  if (ranks_ == 1) return;
+  if (ranks_ == 1) return fill_from(shard_, 0, rank_, /*direct=*/true);
+  gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
   const at::Tensor source = source_of_gather();
-  staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
-  if (!by_messages()) {
-    gathering_ = links_->ranks->all_gather(staging_, source);
-  } else {
-    std::vector<comm::Message> received;
-    std::vector<comm::Message> sent;
-    const auto post = [](std::vector<comm::Message>& to, int rank, const at::Tensor& tensor) {
-      if (tensor.numel() > 0) to.push_back({rank, tensor});
-    };
-    for (int r = 0; r < ranks_; ++r) {
-      if (r == rank_) continue;
-      post(received, r, run_of(staging_, r * layout_.packed, layout_.packed));
-      post(sent, r, run_of(source, 0, layout_.packed));
-      for (const UnitPlace& place : layout_.places) {
-        if (!place.direct) continue;
-        const UnitShare theirs = share_of(place.member, r);
-        const int64_t begin = members_[place.member].whole_offset + theirs.in_whole.offset;
-        post(received, r, run_of(whole_.flat(), begin, theirs.numel));
-        post(sent, r, run_of(source, place.offset, share_of(place.member, rank_).numel));
-      }
+  if (!by_messages() || !borrow_shares(source)) {
+    lend();
+    fill_from(shard_, 0, rank_, /*direct=*/true);
+    staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
+    if (by_messages()) {
+      exchange_shares(source);
+    } else {
+      gathering_ = links_->ranks->all_gather(staging_, source);
     }
-    gathering_ = links_->ranks->exchange(std::move(received), std::move(sent), tag_);
   }
-  if (auto done = gather_->on_done()) gathering_->on_done(std::move(done));
+  tell_when_gathered();
+}
+
+// What a rank is sent of this one's shares.
+void Unit::add_messages(std::vector<comm::Message>& sent, int rank,
+                        const at::Tensor& source) const {
+  const auto post = [&](int64_t begin, int64_t numel) {
+    if (numel > 0) sent.push_back({rank, run_of(source, begin, numel)});
+  };
+  post(0, layout_.packed);
+  for (const UnitPlace& place : layout_.places) {
+    if (place.direct) post(place.offset, share_of(place.member, rank_).numel);
+  }
+}
+
+void Unit::exchange_shares(const at::Tensor& source) {
+  std::vector<comm::Message> received;
+  std::vector<comm::Message> sent;
+  for (int r = 0; r < ranks_; ++r) {
+    if (r == rank_) continue;
+    const auto expect = [&](const at::Tensor& flat, int64_t begin, int64_t numel) {
+      if (numel > 0) received.push_back({r, run_of(flat, begin, numel)});
+    };
+    expect(staging_, r * layout_.packed, layout_.packed);
+    for (const UnitPlace& place : layout_.places) {
+      const UnitShare theirs = share_of(place.member, r);
+      const int64_t begin = members_[place.member].whole_offset + theirs.in_whole.offset;
+      if (place.direct) expect(whole_.flat(), begin, theirs.numel);
+    }
+    add_messages(sent, r, source);
+  }
+  gathering_ = links_->ranks->exchange(std::move(received), std::move(sent), tag_);
 }
 
 void Unit::finish_gather() {
@@ -164,9 +237,14 @@ void Unit::finish_gather() {
     work->on_done([kept = forget_gather()] {});
     throw;
   }
-  if (gathered_codes_) fill_from_codes();
-  for (int r = 0; r < ranks_ && !layout_.codes; ++r) {
-    if (r != rank_) fill_from(staging_, r * layout_.packed, r, /*direct=*/false);
+  if (borrowed_) {
+    fill_from_borrowed();
+  } else if (gathered_codes_) {
+    fill_from_codes();
+  } else {
+    for (int r = 0; r < ranks_; ++r) {
+      if (r != rank_) fill_from(staging_, r * layout_.packed, r, /*direct=*/false);
+    }
   }
   links_->pool.give(std::exchange(staging_, at::Tensor()));
   links_->pool.give(std::exchange(lowered_, at::Tensor()));

@@ -13,6 +13,7 @@
 //
 // What is small travels in one message, which a kernel packs and another unpacks, and after it a flag per member that tells whether
 // this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
+// Ranks of one machine read shares where the others have written them, so whole members get memory only when they are wanted.
 // Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
 //
 // A thread adds up what has come, while the backward goes on. Gradients of large members are kept until they have been sent, and
@@ -28,6 +29,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -64,6 +67,7 @@ struct UnitLinks {
   comm::Worker adder;  // adds up what has come, so that gradients can go
   ops::BlockPool pool;
   std::shared_ptr<UnitPeers> peers;
+  bool times_gathers = false;  // has somebody look when each one ends
 };
 
 // Where a member's share lies among those that travel together. fastsync/units/layout.py makes these numbers.
@@ -110,6 +114,8 @@ class Unit {
   void finish_gather();
   // Gives them memory for somebody else to fill, where they have none: all of it, one-dimensional.
   at::Tensor lend();
+  // Seconds from the start of the last gather until everything had come, once; 0 where nobody has looked.
+  double take_gather_seconds() { return travelled_->exchange(0.0); }
   bool is_gathered() const { return whole_.has_memory() && !gathering_; }
   // Takes the whole members' memory away.
   void release();
@@ -153,10 +159,16 @@ class Unit {
   std::vector<at::Tensor> forget_gather();
   void fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct);
   void fill_from_codes();
+  void add_messages(std::vector<comm::Message>& sent, int rank, const at::Tensor& source) const;
+  bool borrow_shares(const at::Tensor& source);
+  void fill_from_borrowed();
+  void exchange_shares(const at::Tensor& source);
+  void tell_when_gathered();
   void add_shares(ItemList& items, int64_t begin, int rank, bool direct) const;
   at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
   void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
-  int64_t lent_numel(const UnitLayout& layout) const;
+  // What is sent of the shares of `rank` alone, in elements.
+  int64_t numel_side_by_side(const UnitLayout& layout, int rank) const;
   std::vector<comm::Message> to_others(const Reduction& reduction) const;
   void send_gradients(Reduction& reduction);
   void receive_gradients(Reduction& reduction);
@@ -197,8 +209,10 @@ class Unit {
   at::Tensor staging_;  // packed chunks of all ranks
   at::Tensor lowered_;  // the shard in the compute dtype, where that is another
   std::unique_ptr<comm::InFlight> gathering_;
+  std::shared_ptr<comm::Incoming> borrowed_;   // all ranks' shares, while they are under way there
   std::unique_ptr<UnitCodes> gathered_codes_;  // while they are under way
   std::unique_ptr<Movement> gather_;
+  std::shared_ptr<std::atomic<double>> travelled_ = std::make_shared<std::atomic<double>>(0.0);
   std::shared_ptr<Reduction> reduction_;
   uint64_t coded_reductions_ = 0;
 };

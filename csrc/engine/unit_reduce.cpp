@@ -77,15 +77,6 @@ at::Tensor Unit::chunk_from(const Reduction& reduction, int rank) const {
   return run_of(reduction.received, slot * reduction.layout.chunk, reduction.layout.chunk);
 }
 
-// What each other rank has for this one where it is lent, in elements.
-int64_t Unit::lent_numel(const UnitLayout& layout) const {
-  int64_t numel = layout.packed;
-  for (const UnitPlace& place : layout.places) {
-    if (place.direct) numel += share_of(place.member, rank_).numel;
-  }
-  return numel;
-}
-
 std::vector<comm::Message> Unit::to_others(const Reduction& reduction) const {
   const UnitLayout& layout = reduction.layout;
   std::vector<comm::Message> sent;
@@ -106,8 +97,11 @@ std::vector<comm::Message> Unit::to_others(const Reduction& reduction) const {
 void Unit::send_gradients(Reduction& reduction) {
   const int tag = tag_ + 1;
   comm::Collective& ranks = *links_->ranks;
-  reduction.lent =
-      ranks.lend(lent_numel(reduction.layout), dtypes_.reduce, to_others(reduction), tag);
+  std::vector<comm::Expected> expected;
+  for (int r = 0; r < ranks_; ++r) {
+    if (r != rank_) expected.push_back({r, numel_side_by_side(reduction.layout, rank_)});
+  }
+  reduction.lent = ranks.lend(expected, dtypes_.reduce, to_others(reduction), tag);
   if (!reduction.lent) return receive_gradients(reduction);
   reduction.in_flight = std::make_unique<comm::SharedInFlight>(reduction.lent);
   keep_own(reduction);

@@ -6,7 +6,8 @@ before it computes. The root's stays until its backward is over, any other goes 
 Gradients leave when a backward is through with their unit, at the latest at its end, and one unit's
 are under way while the next one computes. Large ones are kept until they have been added up, which
 is taken to be when somebody waits for it. On one machine they are copied for the others, and go at
-once: a rank begins its sums with its own part, from the third rank on with a copy of it.
+once: a rank begins its sums with its own part, from the third rank on with a copy of it. A gather
+there takes memory when the unit is wanted, as until then shares lie where they were written.
 
 Memory goes from unit to unit through a pool (csrc/ops/loan.cpp). What ranks of one machine send
 lies in another pool (csrc/comm/shm_messages.h).
@@ -116,8 +117,9 @@ def _sizes(
     direct = _DIRECT_BYTES // each if carrier.on_cpu else None
     every = range(len(params))
     gathered, reduced = (lay_out(shapes, every, world, direct, flags) for flags in (False, True))
-    lowered = (gathered.chunk * each,) if stored is not compute else ()
     in_memory = carrier is Carrier.MEMORY
+    lowered = (gathered.chunk * each,) if stored is not compute else ()
+    staging = () if in_memory else (world * gathered.packed * each,)
     others = max(0, world - (2 if compute is summed else 1)) if carrier.on_cpu else 1
     if in_memory:
         others = int(world > 2)
@@ -126,7 +128,7 @@ def _sizes(
     return UnitSizes(
         shard=gathered.chunk * stored.itemsize,
         whole=(whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)) * each,
-        gathering=(*lowered, world * gathered.packed * each),
+        gathering=(*lowered, *staging),
         reducing=(world * reduced.packed * each, others * reduced.chunk * each),
         sums=sums,
         gradients=sums if stored is summed else values * stored.itemsize,
@@ -262,15 +264,23 @@ class Units:
         self._ends_soon = at < _LAST_UNITS
 
     def _gather(self, unit: int) -> None:
-        if unit in self._whole:
+        if unit in self._whole or unit in self._gathering:
             return
         sizes = self._sizes[unit]
-        self._whole[unit] = [self._pool.take(size.whole) for size in sizes]
+        if not self._in_memory:
+            self._lend(unit)
         blocks = [self._pool.take(block) for size in sizes for block in size.gathering]
-        self._gathering[unit] = blocks
         self._post("gather", sum(size.gather_letter for size in sizes))
+        while self._in_memory and blocks:  # what was in them has been written for the others
+            self._pool.give(blocks.pop())
+        self._gathering[unit] = blocks
+
+    def _lend(self, unit: int) -> None:
+        self._whole[unit] = [self._pool.take(size.whole) for size in self._sizes[unit]]
 
     def _arrive(self, unit: int) -> None:
+        if unit in self._gathering and unit not in self._whole:
+            self._lend(unit)
         for block in self._gathering.pop(unit, []):
             self._pool.give(block)
 

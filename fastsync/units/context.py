@@ -2,13 +2,14 @@
 
 Every rank gathers and reduces the same units in the same order: that of its modules' forwards and
 of their backward. Prefetching follows an order that was observed in a former forward, which is the
-same on every rank too.
+same on every rank too. lookahead.py says how far.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from torch.optim import Optimizer
@@ -18,8 +19,10 @@ from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.timeline.recorder import Recorder
 from fastsync.units.connections import Connections, links_in
 from fastsync.units.links import Links
+from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
 from fastsync.units.stepping import LocalSteps
+from fastsync.units.strand import take_gather_seconds
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -34,6 +37,11 @@ class UnitState(Protocol):
     """What a context knows of a state."""
 
     unit: Unit | None
+
+    @property
+    def forward_next(self) -> Sequence[object]: ...
+    @property
+    def backward_next(self) -> Sequence[object]: ...
 
 
 S = TypeVar("S", bound=UnitState)
@@ -51,6 +59,7 @@ class Context(StepWatcher, Generic[S]):
         last_backward: whether what was observed in forward is forgotten after the next backward.
         connections: to other ranks.
         recorder: asked before every forward that counts, if there is one.
+        lookahead: how many units are gathered before they are wanted.
     """
 
     _told_last = 0  # when a script said so
@@ -63,12 +72,16 @@ class Context(StepWatcher, Generic[S]):
         self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
         self.recorder: Recorder | None = None
+        self.lookahead = Lookahead()
+        self._numbers: dict[int, int] = {}  # of units, where they are looked at
+        self._by_hand = False  # a script says what the running forward or backward gathers ahead
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
         self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._ends_soon = False  # the running backward
+        self._deepest = -1  # of `_done`, when that began
         self._reducing: deque[Unit] = deque()
         self._local_steps = LocalSteps()
         self.stop_watching = watch_steps(self)
@@ -105,20 +118,43 @@ class Context(StepWatcher, Generic[S]):
         self._running, self._follows = [], True
         if in_backward:
             return
+        self._by_hand = any(state.forward_next for state in self.states)
+        self._begin_to_look(counts)
         if counts and self.recorder is not None:
             self.recorder.before_step(self.connections.log)
         self.connections.log.begin_forward(counts)
+
+    def _begin_to_look(self, counts: bool) -> None:
+        units = self.units()
+        if counts:
+            self.lookahead.begin_step(units)
+        looks = counts and not self.lookahead.over
+        self._numbers = {id(unit): number for number, unit in enumerate(units)} if looks else {}
+        self.lookahead.forward.begin(looks)
+        self.lookahead.forward.expects(self._order)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` has its parameters: starts to gather those of the next one."""
         at = len(self._running)
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
-        if self._follows and at + 1 < len(self._order):
-            self.prefetch_forward(self._order[at + 1])
+        self._look_at(unit, self.lookahead.forward)
+        if self._follows:
+            depth = 1 if self._by_hand else self.lookahead.forward.depth(at)
+            for following in self._order[at + 1 : at + 1 + depth]:
+                self.prefetch_forward(following)
 
-    def arrived(self, unit: Unit) -> None:
-        """Somebody uses what was gathered."""
+    def _look_at(self, unit: Unit, course: Course) -> None:
+        number = self._numbers.get(id(unit))
+        if number is not None:
+            course.there(number, take_gather_seconds(unit.strands))
+
+    def gather(self, unit: Unit) -> None:
+        """The computation needs `unit` to go on."""
+        if self._numbers and not unit.is_whole:
+            self.lookahead.forward.wants()
+            self.lookahead.backward.wants()
+        unit.finish_gather()
         self._ahead.discard(id(unit))
 
     def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
@@ -169,6 +205,7 @@ class Context(StepWatcher, Generic[S]):
     def end_forward(self) -> None:
         """The outermost forward has ended."""
         self.connections.log.end_forward()
+        self.lookahead.forward.end()
         self._order = self._running
         self._drop_prefetched()
 
@@ -182,15 +219,22 @@ class Context(StepWatcher, Generic[S]):
 
     def begin_backward(self) -> None:
         self.ends_queued, self._ends_soon = True, False
+        self._by_hand = any(state.backward_next for state in self.states)
+        self._deepest = len(self._done) - 1
+        self.lookahead.backward.begin(bool(self._numbers))
+        self.lookahead.backward.expects(self._done[::-1])
         self.connections.log.begin_backward()
 
     def prefetch_before(self, unit: Unit) -> None:
-        """Starts to gather the unit whose backward comes after that of `unit`."""
+        """Starts to gather units whose backward comes after that of `unit`."""
         if not unit.places:
             return
         at = unit.places.pop()
-        if at > 0 and self._done[at - 1].switches.gather_in_backward:
-            self.prefetch(self._done[at - 1])
+        self._look_at(unit, self.lookahead.backward)
+        depth = 1 if self._by_hand else self.lookahead.backward.depth(self._deepest - at)
+        for place in range(at - 1, max(at - 1 - depth, -1), -1):
+            if self._done[place].switches.gather_in_backward:
+                self.prefetch(self._done[place])
         self._ends_soon = at < LAST_UNITS
 
     def reduce(self, unit: Unit) -> None:
@@ -226,6 +270,10 @@ class Context(StepWatcher, Generic[S]):
             self._drop_prefetched()
         self.trim()
         self.connections.log.end_work()
+        self.lookahead.backward.end()
+        self._numbers = {}
+        steps, mark = self.connections.log.steps(), self.connections.mark
+        self.lookahead.end_step(self.units(), steps, mark)
 
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""

@@ -38,12 +38,14 @@ class Links:
         used: the group that C++ uses, and does not keep alive.
         shares: those ranks, for whoever counts.
         replicas: those that have the same shares; None where nobody else has.
+        in_memory: whether they exchange through memory that they share.
     """
 
     core: core.UnitLinks
     used: dist.ProcessGroup
     shares: Peers
     replicas: Peers | None = None
+    in_memory: bool = False
     made: int = 0
 
     @classmethod
@@ -71,7 +73,8 @@ class Links:
                 open_watch(place.replicas)
             peers = core.make_unit_peers(place.replicas.rank())
             replicas = Peers(peers, place.replicas)
-        return cls(links, used, Peers(links.peers(), place.group), replicas)
+        shares = Peers(links.peers(), place.group)
+        return cls(links, used, shares, replicas, memory is not None)
 
     def next_tag(self) -> int:
         """One that no other unit has."""

@@ -241,8 +241,7 @@ class State:
     def _gather(self) -> None:
         with outside_transforms():
             for unit in self.uses:
-                unit.finish_gather()
-                self.context.arrived(unit)
+                self.context.gather(unit)
 
     def _begin_root_forward(self) -> None:
         self.become_root()
@@ -368,8 +367,7 @@ class State:
                 continue
             unit.moment, unit.touched = Moment.BEFORE_BACKWARD, True
             if unit.switches.gather_in_backward:
-                unit.finish_gather()
-                self.context.arrived(unit)
+                self.context.gather(unit)
             if not self.backward_next:
                 self.context.prefetch_before(unit)
         for state in self.backward_next:

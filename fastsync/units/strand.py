@@ -22,7 +22,7 @@ from fastsync.units.links import Links
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 
-__all__ = ["TRAINABLE", "MixedDTypes", "Strand"]
+__all__ = ["TRAINABLE", "MixedDTypes", "Strand", "bytes_of_gradients", "take_gather_seconds"]
 
 # Dtypes that strands cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -365,3 +365,15 @@ class Strand:
         for index, member in enumerate(members):
             if member.has_hooks() and sums[laid.flags + index] != 0:
                 member.call_hooks()
+
+
+def bytes_of_gradients(strand: Strand) -> int:
+    """As a backward leaves them on each rank."""
+    sizes = (math.prod(strand.members[index].shape.sizes) for index in strand.trained())
+    return sum(sizes) * strand.compute.itemsize
+
+
+def take_gather_seconds(strands: Sequence[Strand]) -> float:
+    """Since their last gathers began, until all had come; once, and 0 if nobody looked."""
+    ways = [strand._core for strand in strands if strand._core is not None]
+    return max((way.take_gather_seconds() for way in ways), default=0.0)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fastsync import fully_shard
+from fastsync.units.state import state_of
 from tests.random_cases.tree import WIDTH, Fault
 from tests.random_units.tree import Leaf, Uses, build, modules_of
 from tests.random_units.wires import draw_wires
@@ -102,6 +103,14 @@ class UnitCase:
             if self.rng.random() < 0.5:
                 self._shard(module)
         self._shard(self.model)
+        self._look_ahead(self.rng.choice((1, 1, 2, 9)))
+
+    def _look_ahead(self, depth):
+        """So far wherever only one would be gathered ahead."""
+        self.note(f"ahead: {depth}")
+        found = state_of(self.model).context.lookahead
+        for course in (found.forward, found.backward):
+            course.depth = lambda place: depth
 
     def _cut_neighbours(self, node):
         # One forward of all: a checkpoint around one of them would compute that one again alone.
