@@ -48,12 +48,13 @@ MODULE_LAYERS = {
             *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
             "stages",
         ],
-        ["guards", "skipping", "torch_faces"],
+        ["guards", "torch_faces", "wrapped"],
+        ["skipping"],
         ["elastic"],
     ],
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
-        ["farewell", "meeting", "survivors"],
+        ["arrivals", "farewell", "meeting", "survivors"],
     ],
     "plan": [["elastic", "layout", "replicas", "topology"], ["policy"], ["buckets", "sizes"]],
     "planner": [
@@ -147,7 +148,9 @@ CPP_LAYERS = [
     ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
     ["transport/choose"],
     ["engine/news", "engine/pace_board"],
+    ["engine/wanted"],
     ["engine/fault_watch"],
+    ["engine/visit"],
     [
         "engine/autograd_hooks",
         "engine/forwards",

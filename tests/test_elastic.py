@@ -57,9 +57,9 @@ CASES = {
 }
 
 
-def run(folder, jobs):
+def run(folder, jobs, script="tests.elastic_script"):
     """What each rank of each job has seen, and how it ended."""
-    output = finish(start("tests.elastic_script", folder, json.dumps(jobs)), timeout=500)
+    output = finish(start(script, folder, json.dumps(jobs)), timeout=500)
     codes = json.loads(output.splitlines()[-1])
     seen = {}
     for name, arguments in jobs:
@@ -104,12 +104,12 @@ class Outcome:
         return {**self.job, **changed}
 
 
-def outcomes_of(folder, cases):
+def outcomes_of(folder, cases, script="tests.elastic_script"):
     jobs = [
         (name, {"world": world, "deaths": deaths, "elastic": True, **options})
         for name, (world, deaths, options) in cases.items()
     ]
-    codes, seen = run(folder, jobs)
+    codes, seen = run(folder, jobs, script)
     found = {
         name: Outcome(job, seen[name], codes[name], logs(folder, name, job["world"]))
         for name, job in jobs

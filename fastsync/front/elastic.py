@@ -91,11 +91,10 @@ class _Elastic:
         self._global = dist.get_process_group_ranks(group)
         self._timeout = group_timeout(group) or timedelta(minutes=30)
         identity = zlib.crc32("\n".join(p.name for p in engine.params).encode())
-        self._name = f"elastic-{group.group_name}-{identity}"
         store = group_store(group)
         assert store is not None
         self._store = store
-        self._place = Survivors(store, self._name, self._me)
+        self._place = Survivors(store, f"elastic-{group.group_name}-{identity}", self._me)
         self._watches: list[tuple[FaultWatch, tuple[int, ...]]] = []
         self._decision: Decision | None = None
         self._epoch = 0
@@ -213,7 +212,7 @@ class _Elastic:
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         keep_for_good(self._engine.group)
         members = [self._global[rank] for rank in ranks]
-        name = f"{self._name}-{self._epoch}"
+        name = f"{self._place.name}-{self._epoch}"
         return make_group(self._store, ranks.index(self._me), members, name, _PATIENCE)
 
     def _use(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:

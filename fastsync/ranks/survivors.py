@@ -83,13 +83,16 @@ class Survivors:
         store: that all ranks reach.
         name: of the place; equal on all ranks.
         rank: this one.
+
+    Attributes:
+        name: of this place, and no other one.
     """
 
     def __init__(self, store: Store, name: str, rank: int) -> None:
         self._store, self._rank = store, rank
         base = f"fastsync/{name}"
         # Ranks open their places in one order, two of one name too.
-        self._name = f"{base}-{store.add(f'{base}/{rank}', 1)}"
+        self.name = f"{base}-{store.add(f'{base}/{rank}', 1)}"
 
     def meet(
         self,
@@ -110,7 +113,7 @@ class Survivors:
         Raises:
             SyncFault: the store has gone, or a rank neither comes nor ends.
         """
-        place = f"{self._name}/{epoch}"
+        place = f"{self.name}/{epoch}"
         try:
             self._store.set(f"{place}/{self._rank}", json.dumps(asdict(mine)))
             return self._decision(place, ranks, dead, time.monotonic() + timeout)
@@ -121,7 +124,7 @@ class Survivors:
 
     def gather(self, epoch: int, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
         """Whether all of `ranks` have come; False as soon as one has ended before."""
-        place = f"{self._name}/{epoch}/ready"
+        place = f"{self.name}/{epoch}/ready"
         deadline = time.monotonic() + _LONGEST
         self._store.add(place, 1)
         while self._store.add(place, 0) < len(ranks):
