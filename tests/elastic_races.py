@@ -6,7 +6,6 @@ backward of the second model.
 """
 
 import copy
-import gc
 import time
 import weakref
 
@@ -123,10 +122,7 @@ def change_group(model, change, step, rank):
 
 
 def train(*given, alone=elastic_script.train):
-    """Nothing keeps the process group of the start when it has returned."""
-    job = given[1]
-    (train_two if "twin" in job.options else alone)(*given)
-    gc.collect()
+    (train_two if "twin" in given[1].options else alone)(*given)
 
 
 if __name__ == "__main__":

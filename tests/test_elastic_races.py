@@ -59,15 +59,6 @@ def test_averages_that_all_survivors_have_are_taken(outcomes, case):
     assert outcome.changes == [[5, outcome.left]], outcome.said
 
 
-def test_nobody_waits_for_collectives_of_the_broken_group(tmp_path):
-    """Not even whoever destroys it when nothing else has it."""
-    deaths = [(1, 2, "between")]
-    job = {"world": 4, "deaths": deaths, "elastic": True, "memory": False, "destroys": True}
-    codes, seen = run(tmp_path, [("job", job)], SCRIPT)
-    assert [code for rank, code in enumerate(codes["job"]) if rank != 1] == [0] * 3
-    assert all(len(seen["job"][rank]["weights"]) == STEPS for rank in (0, 2, 3))
-
-
 def twins(name, **differing):
     kind, _, _ = name.partition("-")
     return {"world": 3, "options": {"twin": kind}, **differing}
