@@ -18,9 +18,9 @@ constexpr milliseconds kSlice{50};     // between two looks at the others
 constexpr milliseconds kAnswers{300};  // for answers to a question to come
 // A collective may still arrive after the end of a rank that had sent all of its part.
 constexpr milliseconds kDeathGrace{100};
-constexpr milliseconds kIssuedGrace{5000};    // it had issued the collective before it left
-constexpr milliseconds kSilence{1500};        // of a neighbour's beats
-constexpr int kDistance = 3;                  // each warning comes so many times later
+constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
+constexpr milliseconds kSilence{1500};      // of a neighbour's beats
+constexpr int kDistance = 3;                // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
 double seconds_of(FaultWatch::Clock::duration time) {
