@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "check.h"
 #include "engine/fault_watch.h"
+#include "engine/visit.h"
 
 namespace py = pybind11;
 
@@ -20,6 +21,7 @@ namespace {
 
 using engine::Fault;
 using engine::FaultWatch;
+using engine::Visit;
 
 // Host, port, key, process, machine.
 using Address = std::tuple<std::string, int64_t, uint64_t, int64_t, std::string>;
@@ -71,19 +73,12 @@ std::vector<int64_t> connect(FaultWatch& watch, const std::vector<Address>& addr
   return watch.connect(std::move(members), rank);
 }
 
-engine::Wanted wanted_in(const std::string& place) {
-  engine::Wanted wanted;
-  wanted.model = SIZE_MAX;  // whoever has ended lacks it
-  wanted.place = place;
-  return wanted;
-}
-
-void explain(FaultWatch& watch, const std::string& place, const std::string& error, double waited) {
-  watch.explain(wanted_in(place), error, waited);
-}
-
-void look(FaultWatch& watch, const std::string& place, double waited) {
-  watch.look(wanted_in(place), waited);
+std::unique_ptr<Visit> visit(std::shared_ptr<FaultWatch> watch, const std::string& kind,
+                             const std::string& place, std::vector<int64_t> ranks) {
+  const auto known = kind == "together"   ? Visit::Kind::kTogether
+                     : kind == "wrapping" ? Visit::Kind::kWrapping
+                                          : Visit::Kind::kApart;
+  return std::make_unique<Visit>(std::move(watch), known, place, std::move(ranks));
 }
 
 }  // namespace
@@ -112,9 +107,8 @@ void bind_watch(py::module_& m) {
              return std::make_tuple(at.host, at.port, at.key);
            })
       .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
-      .def("explain", &explain, release, py::arg("place"), py::arg("error"), py::arg("waited"))
+      .def("visit", &visit, py::arg("kind"), py::arg("place"), py::arg("ranks"))
       .def("gone", &FaultWatch::gone, release)
-      .def("look", &look, release, py::arg("place"), py::arg("waited"))
       .def(
           "leave",
           [](FaultWatch& watch, const std::string& how, const std::string& why) {
@@ -126,6 +120,10 @@ void bind_watch(py::module_& m) {
           release, py::arg("how"), py::arg("why"))
       .def("close", &FaultWatch::close, release)
       .def("abandon", &FaultWatch::abandon);
+  py::class_<Visit>(m, "Visit")
+      .def("look", &Visit::look, release)
+      .def("explain", &Visit::explain, release, py::arg("error"))
+      .def("end", &Visit::end, py::arg("came"));
 }
 
 }  // namespace fastsync

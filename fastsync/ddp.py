@@ -161,7 +161,7 @@ class FastDDP(ReturningFront):
             lambda: TunePolicy.of(tune),
         )
         self._buffer_watch, self._units = BufferWatch(), None if units is None else list(units)
-        with request.explained():
+        with request.wrapping():
             super().__init__(
                 module,
                 device_ids=device_ids,

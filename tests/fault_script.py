@@ -41,6 +41,8 @@ WRAPPERS = {
     "blind3": UNITS,  # nobody looks out for faults
     "fsdp": None,
     "codec": {},  # a user's, which runs between the two collectives of a bucket
+    "skips": {"on_skip": "average_others"},
+    "finite": {"on_nonfinite": "raise"},
 }
 
 
@@ -100,6 +102,7 @@ class Net(nn.Module):
         self.shared = False  # parameters are, so that hooks on these are lost
         # Reached when the buckets of half of the layers have been sent.
         self.layers[LAYERS // 2].weight.register_hook(self.in_backward)
+        self.last = []  # nodes of autograd that are held for their hooks
 
     def due(self, place):
         return self.fault is not None and place == self.place and self.step == AT
@@ -110,13 +113,26 @@ class Net(nn.Module):
         if self.due("backward"):
             fail(self.fault)
 
+    def at_the_end(self):
+        """Has the fault happen once this rank has sent all its buckets in the next backward."""
+        arrived = []
+
+        def note(*_):
+            arrived.append(None)
+            if len(arrived) == 2 * LAYERS:
+                fail(self.fault)
+
+        self.last = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.parameters()]
+        for node in self.last:
+            node.register_hook(note)
+
     def named_buffers(self, *args, **kwargs):
         if self.place == "wrap" and self.fault not in (None, "settings", "shapes", "order"):
             fail(self.fault)
         return super().named_buffers(*args, **kwargs)
 
     def forward(self, x):
-        if self.fault == "nan" and self.due("forward"):
+        if (self.fault == "nan" and self.due("forward")) or self.due("nonfinite"):
             x = x * float("nan")
         for index, layer in enumerate(self.layers):
             if index == LAYERS // 2 and self.fault != "nan" and self.due("forward"):
@@ -186,6 +202,8 @@ def train(rank, fault, place, wrapper):
         groups.watched_call = lambda *call: fail(fault)
     if mine and place == "vote" and fault not in ("thaw", "store"):
         vote_and_fail(fault)
+    if mine and place == "before":
+        fail(fault)
     model = wrap(net, wrapper, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for net.step in range(STEPS - (mine == "fewer")):
@@ -195,6 +213,8 @@ def train(rank, fault, place, wrapper):
         if net.step == AT and (mine == "thaw" or all_thaw):
             net.layers[0].weight.requires_grad_(True)
         optimizer.zero_grad()
+        if net.due("skips"):
+            net.at_the_end()
         try:
             model(x).backward()
         except BadBatch:
@@ -205,7 +225,7 @@ def train(rank, fault, place, wrapper):
             if net.shared:
                 check_again(model, x)
             raise
-        if net.due("between"):
+        if net.due("between") or net.due("nonfinite"):
             fail(fault)
         optimizer.step()
         if net.due("checkpoint"):

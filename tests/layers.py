@@ -48,13 +48,14 @@ MODULE_LAYERS = {
             *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
             *("seat", "stages"),
         ],
-        ["guards", "skipping", "torch_faces"],
+        ["guards", "torch_faces", "wrapped"],
+        ["skipping"],
         ["elastic"],
         ["returning"],
     ],
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
-        ["farewell", "meeting", "newcomers", "survivors"],
+        ["arrivals", "farewell", "meeting", "newcomers", "survivors"],
     ],
     "plan": [["elastic", "layout", "replicas", "topology"], ["policy"], ["buckets", "sizes"]],
     "planner": [
@@ -151,7 +152,9 @@ CPP_LAYERS = [
     ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
     ["transport/choose"],
     ["engine/news", "engine/pace_board"],
+    ["engine/wanted"],
     ["engine/fault_watch"],
+    ["engine/visit"],
     [
         "engine/autograd_hooks",
         "engine/forwards",

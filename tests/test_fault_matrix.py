@@ -107,7 +107,8 @@ def cells():
 
 def in_matrix(value):
     """What a job calls "between" or "loop" makes the others wait in the next forward."""
-    renamed = {"between": "forward", "loop": "forward", "groups": "wrap", "codec": "int8"}
+    renamed = {"between": "forward", "loop": "forward", "groups": "wrap", "before": "wrap"}
+    renamed |= {"nonfinite": "vote", "skips": "vote", "codec": "int8"}
     return renamed.get(value, value)
 
 

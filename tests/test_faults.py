@@ -65,20 +65,37 @@ STALLS = [
     ("sleep", "backward", "zero2", 4),
     ("stop", "forward", "zero1", 3),
     ("stop", "pieces", "codec", 3),
-]
-# Where all ranks meet, and none warns.
-QUIET_STALLS = [
-    ("stop", "vote", "fp32", 3),
-    ("stop", "wrap", "int8", 2),
-]
-# Who sleeps there looks to the others like one that waits. A meeting knows who has come.
-QUIET_SLEEPS = [
-    ("stop", "checkpoint", "zero1", 3),
-    ("sleep", "vote", "fp32", 3),
+    ("sleep", "wrap", "fp32", 3),
+    ("sleep", "wrap", "zero1", 3),
     ("sleep", "wrap", "zero2", 2),
-    ("sleep", "checkpoint", "zero1", 4),
-    ("sleep", "pieces", "codec", 3),
+    ("stop", "wrap", "int8", 2),
+    ("sleep", "groups", "int8", 3),
+    ("sleep", "vote", "fp32", 3),
+    ("sleep", "vote", "zero1", 2),
+    ("stop", "vote", "fp32", 3),
+    ("sleep", "skips", "skips", 3),
 ]
+# What the error calls the place where the others wait, and the phase of the rank that is late.
+TOGETHER = {
+    "wrap": ("the wrapping of the model", "wrapping"),
+    "groups": ("the making of a process group (codes)", "wrapping"),
+    "vote": ("the vote on a plan", "planning"),
+    "skips": (f"the count of the ranks that do not skip step {AT + 1}", "backward"),
+}
+# Before the ranks look out for each other.
+ABSENCES = [
+    ("sleep", "before", "fp32", 3),
+    ("stop", "before", "zero1", 2),
+    ("kill", "before", "fp32", 3),
+]
+# Where the rendezvous store knows who has come.
+MEETINGS = [
+    ("sleep", "checkpoint", "zero1", 4),
+    ("stop", "checkpoint", "zero1", 3),
+    ("sleep", "nonfinite", "finite", 3),
+]
+# Who sleeps there looks to the others like one that waits.
+QUIET_SLEEPS = [("sleep", "pieces", "codec", 3)]
 ALIKE = [
     *(
         (fault, "wrap", way, world)
@@ -121,7 +138,8 @@ TABLES = (
         LEAVES,
         HALF_SKIPS,
         STALLS,
-        QUIET_STALLS,
+        ABSENCES,
+        MEETINGS,
         QUIET_SLEEPS,
         ALIKE,
         THAWS,
@@ -234,24 +252,42 @@ def test_a_rank_that_stalls_is_named_before_and_at_the_timeout(endings, job):
         assert f"rank {FAULTY} is late" in warned[0]
     else:
         assert f"rank {FAULTY} is stopped" in warned[0]
+    place, phase = TOGETHER.get(job[1], ("", None))
+    for seen in ending.others:
+        assert place in seen["text"] and place in warned[0], str(ending)
+        assert phase in (None, seen["phase"]), str(ending)
+        assert job[0] == "stop" or "in fail" in seen["text"], str(ending)
 
 
-@pytest.mark.parametrize("job", QUIET_STALLS, ids=name_of)
-def test_a_rank_that_is_stopped_where_all_meet_is_named_at_the_timeout(endings, job):
+@pytest.mark.parametrize("job", ABSENCES, ids=name_of)
+def test_a_rank_that_does_not_begin_to_wrap_the_model_is_named(endings, job):
     ending = endings[job]
     check_named(ending)
     for seen in ending.others:
-        assert f"rank {FAULTY} is stopped" in seen["text"], str(ending)
+        assert f"rank {FAULTY}, which has not begun to wrap a model" in seen["text"], str(ending)
+        assert (seen["phase"], seen["reason"]) == ("", "has not come"), str(ending)
+    before = [log.partition("Traceback")[0] for log in ending.logs]
+    warned = [text for text in before if "fastsync: rank 0 has waited" in text]
+    assert len(warned) == (job[0] != "kill"), str(ending)
 
 
-@pytest.mark.parametrize("job", QUIET_SLEEPS, ids=name_of)
-def test_who_waits_where_all_meet_gets_an_error_at_the_timeout(endings, job):
+@pytest.mark.parametrize("job", MEETINGS, ids=name_of)
+def test_a_rank_that_does_not_come_to_a_meeting_is_named(endings, job):
     ending = endings[job]
     assert set(ending.stuck) <= {FAULTY}, str(ending)
     for seen in ending.others:
         assert seen["error"] in ("RuntimeError", "SyncFault"), str(ending)
-        if job[1] == "checkpoint":
-            assert f"ranks [{FAULTY}] did not come" in seen["text"], str(ending)
+        assert f"ranks [{FAULTY}] did not come" in seen["text"], str(ending)
+    if job[0] == "sleep":
+        assert f"fastsync:   rank {FAULTY} is late" in ending.logs[0], str(ending)
+        assert "in fail" in ending.logs[0], str(ending)
+
+
+@pytest.mark.parametrize("job", QUIET_SLEEPS, ids=name_of)
+def test_who_waits_for_a_rank_that_seems_to_wait_gets_an_error_at_the_timeout(endings, job):
+    ending = endings[job]
+    assert set(ending.stuck) <= {FAULTY}, str(ending)
+    assert all(seen["error"] in ("RuntimeError", "SyncFault") for seen in ending.others)
 
 
 @pytest.mark.parametrize("job", ALIKE, ids=name_of)

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <initializer_list>
-#include <limits>
 #include <thread>
 #include <utility>
 
@@ -19,10 +18,9 @@ constexpr milliseconds kSlice{50};     // between two looks at the others
 constexpr milliseconds kAnswers{300};  // for answers to a question to come
 // A collective may still arrive after the end of a rank that had sent all of its part.
 constexpr milliseconds kDeathGrace{100};
-constexpr milliseconds kSecondaryGrace{200};  // a rank that gives up may be heard before the cause
-constexpr milliseconds kIssuedGrace{5000};    // it had issued the collective before it left
-constexpr milliseconds kSilence{1500};        // of a neighbour's beats
-constexpr int kDistance = 3;                  // each warning comes so many times later
+constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
+constexpr milliseconds kSilence{1500};      // of a neighbour's beats
+constexpr int kDistance = 3;                // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
 double seconds_of(FaultWatch::Clock::duration time) {
@@ -60,13 +58,12 @@ std::string join(const std::vector<std::string>& parts, const char* between) {
   return result;
 }
 
-// Whether a rank can say that it has not issued this.
-bool is_counted(const Wanted& wanted) { return wanted.bucket >= 0 || wanted.issued > 0; }
-
 }  // namespace
 
 FaultWatch::FaultWatch(const std::string& host, Options options, Interpreter interpreter)
-    : options_(options), interpreter_(std::move(interpreter)), peers_(host) {}
+    : options_(options), interpreter_(std::move(interpreter)), peers_(host) {
+  models_.push_back({places_, {}, nullptr});
+}
 
 FaultWatch::~FaultWatch() {
   leave(Leaving::kEnds, "");
@@ -207,18 +204,6 @@ bool FaultWatch::is_here(int64_t rank) const {
 
 // -- that of who waits --
 
-// Whether a rank of which these news are may not have issued the collective. One that has never made the model has not.
-bool FaultWatch::lacks(const News& news, const Wanted& wanted) {
-  return wanted.model >= news.standings.size() ||
-         news.standings[wanted.model].issued < wanted.issued;
-}
-
-// Whether a rank of which these news are waits for others.
-bool FaultWatch::waits(const News& news, const Wanted& wanted) {
-  return wanted.model < news.standings.size() &&
-         static_cast<Phase>(news.standings[wanted.model].phase) >= Phase::kWaiting;
-}
-
 // Those for which it is time.
 std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
                                                   Clock::duration grace) const {
@@ -246,6 +231,7 @@ std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   std::vector<Report> waiting;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [rank, report] : late_) {
+    if (!wants(wanted, rank)) continue;
     if (report.news.kind == News::Kind::kSilent) {
       causes.push_back(report);
     } else if (is_counted(wanted) && lacks(report.news, wanted)) {
@@ -268,8 +254,7 @@ void FaultWatch::ask(const Wanted& wanted) {
 
 void FaultWatch::wait(const Wanted& wanted, const std::function<bool(milliseconds)>& arrives) {
   const auto start = Clock::now();
-  double next = options_.warn_after;
-  bool asked = false;
+  Patience patience = new_patience();
   while (!arrives(kSlice)) {
     try {
       interpreter_.check_signals();
@@ -277,31 +262,27 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
       interrupted_ = true;
       throw;
     }
-    const double waited = seconds_of(Clock::now() - start);
-    check(wanted, waited, kDeathGrace);
-    if (waited >= next && !asked) {
-      ask(wanted);
-      asked = true;
-    } else if (asked && waited >= next + seconds_of(kAnswers)) {
-      warn(wanted, waited);
-      asked = false;
-      next *= kDistance;
-    }
+    look(wanted, seconds_of(Clock::now() - start), patience);
   }
 }
 
-void FaultWatch::check(const Wanted& wanted, double waited, Clock::duration grace) {
-  const std::vector<Report> gone = ended(wanted, grace);
+void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
+  const std::vector<Report> gone = ended(wanted, kDeathGrace);
   if (!gone.empty()) raise(gone, wanted, waited, "");
+  if (waited >= patience.next && !patience.asked) {
+    ask(wanted);
+    patience.asked = true;
+  } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
+    warn(wanted, waited);
+    patience = {patience.next * kDistance, false};
+  }
 }
-
-void FaultWatch::look(const Wanted& wanted, double waited) { check(wanted, waited, kDeathGrace); }
 
 void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
   if (!is_networks(error)) return;
   const auto start = Clock::now();
   Wanted everything = wanted;  // a rank that has ended may not have sent what it had issued
-  everything.issued = std::numeric_limits<int64_t>::max();
+  everything.issued = kUncounted;
   ask(wanted);
   const milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
   while (Clock::now() - start < patience) {
@@ -346,9 +327,8 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
 void FaultWatch::warn(const Wanted& wanted, double waited) const {
   const std::vector<Report> reports = late(wanted);
   int64_t speaker = 0;
-  for (const Report& report : reports) {
-    if (report.news.about == speaker) ++speaker;
-  }
+  const auto is_late = [&](const Report& report) { return report.news.about == speaker; };
+  while (!wants(wanted, speaker) || std::any_of(reports.begin(), reports.end(), is_late)) ++speaker;
   if (speaker != rank_) return;
   std::string text =
       concat("fastsync: rank ", rank_, " has waited ", rounded(waited), " in ", wanted.place, "\n");
@@ -385,8 +365,9 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
       concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ", rounded(waited),
              " in ", wanted.place, ". ", remedy_for(first.kind, wanted.joins), ".",
              error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
-  fault.phase =
-      wanted.model < first.standings.size() ? name_of(first.standings[wanted.model].phase) : "";
+  size_t model = wanted.model;
+  const Standing* at = standing_of(first, model);
+  fault.phase = at == nullptr ? "" : name_of(at->phase);
   fault.bucket = wanted.bucket;
   fault.parameters = wanted.parameters;
   fault.seconds = waited;
@@ -400,7 +381,7 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
 }
 
 std::string FaultWatch::words_for(const News& news, size_t model) const {
-  const Standing* at = model < news.standings.size() ? &news.standings[model] : nullptr;
+  const Standing* at = standing_of(news, model);
   const std::lock_guard<std::mutex> lock(mutex_);
   return describe(news, at, model < models_.size() ? models_[model].names : Names());
 }

@@ -28,6 +28,7 @@
 #include "../comm/peers.h"
 #include "news.h"
 #include "pace_board.h"
+#include "wanted.h"
 
 namespace fastsync::engine {
 
@@ -49,14 +50,10 @@ struct Member {
   std::string machine;  // equal where process numbers mean the same
 };
 
-// What a rank waits for.
-struct Wanted {
-  size_t model = 0;
-  int64_t issued = 0;  // the collectives that a rank must have issued
-  int64_t bucket = -1;
-  std::string place;  // "bucket 3 of 9 (...)", "the gather of unit 'blocks.3' (...)"
-  std::vector<std::string> parameters;
-  bool joins = true;  // the model has join()
+// When a rank that waits warns of the others.
+struct Patience {
+  double next = 0;     // seconds of waiting
+  bool asked = false;  // who is late
 };
 
 // How a rank leaves.
@@ -89,6 +86,8 @@ class FaultWatch {
   const comm::PeerAddress& address() const { return peers_.address(); }
   // All ranks of the group. Returns those that could not be reached. On the thread whose stack others shall see.
   std::vector<int64_t> connect(std::vector<Member> members, int64_t rank);
+  // Where Python brings all ranks together: model `kPlaces`.
+  Progress& places() { return *places_; }
   // A model of the group, in the order in which every rank makes them. Returns its number.
   // `board`: where it learns which ranks the others wait for; null: nowhere.
   size_t add(std::shared_ptr<const Progress> progress, Names names,
@@ -97,8 +96,9 @@ class FaultWatch {
   // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the interpreter raises: because a rank
   // that is wanted has ended, or a signal has come. Warns of ranks that are late.
   void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
-  // For who waits in another way: throws where a rank that is wanted has ended.
-  void look(const Wanted& wanted, double waited);
+  // For who waits in another way: throws where a rank that is wanted has ended, and warns when it is time. `waited`: seconds.
+  void look(const Wanted& wanted, double waited, Patience& patience);
+  Patience new_patience() const { return {options_.warn_after, false}; }
   // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
   void explain(const Wanted& wanted, const std::string& error, double waited);
   // Throws where an error of this watch has been raised before: the ranks no longer agree.
@@ -142,11 +142,8 @@ class FaultWatch {
   std::string stack() const;
   bool is_here(int64_t rank) const;
   void ask(const Wanted& wanted);
-  static bool lacks(const News& news, const Wanted& wanted);
-  static bool waits(const News& news, const Wanted& wanted);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
   std::vector<Report> late(const Wanted& wanted) const;
-  void check(const Wanted& wanted, double waited, Clock::duration grace);
   void warn(const Wanted& wanted, double waited) const;
   [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
                           const std::string& error);
@@ -158,6 +155,7 @@ class FaultWatch {
   pthread_t main_thread_{};
   int64_t rank_ = 0;
   std::vector<Member> members_;
+  const std::shared_ptr<Progress> places_ = std::make_shared<Progress>();
 
   mutable std::mutex mutex_;  // of what follows
   std::vector<Model> models_;

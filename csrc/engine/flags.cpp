@@ -36,8 +36,8 @@ void FlagExchange::prepare(size_t count, at::Device device) {
   }
 }
 
-std::vector<bool> FlagExchange::wait() {
-  in_flight_->wait();
+std::vector<bool> FlagExchange::wait(const std::function<void(comm::InFlight&)>& arrives) {
+  arrives(*in_flight_);
   in_flight_.reset();
   if (!missed_) return {};
   const std::vector<int64_t> ranks = counts();

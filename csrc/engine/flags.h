@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -31,7 +32,8 @@ class FlagExchange {
   // `used`: by parameter, whether this rank had a gradient.
   void start(const std::vector<bool>& used, at::Device device);
   // Which parameters any rank used, by index; empty where this rank used all of them, and need not know.
-  std::vector<bool> wait();
+  // `arrives`: returns once the collective that it is given is done.
+  std::vector<bool> wait(const std::function<void(comm::InFlight&)>& arrives);
   void abandon();
   // How many ranks used each in the last step; empty before the first, and after one that was abandoned.
   std::vector<int64_t> counts() const;

@@ -31,6 +31,8 @@ std::string activity(const Standing& at, const Names& names) {
       return concat("between forward and backward of step ", step);
     case Phase::kBackward:
       return concat("in the backward of step ", step, of_backward(at, names));
+    case Phase::kWrapping:
+      return "where the model is wrapped";
     case Phase::kWaiting:
       return concat("in step ", step, ", in bucket ", at.bucket, " of ", at.buckets);
     case Phase::kMeeting:
@@ -46,6 +48,8 @@ std::string activity(const Standing& at, const Names& names) {
       return concat("in step ", step, ", reducing ", named(names, at.bucket));
     case Phase::kComparing:
       return concat("after step ", at.step, ", comparing what all ranks should have");
+    case Phase::kTogether:
+      return "waiting for the other ranks";
     default:
       return at.step == 0 ? "before the first step" : concat("after step ", at.step);
   }
@@ -59,7 +63,10 @@ const char* name_of(int64_t phase) {
       return "after forward";
     case Phase::kBackward:
       return "backward";
+    case Phase::kWrapping:
+      return "wrapping";
     case Phase::kWaiting:
+    case Phase::kTogether:
       return "waiting";
     case Phase::kMeeting:
     case Phase::kPlanning:

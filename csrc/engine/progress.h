@@ -15,6 +15,7 @@ enum class Phase : int64_t {
   kForward,
   kAfterForward,
   kBackward,
+  kWrapping,
   kWaiting,  // for a bucket
   kMeeting,  // the other ranks, to change the plan
   kPlanning,
@@ -22,6 +23,7 @@ enum class Phase : int64_t {
   kGatheringUnit,
   kReducingUnit,
   kComparing,  // what all ranks should have
+  kTogether,   // waiting where Python brings all ranks together
 };
 
 // A copy.
@@ -56,6 +58,8 @@ class Progress {
     issue();
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
+  // It has failed, so that this rank is where it was before.
+  void take_back() { set(kIssued, get(kIssued) - 1); }
   void await(int64_t index, Phase phase = Phase::kWaiting) {
     reach(phase);
     set(kBucket, index);

@@ -261,6 +261,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Wanted wanted(size_t bucket) const;
   double waited() const;
   void await_region(comm::InFlight& gather);
+  void await_last_issued(comm::InFlight& work, Phase phase, const std::string& place);
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }

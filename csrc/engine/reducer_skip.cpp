@@ -72,16 +72,8 @@ void Reducer::start_givers() {
 // By parameter; empty where every rank has given gradients for all.
 std::vector<int64_t> Reducer::await_givers() {
   if (!givers_ || !givers_->started()) return {};
-  Wanted wanted;
-  wanted.model = watched_as_;
-  wanted.issued = log_.progress()->issued();
-  wanted.place = concat("the count of the ranks that do not skip step ", stats_.steps + 1);
-  try {
-    givers_->wait();
-  } catch (const std::exception& error) {
-    if (faults_) faults_->explain(wanted, error.what(), waited());
-    throw;
-  }
+  const auto place = concat("the count of the ranks that do not skip step ", stats_.steps + 1);
+  givers_->wait([&](comm::InFlight& votes) { await_last_issued(votes, Phase::kWaiting, place); });
   std::vector<int64_t> by_bucket = givers_->counts();
   const int64_t stepped = by_bucket.back();
   by_bucket.pop_back();

@@ -223,7 +223,7 @@ void Reducer::shadow_step() {
   if (flags_) {
     // What this rank used before takes no part in the others' step.
     flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
-    flags_->wait();
+    flags_->wait([](comm::InFlight& flags) { flags.wait(); });
   }
   watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());
   watch_.end_shadow_step();

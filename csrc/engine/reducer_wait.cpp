@@ -67,7 +67,7 @@ void Reducer::finish_buckets() {
       if (bucket.state() == BucketState::kInFlight) bucket.receive();
     }
     start_flags();  // where they had to wait for all hooks
-    used = flags_->wait();
+    used = flags_->wait([](comm::InFlight& flags) { flags.wait(); });
   }
   const Bucket* last = nullptr;
   for (size_t i = 0; i < plan_.buckets.size(); ++i) {
@@ -128,11 +128,18 @@ double Reducer::waited() const {
 
 // Regions of parameters that have been stepped on.
 void Reducer::await_region(comm::InFlight& gather) {
-  log_.progress()->reach(Phase::kGathering);
+  const auto place = concat("the gathering of parameters after step ", stats_.steps);
+  await_last_issued(gather, Phase::kGathering, place);
+  log_.progress()->reach(Phase::kBetweenSteps);
+}
+
+// The collective that was started last. `place`: as errors call it.
+void Reducer::await_last_issued(comm::InFlight& work, Phase phase, const std::string& place) {
+  log_.progress()->reach(phase);
   Wanted wanted;
   wanted.model = watched_as_;
   wanted.issued = log_.progress()->issued();
-  wanted.place = concat("the gathering of parameters after step ", stats_.steps);
+  wanted.place = place;
   waits_since_ = FaultWatch::Clock::now();
   const Lap lap = log_.waiting();
   const auto explained = [&](const auto& wait) {
@@ -143,13 +150,12 @@ void Reducer::await_region(comm::InFlight& gather) {
       throw;
     }
   };
-  if (faults_ && gather.can_be_asked()) {
+  if (faults_ && work.can_be_asked()) {
     faults_->wait(wanted, [&](std::chrono::milliseconds time) {
-      return explained([&] { return gather.is_done_within(time); });
+      return explained([&] { return work.is_done_within(time); });
     });
   }
-  explained([&] { return gather.wait(); });
-  log_.progress()->reach(Phase::kBetweenSteps);
+  explained([&] { return work.wait(); });
 }
 
 void Reducer::fail(size_t bucket, const char* what, const std::string& error) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from fastsync.engine.engine import Engine
 from fastsync.engine.state import Carried, Progress
+from fastsync.engine.watch import watched
 from fastsync.plan.topology import Network
 from fastsync.ranks import consensus
 
@@ -80,7 +82,8 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
     rank, world = group.rank(), dist.get_world_size(group)
     device = engine.params[0].tensor.device
     task = "the state of error feedback cannot be loaded on every rank;"
-    with consensus.together(group, device, task) as settings:
+    run = partial(watched, group, "the comparison of checkpoints")
+    with consensus.together(group, device, task, run) as settings:
         share = deal(states, rank, world)
         check_fit(share, engine)
         settings["the number of steps in the state"] = str(share.progress.steps)

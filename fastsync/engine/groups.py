@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fastsync.engine.watch import lend_watch, looks_out, watched, watched_call
+from fastsync.engine.watch import come_together, lend_watch, looks_out, watched_call
 from fastsync.ranks.links import Nodes
 from fastsync.ranks.meeting import needing_store
 from fastsync.torch_private import group_timeout
@@ -83,7 +83,7 @@ def _new_group(
         alone: dist.ProcessGroup = make()
         return alone
     place = f"the making of a process group ({purpose})"
-    watched(group, place, partial(dist.barrier, group=group, async_op=True))
+    come_together(group, place)
     with needing_store(group, place):
         made: dist.ProcessGroup = watched_call(group, place, make)
     lend_watch(made, group)

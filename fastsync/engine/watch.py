@@ -1,7 +1,11 @@
 """Looks out for faults of other ranks: one watch for each process group.
 
 csrc/engine/fault_watch.h says how. Here the ranks agree that there is one, and find each other:
-each offers an address, or says why not, and all see all offers.
+each offers an address, or says why not, and all see all offers. Until then the rendezvous store
+tells who has come.
+
+Wherever Python has all ranks come together, they visit a place (csrc/engine/visit.h): who waits
+there looks out for ranks that have ended, and warns of those that are late.
 """
 
 from __future__ import annotations
@@ -13,27 +17,28 @@ import os
 import pickle
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
+from fastsync.ranks.arrivals import Arrivals
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import own_address, process_space
-from fastsync.ranks.meeting import MeetingPlace
+from fastsync.ranks.meeting import MeetingPlace, needing_store
 from fastsync.torch_private import Store, gather_objects, group_store, is_gloo
 
 __all__ = [
+    "come_together",
     "explained",
     "gather_watched",
     "lend_watch",
@@ -43,12 +48,15 @@ __all__ = [
     "watch_of",
     "watched",
     "watched_call",
+    "wrapping",
 ]
 
 T = TypeVar("T")
+Start = Callable[[], dist.Work]
 
 _log = logging.getLogger("fastsync")
 _LOOK = timedelta(milliseconds=50)  # between two looks at the others
+_WRAPPING = "the wrapping of the model"
 
 
 @dataclass(frozen=True)
@@ -68,22 +76,45 @@ class _Offer:
     refusal: str = ""
 
 
+class _Visit(Protocol):
+    """Where this rank waits for others; see csrc/engine/visit.h."""
+
+    def look(self) -> None: ...
+    def explain(self, error: str) -> None: ...
+    def end(self, came: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Lookout:
+    """Who looks out for the ranks of a group.
+
+    Attributes:
+        ranks: those of the group, as the watch counts them.
+    """
+
+    watch: core.FaultWatch
+    ranks: tuple[int, ...]
+
+
 @cache
-def _watches() -> weakref.WeakKeyDictionary[dist.ProcessGroup, core.FaultWatch]:
+def _lookouts() -> weakref.WeakKeyDictionary[dist.ProcessGroup, _Lookout]:
     """Those of this process."""
     return weakref.WeakKeyDictionary()
 
 
 def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
     """The watch of a group, if there is one."""
-    return _watches().get(group)
+    lookout = _lookouts().get(group)
+    return None if lookout is None else lookout.watch
 
 
 def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """Who waits in `part`, a group of ranks of `group`, looks out as in `group`."""
-    watch = watch_of(group)
-    if watch is not None:
-        _watches()[part] = watch
+    lookout = _lookouts().get(group)
+    if lookout is not None:
+        known = dict(zip(dist.get_process_group_ranks(group), lookout.ranks, strict=True))
+        ranks = tuple(known[rank] for rank in dist.get_process_group_ranks(part))
+        _lookouts()[part] = _Lookout(lookout.watch, ranks)
 
 
 def looks_out(group: dist.ProcessGroup) -> bool:
@@ -91,18 +122,24 @@ def looks_out(group: dist.ProcessGroup) -> bool:
     return watch_of(group) is not None and is_gloo(group)
 
 
-def open_watch(group: dist.ProcessGroup) -> str:
+def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
     """Has the ranks of `group` look out for each other, from its first model on. Collective.
 
+    Args:
+        obstacle: why this rank will not wrap a model.
+
     Returns:
-        Why they do not, which rank 0 logs: a rank sets ``FASTSYNC_WATCH=0`` or cannot listen.
-        Empty where they do, or there is nobody to look out for.
+        Why they do not, which rank 0 logs: a rank has an obstacle, sets ``FASTSYNC_WATCH=0``, or
+        cannot listen. Empty where they do, or there is nobody to look out for.
+
+    Raises:
+        SyncFault: a rank has not come in time, or has ended before.
     """
     store = group_store(group)
-    if group.size() == 1 or store is None or group in _watches():
+    if group.size() == 1 or store is None or group in _lookouts():
         return ""
-    watch, offer = _make_offer(store)
-    offers = gather_objects(offer, group)
+    watch, offer = _make_offer(store, obstacle)
+    offers = _first_offers(offer, group, store)
     refusal = _why_not(offers)
     if watch is None or refusal:
         if group.rank() == 0:
@@ -112,13 +149,26 @@ def open_watch(group: dist.ProcessGroup) -> str:
     missing = watch.connect(addresses, group.rank())
     if missing:
         _log.warning("fastsync: no connection for news of faults to ranks %s", missing)
-    _watches()[group] = watch
+    _lookouts()[group] = _Lookout(watch, tuple(range(group.size())))
     before_leaving(watch)
     return ""
 
 
-@contextlib.contextmanager
-def explained(group: dist.ProcessGroup, place: str) -> Iterator[None]:
+def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[_Offer]:
+    """Everyone's, while nobody looks out but through the store. Collective."""
+    try:
+        warn_after = Env.read().stall_warn
+    except ValueError:  # which is an obstacle
+        warn_after = Env.stall_warn
+    with needing_store(group, _WRAPPING):
+        visit = Arrivals(store, (group.group_name, group.rank(), group.size()), warn_after)
+    if is_gloo(group):
+        return _gather(mine, group, partial(_wait, visit))
+    with _explained_by(visit):
+        return gather_objects(mine, group)
+
+
+def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContextManager[None]:
     """Turns an error of a backend into one that names the ranks that have ended, if any have.
 
     Args:
@@ -127,20 +177,48 @@ def explained(group: dist.ProcessGroup, place: str) -> Iterator[None]:
     Raises:
         SyncFault: with the backend's words at its end.
     """
-    start = time.monotonic()
+    return _explained_by(_visit(group, place, "apart"))
+
+
+def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+    """As `explained`. If this rank is late for others, these say that it wraps a model."""
+    return _explained_by(_visit(group, _WRAPPING, "wrapping"))
+
+
+def _visit(group: dist.ProcessGroup, place: str, kind: str = "together") -> _Visit | None:
+    """None where nobody looks out.
+
+    Args:
+        kind: "together" if each rank of `group` comes here as often as the others, and waits.
+    """
+    lookout = _lookouts().get(group)
+    return None if lookout is None else lookout.watch.visit(kind, place, lookout.ranks)
+
+
+@contextlib.contextmanager
+def _explained_by(visit: _Visit | None) -> Iterator[None]:
+    """Ends the visit."""
+    if visit is None:
+        yield
+        return
+    came = False
     try:
         yield
+        came = True
     except RuntimeError as error:
-        watch = watch_of(group)
-        if watch is not None and not isinstance(error, SyncFault):
-            watch.explain(place, str(error), time.monotonic() - start)
+        came = True  # where others are to blame
+        if not isinstance(error, SyncFault):
+            visit.explain(str(error))
+            came = False
         raise
+    finally:
+        visit.end(came)
 
 
-def watched(group: dist.ProcessGroup, place: str, start: Callable[[], dist.Work]) -> None:
-    """Runs a collective. Who waits in it looks out for ranks that have ended.
+def watched(group: dist.ProcessGroup, place: str, start: Start) -> None:
+    """Runs a collective. Who waits in it looks out for ranks that have ended, or are late.
 
-    A ring's collective fails on the neighbours of such a rank, and hangs on all others.
+    A ring's collective fails on the neighbours of a rank that has ended, and hangs on all others.
 
     Args:
         place: what this rank is in, as it should read in an error.
@@ -149,12 +227,28 @@ def watched(group: dist.ProcessGroup, place: str, start: Callable[[], dist.Work]
     Raises:
         SyncFault: a rank has ended, or the backend has failed because of one.
     """
-    with explained(group, place):
+    visit = _visit(group, place)
+    if visit is not None and is_gloo(group):
+        _wait(visit, start)
+        return
+    with _explained_by(visit):
+        start().wait()
+
+
+def _wait(visit: _Visit, start: Start) -> None:
+    with _explained_by(visit):
         work = start()
-        if looks_out(group):
-            _look_until(partial(_is_over, work), group, place)
-        else:
-            work.wait()
+        while not _is_over(work):
+            visit.look()
+
+
+def come_together(group: dist.ProcessGroup, place: str) -> None:
+    """Returns once all ranks of `group` have come, where ranks can look out. Collective.
+
+    What follows cannot look up from waiting, and waits for no rank that sleeps before it.
+    """
+    if looks_out(group):
+        watched(group, place, partial(dist.barrier, group=group, async_op=True))
 
 
 def watched_call(group: dist.ProcessGroup, place: str, call: Callable[[], T]) -> T:
@@ -170,9 +264,12 @@ def watched_call(group: dist.ProcessGroup, place: str, call: Callable[[], T]) ->
         SyncFault: a rank has ended, or `call` has failed because of one.
     """
     made: Future[T] = Future()
-    with explained(group, place):
+    visit = _visit(group, place)
+    with _explained_by(visit):
         threading.Thread(target=_fulfil, args=(made, call), daemon=True).start()
-        _look_until(lambda: bool(wait([made], _LOOK.total_seconds()).done), group, place)
+        while not wait([made], _LOOK.total_seconds()).done:
+            if visit is not None:
+                visit.look()
         return made.result()
 
 
@@ -185,21 +282,28 @@ def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
     Raises:
         SyncFault: a rank has ended.
     """
-    if not looks_out(group):
-        with explained(group, place):
-            return gather_objects(mine, group)
+    if looks_out(group):
+        return _gather(mine, group, partial(watched, group, place))
+    with _explained_by(_visit(group, place)):
+        return gather_objects(mine, group)
+
+
+def _gather(mine: T, group: dist.ProcessGroup, run: Callable[[Start], None]) -> list[T]:
+    """As `gather_watched`, over Gloo; `run` waits for the collectives that it is given."""
     own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    sizes = _gather_rows(torch.tensor([own.numel()], device="cpu"), group, place)
+    sizes = _gather_rows(torch.tensor([own.numel()], device="cpu"), group, run)
     padded = own.new_zeros(max(int(size) for size in sizes))
     padded[: own.numel()] = own
-    rows = _gather_rows(padded, group, place)
+    rows = _gather_rows(padded, group, run)
     pairs = zip(rows, sizes, strict=True)
     return [cast(T, pickle.loads(row[: int(size)].numpy().tobytes())) for row, size in pairs]
 
 
-def _gather_rows(mine: torch.Tensor, group: dist.ProcessGroup, place: str) -> list[torch.Tensor]:
+def _gather_rows(
+    mine: torch.Tensor, group: dist.ProcessGroup, run: Callable[[Start], None]
+) -> list[torch.Tensor]:
     rows = [torch.empty_like(mine) for _ in range(group.size())]
-    watched(group, place, partial(dist.all_gather, rows, mine, group=group, async_op=True))
+    run(partial(dist.all_gather, rows, mine, group=group, async_op=True))
     return rows
 
 
@@ -208,14 +312,6 @@ def _fulfil(made: Future[T], call: Callable[[], T]) -> None:
         made.set_result(call())
     except BaseException as error:
         made.set_exception(error)
-
-
-def _look_until(is_over: Callable[[], bool], group: dist.ProcessGroup, place: str) -> None:
-    """Looks out for ranks that have ended until `is_over`, which waits for a moment."""
-    watch, begun = watch_of(group), time.monotonic()
-    while not is_over():
-        if watch is not None:
-            watch.look(place, time.monotonic() - begun)
 
 
 def _is_over(work: dist.Work) -> bool:
@@ -232,16 +328,23 @@ def _is_over(work: dist.Work) -> bool:
 def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:
     """Where ranks that wait for each other look out for faults. See `MeetingPlace`."""
 
-    def look(reason: str, waited: float) -> None:
-        watch = watch_of(group)
-        if watch is not None:
-            watch.look(reason, waited)
+    @contextlib.contextmanager
+    def visit(reason: str) -> Iterator[Callable[[], None]]:
+        visiting, came = _visit(group, reason), False
+        try:
+            yield (lambda: None) if visiting is None else visiting.look
+            came = True
+        finally:
+            if visiting is not None:
+                visiting.end(came)
 
-    return MeetingPlace(group, name, timeout, look)
+    return MeetingPlace(group, name, timeout, visit)
 
 
-def _make_offer(store: Store) -> tuple[core.FaultWatch | None, _Offer]:
+def _make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, _Offer]:
     process, machine = os.getpid(), process_space()
+    if obstacle:
+        return None, _Offer(None, process, machine, obstacle)
     env = Env.read()
     if not env.watch:
         return None, _Offer(None, process, machine, "FASTSYNC_WATCH is 0")

@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from fastsync.engine import core
 from fastsync.engine.engine import Engine
 from fastsync.engine.steps import StepWatcher, watch_steps
-from fastsync.engine.watch import explained
+from fastsync.engine.watch import explained, watched
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.ranks.words import name_ranks
 from fastsync.shard.gradients import ShardedGradient
@@ -34,6 +35,7 @@ from fastsync.torch_private import without_modes
 __all__ = ["ReplicaError", "ReplicaGuard"]
 
 _log = logging.getLogger("fastsync")
+_PLACE = "the comparison of what all ranks should have"
 _ABSENT = 0  # what stands for a gradient that is not there, or not compared
 
 
@@ -103,7 +105,7 @@ class ReplicaGuard(StepWatcher):
         group = self._engine.group
         held = [*self._parameters(), *self._averages()]
         digests = self._digests(held)
-        with explained(group, "the comparison of what all ranks should have"):
+        with explained(group, _PLACE):
             if self._are_alike(digests):
                 return
             findings = self._locate(held, self._everyones(digests))
@@ -141,7 +143,8 @@ class ReplicaGuard(StepWatcher):
         """Whether all ranks have the same: by the largest and the smallest digest of everything."""
         (mine,) = core.digests([torch.tensor(digests, dtype=torch.int64)])
         both = torch.tensor([mine, ~mine], dtype=torch.int64, device=self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._engine.group)
+        group, most = self._engine.group, dist.ReduceOp.MAX
+        watched(group, _PLACE, partial(dist.all_reduce, both, most, group=group, async_op=True))
         largest, smallest = both.tolist()
         return bool(largest == ~smallest)
 
@@ -149,7 +152,7 @@ class ReplicaGuard(StepWatcher):
         group = self._engine.group
         mine = torch.tensor(digests, dtype=torch.int64, device=self._device)
         rows = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(rows, mine, group=group)
+        watched(group, _PLACE, partial(dist.all_gather, rows, mine, group=group, async_op=True))
         return [row.tolist() for row in rows]
 
     @property

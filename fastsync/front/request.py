@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
-from fastsync.engine.watch import explained, open_watch
+from fastsync.engine.watch import open_watch, watched, wrapping
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
@@ -88,14 +89,15 @@ class Request:
             }
             return (caps, settled, recorded, tuned), settings
 
-        settled = self._together(check, "FastDDP cannot be built on every rank;")
-        open_watch(self._group())
-        self._probe(settled[1].wire)
+        failure = "FastDDP cannot be built on every rank;"
+        settled = self._together(check, failure, partial(open_watch, self._group()))
+        with self.wrapping():
+            self._probe(settled[1].wire)
         return settled
 
-    def explained(self) -> AbstractContextManager[None]:
+    def wrapping(self) -> AbstractContextManager[None]:
         """Names ranks that end while the model is wrapped."""
-        return explained(self._group(), "the wrapping of the model")
+        return wrapping(self._group())
 
     def settle_wire(self, wire: Callable[[], Wire], steps: int) -> Wire:
         """The same for a wire alone, after `steps` steps."""
@@ -109,17 +111,29 @@ class Request:
         self._probe(settled)
         return settled
 
-    def _together(self, check: Callable[[], tuple[T, dict[str, str]]], failure: str) -> T:
-        """What `check` returns, once the settings that come with it are known to be everyone's."""
+    def _together(
+        self,
+        check: Callable[[], tuple[T, dict[str, str]]],
+        failure: str,
+        meet: Callable[[str], object] = lambda obstacle: None,
+    ) -> T:
+        """What `check` returns, once the settings that come with it are known to be everyone's.
+
+        Args:
+            failure: how the report of errors begins.
+            meet: called before, with what keeps this rank from going on.
+        """
         group = self._group()
         try:
             result, settings = check()
         except Exception as error:
+            meet(str(error))
             try:
                 self._agree(group, {}, str(error), failure)
             except consensus.RankMismatchError as report:
                 raise error from report
             raise
+        meet("")
         self._agree(group, settings, "", failure)
         return result
 
@@ -307,7 +321,8 @@ class Request:
             if not isinstance(p.tensor, nn.parameter.UninitializedParameter)
         ]
         statement = consensus.Statement(settings, params, error)
-        consensus.agree(statement, group, self._device(), failure)
+        run = partial(watched, group, "the comparison of settings")
+        consensus.agree(statement, group, self._device(), failure, run)
 
 
 def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,20 @@ class Statement:
         return hashlib.sha256(text.encode()).digest()
 
 
+# Runs a collective, which the function that it is given starts.
+Run = Callable[[Callable[[], dist.Work]], None]
+
+
+def _run_alone(start: Callable[[], dist.Work]) -> None:
+    start().wait()
+
+
 def agree(
     statement: Statement,
     group: dist.ProcessGroup,
     device: torch.device,
     failure: str = "FastDDP cannot be built on every rank;",
+    run: Run = _run_alone,
 ) -> None:
     """Returns once every rank is known to have made the same, error-free statement.
 
@@ -60,6 +70,7 @@ def agree(
 
     Args:
         failure: how the report of errors begins.
+        run: waits for the other ranks.
 
     Raises:
         RankMismatchError: on every rank, where statements differ or another rank has an error.
@@ -68,7 +79,7 @@ def agree(
         return
     mine = torch.tensor(list(statement.digest()), dtype=torch.uint8, device=device)
     digests = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(digests, mine, group=group)
+    run(partial(dist.all_gather, digests, mine, group=group, async_op=True))
     all_equal = bool((torch.stack(digests).cpu() == mine.cpu()).all())
     if all_equal and not statement.error:
         return
@@ -77,12 +88,13 @@ def agree(
 
 @contextmanager
 def together(
-    group: dist.ProcessGroup, device: torch.device, failure: str
+    group: dist.ProcessGroup, device: torch.device, failure: str, run: Run
 ) -> Iterator[dict[str, str]]:
     """What is done within fails on every rank where it fails on one. Collective.
 
     Args:
         failure: how the report of errors begins.
+        run: waits for the other ranks.
 
     Yields:
         room for settings, which must be equal on all ranks at the end.
@@ -96,11 +108,11 @@ def together(
         yield settings
     except (ValueError, TypeError) as error:
         try:
-            agree(Statement({}, (), str(error)), group, device, failure)
+            agree(Statement({}, (), str(error)), group, device, failure, run)
         except RankMismatchError as report:
             raise error from report
         raise
-    agree(Statement(settings, ()), group, device, failure)
+    agree(Statement(settings, ()), group, device, failure, run)
 
 
 def _report(statements: Sequence[Statement], failure: str) -> str:

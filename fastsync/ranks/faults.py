@@ -16,9 +16,9 @@ class SyncFault(RuntimeError):
     Attributes:
         ranks: those that were missing, of the process group.
         phase: what the first of them was doing when it was last heard of: "forward", "after
-            forward", "backward", "waiting" (for a bucket), "gathering" (parameters), "reducing" (a
-            unit's gradients), "planning", "comparing" (replicas) or "between steps"; empty where
-            it had not wrapped the model yet.
+            forward", "backward", "waiting" (for others), "gathering" (parameters), "reducing" (a
+            unit's gradients), "planning", "comparing" (replicas), "wrapping" (the model) or
+            "between steps"; empty where it had not begun to wrap the model.
         bucket: that this rank waited for, from 0; -1 where it waited for something else.
         parameters: names of those in that bucket, or unit.
         seconds: that this rank had waited.

@@ -20,6 +20,13 @@ __all__ = ["MeetingPlace", "needing_store"]
 
 _REMEDY = "Every rank has to make that change before the same forward"
 _FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others, which become rarer
+Visit = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
+
+
+@contextlib.contextmanager
+def _alone(reason: str) -> Iterator[Callable[[], None]]:
+    """Nobody looks out."""
+    yield lambda: None
 
 
 class MeetingPlace:
@@ -29,7 +36,8 @@ class MeetingPlace:
         group: whose ranks.
         name: of the place; equal on all ranks.
         timeout: seconds that a rank waits for the others.
-        look: called meanwhile with the reason and the seconds so far; raises where one has ended.
+        visit: entered with the reason while this rank waits. What it gives is called again and
+            again; that raises where a rank has ended.
     """
 
     def __init__(
@@ -37,11 +45,11 @@ class MeetingPlace:
         group: dist.ProcessGroup,
         name: str,
         timeout: float,
-        look: Callable[[str, float], None] = lambda reason, waited: None,
+        visit: Visit = _alone,
     ) -> None:
         self._group, self._rank, self._world = group, group.rank(), group.size()
         self._store = group_store(group) if self._world > 1 else None
-        self._name, self._timeout, self._look = name, timeout, look
+        self._name, self._timeout, self._visit = name, timeout, visit
         self._meetings = 0
         self._said = ""
         if self._store is not None:
@@ -79,23 +87,26 @@ class MeetingPlace:
             # Whoever is the last to be counted finds that everybody has spoken.
             alike = store.add(f"{place}/said {said}", 0) == self._world
             store.set(f"{place}/all", "alike" if alike else "unlike")
-        self._wait(store, place, reason, remedy)
+        with self._visit(f"a meeting for {reason}") as look:
+            if absent := self._absent(store, place, look):
+                raise RuntimeError(
+                    f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks "
+                    f"{absent} did not come. {remedy}"
+                )
         verdict = store.get(f"{place}/all") == b"alike"
         self._clear(store, f"{self._name}-{self._meetings - 1}", self._said)
         self._said = said
         return verdict
 
-    def _wait(self, store: Store, place: str, reason: str, remedy: str) -> None:
+    def _absent(self, store: Store, place: str, look: Callable[[], None]) -> list[int]:
+        """Waits. Returns who has not come in time."""
         start, waited, pause = time.monotonic(), 0.0, _FIRST_LOOK
         while not _comes(store, f"{place}/all", min(pause, self._timeout - waited)):
             waited, pause = time.monotonic() - start, min(2 * pause, _LAST_LOOK)
-            self._look(f"a meeting for {reason}", waited)
+            look()
             if waited >= self._timeout:
-                absent = [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
-                raise RuntimeError(
-                    f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks "
-                    f"{absent} did not come. {remedy}"
-                )
+                return [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
+        return []
 
     def _clear(self, store: Store, former: str, said: str) -> None:
         """Everybody is here, so nobody looks at the place before this one any more."""

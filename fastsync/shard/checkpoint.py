@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastsync.engine.engine import Engine
+from fastsync.engine.watch import watched
 from fastsync.ranks import consensus
 from fastsync.shard.chunks import Chunks
 from fastsync.shard.neighbours import share_again
@@ -156,7 +158,8 @@ class OptimizerCheckpoint:
 
     def _together(self, done: str) -> AbstractContextManager[object]:
         failure = f"the optimizer's state cannot be {done} on every rank;"
-        return consensus.together(self._engine.group, self._device, failure)
+        run = partial(watched, self._engine.group, "the comparison of checkpoints")
+        return consensus.together(self._engine.group, self._device, failure, run)
 
     def _is_unread(self, states: Mapping[str, State]) -> bool:
         """Whether there is room for a state, and no rank has read any. Collective."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync.engine import core
+from fastsync.engine.watch import watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.torch_private import all_gather_flat, is_wrapper
 from fastsync.units.errors import RefusedError
@@ -282,7 +284,9 @@ class ExtendedStrand(Strand):
         said = {self._about(member): _in_words(each.kinds) for member, each in pairs}
         what = "" if failed is None else f"{type(failed).__name__}: {failed}"
         try:
-            agree(Statement(said, (), what), self.place.group, self.place.device, f"{_PRE}():")
+            at = self.place
+            run = partial(watched, at.group, f"the comparison of what {_PRE}() gives")
+            agree(Statement(said, (), what), at.group, at.device, f"{_PRE}():", run)
         except RankMismatchError as report:
             if failed is None:
                 raise

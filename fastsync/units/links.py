@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 
 from fastsync.engine import core
 from fastsync.engine.groups import new_cpu_group
 from fastsync.engine.memory import share_memory
-from fastsync.engine.watch import open_watch, watch_of
+from fastsync.engine.watch import open_watch, watch_of, watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
 
 __all__ = ["Links", "Peers", "wait_for"]
+
+_PLACE = "the connection of units"
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,13 @@ def _agree(place: Place, group: dist.ProcessGroup, statement: Statement) -> None
     failure = "units cannot be connected on every rank;"
     found: RankMismatchError | None = None
     try:
-        agree(statement, group, place.device, failure)
+        agree(statement, group, place.device, failure, partial(watched, group, _PLACE))
     except RankMismatchError as error:
         found = error
     if place.replicas is not None:  # whose ranks may have heard nothing
         known = replace(statement, error=str(found or ""))
-        agree(known, place.replicas, place.device, failure)
+        run = partial(watched, place.replicas, _PLACE)
+        agree(known, place.replicas, place.device, failure, run)
     if found is not None:
         raise found
 

@@ -1,0 +1,57 @@
+#include "wanted.h"
+
+#include <algorithm>
+
+namespace fastsync::engine {
+namespace {
+
+// Where Python plans and compares, a rank is on its way to a place of Python's, or waits there.
+bool waits_in(int64_t phase) {
+  switch (static_cast<Phase>(phase)) {
+    case Phase::kWaiting:
+    case Phase::kGathering:
+    case Phase::kGatheringUnit:
+    case Phase::kReducingUnit:
+    case Phase::kTogether:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool is_busy(const Standing& at) { return static_cast<Phase>(at.phase) != Phase::kBetweenSteps; }
+
+}  // namespace
+
+bool is_counted(const Wanted& wanted) {
+  return (wanted.bucket >= 0 || wanted.issued > 0) && wanted.issued != kUncounted;
+}
+
+bool wants(const Wanted& wanted, int64_t rank) {
+  const auto& ranks = wanted.ranks;
+  return ranks.empty() || std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+bool lacks(const News& news, const Wanted& wanted) {
+  return wanted.model >= news.standings.size() ||
+         news.standings[wanted.model].issued < wanted.issued;
+}
+
+bool waits(const News& news, const Wanted& wanted) {
+  const std::vector<Standing>& all = news.standings;
+  return (!all.empty() && waits_in(all[kPlaces].phase)) ||
+         (wanted.model < all.size() && waits_in(all[wanted.model].phase));
+}
+
+// Who is waited for in a place of Python's wraps a model, or is somewhere in the step of one.
+const Standing* standing_of(const News& news, size_t& model) {
+  const std::vector<Standing>& all = news.standings;
+  if (model >= all.size()) return nullptr;
+  if (model != kPlaces || is_busy(all[kPlaces])) return &all[model];
+  const auto busy = std::find_if(all.rbegin(), all.rend(), is_busy);
+  const auto found = busy == all.rend() ? all.rbegin() : busy;
+  model = static_cast<size_t>(all.rend() - found) - 1;
+  return &all[model];
+}
+
+}  // namespace fastsync::engine

@@ -1,0 +1,33 @@
+"""A front whose ranks look out for each other while the model is wrapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastsync.engine.watch import come_together
+from fastsync.front.stages import StagedFront
+
+__all__ = ["WrappedFront"]
+
+
+class WrappedFront(StagedFront):
+    """Comes together with all ranks before torch's constructor compares and broadcasts.
+
+    Torch cannot look up from waiting there. What a module runs before, such as `named_buffers()`,
+    may take long on one rank.
+    """
+
+    _meets = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._meets = kwargs.get("init_sync", True)
+        super().__init__(*args, **kwargs)
+        self._meets = False  # a copy meets nobody here
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
+        built = super()._build_params_for_reducer()
+        if self._meets:
+            come_together(self.process_group, "the wrapping of the model")
+        return built
