@@ -39,11 +39,8 @@ TOOLS = ("ip", "tc", "nsenter", "unshare")
 
 @dataclass(frozen=True)
 class LinkName:
-    """A link as asked for: "loopback", "veth" or a rate in tc's notation, such as "100mbit".
-
-    Raises:
-        UsageError: it is none of these.
-    """
+    """A link as asked for: "loopback", "veth" or a rate in tc's notation, such as "100mbit"; raises
+    UsageError if it is none of these."""
 
     name: str
 
@@ -65,8 +62,8 @@ class LinkName:
     @property
     def bits_per_second(self) -> float | None:
         """The same as a number."""
-        match = None if self.rate is None else RATE.fullmatch(self.rate)
-        return None if match is None else float(match["number"]) * UNITS[match["unit"]]
+        match = RATE.fullmatch(self.rate or "")
+        return float(match["number"]) * UNITS[match["unit"]] if match else None
 
     @property
     def burst(self) -> int:
@@ -76,8 +73,7 @@ class LinkName:
     @property
     def scale(self) -> float:
         """The size of the model that suits the link."""
-        rate = self.bits_per_second
-        return SLOW_SCALE if rate is not None and rate < SLOW else 1.0
+        return SLOW_SCALE if (self.bits_per_second or SLOW) < SLOW else 1.0
 
 
 def parse_links(names: str) -> tuple[LinkName, ...]:
