@@ -121,10 +121,10 @@ def change_group(model, change, step, rank):
     return since > step + 1 or rank in ranks
 
 
-def train(*given, alone=elastic_script.train):
-    (train_two if "twin" in given[1].options else alone)(*given)
+def train(*given):
+    (train_two if "twin" in given[1].options else elastic_script.train)(*given)
 
 
 if __name__ == "__main__":
-    elastic_script.Fate, elastic_script.Net, elastic_script.train = Fate, Net, train
-    elastic_script.main()
+    elastic_script.Fate, elastic_script.Net = Fate, Net
+    elastic_script.main(train=train)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.elastic_script import STEPS
+from tests.scripts import asked_for
 from tests.test_elastic import check, outcomes_of, run
 
 SCRIPT = "tests.elastic_races"
@@ -37,9 +38,7 @@ TWINS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    ours = [item for item in request.session.items if item.path == request.path]
-    params = [getattr(item, "callspec", None) for item in ours]
-    names = {it.params.get("case") for it in params if it is not None}
+    names = asked_for(request, "case")
     wanted = {name: case for name, case in {**REBUILDS, **TAKES}.items() if name in names}
     return outcomes_of(tmp_path_factory.mktemp("races"), wanted, SCRIPT)
 

@@ -4,6 +4,8 @@ The survivors must have, bit for bit, the weights and the optimizer's state of a
 sharing whose ranks are theirs from the step on that they say. Wherever a rank dies.
 """
 
+import re
+
 import pytest
 
 from tests.elastic_script import ANY, STEPS
@@ -113,9 +115,8 @@ def test_the_death_of_both_that_have_a_share_is_named_by_all(tmp_path, memory):
     texts = errors(tmp_path, SCRIPT, world=4, deaths=deaths, zero=1, memory=memory)
     assert len(texts) == 2
     for text in texts:
-        assert text.startswith("SyncFault: fastsync: rank 0 was killed by SIGKILL; rank 1 was "), (
-            text
-        )
+        # Who has not been waited for is known to have ended, but not how.
+        assert re.match(r"SyncFault: fastsync: rank 0 [^;]*; rank 1 ", text), text
         assert "Only ranks 0 and 1 had rank 0's share" in text, text
 
 
