@@ -146,7 +146,9 @@ void bind_units(py::module_& m) {
       .def("trim", &UnitLinks::trim, release)
       .def("trim_pool", &UnitLinks::trim_pool, release)
       .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })
-      .def("time_gathers", [](UnitLinks& links, bool whether) { links.times_gathers = whether; })
+      .def(
+          "time_gathers", [](UnitLinks& links, bool whether) { links.times_gathers = whether; },
+          py::arg("whether"))
       .def("peers", [](const UnitLinks& links) { return links.peers; });
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),

@@ -217,8 +217,8 @@ def _measure(
         failed = _open_group(team, asked, local_rank)
         if failed:
             return None, failed
+        findings = _services(asked.backend)
         with explained(default_group(), "the doctor's measurements"):
-            findings = _services(asked.backend)
             measured, more = _rates(team, asked, machine_of, local_rank)
             return measured, findings + more
 
