@@ -174,9 +174,11 @@ class Training:
             if since == step + 1 and self.rank in ranks:
                 before = self.job.changes[number - 1][1] if number else range(self.job.world)
                 group = self.make_group(number, ranks)
-                giver = min(set(before) & set(ranks))
-                if not set(ranks) <= set(before):
-                    self.take_over(group, ranks.index(giver), self.rank not in before)
+                givers = sorted(set(before) & set(ranks))
+                # Each has what one of those that train has, whose buffers are its own.
+                for place, newcomer in enumerate(sorted(set(ranks) - set(before))):
+                    giver = ranks.index(givers[place % len(givers)])
+                    self.take_over(group, giver, self.rank == newcomer)
                 self.model._update_process_group(group)
                 if self.job.elastic.get("rescale") == "sum_of_start":
                     self.model._engine.core.set_divisor(self.job.world)
