@@ -79,10 +79,11 @@ class Others:
 
     def start(self, config, log):
         command = [sys.executable, "-m", "pytest", *map(str, config.invocation_params.args)]
-        command += ["--share-of", self.folder.name]
+        # One word: pytest takes a second one for a path until it knows the option.
+        command += [f"--share-of={self.folder.name}"]
         seconds = config.option.seconds_to
         if seconds is not None:
-            command += ["--seconds-to", f"{seconds}.{log.stem}"]
+            command += [f"--seconds-to={seconds}.{log.stem}"]
         with log.open("w") as file:
             return subprocess.Popen(command, stdout=file, stderr=file, cwd=os.getcwd())
 

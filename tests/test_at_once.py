@@ -61,6 +61,29 @@ def test_each_file_is_run_once_and_beside_the_other(folder):
     assert all(text.count("test_meets") == 2 for text in noted)
 
 
+OPTIONS = """
+from tests.at_once import add_options, register
+
+def pytest_addoption(parser):
+    add_options(parser)
+    parser.addoption("--seconds-to")
+
+def pytest_configure(config):
+    register(config)
+"""
+
+
+def test_the_others_find_the_options_where_no_path_is_given(folder, monkeypatch):
+    monkeypatch.delenv("PYTEST_PLUGINS")
+    folder.makeini("[pytest]\naddopts = -q\ntestpaths = test_files\n")
+    (folder.mkdir("test_files") / "conftest.py").write_text(OPTIONS)
+    for name in ("one", "two"):
+        (folder.path / "test_files" / f"test_{name}.py").write_text("def test_it(): pass\n")
+    done = folder.runpytest_subprocess("--at-once", "2")
+    assert done.ret in (0, 5), done.stdout.str()
+    assert done.stdout.str().count("1 passed") + 2 * done.stdout.str().count("2 passed") == 2
+
+
 @pytest.mark.parametrize("file", ["one", "two"])
 def test_a_failure_in_either_process_fails_the_run(folder, file):
     last = f'assert "test_{file}" not in __file__, "as planned"'
