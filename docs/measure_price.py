@@ -7,18 +7,23 @@ one whose ranks do, and one that moreover compares what they have every ten step
 neighbours where it is ten times a second, also while it waits for its turn. So the processes of the
 other trainings are stopped meanwhile. A burst has whole tens of steps, and its time is that of the
 slowest rank.
+
+A busy machine's steps vary by more than all of that costs. So it is counted by itself, too: what
+the watch's thread has of the processor, and by how much the step that compares takes longer than
+the nine before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -36,6 +41,32 @@ EVERY = 10  # steps between two comparisons
 FREE = "nobody looks out"
 # Whether ranks look out for each other, and compare what they have.
 WAYS = {FREE: (False, False), "watch": (True, False), "watch and digests": (True, True)}
+OTHERS = [way for way in WAYS if way != FREE]
+WATCH = "fastsync-watch"  # as csrc/comm/peers.cpp names its thread
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Steps of one rank, in seconds.
+
+    Attributes:
+        steps: of each, by the clock.
+        processor: of all threads, of all steps; `watch`: of the watch's thread.
+    """
+
+    steps: list[float]
+    processor: float
+    watch: float
+
+
+def watch_seconds() -> float:
+    """What this process's watch has had of the processor so far."""
+    taken = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            if (task / "comm").read_text().strip() == WATCH:
+                taken += int((task / "schedstat").read_text().split()[0])
+    return 1e-9 * taken
 
 
 @dataclass(frozen=True)
@@ -67,14 +98,13 @@ class Team:
         place = Group(all_ranks.rank % size, size, all_ranks.device)
         return cls(mine, place, groups[mine], others)
 
-    def alone(self, lane: Lane, steps: int) -> tuple[float, float]:
-        """Seconds of so many steps, by the clock and of this rank's processor, in all its threads,
-        while no process of another training runs."""
+    def alone(self, lane: Lane, steps: int) -> Burst:
+        """So many steps, while no process of another training runs."""
         self._signal(signal.SIGSTOP)
         try:
-            begun = time.process_time()
-            seconds = self.group.timed(partial(lane.steps, steps))
-            return seconds, time.process_time() - begun
+            begun, watched = time.process_time(), watch_seconds()
+            seconds = [self.group.timed(lane.step) for _ in range(steps)]
+            return Burst(seconds, time.process_time() - begun, watch_seconds() - watched)
         finally:
             self._signal(signal.SIGCONT)
 
@@ -98,24 +128,49 @@ def make(name: str, team: Team) -> Lane:
 
 @dataclass(frozen=True)
 class Taken:
-    """Of a step of each way, by round, in seconds.
+    """By way, one number for each round.
 
     Attributes:
-        clock: of the rank that takes longest.
-        processor: of all ranks together.
+        clock: seconds of a step, of the rank that takes longest.
+        processor: of a step, of all ranks together.
+        watch: share of the time in which a rank's watch ran.
+        comparing: share of the time by which the last step of each ten was longer than the others.
     """
 
     clock: dict[str, list[float]]
     processor: dict[str, list[float]]
+    watch: dict[str, list[float]]
+    comparing: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, bursts: dict[str, list[tuple[Burst, ...]]]) -> Taken:
+        """From those of all ranks, by way and round."""
+
+        def each(number: Callable[[tuple[Burst, ...]], float]) -> dict[str, list[float]]:
+            return {way: [number(ranks) for ranks in rounds] for way, rounds in bursts.items()}
+
+        return cls(
+            each(lambda ranks: max(sum(b.steps) / len(b.steps) for b in ranks)),
+            each(lambda ranks: sum(b.processor / len(b.steps) for b in ranks)),
+            each(lambda ranks: fmean(b.watch / sum(b.steps) for b in ranks)),
+            each(lambda ranks: fmean(longer(b.steps) for b in ranks)),
+        )
+
+
+def longer(steps: Sequence[float]) -> float:
+    """By how much the last of each ten steps exceeds the median of the nine before it: its share of
+    all ten."""
+    tens = [steps[begin : begin + EVERY] for begin in range(0, len(steps), EVERY)]
+    return sum(ten[-1] - median(ten[:-1]) for ten in tens) / sum(steps)
 
 
 def measure(name: str, args: argparse.Namespace, team: Team, all_ranks: Group) -> Taken:
     """Steps of all ways in turns."""
-    lane, found = make(name, team), []
+    lane, found = make(name, team), list[Burst]()
     rounds = args.rounds
     for index in range(-1, args.rounds):  # the first one warms up
         if index == 0:
-            taken = all_ranks.most(found.pop()[0]) * len(WAYS)
+            taken = all_ranks.most(sum(found.pop().steps)) * len(WAYS)
             rounds = max(FEWEST_ROUNDS, min(rounds, int(args.seconds / taken)))
         if index == rounds:
             break
@@ -123,15 +178,13 @@ def measure(name: str, args: argparse.Namespace, team: Team, all_ranks: Group) -
             dist.barrier()
             if (index + turn) % len(WAYS) == team.number:
                 found.append(team.alone(lane, EVERY * args.tens))
-    everyones: list[list[tuple[float, float]]] = [[]] * all_ranks.world
+    everyones: list[list[Burst]] = [[]] * all_ranks.world
     dist.all_gather_object(everyones, found)
-    size, steps = team.group.world, EVERY * args.tens
-    clock, processor = {}, {}
-    for n, way in enumerate(WAYS):
-        own = list(zip(*everyones[n * size : (n + 1) * size], strict=True))
-        clock[way] = [max(seconds for seconds, _ in ranks) / steps for ranks in own]
-        processor[way] = [sum(seconds for _, seconds in ranks) / steps for ranks in own]
-    return Taken(clock, processor)
+    size = team.group.world
+    teams = (everyones[n * size : (n + 1) * size] for n in range(len(WAYS)))
+    return Taken.of(
+        {w: list(zip(*ranks, strict=True)) for w, ranks in zip(WAYS, teams, strict=True)}
+    )
 
 
 def row(name: str, ranks: int, taken: Taken) -> list[str]:
@@ -140,10 +193,11 @@ def row(name: str, ranks: int, taken: Taken) -> list[str]:
     ratios = [
         b.with_margin(over(seconds[way], seconds[FREE]))
         for seconds in (taken.clock, taken.processor)
-        for way in WAYS
-        if way != FREE
+        for way in OTHERS
     ]
-    return [name, str(ranks), f"{1e3 * median(free):.2f} ms", *ratios, str(len(free))]
+    shares = (100 * median(taken.watch[OTHERS[0]]), 100 * median(taken.comparing[OTHERS[-1]]))
+    cells = [*ratios, *(f"{share:.3f} %" for share in shares), str(len(free))]
+    return [name, str(ranks), f"{1e3 * median(free):.2f} ms", *cells]
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
@@ -162,11 +216,17 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     for name in args.models:
         taken = measure(name, args, team, group)
         rows.append(row(name, team.group.world, taken))
-    others = [way for way in WAYS if way != FREE]
-    columns = (FREE, *others, *(f"{way}, processor" for way in others))
+    columns = (
+        FREE,
+        *OTHERS,
+        *(f"{way}, processor" for way in OTHERS),
+        "watch's thread",
+        "comparing",
+    )
     title = (
         f"steps with the watch, and with a comparison every {EVERY} steps, over those without "
-        f"either, by the clock and by the processor's time of all threads; {b.MARGIN}; "
+        f"either, by the clock and by the processor's time of all threads; {b.MARGIN}. What the "
+        f"watch's thread and comparing take by themselves, of a step; "
         f"{torch.get_num_threads()} thread(s) per rank"
     )
     yield b.table(title, ("model", "ranks", *columns, "rounds"), rows)

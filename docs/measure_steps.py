@@ -5,14 +5,15 @@
 For each link, number of ranks and model: all-reduces of two sizes, the step of a rank that talks to
 nobody, its optimizer's part of that, and steps of every way in turns with it (fp32 and int8 of
 stage 0, stages 1 and 3). Stage 2 makes the same step as stage 1 unless gradients accumulate. Slower
-links have smaller models, so that all takes about ten minutes. It needs a quiet machine, and what
-`bench links` needs. docs/planner_steps.py shows the result.
+links have smaller models, so that all takes about twenty minutes. It needs a quiet machine, and
+what `bench links` needs. docs/planner_steps.py shows the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import time
 from collections.abc import Iterator
 from functools import partial
 from statistics import median
@@ -26,7 +27,7 @@ from bench.measure.netns import Link, LinkName
 from bench.models import WORKLOADS
 from bench.models.workload import CPU_SCALE
 from examples.common.ranks import Group
-from examples.common.rounds import less, time_lanes
+from examples.common.rounds import time_lanes
 from examples.common.training import Workload, make_lane
 from examples.common.variants import FLOOR, VARIANTS, Variant, fast_ddp
 
@@ -39,7 +40,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero=1": {"zero": 1},
     "zero=3": {"zero": 3},
 }
-IDLE = "no optimizer"
 PROBES, PROBE_SECONDS, LARGEST = 5, 0.05, 1 << 24  # all-reduces of each size; bytes
 
 
@@ -66,6 +66,22 @@ def probe(group: Group, link: LinkName) -> list[tuple[int, float]]:
     return found
 
 
+def time_updates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Seconds of each of its steps from now on: as they take place, since a step on gradients that
+    nobody has just written is another one."""
+    started, seconds = [0.0], list[float]()
+
+    def begin(*_: Any) -> None:
+        started[0] = time.perf_counter()
+
+    def end(*_: Any) -> None:
+        seconds.append(time.perf_counter() - started[0])
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
+    return seconds
+
+
 def measure(
     name: str, link: LinkName, args: argparse.Namespace, group: Group, here: Link
 ) -> dict[str, Any]:
@@ -77,19 +93,19 @@ def measure(
     floor = VARIANTS[FLOOR]
     lanes = {way: make_lane(workload, v, group, "adamw") for way, v in wrapped.items()}
     lanes |= {FLOOR: make_lane(workload, floor, group, "adamw")}
-    lanes |= {IDLE: make_lane(workload, floor, group, optimizer=None)}
+    updates = time_updates(lanes[FLOOR].optimizer)
     here.shape(link.rate)  # before the first step, from which plans are made
     probes = probe(group, link)
     measured = time_lanes(lanes, group, b.settings_of(args))
-    alone, idle = (measured.pop(way).seconds for way in (FLOOR, IDLE))
+    alone = median(measured.pop(FLOOR).seconds)
     return {
         "link": link.name,
         "ranks": group.world,
         "model": name,
         "scale": scale,
         "probes": probes,
-        "alone": median(alone),
-        "update": max(0.0, median(less(alone, idle))),
+        "alone": alone,
+        "update": min(alone, group.most(median(updates))),
         "steps": {way: median(found.seconds) for way, found in measured.items()},
     }
 
@@ -98,7 +114,7 @@ def measure(
     b.links("loopback,10gbit,1gbit,100mbit"),
     b.ranks("2,4"),
     b.models(",".join((*CALIBRATE, *JUDGE))),
-    *(b.SCALE, b.rounds(9), b.steps(1), b.warmup(3), b.seconds(9.0)),
+    *(b.SCALE, b.rounds(9), b.steps(1), b.warmup(3), b.seconds(14.0)),
     kind="planned steps",
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

@@ -31,11 +31,12 @@ from fastsync.planner.tracing import trace_model
 
 MEASURED = Path(__file__).resolve().parent / "measured" / "steps.json"
 CPU = replace(device_named("cpu"), efficiency=1.0, streaming=1.0, overhead=5e-6)
-SENDING = (0.0, 1e-10, 2e-10, 4e-10, 6e-10, 8e-10, 1.2e-9)  # seconds of computing per byte sent
-LAUNCHING = (0.0, 1e-4, 2e-4, 4e-4, 8e-4, 1.2e-3, 1.6e-3, 2.4e-3, 3.2e-3)  # and per collective
+SENDING = (0.0, 2e-10, 4e-10, 8e-10, 1.2e-9, 1.6e-9, 2.4e-9, 3.2e-9)  # s of computing per byte
+LAUNCHING = (0.0, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 4.8e-3)  # and per collective
 REACHED = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the rate of bare all-reduces
+SCATTER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)  # of that, where it is no all-reduce
 PASSES = (1e9, 2e9, 3e9, 5e9, 1e10, 2e10)  # bytes per second of a pass of coding
-INT8 = "zero=0, int8"
+RING, INT8 = ["zero=0"], "zero=0, int8"
 PLAIN = [way for way in WAYS if way != INT8]
 
 
@@ -44,7 +45,7 @@ class Constants:
     """What is fitted.
 
     Attributes:
-        reached: on each link, for each number of ranks.
+        reached, scatter: on each link, for each number of ranks.
         sending, launching: seconds of computing per byte sent, and per collective; `coding`: bytes
             per second of a pass. For each number of ranks, on all links between machines, and
             inside one.
@@ -54,6 +55,7 @@ class Constants:
     launching: float = 0.0
     coding: float = PASSES[-1]
     reached: float = 1.0
+    scatter: float = 1.0
 
 
 @cache
@@ -82,7 +84,7 @@ class Cell:
     update: float
     steps: dict[str, float]
     network: tuple[float, float] = (0.0, 1.0)  # latency and rate: of the link, by all its probes
-    _jobs: dict[tuple[str, float, float], Job] = field(default_factory=dict, init=False)
+    _jobs: dict[tuple[str, Constants], Job] = field(default_factory=dict, init=False)
 
     @property
     def inside(self) -> bool:
@@ -100,22 +102,22 @@ class Cell:
         own = max(self.alone - self.update, 1e-6) / (traced.forward + traced.backward)
         return replace(traced.scaled(own), update=self.update)
 
-    def job(self, way: str, reached: float, coding: float) -> Job:
+    def job(self, way: str, constants: Constants) -> Job:
         """A step that only coding costs the processor anything."""
-        key = way, reached, coding
-        if key not in self._jobs:
-            self._jobs[key] = self._job(*key)
-        return self._jobs[key]
+        rates = replace(constants, sending=0.0, launching=0.0)
+        if (way, rates) not in self._jobs:
+            self._jobs[way, rates] = self._job(way, rates)
+        return self._jobs[way, rates]
 
-    def _job(self, way: str, reached: float, coding: float) -> Job:
+    def _job(self, way: str, constants: Constants) -> Job:
         latency, rate = self.network
-        link = Link(rate * reached, latency, "net")
+        link = Link(rate * constants.reached, latency, "net", scatter=constants.scatter)
         per_node = self.ranks if self.inside else 1
         asked = Scenario(
             trace=lambda samples, checkpointing: self.record,
             samples=self.record.samples,
             optimizer=adam_by_formula,
-            device=replace(CPU, bandwidth=coding),
+            device=replace(CPU, bandwidth=constants.coding),
             cluster=Cluster(self.ranks, per_node, link, link, "gloo"),
             measured=self.compute,
         )
@@ -123,7 +125,7 @@ class Cell:
 
     def planned(self, way: str, constants: Constants) -> float:
         """Seconds of a step."""
-        job = self.job(way, constants.reached, constants.coding)
+        job = self.job(way, constants)
         host = constants.sending * job.sent + constants.launching * job.launched
         time = simulate(replace(job, host=job.host + host))
         return time.mean - min(time.exposed, burst_seconds(self.link))
@@ -187,6 +189,8 @@ def fitted(cells: Iterable[Cell]) -> dict[str, Constants]:
         found = {}
         for link in links:
             grid = [Constants(*host, reached=reached) for reached in REACHED]
+            ring = min(grid, key=lambda c, link=link: off(link, c, RING))
+            grid = [replace(ring, scatter=scatter) for scatter in SCATTER]
             found[link] = min(grid, key=lambda c, link=link: off(link, c, PLAIN))
         return sum(off(link, c, PLAIN) for link, c in found.items()), found
 

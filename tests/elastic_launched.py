@@ -1,7 +1,8 @@
 """What `python -m fastsync.elastic` starts in test_elastic_launcher.py: a rank that may die.
 
-`python -m tests.elastic_launched STEPS VICTIM`: rank VICTIM kills itself in its third forward. If
-it comes back, the training ends three steps after that.
+`python -m tests.elastic_launched STEPS VICTIM [last]`: rank VICTIM kills itself in its third
+forward. If it comes back, the training ends three steps after that; with `last` the others kill
+themselves then, and it ends three steps later.
 """
 
 import os
@@ -31,8 +32,11 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = model.catch_up(optimizer)
     for step in range(done, steps):
-        if model.elastic.size == 3 and model.elastic.since > 3 and step > model.elastic.since + 2:
-            break
+        if model.elastic.since > 3 and step > model.elastic.since + 2:
+            if model.elastic.size == 3 and sys.argv[3:] and rank != victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if model.elastic.size == (1 if sys.argv[3:] else 3):
+                break
         if step == 2 and rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()

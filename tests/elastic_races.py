@@ -1,8 +1,8 @@
 """elastic_script, with ranks that die while others rebuild, or between two votes, and two models.
 
-See test_elastic_races.py. More places: "sent", when this rank has sent all its buckets; "meets",
-"connects", "connected", "plans" and "gathers", where it rebuilds after a death; "twin", in the
-backward of the second model.
+See test_elastic_races.py. More places: "sending", when this rank has begun to send its last bucket,
+and "sent", when the others have all of them; "meets", "connects", "connected", "plans", "links" and
+"gathers", where it rebuilds after a death; "twin", in the backward of the second model.
 """
 
 import copy
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.engine import engine
+from fastsync.engine import engine, routes
 from fastsync.front import elastic
 from fastsync.ranks.survivors import Survivors
 from tests import elastic_script
@@ -33,6 +33,7 @@ class Fate(elastic_script.Fate):
             self.reach_before(elastic, "make_group", "connects")
             self.reach_before(engine, "open_watch", "connected")
             self.reach_before(engine, "agree_on_plan", "plans")
+            self.reach_before(routes, "make_links", "links")
             self.reach_before(Survivors, "gather", "gathers")
 
     def reach_before(self, owner, name, place):
@@ -46,17 +47,18 @@ class Fate(elastic_script.Fate):
 
     def begin(self, step):
         super().begin(step)
-        if (step, "sent") in self.due:
-            self.die_when_sent()
+        for place, seconds in {"sending": 0.0, "sent": _SETTLED}.items():
+            if (step, place) in self.due:
+                self.die_when_sent(seconds)
 
-    def die_when_sent(self):
+    def die_when_sent(self, seconds):
         """Behind the engine's hooks, of which the last one sends the last bucket."""
         params, arrived = list(self.net().parameters()), []
 
         def note(*_):
             arrived.append(None)
             if len(arrived) == len(params):
-                time.sleep(_SETTLED)
+                time.sleep(seconds)
                 self.die()
 
         self.nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in params]

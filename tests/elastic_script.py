@@ -24,8 +24,10 @@ from torch import nn
 
 import fastsync
 from fastsync.build import extension
+from fastsync.torch_private import group_timeout
 
 LIMIT = 60.0  # seconds for a job
+TIMEOUT = 60.0  # seconds, of the process group
 STEPS = 6
 WIDTH = 48
 LAYERS = 6
@@ -113,9 +115,18 @@ def batch(rank, step, part, width):
     return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
 
 
-def digest(module):
-    parts = (p.detach().view(torch.uint8).numpy().tobytes() for p in module.parameters())
+def digest(module, model=None):
+    """Of the weights, and of what error feedback keeps back on this rank."""
+    kept = {} if model is None else model.sync_state_dict()["residuals"]
+    tensors = [*module.parameters(), *(kept[name] for name in sorted(kept))]
+    parts = (t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
     return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def as_taken(options):
+    """By FastDDP: a wire that is more than a name comes as what `Wire` takes."""
+    wire = options.get("wire")
+    return {**options, "wire": fastsync.Wire(**wire)} if isinstance(wire, dict) else options
 
 
 def change_group(model, job, step, rank):
@@ -146,7 +157,7 @@ def train(rank, job, fate, seen):
     elastic = job.elastic
     if isinstance(elastic, dict):
         elastic = fastsync.ElasticPolicy(**elastic)
-    options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
+    options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **as_taken(job.options)}
     model = fastsync.FastDDP(net, elastic=elastic, **options)
     note_members(model, seen)
     for step in range(job.steps):
@@ -164,8 +175,10 @@ def train(rank, job, fate, seen):
                 if param.grad is not None:
                     param.grad.mul_(1 / job.divisor)
         optimizer.step()
-        seen["weights"].append(digest(net))
+        seen["weights"].append(digest(net, model))
         note_members(model, seen)
+    links = model._engine.routes._all_links()
+    seen["patience"] = [group_timeout(link).total_seconds() for link in links]
 
 
 def run(folder, name, rank, job, train):
@@ -177,7 +190,7 @@ def run(folder, name, rank, job, train):
         init_method=f"tcp://127.0.0.1:{job.port}" if job.port else f"file://{folder}/{name}.store",
         rank=rank,
         world_size=job.world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=TIMEOUT),
     )
     try:
         train(rank, job, Fate(job, rank, file), seen)

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
+import fastsync.engine.core as core
 import fastsync.engine.engine as engine
 import fastsync.engine.groups as groups
+import fastsync.engine.watch as watch
 from fastsync.build import extension
 from fastsync.torch_private import TCPStore
 
@@ -143,6 +145,20 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+class Deaf:
+    """A watch that nobody gets connected with."""
+
+    def __init__(self, own):
+        self._own = own
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def connect(self, *ranks):
+        self._own.close()
+        return []
+
+
 def wrap(net, wrapper, options):
     net.shared = wrapper in ("zero3", "blind3", "fsdp")
     if wrapper == "codec":
@@ -198,13 +214,27 @@ def train(rank, fault, place, wrapper):
         net.layers[0].weight.requires_grad_(False)
     if wrapper == "blind3":
         os.environ["FASTSYNC_WATCH"] = "0"
-    if mine and place == "groups":  # all have met to make one, and the others wait in torch
+    if mine and place in (
+        "groups",
+        "unlinked",
+    ):  # all have met to make one, and the others wait in torch
         groups.watched_call = lambda *call: fail(fault)
+    if mine and place == "connect":
+        core.make_unit_links = lambda *links: fail(fault)
     if mine and place == "vote" and fault not in ("thaw", "store"):
         vote_and_fail(fault)
     if mine and place == "before":
         fail(fault)
+    if place == "before" and rank > FAULTY:  # it comes when that one has just ended
+        time.sleep(0.4)
+    if mine and place == "arrived":  # the store knows, and nobody looks out yet
+        watch._gather = lambda *call: fail(fault)
+    if mine and place == "unlinked":  # all know its address, and nobody is connected with it
+        made = watch._make_offer
+        watch._make_offer = lambda *call: (Deaf((offered := made(*call))[0]), offered[1])
     model = wrap(net, wrapper, options)
+    if mine and place == "wrapped":
+        fail(fault)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for net.step in range(STEPS - (mine == "fewer")):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + net.step))
@@ -222,7 +252,7 @@ def train(rank, fault, place, wrapper):
                 raise
             continue
         except fastsync.SyncFault:
-            if net.shared:
+            if net.shared and place not in ("connect", "wrapped"):  # where no step has begun
                 check_again(model, x)
             raise
         if net.due("between") or net.due("nonfinite"):

@@ -57,7 +57,12 @@ MODULE_LAYERS = {
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
         ["arrivals", "farewell", "meeting", "newcomers", "survivors"],
     ],
-    "plan": [["elastic", "layout", "replicas", "topology"], ["policy"], ["buckets", "sizes"]],
+    "plan": [
+        ["layout", "switch", "topology"],
+        ["elastic", "replicas"],
+        ["policy"],
+        ["buckets", "sizes"],
+    ],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],
         ["strategy", "synthetic", "unit_marks", "profile", "compute"],
@@ -115,7 +120,7 @@ MODULE_LAYERS = {
     "wire": [["formats"], ["plugins"]],
 }
 CPP_LAYERS = [
-    ["check.h", "codec_plugin.h"],
+    ["check.h", "codec_plugin.h", "comm/thread_name"],
     ["kernels"],
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],

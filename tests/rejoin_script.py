@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from fastsync.build import extension
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.newcomers import ENDED
 from fastsync.torch_private import group_store, make_group
-from tests.elastic_script import Fate, Net, batch
+from tests.elastic_script import Fate, Net, as_taken, batch
 
 LIMIT = 90.0  # seconds for all jobs
 PAUSE = 0.02  # seconds that a step takes at least
@@ -44,8 +44,11 @@ class Job:
         changes: of a training without deaths: from which step on which ranks train.
         steps: likewise, how many; 0: until all are back.
         odd: what a process does that was started again, by its number: "other model", "dies
-            waiting", "dies taking", "no catch_up".
+            waiting", "dies taking", "no catch_up", "loads a checkpoint".
+        wires: by step, what gradients travel as from then on.
         giver_dies: the first rank, when it is to give what it has for the first time.
+        every: backwards between two steps of the optimizer, which gradients accumulate over.
+        freezes: the step from which on one layer's weight is frozen; -1: none.
     """
 
     world: int = 3
@@ -54,10 +57,13 @@ class Job:
     steps: int = 0
     odd: dict = field(default_factory=dict)
     giver_dies: bool = False
+    wires: dict = field(default_factory=dict)
     optimizer: str = "AdamW"
     buffers: bool = False
     memory: bool = True
     local: bool = False
+    every: int = 1
+    freezes: int = -1
     elastic: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
 
@@ -85,9 +91,22 @@ def model_of(job, fate, odd):
     return net
 
 
-def digest(net):
-    held = [*net.parameters(), *net.buffers()]
+def digest(net, model):
+    kept = model.sync_state_dict()["residuals"]
+    held = [*net.parameters(), *net.buffers(), *(kept[name] for name in sorted(kept))]
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in held)).hexdigest()
+
+
+def wire_at(job, step):
+    return as_taken({"wire": job.wires[str(step)]})["wire"]
+
+
+def load_checkpoint(model):
+    """As a script does that does not know that it comes back: with residuals in it."""
+    state = model.sync_state_dict()
+    assert state["residuals"]
+    state["residuals"] = {name: torch.ones(r.shape) for name, r in state["residuals"].items()}
+    model.load_sync_state_dict(state)
 
 
 def optimizer_of(net, job):
@@ -108,7 +127,8 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
         self.seen = {"weights": {}, "members": []}
         elastic = False if job.changes else fastsync.ElasticPolicy(**job.elastic)
-        options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **job.options}
+        options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True}
+        options |= as_taken(job.options)
         if job.buffers:
             options["broadcast_buffers"] = False
         self.model = fastsync.FastDDP(self.net, elastic=elastic, **options)
@@ -117,6 +137,8 @@ class Training:
     def catch_up(self):
         if self.odd == "no catch_up":
             return 0
+        if self.odd == "loads a checkpoint":
+            load_checkpoint(self.model)
         if self.odd == "dies waiting":
             threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
         gives = self.job.giver_dies and self.rank == 0 and not self.attempt
@@ -139,18 +161,24 @@ class Training:
         return whole and step + 1 >= now.since + AFTER
 
     def step(self, step):
+        if str(step) in self.job.wires:
+            self.model.set_wire(wire_at(self.job, step))
         self.fate.begin(step)
         began = time.monotonic()
-        self.optimizer.zero_grad()
+        if step % self.job.every == 0:
+            self.optimizer.zero_grad()
+        if step == self.job.freezes:  # who comes back later learns of it
+            self.net.layers[2].weight.requires_grad_(False)
         if self.job.local:
             with self.model.no_sync():
                 self.model(batch(self.rank, step, 1, 48)).backward()
         self.model(batch(self.rank, step, 0, 48)).backward()
         self.fate.reach("optimizer")
         self.weigh()
-        self.optimizer.step()
-        self.schedule.step()
-        self.seen["weights"][str(step)] = digest(self.net)
+        if (step + 1) % self.job.every == 0:
+            self.optimizer.step()
+            self.schedule.step()
+        self.seen["weights"][str(step)] = digest(self.net, self.model)
         if self.model.elastic is not None:
             self.note_members()
             time.sleep(max(0.0, began + PAUSE - time.monotonic()))
@@ -192,9 +220,14 @@ class Training:
         return make_group(store, ranks.index(self.rank), ranks, name, limit)
 
     def take_over(self, group, giver, lacks):
+        engine = self.model._engine
         held = [self.net.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()]
+        held += [engine.wire, engine.core.steps()]
         dist.broadcast_object_list(held, group_src=giver, group=group)
         if lacks:
+            engine.policy = replace(engine.policy, wire=held[3])
+            engine.core.resume(held[4])
+            engine.core.load_states({"residual": [None] * len(engine.params)})
             self.net.load_state_dict(held[0])
             self.optimizer.load_state_dict(held[1])
             self.schedule.load_state_dict(held[2])

@@ -209,10 +209,22 @@ class WithBuffers(nn.Module):
         return self.layers(x)
 
 
+class Bytes(fastsync.Codec):
+    name = "bytes"
+
+    def coded_bytes(self, numel):
+        return numel
+
+
 REFUSED = {
     "zero=3": {"zero": 3},
     "shard_by='element'": {"zero": 1, "shard_by": "element"},
-    "wire='int8'": {"wire": "int8"},
+    "wire='topk(density=0.01)'": {"wire": "topk"},
+    "wire='powersgd(": {"wire": "powersgd"},
+    "wire='bytes'": {"wire": Bytes()},
+    "overrides={'*': 'bytes'}": {"wire": fastsync.Wire("int8", overrides={"*": Bytes()})},
+    "in all forms but the hierarchical one": {"wire": fastsync.Wire("int8", "hierarchical")},
+    "wire='int8' and zero=1": {"wire": "int8", "zero": 1},
     "static_graph": {"static_graph": True},
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
     "on_nonfinite='raise'": {"on_nonfinite": "raise"},
@@ -243,7 +255,7 @@ def refusals(rank, world):
     model = fastsync.FastDDP(nn.Linear(2, 2), elastic=True)
     found["hook"] = text_of(lambda: model.register_comm_hook(None, lambda state, bucket: None))
     found["join()"] = text_of(lambda: model.join())
-    found["wire"] = text_of(lambda: model.set_wire("int8"))
+    found["wire"] = text_of(lambda: model.set_wire("topk"))
     model(torch.ones(1, 2)).sum().backward()
     return found
 

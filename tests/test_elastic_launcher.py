@@ -28,6 +28,12 @@ def test_a_rank_that_dies_is_started_again_and_catches_up():
     assert len(sums) == 3 and len(set(sums)) == 1, output
 
 
+def test_who_is_back_may_be_the_last_to_train():
+    output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 100000, 0, "last")
+    assert "no rank is left that has trained" not in output
+    assert re.search(r"rank 0 of \(0,\): ", output), output
+
+
 def test_who_is_back_too_late_ends_and_the_training_has_succeeded():
     output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 6, 1)
     assert "the training has ended before rank 1 was back in it" in output

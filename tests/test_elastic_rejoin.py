@@ -17,7 +17,7 @@ from torch import nn
 import fastsync
 from fastsync.engine.handover import give, receive
 from fastsync.testing import run_ranks
-from tests.scripts import finish, start
+from tests.scripts import asked_for, finish, start
 
 # Ranks, deaths (rank, step, place), how they differ from the default.
 CASES = {
@@ -33,6 +33,8 @@ CASES = {
     "one-by-one-gloo": (3, [(1, 2, "between"), (2, 5, "between")], {"memory": False}),
     "accumulates": (3, [(1, 2, "between")], {"local": True}),
     "sum": (3, [(1, 2, "between")], {"elastic": {"rescale": "sum_of_start"}}),
+    "every-third": (3, [(1, 4, "between")], {"every": 3}),
+    "frozen": (3, [(1, 6, "between")], {"freezes": 0}),
 }
 
 
@@ -108,10 +110,7 @@ def outcomes_of(folder, cases):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    ours = [item for item in request.session.items if item.path == request.path]
-    params = [getattr(item, "callspec", None) for item in ours]
-    names = {it.params.get("case") for it in params if it is not None}
-    wanted = {name: case for name, case in CASES.items() if name in names}
+    wanted = {name: CASES[name] for name in asked_for(request, "case") if name in CASES}
     return outcomes_of(tmp_path_factory.mktemp("rejoin"), wanted)
 
 

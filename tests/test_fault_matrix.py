@@ -108,6 +108,8 @@ def cells():
 def in_matrix(value):
     """What a job calls "between" or "loop" makes the others wait in the next forward."""
     renamed = {"between": "forward", "loop": "forward", "groups": "wrap", "before": "wrap"}
+    renamed |= {"arrived": "wrap", "unlinked": "wrap", "connect": "wrap"}
+    renamed |= {"wrapped": "wrap"}
     renamed |= {"nonfinite": "vote", "skips": "vote", "codec": "int8"}
     return renamed.get(value, value)
 

@@ -23,6 +23,12 @@ DEATHS = [
     ("exit", "backward", "fp32", 4),
     ("exit", "forward", "zero2", 4),
     ("exit", "wrap", "int8", 3),
+    ("kill", "arrived", "fp32", 3),
+    ("exit", "arrived", "zero1", 2),
+    ("kill", "unlinked", "int8", 3),
+    ("exit", "unlinked", "int8", 2),
+    ("kill", "connect", "fsdp", 2),
+    ("exit", "connect", "zero3", 3),
     ("kill", "groups", "int8", 3),
     ("kill", "vote", "fp32", 4),
     ("kill", "vote", "int8", 2),
@@ -37,6 +43,8 @@ RAISES = [
     ("raise", "backward", "fp32", 4),
     ("raise", "between", "int8", 2),
     ("raise", "wrap", "fp32", 2),
+    ("raise", "wrapped", "fsdp", 3),
+    ("raise", "wrapped", "zero1", 2),
     ("raise", "backward", "zero1", 2),
     ("raise", "forward", "zero2", 4),
     ("raise", "groups", "int8", 2),
@@ -131,23 +139,10 @@ UNITS = [
     ("sleep", "backward", "zero3", 3),
 ]
 BLIND = [("kill", "forward", "blind3", 2), ("sleep", "backward", "blind3", 2)]
-TABLES = (
-    *(
-        DEATHS,
-        RAISES,
-        LEAVES,
-        HALF_SKIPS,
-        STALLS,
-        ABSENCES,
-        MEETINGS,
-        QUIET_SLEEPS,
-        ALIKE,
-        THAWS,
-        NO_STORE,
-    ),
-    *(UNITS, BLIND),
-)
-JOBS = [job for table in TABLES for job in table]
+JOBS = [
+    *(*DEATHS, *RAISES, *LEAVES, *HALF_SKIPS, *STALLS, *ABSENCES, *MEETINGS, *QUIET_SLEEPS),
+    *(*ALIKE, *THAWS, *NO_STORE, *UNITS, *BLIND),
+]
 
 
 def name_of(job):

@@ -39,14 +39,14 @@ class TestProcesses(FSDPTest):
     def world_size(self):
         return min(8, torch.cuda.device_count())
 
-    @skip_if_lt_x_gpu(2)
+    @skip_if_lt_x_gpu(4)
     def test_parity(self):
         torch.manual_seed(0)
         model = MLP(4, torch.device("cuda"))
         reference = MLP(4, torch.device("cuda", self.rank))
         reference.load_state_dict(model.state_dict())
         replicate(reference, device_ids=[self.rank])
-        fully_shard(model.in_proj)
+        fully_shard(model.in_proj, reshard_after_forward=2)
         fully_shard(model)
         inp = torch.full((1, 4), 1.0 + self.rank).cuda()
         with CommDebugMode() as counted:
@@ -78,6 +78,8 @@ class TestProcesses(FSDPTest):
 
 
 class TestThreads(FSDPTestMultiThread):
+    kind = a_name_of_another_version.KIND
+
     @property
     def world_size(self):
         return 2

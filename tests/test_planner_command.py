@@ -234,3 +234,13 @@ def test_links_inside_and_between_machines_are_measured_apart():
     assert all(rank == found[0] for rank in found), "ranks know the same rates"
     inside, between, nobody = found[0]
     assert inside.ranks == between.ranks == 2 and inside.rate > 0 and nobody is None
+    assert 0.2 <= inside.scatter <= 2
+
+
+@pytest.mark.parametrize("seconds, scatter", [(0.8, 0.5), (0.4, 1.0), (9.0, 0.2), (1e-9, 2.0)])
+def test_what_other_collectives_reach_is_their_time_over_that_of_all_reduces(seconds, scatter):
+    from fastsync.planner.measure import _scatter
+    from fastsync.planner.profile import LinkRates, Sample
+
+    ring, hops = LinkRates(2, 1e-3, 1e9, ()), 2e-3
+    assert _scatter(ring, Sample(400_000_000, seconds + hops)) == pytest.approx(scatter)

@@ -200,6 +200,17 @@ def recorded_run():
     return Run("Net", 2, "gloo", "cpu", torch.__version__, plans, ranks)
 
 
+def test_over_gloo_other_collectives_have_their_own_share_of_the_rate():
+    def seconds(kind, scatter):
+        link = Link(1e9, 0.0, "net", scatter=scatter)
+        return collective_seconds(kind, 1e9, Cluster(4, 1, link, link, "gloo"))
+
+    assert seconds("all_reduce", 0.5) == seconds("all_reduce", 1.0) == pytest.approx(1.5)
+    for kind in ("reduce_scatter", "all_gather", "all_to_all"):
+        assert seconds(kind, 1.0) == pytest.approx(0.75)
+        assert seconds(kind, 0.5) == pytest.approx(1.5)
+
+
 def test_recordings_say_what_is_computed():
     recorded = from_run(recorded_run())
     assert recorded.compute.forward == pytest.approx(1e-3)
@@ -211,10 +222,11 @@ def test_recordings_say_what_is_computed():
 
 def test_profiles_are_read_again(tmp_path):
     rates = DeviceRates(1e11, 1e10, 1e-6, 0.25)
-    between = LinkRates(2, 1e-5, 1e9, (Sample(4, 1e-4),))
+    between = LinkRates(2, 1e-5, 1e9, (Sample(4, 1e-4),), 0.5)
     profile = Profile("here", "2", 2, "gloo", rates, None, between)
     profile.dump(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
+    assert between.link().scatter == 0.5
     (tmp_path / "q.json").write_text("{}")
     with pytest.raises(ValueError, match=r"--profile: .*is no profile"):
         Profile.load(tmp_path / "q.json")

@@ -78,6 +78,18 @@ def test_what_was_decided_first_holds():
     assert decided.ranks == (0,)
 
 
+def test_who_decides_later_than_another_goes_by_that():
+    """Each has taken the other for dead, and neither has seen a decision when it makes one."""
+    store = HashStore()
+    first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
+
+    def dies_meanwhile():
+        first.meet(1, range(2), Standing(3, LACKS), lambda: {1}, timeout=20)
+        return {0}
+
+    assert late.meet(1, range(2), Standing(3, LACKS), dies_meanwhile, timeout=20).ranks == (0,)
+
+
 @pytest.mark.parametrize("between", [True, False])
 def test_ranks_that_come_back_wait_until_all_are_between_two_steps(between):
     told = {0: Standing(7, LACKS, True), 2: Standing(7, LACKS, between)}

@@ -146,7 +146,29 @@ def planned(rank, world, pace=None, mark=None, path=None):
     return depths, steps_of(model, rank, 4), model.sync_stats()
 
 
-LONG_FIRST = (1, 5, 4, 3, 2, 1, 5, 3, 2, 1, 0)
+def measured(course, clock, turns):
+    """A course of `turns`: a unit, seconds that it was gathered for, computes, and waits after."""
+    course.begin(looks=True)
+    for number, gathered, computes, waits in turns:
+        course.there(number, gathered)
+        clock.now += computes
+        for _ in range(2):  # who waits for several says so more than once
+            course.wants()
+            clock.now += waits
+    course.end()
+    return course.seconds(3)
+
+
+def test_what_counts_is_work_without_waits_and_the_least_of_courses_alike():
+    """Of a unit that runs twice in one, the longest turn."""
+    clock = Clock()
+    course = Course(clock)
+    first = measured(course, clock, [(0, 2.0, 3.0, 5.0), (1, 4.0, 1.0, 0.0), (0, 1.0, 2.0, 1.0)])
+    assert first == ([3.0, 1.0, 0.0], [2.0, 4.0, 0.0]) and not course.settled
+    again = measured(course, clock, [(0, 1.0, 4.0, 0.0), (1, 5.0, 0.5, 3.0), (0, 0.5, 1.0, 0.0)])
+    assert again == ([3.0, 0.5, 0.0], [1.0, 4.0, 0.0]) and course.settled
+    other = measured(course, clock, [(1, 9.0, 8.0, 0.0), (0, 7.0, 6.0, 0.0)])
+    assert other == ([6.0, 8.0, 0.0], [7.0, 9.0, 0.0]) and not course.settled
 
 
 def test_small_units_are_gathered_while_a_long_one_computes():
@@ -181,9 +203,89 @@ def test_their_gathers_begin_before_the_first_of_them_is_wanted(tmp_path):
             ahead = {m.unit: m for m in step.moves if m.kind == "gather" and m.turn == 0}
             for long, small in ((1, range(2, 6)), (6, range(7, 11))):
                 for unit in small:
-                    assert ahead[long].arrived <= ahead[unit].started <= ahead[small[0]].wanted
+                    assert ahead[long].started <= ahead[unit].started <= ahead[small[0]].wanted
                 order = sorted(small, key=lambda unit: ahead[unit].started)
                 assert order == list(small)
+
+
+def reckoned(rank, world, mark):
+    """What both directions are planned with, and the units in the order of backward."""
+    os.environ["FASTSYNC_SHM"] = "0"
+    os.environ.pop(MARK, None)
+    if mark is not None:
+        os.environ[MARK] = str(mark)
+    found, plan = [], Course.plan
+
+    def noted(course, units, stops, limit):
+        found.append((limit, [stop.besides for stop in stops]))
+        lengths.append((max(s.compute for s in stops), [s.nbytes for s in stops].count(0)))
+        plan(course, units, stops, limit)
+
+    Course.plan = noted
+    clock, lengths = Clock(), []
+    model = uneven(clock)
+    for _ in range(AGREED_AFTER):
+        clock.pace = 1.0
+        loss = model(torch.ones(3, 16)).square().mean()
+        clock.pace = 2.0
+        loss.backward()
+    assert lengths == [(10.0, 1), (20.0, 1)], "of either direction; the root's needs no gather"
+    ran = state_of(model).context
+    units = [ran.units()[number] for number in ran.lookahead.backward.order]
+    kept = sum(u.bytes_to_gather() for u in units if not u.switches.reshard_after_forward)
+    own = [4 * sum(m.sharded.numel() for m in unit.members) for unit in units]
+    return found, kept, own, [unit.bytes_to_reduce() for unit in units]
+
+
+def test_plans_count_what_is_kept_and_gradients_that_travel():
+    """Below a mark, the largest; without one, those of the unit before."""
+    (ahead, back), kept, own, reduced = run_ranks(reckoned, 2, 8.0)[0]
+    assert kept > 0 and ahead[0] == back[0] == 8 * 2**20 - kept
+    assert set(ahead[1]) == {0} and set(back[1]) == {max(reduced)}
+    (ahead, back), _, own, reduced = run_ranks(reckoned, 2, None)[0]
+    before = [0, *map(sum, zip(own, reduced, strict=True))]
+    assert back[1] == [mine + last for mine, last in zip(own, before, strict=False)]
+    assert ahead[0] == back[0] > max(back[1])
+
+
+# --- after what a module waits for
+
+
+def in_order(rank, world, memory):
+    """Gathers of a step, as they begin (+) and end (-)."""
+    os.environ["FASTSYNC_SHM"] = memory
+    model = apply(fully_shard, net(3))
+    begun, seen = set(), []
+    start, finish = Unit.start_gather, Unit.finish_gather
+
+    def starts(unit):
+        if not unit.is_whole and id(unit) not in begun:
+            begun.add(id(unit))
+            seen.append(f"+{unit.name or 'root'}")
+        start(unit)
+
+    def finishes(unit):
+        was_whole = unit.is_whole
+        finish(unit)
+        if not was_whole:
+            begun.discard(id(unit))
+            seen.append(f"-{unit.name or 'root'}")
+
+    Unit.start_gather, Unit.finish_gather = starts, finishes
+    for step in range(2):
+        seen.clear()
+        loss_of(model, words(rank, step)).backward()
+    return " ".join(seen).replace("blocks.", "")
+
+
+AT_ONCE = "+root +0 -root +1 -0 +2 -1 -2 +2 +1 -2 +0 -1 -0"
+LATER = "+root -root +0 -0 +1 -1 +2 -2 +2 -2 +1 -1 +0 -0"
+
+
+@pytest.mark.parametrize(("memory", "wanted"), [("0", AT_ONCE), ("1", LATER)])
+def test_the_next_gather_travels_after_the_one_that_is_waited_for(memory, wanted):
+    """In shared memory nothing travels, and each costs memory of its own."""
+    assert run_ranks(in_order, 3, memory) == [wanted] * 3
 
 
 # --- where nothing is planned

@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fastsync import FSDPModule, fully_shard, register_fsdp_forward_method
 from fastsync.testing import count_dispatched_ops, run_ranks
@@ -27,6 +28,18 @@ from tests.unit_models import (
     whole,
     words,
 )
+
+
+def seen(rank, world):
+    model = apply(fully_shard, net())
+    with CommDebugMode() as mode:
+        loss_of(model, words(rank, 0)).backward()
+    return mode.get_total_counts()
+
+
+def test_what_counts_collectives_does_not_see_ranks_connect():
+    """Gathers and reductions do not pass the dispatcher, where it looks."""
+    assert run_ranks(seen, 2) == [0, 0]
 
 
 def come_and_go(rank, world):

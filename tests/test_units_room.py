@@ -88,6 +88,54 @@ def test_what_is_gathered_ahead_in_shared_memory_takes_no_other(how):
         assert largest < most <= one < more
 
 
+CODED = {"wire": "int8", "parameter_wire": "int8"}
+ALONE = {"plain": {}, "lower": {"mp_policy": BF16}, "coded": CODED, "fp8": {"wire": "fp8_e4m3"}}
+
+
+def one_unit(rank, world, options):
+    """What the pool held after forward and after backward, and what either was said to take."""
+    set_mark(None)
+    os.environ["FASTSYNC_SHM"] = "0"
+    model = fully_shard(net(2, 128), **options)
+    model.set_reshard_after_backward(False)
+    loss = loss_of(model, words(rank, 0))
+    context = state_of(model).context
+    (links,), (unit,) = context.all_links(), context.units()
+    gathered = links.core.most_bytes()
+    loss.backward()
+    whole = sum(m.whole.numel() * m.whole.itemsize for m in unit.members)
+    return gathered, links.core.most_bytes(), whole, unit.bytes_to_gather(), unit.bytes_to_reduce()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ALONE)
+def test_what_a_unit_takes_is_known_before(how, world):
+    """What a backward sends and receives may lie where the gather's messages did; some of what is
+    not coded is received where the sums will be."""
+    for gathered, after, whole, to_gather, to_reduce in run_ranks(one_unit, world, ALONE[how]):
+        assert gathered == to_gather
+        assert after <= to_gather + to_reduce
+        assert "wire" not in ALONE[how] or after >= whole + to_reduce
+
+
+def evaluated(rank, world, options):
+    """The most that a forward's units took, over the bytes of one that is whole."""
+    set_mark(None)
+    os.environ["FASTSYNC_SHM"] = "0"
+    model = apply(fully_shard, net(4, 128), **options)
+    for step in range(3):  # the first has no order to follow
+        with torch.no_grad():
+            loss_of(model, words(rank, step))
+    context = state_of(model).context
+    largest = max(sum(m.whole.nbytes for m in unit.members) for unit in context.units())
+    return context.all_links()[0].core.most_bytes() / largest
+
+
+def test_codes_that_are_under_way_take_no_other_memory():
+    assert min(run_ranks(evaluated, 2, {})) > 2, "the next unit's, beside what computes"
+    assert max(run_ranks(evaluated, 2, CODED)) < 2
+
+
 def wide_mark(rank, world):
     return [run("plain", rank, world, mark)[1] for mark in (None, 2**40)]
 

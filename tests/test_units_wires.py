@@ -384,6 +384,33 @@ def test_stochastic_rounding_is_right_on_average_and_other_each_step():
         assert float((found.mean(0) - number).abs().mean()) < 0.6 * float(nearest)
 
 
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Weighed(sizes=((64, 60),)) for _ in range(2))
+
+    def forward(self, numbers):
+        return sum(part(numbers) for part in self.parts)
+
+
+def of_its_own(rank, world):
+    """Averages of the same gradients on both ranks, of two units; codes are whole numbers."""
+    model = Two()
+    for part in model.parts:
+        fully_shard(part, wire=Wire("int8", stochastic=True))
+    fully_shard(model)
+    number = torch.linspace(-254, 254, 64 * 60)
+    number[::64] = 254.0  # in each block
+    model([number.view(64, 60)]).backward()
+    return whole(p.grad for p in model.parameters())
+
+
+def test_stochastic_rounding_differs_by_rank_and_by_unit():
+    for first, second in run_ranks(of_its_own, 2):
+        assert bool((first % 2 == 1).any()), "one rank has rounded up and the other down"
+        assert not torch.equal(first, second)
+
+
 def user_s(rank, world):
     model = Weighed()
     fully_shard(model, wire=Wire(Halves(), error_feedback=False))

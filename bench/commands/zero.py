@@ -38,8 +38,8 @@ from examples.common.variants import FLOOR, OURS, VARIANTS, Variant, available, 
 
 DDP = (available("ddp_batched_view") or "ddp_view").split(",")[0]
 FSDP2, UNITS, HEAVY = "FSDP2", 12, "deep"
-CODED, SETTLED = ("wire", "parameter_wire"), 4  # steps until the plan stays
-WIRES = {"": (), "_int8": ("int8",), "_int8_both": ("int8", "int8")}  # gradients', parameters'
+SETTLED, INT8 = 4, {"wire": "int8"}  # steps until the plan stays; gradients' wire
+WIRES = {"": {}, "_int8": INT8, "_int8_both": {**INT8, "parameter_wire": "int8"}}
 
 Make = Callable[[Workload, Group], Lane]
 
@@ -114,7 +114,7 @@ REDUNDANT, IN_BUCKETS = f"{DDP}, ZeroRedundancyOptimizer", {"parameters_as_bucke
 STAGES = {
     "1,2": Stages(
         {
-            f"{OURS}_zero{stage}{suffix}": {"zero": stage, **dict(zip(CODED, wires, strict=False))}
+            f"{OURS}_zero{stage}{suffix}": {"zero": stage, **wires}
             for suffix, wires in WIRES.items()
             for stage in (1, 2)
         },
@@ -127,7 +127,7 @@ STAGES = {
         },
     ),
     "3": Stages(
-        {f"{OURS}_zero3": {"zero": 3}},
+        {f"{OURS}_zero3{suffix}": {"zero": 3, **WIRES[suffix]} for suffix in ("", "_int8_both")},
         {
             DDP: by(VARIANTS[DDP]),
             FSDP2: by_units(fsdp.fully_shard, reshard=True),

@@ -16,6 +16,7 @@
 #include <random>
 
 #include "../check.h"
+#include "thread_name.h"
 
 namespace fastsync::comm {
 namespace {
@@ -187,6 +188,7 @@ void Peers::abandon() {
 }
 
 void Peers::run() {
+  name_this_thread("fastsync-watch");
   auto next = Clock::now();
   std::optional<Clock::time_point> end;
   while (true) {

@@ -8,8 +8,8 @@
 //   2. it waits until each of the others has posted, and reads where they wrote;
 //   3. it says in its own box that it is done: it has read what it needed of all letters up to n, or never will.
 //
-// A letter belongs to its readers, who may include its writer, until all ranks are done. A box holds the last kLetters; who posts more waits until the oldest
-// has been read. Numbers only grow and each word has one writer, so nothing is reset.
+// A letter belongs to its readers, who may include its writer, until all ranks are done. A box holds the last kLetters; who
+// posts more waits until the oldest has been read. Numbers only grow and each word has one writer, so nothing is reset.
 #pragma once
 
 #include <array>

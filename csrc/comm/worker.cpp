@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "thread_name.h"
+
 namespace fastsync::comm {
 
 void Ticket::wait() {
@@ -68,6 +70,7 @@ std::shared_ptr<Ticket> Worker::submit(Step step) {
 
 // At most one new chain joins between two rounds, so that no two chains are ever at the same link.
 void Worker::run(const std::shared_ptr<State>& state) {
+  name_this_thread("fastsync-comm");
   std::deque<Chain> active;
   while (true) {
     {

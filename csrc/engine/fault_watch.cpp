@@ -20,6 +20,7 @@ constexpr milliseconds kAnswers{300};  // for answers to a question to come
 constexpr milliseconds kDeathGrace{100};
 constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
 constexpr milliseconds kSilence{1500};      // of a neighbour's beats
+constexpr milliseconds kUnheard{500};       // likewise, where the system can tell more
 constexpr int kDistance = 3;                // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
@@ -266,7 +267,22 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
   }
 }
 
+// One that ends before it has been connected has no connection that closes.
+void FaultWatch::find_ended() {
+  std::vector<int64_t> silent;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [rank, neighbour] : neighbours_) {
+      if (Clock::now() - neighbour.heard >= kUnheard) silent.push_back(rank);
+    }
+  }
+  for (const int64_t rank : silent) {
+    if (is_here(rank)) on_closed(rank);
+  }
+}
+
 void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
+  find_ended();
   const std::vector<Report> gone = ended(wanted, kDeathGrace);
   if (!gone.empty()) raise(gone, wanted, waited, "");
   if (waited >= patience.next && !patience.asked) {

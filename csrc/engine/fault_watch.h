@@ -141,6 +141,7 @@ class FaultWatch {
   void note(News news);
   std::string stack() const;
   bool is_here(int64_t rank) const;
+  void find_ended();
   void ask(const Wanted& wanted);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
   std::vector<Report> late(const Wanted& wanted) const;

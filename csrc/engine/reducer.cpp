@@ -311,8 +311,14 @@ void Reducer::start_flags() {
 }
 
 Packing Reducer::packing() const {
-  return {1.0 / divisor_, votes() && watch_.vote(),      /*missed=*/false, options_.check_finite,
-          squares_,       static_cast<uint64_t>(steps())};
+  Packing how;
+  how.scale = 1.0 / divisor_;
+  how.vote = votes() && watch_.vote();
+  how.check_finite = options_.check_finite;
+  how.squares = squares_;
+  how.step = static_cast<uint64_t>(steps());
+  how.repeatable = survival_ != nullptr;
+  return how;
 }
 
 void Reducer::launch(Bucket& bucket) {

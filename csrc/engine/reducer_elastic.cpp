@@ -10,6 +10,12 @@
 // they take these: somebody, even one of the dead, may have taken them already. Else nobody can have, and they average it again
 // from their own gradients: by a plan for their number, over a group of their own.
 //
+// [Note: residuals after a death]
+// Error feedback follows the step: what a rank keeps back is what it was before a step that is averaged again, and what the step
+// has made of it where its averages are taken (see [Note: repeatable steps]). A rank's residual is its own share of what the
+// averages lack, the sums of its chunks included. So it stays with the rank when chunks go to other owners, in units of the
+// averages, which do not depend on the number of ranks. What the dead kept back is lost with their gradients.
+//
 // [Note: where the survivors are]
 // Those that meet have finished the same number of steps, or are one apart: who is ahead waits in the next step, or in the
 // planning between the two. Who is behind takes the averages and counts the step before the reducers are rebuilt, so that all

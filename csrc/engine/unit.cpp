@@ -59,6 +59,7 @@ void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direc
 }
 
 void Unit::fill_from_codes() {
+  lend();
   ItemList items;
   for (int r = 0; r < ranks_; ++r)
     add_shares(items, r * gathered_codes_->chunk_numel(), r, /*direct=*/false);
@@ -177,9 +178,11 @@ std::vector<at::Tensor> Unit::forget_gather() {
 }
 
 void Unit::begin_gather() {
-  if (layout_.codes || ranks_ == 1) lend();
   if (layout_.codes) return start_coded_gather();
-  if (ranks_ == 1) return fill_from(shard_, 0, rank_, /*direct=*/true);
+  if (ranks_ == 1) {
+    lend();
+    return fill_from(shard_, 0, rank_, /*direct=*/true);
+  }
   gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
   const at::Tensor source = source_of_gather();
   if (!by_messages() || !borrow_shares(source)) {

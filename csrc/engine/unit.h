@@ -13,7 +13,8 @@
 //
 // What is small travels in one message, which a kernel packs and another unpacks, and after it a flag per member that tells whether
 // this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
-// Ranks of one machine read shares where the others have written them, so whole members get memory only when they are wanted.
+// Ranks of one machine read shares where the others have written them, and codes are read where they have come. So whole members
+// get memory only when they are wanted there.
 // Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
 //
 // A thread adds up what has come, while the backward goes on. Gradients of large members are kept until they have been sent, and

@@ -28,8 +28,8 @@ class Visit {
   void look();
   // The backend has failed with `error`: throws where it is known who is to blame.
   void explain(const std::string& error);
-  // Goes on. `came`: not where it has failed, for another reason than ranks that have ended or are late: then no rank has been
-  // here.
+  // Goes on. `came`: this counts as a visit. It does not where the place has failed for a reason of its own, which is the same
+  // on all ranks.
   void end(bool came);
 
  private:

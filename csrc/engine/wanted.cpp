@@ -37,12 +37,6 @@ bool lacks(const News& news, const Wanted& wanted) {
          news.standings[wanted.model].issued < wanted.issued;
 }
 
-bool waits(const News& news, const Wanted& wanted) {
-  const std::vector<Standing>& all = news.standings;
-  return (!all.empty() && waits_in(all[kPlaces].phase)) ||
-         (wanted.model < all.size() && waits_in(all[wanted.model].phase));
-}
-
 // Who is waited for in a place of Python's wraps a model, or is somewhere in the step of one.
 const Standing* standing_of(const News& news, size_t& model) {
   const std::vector<Standing>& all = news.standings;
@@ -52,6 +46,14 @@ const Standing* standing_of(const News& news, size_t& model) {
   const auto found = busy == all.rend() ? all.rbegin() : busy;
   model = static_cast<size_t>(all.rend() - found) - 1;
   return &all[model];
+}
+
+bool waits(const News& news, const Wanted& wanted) {
+  const std::vector<Standing>& all = news.standings;
+  if (!all.empty() && waits_in(all[kPlaces].phase)) return true;
+  size_t model = wanted.model;
+  const Standing* at = standing_of(news, model);
+  return at != nullptr && waits_in(at->phase);
 }
 
 }  // namespace fastsync::engine

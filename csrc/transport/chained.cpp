@@ -22,6 +22,7 @@ class Chained final : public Transport {
         slot.layout.numel * static_cast<int64_t>(c10::elementSize(slot.param->dtype()));
     if (bytes < kEarlyBytes || !slot.grad().is_cpu() || !coding_->works_on_parts()) return;
     check_gradient(slot, slot.grad());
+    begin_step(how);
     coding_->take({{slot.grad(), &slot.layout}}, {how.scale, how.step});
     slot.early = true;
   }
@@ -29,6 +30,7 @@ class Chained final : public Transport {
   bool takes_once() const override { return true; }
 
   void pack(const Packing& how) override {
+    begin_step(how);
     if (how.missed && residual_bytes() > 0) keep_residuals();
     std::vector<float> flags;
     for (const Slot& slot : slots_) flags.push_back(used_flag(slot));
@@ -43,12 +45,15 @@ class Chained final : public Transport {
   void deliver(const std::vector<bool>& used) override {
     coding_->unpack(delivery_items(slots_, used, delivered_));
     if (!kept_.empty()) put_back_residuals(used);
+    repeatable_ = false;
   }
 
   void abandon(bool in_flight) override {
     delivered_.clear();
     kept_.clear();
-    if (in_flight) coding_->abandon();
+    const bool undelivered = std::exchange(repeatable_, false);
+    if (in_flight || undelivered) coding_->abandon();
+    if (undelivered && before_.defined()) coding_->load_residual(before_);
   }
 
   Shadow shadow(uint64_t step) override {
@@ -67,7 +72,10 @@ class Chained final : public Transport {
   int64_t bytes() const override { return coding_->bytes(); }
   int64_t sent_bytes() const override { return coding_->sent_bytes(*chains_); }
   int64_t between_nodes_bytes() const override { return coding_->between_nodes_bytes(); }
-  int64_t residual_bytes() const override { return coding_->residual_bytes(); }
+  int64_t residual_bytes() const override {
+    const size_t copied = before_.defined() ? before_.nbytes() : 0;
+    return coding_->residual_bytes() + static_cast<int64_t>(copied);
+  }
 
   bool holds(const std::string& state, size_t slot) const override {
     if (state == kResidual) return residual_bytes() > 0;
@@ -94,6 +102,18 @@ class Chained final : public Transport {
   }
 
  private:
+  // Before the first code of a step. See [Note: repeatable steps].
+  void begin_step(const Packing& how) {
+    if (!how.repeatable || std::exchange(repeatable_, true)) return;
+    if (coding_->residual_bytes() == 0) return;
+    const at::NoGradGuard no_grad;
+    if (before_.defined()) {
+      before_.copy_(coding_->residual());
+    } else {
+      before_ = ops::copy_of(coding_->residual());
+    }
+  }
+
   // The average of what no rank used reaches nobody, and so must leave no trace in what error feedback keeps. Only this rank
   // knows what it kept before.
   void keep_residuals() {
@@ -118,7 +138,7 @@ class Chained final : public Transport {
   // Gradients whose averages may be written as they arrive. What this rank used is certain to get one.
   Delivery delivery() {
     Delivery delivery;
-    if (!coding_->works_on_parts()) return delivery;
+    if (repeatable_ || !coding_->works_on_parts()) return delivery;
     delivered_.assign(slots_.size(), nullptr);
     for (size_t i = 0; i < slots_.size(); ++i) {
       const Slot& slot = slots_[i];
@@ -158,6 +178,8 @@ class Chained final : public Transport {
   std::unique_ptr<Coding> coding_;
   Slots& slots_;
   std::shared_ptr<comm::Chains> chains_;
+  bool repeatable_ = false;             // the running step is
+  at::Tensor before_;                   // the residual before it, or before an earlier one
   std::vector<at::Tensor> kept_;        // residuals of what this rank did not use, before the step
   std::vector<const void*> delivered_;  // gradients whose averages are written on arrival, by slot
 };

@@ -31,6 +31,7 @@ struct Packing {
   bool check_finite = false;  // for NaN and infinity
   bool squares = false;       // somebody clips gradients by their norm
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
+  bool repeatable = false;  // after a death the survivors may average the step again
 };
 
 // Names of what parameters carry: what error feedback keeps back, and Coding::factor.

@@ -8,7 +8,7 @@ the group looks out for ranks that end meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastsync.engine.watch import come_together, lend_watch, looks_out, watched_call
 from fastsync.ranks.links import Nodes
 from fastsync.ranks.meeting import needing_store
-from fastsync.torch_private import group_timeout
+from fastsync.torch_private import group_timeout, is_apart, make_beside
 from fastsync.wire.formats import Wire
 
 __all__ = ["make_links", "new_cpu_group", "new_part"]
@@ -71,7 +71,7 @@ def _new_group(
     Raises:
         SyncFault: a rank of `group` has ended.
     """
-    make = partial(
+    make: Callable[[], dist.ProcessGroup] = partial(
         dist.new_group,
         list(ranks),
         timeout=group_timeout(group),
@@ -79,12 +79,13 @@ def _new_group(
         use_local_synchronization=True,
         group_desc=f"fastsync: {purpose}",
     )
+    if is_apart(group) and len(ranks) == group.size():
+        make = partial(make_beside, group, purpose)
     if not looks_out(group):
-        alone: dist.ProcessGroup = make()
-        return alone
+        return make()
     place = f"the making of a process group ({purpose})"
     come_together(group, place)
     with needing_store(group, place):
-        made: dist.ProcessGroup = watched_call(group, place, make)
+        made = watched_call(group, place, make)
     lend_watch(made, group)
     return made

@@ -95,11 +95,7 @@ def _pickled(held: Any, tensors: list[torch.Tensor]) -> bytes:
 def _send_all(
     head: bytes, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, to: int
 ) -> None:
-    def send(*flats: torch.Tensor) -> None:
-        """All are under way at once."""
-        parts = [part for flat in flats for part in flat.split(_MESSAGE)]
-        _wait_all([group.send([part], to, _TAG + i) for i, part in enumerate(parts)])
-
+    send = partial(_travel, group.send, to)
     text = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     send(torch.tensor([text.numel()], dtype=torch.int64, device="cpu").view(torch.uint8))
     send(text)
@@ -109,10 +105,7 @@ def _send_all(
 
 
 def _receive_all(group: dist.ProcessGroup, giver: int) -> Any:
-    def fill(*flats: torch.Tensor) -> None:
-        parts = [part for flat in flats for part in flat.split(_MESSAGE)]
-        _wait_all([group.recv([part], giver, _TAG + i) for i, part in enumerate(parts)])
-
+    fill = partial(_travel, group.recv, giver)
     size = torch.empty(1, dtype=torch.int64, device="cpu")
     fill(size.view(torch.uint8))
     text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -130,8 +123,12 @@ def _receive_all(group: dist.ProcessGroup, giver: int) -> Any:
     return _Unpickler(content, tensors).load()
 
 
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
+def _travel(
+    begin: Callable[[list[torch.Tensor], int, int], dist.Work], peer: int, *flats: torch.Tensor
+) -> None:
+    """`begin`: starts a message from or to a rank. All are under way at once."""
+    parts = [part for flat in flats for part in flat.split(_MESSAGE)]
+    for work in [begin([part], peer, _TAG + i) for i, part in enumerate(parts)]:
         work.wait()
 
 

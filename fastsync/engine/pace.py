@@ -186,15 +186,20 @@ class PaceWatch:
 
     Args:
         share: of the step that slow ranks must cost for a warning.
-
-    Attributes:
-        group: whose ranks are compared.
     """
 
     def __init__(self, core: Reducer, group: dist.ProcessGroup, share: float) -> None:
-        self._core = core
+        self._core, self._share = core, share
         self.group = group
-        self._warning = PaceWarning(share)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Whose ranks are compared. What was said of others delays no warning of these."""
+        return self._group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._group, self._warning = group, PaceWarning(self._share)
 
     def measured(self) -> Pace | None:
         """Of the latest window that all ranks know of; None before, and where nobody looks out."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -14,7 +16,7 @@ from fastsync.engine.reports import Counters
 from fastsync.engine.unused import NamedParam
 from fastsync.plan.policy import SyncPolicy
 from fastsync.ranks.links import Nodes, find_nodes
-from fastsync.torch_private import is_registered
+from fastsync.torch_private import is_registered, keep_for_good, set_group_timeout
 from fastsync.wire.formats import Wire
 
 __all__ = ["Routes"]
@@ -38,8 +40,8 @@ class Routes:
         self._device = params[0].tensor.device
         self._nbytes = sum(p.tensor.nbytes for p in params)
         self._on_cpu = all(p.tensor.device.type == "cpu" for p in params)
-        self._links: dict[Nodes | None, list[str]] = {}  # names of process groups
-        self._linked: list[str] = []  # those that the reducer has
+        self._links: dict[Nodes | None, list[dist.ProcessGroup]] = {}
+        self._linked: Sequence[str] = ()  # names of those that the reducer has
         self._node_memory: dict[Nodes, core.SharedMemory | None] = {}
         self._own_group: dist.ProcessGroup | None = None  # for used flags beside a hook
         self.nodes: Nodes | None = None
@@ -48,11 +50,14 @@ class Routes:
 
     def use_group(self, group: dist.ProcessGroup, policy: SyncPolicy) -> None:
         """Collective. Between the ranks of `group` from now on."""
+        if policy.elastic is not None:
+            for link in self._all_links():
+                keep_for_good(link)  # ranks may have died in what travels over it
         self._group = group
         self.memory = self._share_memory(group, policy)
         self._core.use_memory(self.memory)
         self.find_nodes(policy.wire)
-        self._links, self._linked, self._own_group = {}, [], None
+        self._links, self._linked, self._own_group = {}, (), None
 
     def find_nodes(self, wire: Wire) -> None:
         """Gradients travel as `wire` from now on."""
@@ -80,13 +85,22 @@ class Routes:
         """The reducer can send coded buckets. Collective the first time."""
         if self.nodes not in self._links:
             links = make_links(self._group, policy.wire, self.nodes, self._device)
-            self._links[self.nodes] = [group.group_name for group in links]
+            self._links[self.nodes] = links
             if self.nodes is not None:
                 self._node_memory[self.nodes] = self._share_memory(links[0], policy)
-        if self._linked != self._links[self.nodes]:
-            self._linked = self._links[self.nodes]
+        names: Sequence[str] = [link.group_name for link in self._links[self.nodes]]
+        if self._linked != names:
+            self._linked = names
             memory = self._node_memory.get(self.nodes) if self.nodes is not None else None
             self._core.use_chains(self._linked, memory)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Collectives of Gloo's in chains may take so long from now on."""
+        for link in self._all_links():
+            set_group_timeout(link, timeout)
+
+    def _all_links(self) -> Iterator[dist.ProcessGroup]:
+        return chain.from_iterable(self._links.values())
 
     def flags_group(self, policy: SyncPolicy) -> str:
         """Collective. The name of a process group for used flags; empty where none is needed."""

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
-from fastsync.ranks.arrivals import Arrivals
+from fastsync.ranks.arrivals import Arrivals, LastWords
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import own_address, process_space
@@ -39,6 +39,7 @@ from fastsync.torch_private import Store, gather_objects, group_store, is_gloo
 
 __all__ = [
     "come_together",
+    "expect_watch",
     "explained",
     "gather_watched",
     "lend_watch",
@@ -122,6 +123,22 @@ def looks_out(group: dist.ProcessGroup) -> bool:
     return watch_of(group) is not None and is_gloo(group)
 
 
+@cache
+def _last_words() -> weakref.WeakKeyDictionary[dist.ProcessGroup, LastWords]:
+    """By groups whose ranks are going to look out for each other."""
+    return weakref.WeakKeyDictionary()
+
+
+def expect_watch(group: dist.ProcessGroup) -> None:
+    """If this rank's script raises before `open_watch`, the others learn why when they wait."""
+    store = group_store(group)
+    if group.size() == 1 or store is None or group in _lookouts() or group in _last_words():
+        return
+    words = LastWords(store, group.group_name, group.rank())
+    _last_words()[group] = words
+    before_leaving(words)
+
+
 def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
     """Has the ranks of `group` look out for each other, from its first model on. Collective.
 
@@ -151,6 +168,7 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
         _log.warning("fastsync: no connection for news of faults to ranks %s", missing)
     _lookouts()[group] = _Lookout(watch, tuple(range(group.size())))
     before_leaving(watch)
+    _last_words().pop(group, None)
     return ""
 
 

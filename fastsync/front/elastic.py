@@ -264,6 +264,7 @@ class Elastic:
             self._engine.use_group(group, agreed=False)
             self._see(group, ranks)
             set_group_timeout(group, self.timeout)
+            self._engine.routes.set_timeout(self.timeout)
             if self._neighbours is not None:
                 self._neighbours.prepare(ranks, group.rank())
         except RuntimeError as error:

@@ -18,8 +18,9 @@ A rank that ends on the way back is left out: those that train meet again, witho
 that was coming back when another died; it announces itself again.
 
 What is given: parameters and which of them are trained, buffers, the objects that were passed to
-catch_up(), how many steps there were, and in which order gradients become ready. Error feedback
-keeps nothing back, as elastic does not go with wire formats.
+catch_up(), how many steps there were, in which order gradients become ready, and what they travel
+as. Of error feedback nothing: what the averages lack is the sum of what the ranks keep back, and
+the others have all of it. A rank that comes back begins with nothing.
 """
 
 from __future__ import annotations
@@ -224,6 +225,7 @@ class Returns(StepWatcher):
             "steps": engine.core.steps(),
             "order": [engine.params[i].name for i in engine.next_order()],
             "network": (network.rate, network.latency),
+            "wire": engine.wire,
         }
 
     def _take(self, given: dict[str, Any]) -> None:
@@ -240,8 +242,10 @@ class Returns(StepWatcher):
                 state.load_state_dict(theirs)
         except Exception as error:  # trying again would not help
             raise ValueError(f"what the others gave does not fit: {error}") from error
+        if given["wire"] != engine.wire:
+            engine.set_wire(given["wire"])
         progress = Progress(given["steps"], given["order"], Network(*given["network"]))
-        engine.resume(progress, Carried({}), follows=True)
+        engine.resume(progress, Carried({"residual": {}, "factor": {}}), follows=True)
 
 
 class ReturningFront(ElasticFront):

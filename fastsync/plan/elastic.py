@@ -1,10 +1,13 @@
-"""Whether a training outlives its ranks, and how gradients are then averaged."""
+"""Whether a training outlives its ranks, and how gradients then travel and are averaged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RESCALE", "ElasticPolicy"]
+from fastsync.plan.switch import policy_of
+from fastsync.wire.formats import Format, Wire, make_codec
+
+__all__ = ["RESCALE", "ElasticPolicy", "may_lose_ranks"]
 
 RESCALE = ("average", "sum_of_start")
 
@@ -43,8 +46,15 @@ class ElasticPolicy:
         Raises:
             TypeError: it is something else.
         """
-        if isinstance(wanted, ElasticPolicy):
-            return wanted
-        if not isinstance(wanted, bool):
-            raise TypeError(f"elastic must be True, False or an ElasticPolicy, but is {wanted!r}")
-        return cls() if wanted else None
+        return policy_of(cls, wanted, "elastic")
+
+
+def may_lose_ranks(wire: Wire) -> bool:
+    """Whether gradients may travel as `wire` between ranks of which some die and come back.
+
+    What a rank keeps back dies with it. In a block format that is one rounding at most; top-k and
+    PowerSGD keep back most of many gradients, and a user's codec whatever it likes. In the
+    hierarchical form a death would leave unequal nodes.
+    """
+    codecs = map(make_codec, (wire.format, *wire.overrides.values()))
+    return wire.form != "hierarchical" and all(isinstance(codec, Format) for codec in codecs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fastsync.plan.elastic import ElasticPolicy
+from fastsync.plan.elastic import ElasticPolicy, may_lose_ranks
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.plan.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
@@ -385,11 +385,14 @@ class SyncPolicy:
             raise ValueError(f"on_skip='average_others' does not go with {name}; leave one out")
 
     def _check_elastic(self) -> None:
-        mixed = self.mixed != MixedPolicy()
+        mixed, wire = self.mixed != MixedPolicy(), f"wire={self.wire.describe()!r}"
+        coded = not self.wire.plain and self.wire.form != "native"
         unfit = {
             f"zero={self.zero.stage}": self.zero.stage > 2,
             f"shard_by={self.zero.unit!r}": self.zero.unit != "auto",
-            f"wire={self.wire.describe()!r}": not self.wire.plain and self.wire.form != "native",
+            f"{wire} (of wires, it goes with block formats such as 'int8', in all forms but the "
+            "hierarchical one)": not may_lose_ranks(self.wire),
+            f"{wire} and zero={self.zero.stage}": coded and self.zero.stage > 0,
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_unused,
             "mixed_precision": mixed,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastsync.plan.switch import policy_of
+
 __all__ = ["ReplicaPolicy"]
 
 
@@ -36,10 +38,4 @@ class ReplicaPolicy:
         Raises:
             TypeError: it is something else.
         """
-        if isinstance(wanted, ReplicaPolicy):
-            return wanted
-        if not isinstance(wanted, bool):
-            raise TypeError(
-                f"check_replicas must be True, False or a ReplicaPolicy, but is {wanted!r}"
-            )
-        return cls() if wanted else None
+        return policy_of(cls, wanted, "check_replicas")

@@ -45,12 +45,15 @@ class Link:
         latency: seconds of a hop; None: as NCCL's table has it for `kind`.
         kind: "nvlink", "pci" or "net".
         reach: share of the rate that collectives get.
+        scatter: share of that which over Gloo those get that are no all-reduce: a message from
+            every rank to every other at once, where all-reduces are a ring.
     """
 
     rate: float
     latency: float | None = None
     kind: str = "nvlink"
     reach: float = 1.0
+    scatter: float = 1.0
 
     @property
     def reached(self) -> float:
@@ -141,7 +144,8 @@ def collective_seconds(kind: Collective, nbytes: float, cluster: Cluster) -> flo
 def _over_tcp(kind: Collective, nbytes: float, cluster: Cluster) -> float:
     link = cluster.intra if cluster.nodes == 1 else cluster.inter
     steps = _ROUNDS[kind] * (cluster.world - 1)
-    return steps * (link.latency or 0.0) + _factor(kind, cluster.world) * nbytes / cluster.rate
+    rate = cluster.rate * (1.0 if kind == "all_reduce" else link.scatter)
+    return steps * (link.latency or 0.0) + _factor(kind, cluster.world) * nbytes / rate
 
 
 def _carried(algorithm: str, protocol: int, cluster: Cluster) -> float:

@@ -5,11 +5,11 @@
 All ranks measure at once, as they train. Rates and latency are those of averages of several sizes:
 of links inside a machine, among the ranks of each one, all machines at a time; of links between
 machines, among the ranks that have the same place on each. On a CPU these are buckets of FastDDP,
-which travel through memory where ranks share it; on a GPU they are bare all-reduces, since the host
-does not see when a bucket is there. Those of the device come from a matrix product, a pass over
-memory and an operator on next to nothing. Last, steps of a small model with FastDDP, in
-few buckets and in many, tell how much computing slows down while gradients travel, by bytes and by
-collectives: on a CPU both need the same cores.
+which travel through memory where ranks share it, and one of zero=1, whose collectives may reach
+less. On a GPU they are bare all-reduces, since the host does not see when a bucket is there. Rates
+of the device come from a matrix product, a pass over memory and an operator on next to nothing.
+Last, steps of a small model with FastDDP, in few buckets and in many, tell how much computing slows
+down while gradients travel, by bytes and by collectives: on a CPU both need the same cores.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from fastsync.ranks.machines import network_space
 __all__ = ["calibration_model", "measure", "measure_to"]
 
 _SIZES = tuple(1 << power for power in range(12, 25, 2))  # 4 KiB to 16 MiB
+_SHARED = 1 << 22  # bytes whose ranks share what they average
+_SCATTERS = (0.2, 2.0)
 _SECONDS = 0.6  # for each figure
 _FEWEST = 5
 _SHORTEST = 1e-6  # seconds that a difference of two figures counts for at least
@@ -163,9 +165,12 @@ class _Places:
         made = [dist.new_group(list(group)) for group in groups]
         mine = next(g for g, group in zip(made, groups, strict=True) if dist.get_rank() in group)
         one = _all_reduce if device.type == "cuda" else _bucket
-        samples = [one(size, mine, device) for size in _SIZES]
+        found = LinkRates.of([one(size, mine, device) for size in _SIZES], ranks)
+        if device.type == "cpu":
+            whole = _in_shares(_SHARED, mine, device)
+            found = replace(found, scatter=_scatter(found, whole))
         dist.destroy_process_group(mine)
-        return LinkRates.of(samples, ranks)
+        return found
 
 
 def _space() -> str:
@@ -243,6 +248,39 @@ def _bucket(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Samp
 
     whole, own = _in_turns((step, local), device)
     return Sample(nbytes, max(whole - own, _SHORTEST))
+
+
+def _in_shares(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """What the same adds where ranks share it: a reduce-scatter, and an all-gather afterwards."""
+    count = nbytes // 4
+    model = FastDDP(_Bucket(count), process_group=group, zero=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    share = nn.Parameter(torch.zeros(count // group.size()))
+    share.grad = torch.zeros_like(share)
+    own = torch.optim.SGD([share], lr=0.1)
+
+    def step() -> None:
+        model.zero_grad()
+        model(2.0).backward()
+        optimizer.step()
+
+    def local() -> None:
+        with model.no_sync():
+            model.zero_grad()
+            model(2.0).backward()
+        own.step()
+
+    whole, alone = _in_turns((step, local), device)
+    return Sample(nbytes, max(whole - alone, _SHORTEST))
+
+
+def _scatter(ring: LinkRates, shared: Sample) -> float:
+    """The share of the rate that is left where ranks share, once latencies are taken off."""
+    hops = 2 * (ring.ranks - 1)
+    travelling = max(shared.seconds - hops * ring.latency, _SHORTEST)
+    expected = hops / ring.ranks * shared.nbytes / ring.rate
+    least, most = _SCATTERS
+    return min(most, max(least, expected / travelling))
 
 
 def _device_rates(device: torch.device) -> DeviceRates:

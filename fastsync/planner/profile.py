@@ -13,7 +13,7 @@ from fastsync.planner.links import Link
 __all__ = ["DeviceRates", "LinkRates", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class LinkRates:
     Attributes:
         ranks: of each group that measured, all groups at once.
         latency: seconds of a hop; `rate`: bytes per second that a rank sends.
+        scatter: share of that which other collectives get.
     """
 
     ranks: int
     latency: float
     rate: float
     samples: tuple[Sample, ...]
+    scatter: float = 1.0
 
     @classmethod
     def of(cls, samples: Sequence[Sample], ranks: int) -> LinkRates:
@@ -70,7 +72,7 @@ class LinkRates:
 
     def link(self) -> Link:
         """What clusters are made of."""
-        return Link(self.rate, self.latency, "net")
+        return Link(self.rate, self.latency, "net", scatter=self.scatter)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """What stage 3 holds in a step: units that come and go, what they travel in, and gradients.
 
 [Note: replayed units]
-The replay follows fastsync/units/ call by call. A unit is gathered ahead of time while the one
-before it computes. The root's stays until its backward is over, any other goes after its forward.
-Gradients leave when a backward is through with their unit, at the latest at its end, and one unit's
-are under way while the next one computes. Large ones are kept until they have been added up, which
-is taken to be when somebody waits for it. On one machine they are copied for the others, and go at
-once: a rank begins its sums with its own part, from the third rank on with a copy of it. A gather
-there takes memory when the unit is wanted, as until then shares lie where they were written.
+The replay follows fastsync/units/ call by call. A unit is gathered ahead of time: while the one
+before it computes or, in messages of a CPU's, right after that one's gather has begun. The root's
+stays until its backward is over, any other goes after its forward. Gradients leave when a backward
+is through with their unit, at the latest at its end, and one unit's are under way while the next
+one computes. Large ones are kept until they have been added up, which is taken to be when somebody
+waits for it. On one machine they are copied for the others, and go at once: a rank begins its sums
+with its own part, from the third rank on with a copy of it. A gather there takes memory when the
+unit is wanted, as until then shares lie where they were written.
 
 Memory goes from unit to unit through a pool (csrc/ops/loan.cpp). What ranks of one machine send
 lies in another pool (csrc/comm/shm_messages.h).
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -171,6 +172,7 @@ class Units:
             m.place for m in record.marks if m.kind == "enter" and m.place in self._sizes
         ]
         self._in_memory = carrier is Carrier.MEMORY
+        self._travels = carrier.on_cpu and not self._in_memory
         self._accumulates = strategy.accumulate > 1
         self.gradients = sum(s.gradients for s in self._every()) if self._accumulates else 0
         self.begin()
@@ -246,22 +248,25 @@ class Units:
         self._trim()
 
     def _enter(self, unit: int) -> None:
-        self._gather(unit)
-        self._arrive(unit)
         self._at += 1
-        if self._at < len(self._order):
-            self._gather(self._order[self._at])
+        self._has(unit, self._order[self._at : self._at + 1])
 
     def _return(self, unit: int) -> None:
-        self._gather(unit)
-        self._arrive(unit)
         if unit not in self._done:
-            return
+            return self._has(unit, ())
         at = len(self._done) - 1 - self._done[::-1].index(unit)
         self._done = self._done[:at]
-        if at > 0:
-            self._gather(self._done[-1])
+        self._has(unit, self._done[-1:])
         self._ends_soon = at < _LAST_UNITS
+
+    def _has(self, unit: int, following: Iterable[int]) -> None:
+        """What comes next is gathered right after it where that travels, else when it is there."""
+        self._gather(unit)
+        if not self._travels:
+            self._arrive(unit)
+        for each in following:
+            self._gather(each)
+        self._arrive(unit)
 
     def _gather(self, unit: int) -> None:
         if unit in self._whole or unit in self._gathering:

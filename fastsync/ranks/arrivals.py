@@ -1,19 +1,22 @@
 """Who has come to the first meeting of a group, as the rendezvous store knows it.
 
-Until this meeting is over no rank looks out for others. Who waits for a rank that does not come
-can still say which one it is.
+Until this meeting is over no rank looks out for others. Who waits for a rank that does not come, or
+ends once it has, can still say which one it is, and why, if it has left word.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 
 from fastsync.ranks.faults import SyncFault
+from fastsync.ranks.machines import has_ended, process_space
 from fastsync.ranks.words import name_ranks
 from fastsync.torch_private import Store
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "LastWords"]
 
 _ANSWERS = 0.3  # seconds for ranks that come just now
 _DISTANCE = 3  # each warning comes so many times later
@@ -30,8 +33,10 @@ class Arrivals:
 
     def __init__(self, store: Store, me: tuple[str, int, int], warn_after: float) -> None:
         name, self._rank, self._world = me
-        self._store, self._place = store, f"fastsync/{name}/arrivals"
+        self._store, self._place = store, _place_of(name)
         self._since, self._next = time.monotonic(), warn_after
+        self._space = process_space()
+        store.set(self._process_of(self._rank), f"{os.getpid()} {self._space}")
         # Every rank comes to the meetings of a group in one order.
         self._number = store.add(f"{self._place}/{self._rank}", 1)
 
@@ -49,17 +54,29 @@ class Arrivals:
         """The meeting has failed with `error`.
 
         Raises:
-            SyncFault: names the ranks that have not come, if there are any.
+            SyncFault: names the ranks that have not come, or have ended, if there are any.
         """
-        if absent := self._absent():
-            raise SyncFault(
-                f"fastsync: {self._words(absent)}. Find out whether they have ended, and what they "
-                "wait for; the timeout of init_process_group() says how long others wait for them. "
-                f"(The backend says: {error})",
-                absent,
-                seconds=self._waited(),
-                reason="has not come",
+        time.sleep(_ANSWERS)  # one that comes just now is not to blame
+        rank, why = self._last_words()
+        if why:
+            words = f"{name_ranks(absent := [rank])} raised {why}"
+            reason = "raised"
+        elif absent := self._absent():
+            words = (
+                f"{self._words(absent)}. Find out whether they have ended, and what they wait for; "
+                "the timeout of init_process_group() says how long others wait for them"
             )
+            reason = "has not come"
+        elif absent := self._ended():
+            words = (
+                f"{name_ranks(absent)} ended without a word where the model is wrapped. Look at "
+                "what it printed, and in the system's log for the out-of-memory killer"
+            )
+            reason = "ended without a word"
+        else:
+            return
+        text = f"fastsync: {words}. (The backend says: {error})"
+        raise SyncFault(text, absent, seconds=self._waited(), reason=reason)
 
     def end(self, came: bool) -> None:
         """Nobody counts this meeting but the store."""
@@ -75,9 +92,67 @@ class Arrivals:
         except RuntimeError:  # each kind of store has its own
             return []
 
+    def _ended(self) -> list[int]:
+        """Ranks of this machine that have come, and ended."""
+        others = (rank for rank in range(self._world) if rank != self._rank)
+        try:
+            told = {r: self._store.get(self._process_of(r)).decode() for r in others}
+        except RuntimeError:
+            return []
+        found = [(r, *text.partition(" ")[::2]) for r, text in told.items()]
+        return [r for r, pid, space in found if space == self._space and has_ended(int(pid))]
+
+    def _last_words(self) -> tuple[int, str]:
+        """Of a rank that has left some; empty if nobody has."""
+        try:
+            place = _last_words_at(self._place)
+            if not self._store.check([place]):
+                return -1, ""
+            rank, _, why = self._store.get(place).decode().partition(" ")
+        except RuntimeError:
+            return -1, ""
+        return int(rank), why
+
+    def _process_of(self, rank: int) -> str:
+        return f"{self._place}/{rank}/process"
+
     def _words(self, absent: list[int]) -> str:
         have = "has" if len(absent) == 1 else "have"
         return (
             f"rank {self._rank} has waited {self._waited():.1f} s for {name_ranks(absent)}, which "
             f"{have} not begun to wrap a model"
         )
+
+
+class LastWords:
+    """What a rank leaves in the store if its script raises while nobody looks out for it.
+
+    Args:
+        store: that all ranks reach.
+        name: of the meeting that is to come.
+        rank: this one.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int) -> None:
+        self._store, self._place, self._rank = store, _last_words_at(_place_of(name)), rank
+        self._process = os.getpid()
+
+    def leave(self, how: str, why: str) -> None:
+        """Leaves them where `how` is "raises"."""
+        if how == "raises" and os.getpid() == self._process:
+            with contextlib.suppress(RuntimeError):  # the store may have gone before
+                self._store.set(self._place, f"{self._rank} {why}")
+
+    def close(self) -> None:
+        """They are there."""
+
+    def abandon(self) -> None:
+        """A forked process leaves none."""
+
+
+def _place_of(name: str) -> str:
+    return f"fastsync/{name}/arrivals"
+
+
+def _last_words_at(place: str) -> str:
+    return f"{place}/last words"

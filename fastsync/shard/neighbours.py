@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from fastsync.engine.watch import gather_watched
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
-from fastsync.shard.pieces import State, batches, cut_value, join
+from fastsync.shard.pieces import State, batches, by_param, cut_value, join
 from fastsync.shard.space import Sharing, Space, lay_out
 
 __all__ = ["Neighbours", "share_again"]
@@ -104,14 +104,12 @@ class _Recut:
         values: list[torch.Tensor] = []
         states: dict[Piece, State] = {}
         for batch in batches(space):
-            everyones = _gather(self._told(space, batch), self._group)
-            parts: defaultdict[int, dict[Piece, _Told]] = defaultdict(dict)
-            for piece, told in (pair for each in everyones for pair in each.items()):
-                parts[piece.param][piece] = told
+            told = by_param(_gather(self._told(space, batch), self._group))
             for index in batch:
-                values.append(_joined_value(space, index, parts[index]))
-                pairs = [(piece, state) for piece, (_, state) in parts[index].items() if state]
-                assert len(pairs) in (0, len(parts[index])), "a share of a parameter has no state"
+                parts = told.get(index, {})
+                values.append(_joined_value(space, index, parts))
+                pairs = [(piece, state) for piece, (_, state) in parts.items() if state]
+                assert len(pairs) in (0, len(parts)), "a share of a parameter has no state"
                 whole = join(space, pairs) if pairs else {}
                 for piece in wanted[index]:
                     param = space.params[index]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from fastsync.shard.layout import Piece
 from fastsync.shard.space import Space
 
-__all__ = ["MASTER", "NARROW", "State", "batches", "cut_value", "join", "of_master"]
+__all__ = ["MASTER", "NARROW", "State", "batches", "by_param", "cut_value", "join", "of_master"]
 
+T = TypeVar("T")
 State = dict[str, Any]
 # What a state calls the fp32 master of what it belongs to.
 MASTER = "master"
@@ -29,6 +31,15 @@ def batches(space: Space) -> Iterator[range]:
             begin, elements = index, 0
         elements += param.numel()
     yield range(begin, len(space.params))
+
+
+def by_param(everyones: Iterable[Mapping[Piece, T]]) -> dict[int, dict[Piece, T]]:
+    """What ranks have told of their pieces, together, by the number of the parameter."""
+    parts: defaultdict[int, dict[Piece, T]] = defaultdict(dict)
+    for each in everyones:
+        for piece, told in each.items():
+            parts[piece.param][piece] = told
+    return parts
 
 
 def of_master(state: State | None, loaded: State | None) -> State | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from fastsync.engine.watch import gather_watched
-from fastsync.shard.layout import Piece
-from fastsync.shard.pieces import State, batches, join
+from fastsync.shard.pieces import State, batches, by_param, join
 from fastsync.shard.space import Space
 
 __all__ = ["whole_states"]
@@ -34,10 +32,7 @@ def whole_states(
                 if piece.param in batch and (state := state_of(tensor))
             }
             place = "the collection of an optimizer's state"
-            everyones = gather_watched(mine, group, place)
-            parts: defaultdict[int, list[tuple[Piece, State]]] = defaultdict(list)
-            for piece, state in (pair for states in everyones for pair in states.items()):
-                parts[piece.param].append((piece, state))
+            parts = by_param(gather_watched(mine, group, place))
             for index in sorted(parts):
-                whole[space.params[index]] = join(space, parts[index])
+                whole[space.params[index]] = join(space, list(parts[index].items()))
     return whole

@@ -13,6 +13,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,9 +33,11 @@ __all__ = [
     "gloo_threads",
     "group_store",
     "group_timeout",
+    "is_apart",
     "is_gloo",
     "is_registered",
     "keep_for_good",
+    "make_beside",
     "make_group",
     "resolvable_name",
     "root_store",
@@ -120,7 +123,35 @@ def make_group(
     made, _ = make(len(members), rank, list(members), "gloo", store, name, timeout=timeout)
     group = cast(dist.ProcessGroup, made)
     distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
+    _apart().add(group)
     return group
+
+
+@cache
+def _apart() -> weakref.WeakSet[dist.ProcessGroup]:
+    """The groups that `make_group` made."""
+    return weakref.WeakSet()
+
+
+def is_apart(group: dist.ProcessGroup) -> bool:
+    """Whether `make_group` made it.
+
+    torch's `new_group` cannot make another one of its ranks: it would name that by how many groups
+    a process has been in, and they have not been in the same ones.
+    """
+    return group in _apart()
+
+
+def make_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Another group of the ranks of `group`, which `make_group` made. Collective of them.
+
+    Args:
+        name: that no other group beside this one has had.
+    """
+    store, timeout = group_store(group), group_timeout(group)
+    assert store is not None and timeout is not None
+    members = dist.get_process_group_ranks(group)
+    return make_group(store, group.rank(), members, f"{group.group_name}/{name}", timeout)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.switch import policy_of
 
 __all__ = ["TunePolicy", "check_tunable", "describe_tuning", "is_resting"]
 
@@ -47,11 +48,7 @@ class TunePolicy:
         Raises:
             TypeError: it is something else.
         """
-        if isinstance(wanted, TunePolicy):
-            return wanted
-        if not isinstance(wanted, bool):
-            raise TypeError(f"tune must be True, False or a TunePolicy, but is {wanted!r}")
-        return cls() if wanted else None
+        return policy_of(cls, wanted, "tune")
 
 
 def is_resting() -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fastsync.engine import core
 from fastsync.plan.buckets import CodedPlan, travels_coded
-from fastsync.plan.layout import RegionLayout, region_payload
+from fastsync.plan.layout import PayloadLayout, RegionLayout, region_payload
 from fastsync.plan.policy import UnitWires
 from fastsync.units.layout import ChunkLayout
 from fastsync.units.mesh import Place
@@ -36,13 +36,19 @@ class Codes:
     def block(self) -> int:
         return self.codec.block
 
-    def spec(self, laid: ChunkLayout, world: int, name: str) -> core.CodedSpec:
-        """Of one rank's chunk. Random numbers differ by rank, and by the name of the strand."""
+    def _payload(self, laid: ChunkLayout, world: int) -> PayloadLayout:
         assert not isinstance(self.codec, PowerSGD)
         flags = 0 if laid.flags < 0 else len(laid.members)
         regions = RegionLayout((), laid.values, flags, world, world)
-        payload = region_payload(regions, self.codec.coded_bytes)
-        plan = CodedPlan(self.codec, "scatter", payload, error_feedback=False)
+        return region_payload(regions, self.codec.coded_bytes)
+
+    def nbytes(self, laid: ChunkLayout, world: int) -> int:
+        """Of the chunks of all ranks."""
+        return world * self._payload(laid, world).chunk_bytes
+
+    def spec(self, laid: ChunkLayout, world: int, name: str) -> core.CodedSpec:
+        """Of one rank's chunk. Random numbers differ by rank, and by the name of the strand."""
+        plan = CodedPlan(self.codec, "scatter", self._payload(laid, world), error_feedback=False)
         number = zlib.crc32(name.encode())
         return core.coded_spec(number, plan, core.Sender(self.wire, dist.get_rank()))
 

@@ -10,17 +10,16 @@ import torch.distributed as dist
 
 from fastsync.engine import core
 from fastsync.engine.groups import new_part
-from fastsync.engine.watch import explained
 from fastsync.ranks.consensus import Statement
 from fastsync.timeline.moves import UnitInfo
-from fastsync.torch_private import outside_transforms
+from fastsync.torch_private import outside_transforms, without_modes
 from fastsync.units.links import Links
 from fastsync.units.mesh import Place
 from fastsync.units.room import MARK, NO_MARK, mark_here
 from fastsync.units.strand import Strand
 from fastsync.units.unit import Unit
 
-__all__ = ["Connections", "links_in"]
+__all__ = ["Connections", "links_in", "travels"]
 
 
 class Connections:
@@ -71,7 +70,8 @@ class Connections:
         if place.group not in self._links:
             self.mark = mark_here()
             said = _statement(units, place, self.mark)
-            with outside_transforms(), explained(place.group, "the connection of units"):
+            # A script's own mode that counts collectives is about those of its model.
+            with without_modes(), outside_transforms():
                 self._links[place.group] = Links.of(place, self.in_memory, self.mark, said)
         return self._links[place.group]
 
@@ -106,6 +106,11 @@ def links_in(units: Sequence[Unit]) -> list[Links]:
     """Also those that a unit had when it was gathered before the first forward of the root."""
     strands = (strand for unit in units for strand in unit.strands)
     return list({id(s.links): s.links for s in strands if s.links is not None}.values())
+
+
+def travels(unit: Unit) -> bool:
+    """Whether what is gathered of it does so while this thread goes on."""
+    return all(strand.links is not None and strand.links.travels for strand in unit.strands)
 
 
 def _infos(unit: Unit) -> list[UnitInfo]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fastsync.engine.reports import UnitCounters
 from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.timeline.recorder import Recorder
-from fastsync.units.connections import Connections, links_in
+from fastsync.units.connections import Connections, links_in, travels
 from fastsync.units.links import Links
 from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
@@ -47,6 +47,10 @@ class UnitState(Protocol):
 S = TypeVar("S", bound=UnitState)
 
 
+def _nothing() -> None:
+    """Is prefetched."""
+
+
 class Context(StepWatcher, Generic[S]):
     """Shared by the states of one root module; before its first forward, of each state alone.
 
@@ -74,6 +78,7 @@ class Context(StepWatcher, Generic[S]):
         self.recorder: Recorder | None = None
         self.lookahead = Lookahead()
         self._numbers: dict[int, int] = {}  # of units, where they are looked at
+        self._wanted: tuple[Unit, Course] | None = None  # that a course has come to
         self._by_hand = False  # a script says what the running forward or backward gathers ahead
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
@@ -115,7 +120,7 @@ class Context(StepWatcher, Generic[S]):
 
     def begin_forward(self, in_backward: bool, counts: bool) -> None:
         """The outermost forward begins; one `in_backward` computes again what has been counted."""
-        self._running, self._follows = [], True
+        self._running, self._follows, self._wanted = [], True, None
         if in_backward:
             return
         self._by_hand = any(state.forward_next for state in self.states)
@@ -134,23 +139,50 @@ class Context(StepWatcher, Generic[S]):
         self.lookahead.forward.expects(self._order)
 
     def enter(self, unit: Unit) -> None:
-        """A forward of `unit` has its parameters: starts to gather those of the next one."""
+        """A forward of `unit` has begun to gather it: starts to gather those that come next."""
         at = len(self._running)
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
-        self._look_at(unit, self.lookahead.forward)
+        self._wanted = (unit, self.lookahead.forward)
         if self._follows:
             depth = 1 if self._by_hand else self.lookahead.forward.depth(at)
             for following in self._order[at + 1 : at + 1 + depth]:
                 self.prefetch_forward(following)
 
-    def _look_at(self, unit: Unit, course: Course) -> None:
+    def _look(self) -> None:
+        """The unit that a course has come to is there."""
+        if self._wanted is None:
+            return
+        unit, course = self._wanted
+        self._wanted = None
         number = self._numbers.get(id(unit))
         if number is not None:
             course.there(number, take_gather_seconds(unit.strands))
 
-    def gather(self, unit: Unit) -> None:
-        """The computation needs `unit` to go on."""
+    def gather(self, units: Sequence[Unit], prefetch: Callable[[], None] = _nothing) -> None:
+        """The computation needs `units` to go on.
+
+        Args:
+            prefetch: starts to gather what comes next. Where that travels while this thread waits,
+                it starts at once, after `units`, else when they are there.
+        """
+        at_once = all(map(travels, units))
+        if at_once:
+            for unit in units:
+                self._start(unit)
+            prefetch()
+        for unit in units:
+            self._finish(unit)
+        if not at_once:
+            prefetch()
+        self._look()
+
+    def _start(self, unit: Unit) -> None:
+        if not unit.is_whole:
+            unit.start_gather()
+            self._ahead.add(id(unit))
+
+    def _finish(self, unit: Unit) -> None:
         if self._numbers and not unit.is_whole:
             self.lookahead.forward.wants()
             self.lookahead.backward.wants()
@@ -183,8 +215,7 @@ class Context(StepWatcher, Generic[S]):
 
     def _gather_ahead(self, unit: Unit, backward: bool) -> None:
         if not unit.is_whole and self._has_room(unit, backward):
-            unit.start_gather()
-            self._ahead.add(id(unit))
+            self._start(unit)
 
     def _has_room(self, unit: Unit, backward: bool) -> bool:
         """Whether `unit` fits in besides those that are whole, or will be before anybody asks.
@@ -230,7 +261,7 @@ class Context(StepWatcher, Generic[S]):
         if not unit.places:
             return
         at = unit.places.pop()
-        self._look_at(unit, self.lookahead.backward)
+        self._wanted = (unit, self.lookahead.backward)
         depth = 1 if self._by_hand else self.lookahead.backward.depth(self._deepest - at)
         for place in range(at - 1, max(at - 1 - depth, -1), -1):
             if self._done[place].switches.gather_in_backward:
@@ -282,7 +313,7 @@ class Context(StepWatcher, Generic[S]):
             unit.forget()
         self._done.clear()
         self._ahead.clear()
-        self._running = []
+        self._running, self._wanted = [], None
         self.ends_queued = False
         self.root_forward = None
         self.trim()

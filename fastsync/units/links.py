@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fastsync.engine import core
 from fastsync.engine.groups import new_cpu_group
 from fastsync.engine.memory import share_memory
-from fastsync.engine.watch import open_watch, watch_of, watched
+from fastsync.engine.watch import explained, open_watch, watch_of, watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.torch_private import is_registered
 from fastsync.units.mesh import Place
@@ -41,14 +41,15 @@ class Links:
         used: the group that C++ uses, and does not keep alive.
         shares: those ranks, for whoever counts.
         replicas: those that have the same shares; None where nobody else has.
-        in_memory: whether they exchange through memory that they share.
+        travels: whether what is gathered does so while this thread goes on: as messages of a CPU's,
+            where the ranks do not exchange through memory that they share.
     """
 
     core: core.UnitLinks
     used: dist.ProcessGroup
     shares: Peers
     replicas: Peers | None = None
-    in_memory: bool = False
+    travels: bool = False
     made: int = 0
 
     @classmethod
@@ -66,6 +67,14 @@ class Links:
         own = place.by_messages and place.world > 1 and is_registered(place.group)
         if own:
             open_watch(place.group)
+        with explained(place.group, _PLACE):  # as far as anybody looks out by now
+            return cls._connected(place, own, in_memory, mark, statement)
+
+    @classmethod
+    def _connected(
+        cls, place: Place, own: bool, in_memory: bool, mark: int, statement: Statement
+    ) -> Links:
+        """`own`: the units have a process group of their own."""
         used = new_cpu_group(place.group, "units") if own else place.group
         _agree(place, used, statement)
         memory = share_memory(used, 0) if own and in_memory else None
@@ -77,7 +86,8 @@ class Links:
             peers = core.make_unit_peers(place.replicas.rank())
             replicas = Peers(peers, place.replicas)
         shares = Peers(links.peers(), place.group)
-        return cls(links, used, shares, replicas, memory is not None)
+        travels = place.by_messages and place.world > 1 and memory is None
+        return cls(links, used, shares, replicas, travels)
 
     def next_tag(self) -> int:
         """One that no other unit has."""

@@ -181,11 +181,11 @@ class Lookahead:
         ahead, back = self.forward, self.backward
         first = _stops(units, ahead.order, rows[0], rows[1])
         second = _stops(units, back.order, rows[2], rows[3])
-        limit = mark - sum(unit.bytes_to_gather() for unit in units if _stays(unit))
         if mark == NO_MARK:
-            limit = limit_of(_with_gradients(units, back.order, second))
             second = _with_gradients(units, back.order, second)
+            limit = limit_of(second)
         else:
+            limit = mark - sum(unit.bytes_to_gather() for unit in units if _stays(unit))
             most = max(unit.bytes_to_reduce() for unit in units)
             second = [Stop(s.compute, s.gather, s.nbytes, most) for s in second]
         ahead.plan(units, first, limit)
@@ -197,9 +197,8 @@ def _only_links(units: Sequence[Unit]) -> Links | None:
     connected = all(strand.links is not None for unit in units for strand in unit.strands)
     if len(units) < FEWEST_UNITS or not connected:
         return None
-    found, place = links_in(units), units[0].place
-    host = place.by_messages and place.device.type == "cpu" and place.world > 1
-    return found[0] if len(found) == 1 and host and not found[0].in_memory else None
+    found = links_in(units)
+    return found[0] if len(found) == 1 and found[0].travels else None
 
 
 def _stays(unit: Unit) -> bool:

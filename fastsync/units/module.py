@@ -31,7 +31,7 @@ class _Handle(UnshardHandle):
         """Returns once the module has its whole parameters."""
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
-            state.context.gather(state.unit)
+            state.context.gather([state.unit])
 
 
 def _state(module: object) -> State:

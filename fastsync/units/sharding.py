@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from fastsync.engine.watch import expect_watch
 from fastsync.plan.policy import UnitWires
 from fastsync.torch_private import (
     is_registered,
@@ -91,6 +92,7 @@ def fully_shard(
     wires = UnitWires(Wire.of(wire), parameter_wire)
     modules = _roots(module)
     place = Place.of(default_mesh() if mesh is None else mesh)
+    expect_watch(place.group)
     mixed = mp_policy or MixedPrecisionPolicy()
     _check_offload(offload_policy, place)
     reshard = _check_reshard(reshard_after_forward, place)

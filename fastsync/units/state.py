@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -224,13 +225,15 @@ class State:
             self._refresh()
         self.moment = Moment.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
-        self._gather()
-        if first:
-            for unit in self.uses:
-                unit.running += 1
-            if torch.is_grad_enabled() and self.uses:
-                args, kwargs = self._mark_end(args, kwargs)
-            self._prefetch_forward()
+        if not first:
+            self._gather()
+            return args, kwargs
+        with outside_transforms():
+            self.context.gather(self.uses, self._prefetch_forward)
+        for unit in self.uses:
+            unit.running += 1
+        if torch.is_grad_enabled() and self.uses:
+            args, kwargs = self._mark_end(args, kwargs)
         return args, kwargs
 
     def _refresh(self) -> None:
@@ -240,8 +243,7 @@ class State:
 
     def _gather(self) -> None:
         with outside_transforms():
-            for unit in self.uses:
-                self.context.gather(unit)
+            self.context.gather(self.uses)
 
     def _begin_root_forward(self) -> None:
         self.become_root()
@@ -260,12 +262,11 @@ class State:
                 unit.running = 0
 
     def _prefetch_forward(self) -> None:
-        with outside_transforms():
-            for state in self.forward_next:
-                if state.unit is not None:
-                    self.context.prefetch_forward(state.unit)
-            if self.unit is not None and not self.forward_next and not backward_is_running():
-                self.context.enter(self.unit)
+        for state in self.forward_next:
+            if state.unit is not None:
+                self.context.prefetch_forward(state.unit)
+        if self.unit is not None and not self.forward_next and not backward_is_running():
+            self.context.enter(self.unit)
 
     def _mark_end(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Has the backward say when it is through with this forward."""
@@ -366,10 +367,11 @@ class State:
             if unit.moment is Moment.BEFORE_BACKWARD and unit.is_whole:
                 continue
             unit.moment, unit.touched = Moment.BEFORE_BACKWARD, True
-            if unit.switches.gather_in_backward:
-                self.context.gather(unit)
-            if not self.backward_next:
-                self.context.prefetch_before(unit)
+            needed = [unit] if unit.switches.gather_in_backward else []
+            if self.backward_next:
+                self.context.gather(needed)
+            else:
+                self.context.gather(needed, partial(self.context.prefetch_before, unit))
         for state in self.backward_next:
             if state.unit is not None:
                 self.context.prefetch(state.unit)

@@ -217,9 +217,12 @@ class Strand:
         if not self._gathered_bytes:
             shapes, layout = [m.shape for m in self.members], self._layout()
             whole = whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)
-            lowered = layout.chunk if self.compute != self.dtype else 0
-            elements = whole + lowered + self.place.world * layout.packed
-            self._gathered_bytes = elements * self.compute.itemsize
+            codes, elements = self._gathered_as(), whole
+            if codes is None:
+                lowered = layout.chunk if self.compute != self.dtype else 0
+                elements += lowered + self.place.world * layout.packed
+            coded = 0 if codes is None else codes.nbytes(layout, self.place.world)
+            self._gathered_bytes = elements * self.compute.itemsize + coded
         return self._gathered_bytes
 
     def bytes_to_reduce(self) -> int:
@@ -227,7 +230,9 @@ class Strand:
         trained = self.trained()
         if not trained:
             return 0
-        layout = self._layout_of(trained)[0]
+        layout, codes = self._layout_of(trained)[0], self._reduced_as()
+        if codes is not None:
+            return 2 * codes.nbytes(layout, self.place.world)  # those that leave, and that come
         chunks = self.place.world - 1 if self.place.by_messages else 1
         elements = self.place.world * layout.packed + chunks * layout.chunk
         return elements * self.reduce.itemsize

@@ -1,6 +1,7 @@
 """CommDebugMode that counts what units gather and reduce, too.
 
-fastsync's gathers and reductions do not pass torch's dispatcher, where CommDebugMode looks.
+fastsync's gathers and reductions do not pass torch's dispatcher, where CommDebugMode looks. Those
+of parts that few ranks keep do, and are counted by units as well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from fastsync.units import kept
 from fastsync.units.context import Context
 from fastsync.units.state import state_of
 
@@ -47,11 +49,20 @@ class CountingMode(CommDebugMode):
 
     def __enter__(self) -> CountingMode:
         super().__enter__()
-        self._before = _counters()
+        self._before, self._twice = _counters(), 0
+        self._gather = kept.all_gather_flat
+        setattr(kept, "all_gather_flat", self._counted_twice)  # noqa: B010
         return self
+
+    def _counted_twice(self, *args: Any) -> dist.Work:
+        self._twice += 1
+        return self._gather(*args)
 
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
+        setattr(kept, "all_gather_flat", self._gather)  # noqa: B010
+        if self._twice:
+            self.comm_counts[_GATHER] -= self._twice
         for kind, count in _counters().items():
             if count > self._before[kind]:
                 self.comm_counts[kind] += count - self._before[kind]

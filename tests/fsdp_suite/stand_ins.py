@@ -86,12 +86,18 @@ class Missing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and (inspect.isfunction(args[0])):
             return unittest.skip(self._reason)(args[0])
+        return self._used()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._used()
+
+    def _used(self) -> Any:
+        """Classes may keep what comes of it."""
         if _inside_a_test():
             raise unittest.SkipTest(self._reason)
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        raise unittest.SkipTest(self._reason)
 
 
 def _inside_a_test() -> bool:

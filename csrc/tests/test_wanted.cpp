@@ -1,0 +1,56 @@
+// Who is to blame of those that are late: not one that waits itself.
+#include <cstdint>
+#include <vector>
+
+#include "../engine/wanted.h"
+#include "harness.h"
+
+namespace fastsync::engine {
+namespace {
+
+// News of a rank that is in `place` where Python brings ranks together, and in `step` of its only model.
+News in(Phase place, Phase step) {
+  News news;
+  for (const Phase phase : {place, step}) {
+    Standing at;
+    at.phase = static_cast<int64_t>(phase);
+    news.standings.push_back(at);
+  }
+  return news;
+}
+
+Wanted in_model(size_t model) {
+  Wanted wanted;
+  wanted.model = model;
+  wanted.issued = 1;
+  return wanted;
+}
+
+// Others wait in a vote, which is a place of Python's, for a rank that still waits for a bucket.
+void who_waits_in_a_step_waits_for_those_in_a_place() {
+  FS_CHECK(waits(in(Phase::kBetweenSteps, Phase::kWaiting), in_model(kPlaces)), "for a bucket");
+  FS_CHECK(waits(in(Phase::kBetweenSteps, Phase::kReducingUnit), in_model(kPlaces)), "for a unit");
+  FS_CHECK(!waits(in(Phase::kBetweenSteps, Phase::kBackward), in_model(kPlaces)), "it computes");
+  FS_CHECK(!waits(in(Phase::kWrapping, Phase::kWaiting), in_model(kPlaces)), "it wraps another");
+}
+
+void who_waits_in_a_place_waits_for_those_in_a_step() {
+  FS_CHECK(waits(in(Phase::kTogether, Phase::kForward), in_model(1)), "for others in Python");
+  FS_CHECK(waits(in(Phase::kBetweenSteps, Phase::kWaiting), in_model(1)), "for a bucket");
+  FS_CHECK(!waits(in(Phase::kBetweenSteps, Phase::kForward), in_model(1)), "it computes");
+  FS_CHECK(!waits(in(Phase::kBetweenSteps, Phase::kWaiting), in_model(2)), "it lacks the model");
+  FS_CHECK(!waits(News{}, in_model(kPlaces)), "nobody knows");
+}
+
+}  // namespace
+}  // namespace fastsync::engine
+
+int main(int argc, char** argv) {
+  using namespace fastsync::engine;
+  return fastsync::testing::run_cases(
+      {
+          {"step", who_waits_in_a_step_waits_for_those_in_a_place},
+          {"place", who_waits_in_a_place_waits_for_those_in_a_step},
+      },
+      argc, argv);
+}
