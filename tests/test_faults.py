@@ -23,6 +23,8 @@ DEATHS = [
     ("exit", "backward", "fp32", 4),
     ("exit", "forward", "zero2", 4),
     ("exit", "wrap", "int8", 3),
+    ("fade", "backward", "fp32", 2),
+    ("fade", "checkpoint", "zero2", 3),
     ("kill", "arrived", "fp32", 3),
     ("exit", "arrived", "zero1", 2),
     ("kill", "unlinked", "int8", 3),

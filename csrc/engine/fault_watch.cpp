@@ -125,17 +125,28 @@ void FaultWatch::on_beat(int64_t rank, const std::string& bytes) {
 }
 
 void FaultWatch::on_closed(int64_t rank) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    neighbours_[rank].closed = true;
+  }
+  find_end(rank);
+}
+
+// A process of this machine may have lost a connection only, or end a moment after it has closed it.
+void FaultWatch::find_end(int64_t rank) {
   News news{News::Kind::kDied, rank, 0, 0, {}, ""};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = neighbours_.find(rank);
-    if (known != neighbours_.end()) news.standings = known->second.standings;
     if (left_ || ends_.count(rank) != 0) return;
+    news.standings = neighbours_[rank].standings;
   }
-  const ProcessEnd end =
-      is_here(rank) ? end_of_process(members_[static_cast<size_t>(rank)].process) : ProcessEnd{};
-  if (end.lives) return;  // it has only lost this connection
-  news.text = end.how.empty() ? "ended without a word, or its machine cannot be reached" : end.how;
+  if (is_here(rank)) {
+    const ProcessEnd end = end_of_process(members_[static_cast<size_t>(rank)].process);
+    if (end.lives) return;
+    news.text = end.how.empty() ? "ended without a word" : end.how;
+  } else {
+    news.text = "ended without a word, or its machine cannot be reached";
+  }
   note(news);
   tell(news);
 }
@@ -267,18 +278,22 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
   }
 }
 
-// One that ends before it has been connected has no connection that closes.
-void FaultWatch::find_ended() {
-  std::vector<int64_t> silent;
+// One that ends before it has been connected has no connection that closes. Returns whether the end of a neighbour is to be
+// expected: its connection has closed, and its process lives.
+bool FaultWatch::find_ended() {
+  std::vector<int64_t> doubtful;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [rank, neighbour] : neighbours_) {
-      if (Clock::now() - neighbour.heard >= kUnheard) silent.push_back(rank);
+      const bool silent = Clock::now() - neighbour.heard >= kUnheard;
+      if ((neighbour.closed || silent) && is_here(rank)) doubtful.push_back(rank);
     }
   }
-  for (const int64_t rank : silent) {
-    if (is_here(rank)) on_closed(rank);
-  }
+  for (const int64_t rank : doubtful) find_end(rank);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(doubtful.begin(), doubtful.end(), [&](int64_t rank) {
+    return neighbours_[rank].closed && ends_.count(rank) == 0;
+  });
 }
 
 void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
@@ -301,7 +316,7 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
   everything.issued = kUncounted;
   ask(wanted);
   const milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
-  while (Clock::now() - start < patience) {
+  while (Clock::now() - start < (find_ended() ? kIssuedGrace : patience)) {
     std::vector<Report> gone = ended(wanted, Clock::duration{});
     if (gone.empty() && Clock::now() - start >= kDeathGrace) {
       gone = ended(everything, Clock::duration{});
