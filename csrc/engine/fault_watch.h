@@ -143,7 +143,8 @@ class FaultWatch {
   std::string stack() const;
   bool is_here(int64_t rank) const;
   void find_end(int64_t rank);
-  bool find_ended();
+  bool find_ended(Clock::duration unheard);
+  void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
   std::vector<Report> late(const Wanted& wanted) const;
