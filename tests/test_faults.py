@@ -26,6 +26,7 @@ DEATHS = [
     ("fade", "backward", "fp32", 2),
     ("fade", "checkpoint", "zero2", 3),
     ("kill", "arrived", "fp32", 3),
+    ("kill", "arrived", "fp32", 4),
     ("exit", "arrived", "zero1", 2),
     ("kill", "unlinked", "int8", 3),
     ("exit", "unlinked", "int8", 2),

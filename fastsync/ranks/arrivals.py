@@ -102,14 +102,25 @@ class Arrivals:
             return []
 
     def _ended(self) -> list[int]:
-        """Ranks of this machine that have come, and ended."""
+        """Ranks of this machine that have come, and ended; as the first rank that asked saw it.
+
+        Those that got an error because of them may have ended, too, by now.
+        """
         others = (rank for rank in range(self._world) if rank != self._rank)
         try:
             told = {r: self._store.get(self._process_of(r)).decode() for r in others}
+            found = [(r, *text.partition(" ")[::2]) for r, text in told.items()]
+            ended = [r for r, pid, space in found if self._is_over(int(pid), space)]
+            if not ended:
+                return []
+            mine = " ".join(map(str, ended))
+            first = self._store.compare_set(f"{self._place}/ended {self._number}", "", mine).decode()
         except RuntimeError:
             return []
-        found = [(r, *text.partition(" ")[::2]) for r, text in told.items()]
-        return [r for r, pid, space in found if space == self._space and self._has_ended(int(pid))]
+        return [int(rank) for rank in first.split()]
+
+    def _is_over(self, process: int, space: str) -> bool:
+        return space == self._space and self._has_ended(process)
 
     def _last_words(self) -> tuple[int, str]:
         """Of a rank that has left some; empty if nobody has."""
