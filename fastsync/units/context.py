@@ -239,6 +239,12 @@ class Context(StepWatcher, Generic[S]):
         self.lookahead.forward.end()
         self._order = self._running
         self._drop_prefetched()
+        self._hand_back()
+
+    def _hand_back(self) -> None:
+        """Scripts may write to the shares from here on."""
+        for unit in self.units():
+            unit.hand_back()
 
     def _drop_prefetched(self) -> None:
         for unit in self.units():
@@ -292,6 +298,8 @@ class Context(StepWatcher, Generic[S]):
         self._finish_all()
         for unit in self.units():
             unit.finish_sums()
+        for unit in self.units():
+            unit.land()
         self.ends_queued = False
         self.root_forward = None
         if self.last_backward:
@@ -299,6 +307,7 @@ class Context(StepWatcher, Generic[S]):
             for unit in self.units():
                 unit.places.clear()
             self._drop_prefetched()
+        self._hand_back()
         self.trim()
         self.connections.log.end_work()
         self.lookahead.backward.end()

@@ -32,6 +32,7 @@ class _Handle(UnshardHandle):
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
             state.context.gather([state.unit])
+            state.unit.hand_back()
 
 
 def _state(module: object) -> State:

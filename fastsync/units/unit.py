@@ -129,6 +129,7 @@ class Unit:
             "what travels of unit {}": "; ".join(strand.travels_as() for strand in self.strands),
             "the cut of unit {}": ", ".join(cuts) or "along dimension 0",
             "reshard_after_forward of unit {}": str(kept),
+            "offload_policy of unit {}": "none" if self.place.offload is None else "to the CPU",
         }
 
     # --- parameters
@@ -193,6 +194,11 @@ class Unit:
         for member in self.members:
             member.show_whole()
         self.is_whole = True
+
+    def hand_back(self) -> None:
+        """Returns once this rank's shares may be written to, whoever has been reading them."""
+        for strand in self.strands:
+            strand.staging.wait()
 
     def bytes_to_gather(self) -> int:
         """That being whole takes, the same on every rank."""
@@ -292,6 +298,11 @@ class Unit:
             summing.movement.arrived()
         self._summing = []
 
+    def land(self) -> None:
+        """Has the gradients that are on their way to the CPU."""
+        for strand in self.strands:
+            strand.land()
+
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""
         if self._reducing:
@@ -303,7 +314,7 @@ class Unit:
         self._summing = []
         self.owes = False
         for strand in self.strands:
-            strand.partial = None
+            strand.forget()
         for member in self.members:
             member.take_whole_gradient()
         self.reshard()
