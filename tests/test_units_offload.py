@@ -345,6 +345,28 @@ def test_nobody_reads_shares_that_may_be_written_to():
         assert len(read) > 10 and set(read) == {0}
 
 
+def read_by_one_unit(rank, world):
+    """Whether its shares are read where anybody may write, and in between."""
+    with late_device() as device:
+        model = fully_shard(net(), offload_policy=CopyAlways())
+        loss = loss_of(model, words(rank, 0))
+        read = [len(device.out.read)]
+        loss.backward()
+        read.append(len(device.out.read))
+        handle = model.unshard(async_op=True)
+        between = len(device.out.read)
+        handle.wait()
+        read.append(len(device.out.read))
+        model.reshard()
+        model.unshard(async_op=True)
+        model.reshard()
+        return [*read, len(device.out.read)], between
+
+
+def test_one_unit_is_not_read_between_steps():
+    assert run_ranks(read_by_one_unit, 2) == [([0, 0, 0, 0], 1)] * 2
+
+
 def test_streams_wait_for_each_other():
     with late_device() as device:
         shard = torch.arange(6.0)
