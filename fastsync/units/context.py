@@ -22,7 +22,7 @@ from fastsync.units.links import Links
 from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
 from fastsync.units.stepping import LocalSteps
-from fastsync.units.strand import take_gather_seconds
+from fastsync.units.strand import hand_back, land, take_gather_seconds
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -244,7 +244,7 @@ class Context(StepWatcher, Generic[S]):
     def _hand_back(self) -> None:
         """Scripts may write to the shares from here on."""
         for unit in self.units():
-            unit.hand_back()
+            hand_back(unit.strands)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units():
@@ -299,7 +299,7 @@ class Context(StepWatcher, Generic[S]):
         for unit in self.units():
             unit.finish_sums()
         for unit in self.units():
-            unit.land()
+            land(unit.strands)
         self.ends_queued = False
         self.root_forward = None
         if self.last_backward:

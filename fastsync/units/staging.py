@@ -10,8 +10,8 @@ unit that is gathered ahead of time is copied, packed and sent while the one bef
 sums leave while backward goes on. The host waits before it reads what comes, and before anybody may
 write to shares that are still read.
 
-Tensors that a stream's own allocations are made of may be freed at any time: whatever uses that
-stream next has waited for the computation first.
+What is allocated on such a stream is read elsewhere, and may be freed at any time all the same: the
+allocator gives it to the same stream alone, which has waited for the computation before it writes.
 """
 
 from __future__ import annotations

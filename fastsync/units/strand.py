@@ -23,7 +23,15 @@ from fastsync.units.member import Member
 from fastsync.units.mesh import Place
 from fastsync.units.staging import Arriving, staging_of
 
-__all__ = ["TRAINABLE", "MixedDTypes", "Strand", "bytes_of_gradients", "take_gather_seconds"]
+__all__ = [
+    "TRAINABLE",
+    "MixedDTypes",
+    "Strand",
+    "bytes_of_gradients",
+    "hand_back",
+    "land",
+    "take_gather_seconds",
+]
 
 # Dtypes that strands cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -62,7 +70,7 @@ class Strand:
         self.name: core.UnitName | None = None
         self._core: core.Unit | None = None
         self._gathered_bytes = 0  # once they are known
-        self._arriving: list[tuple[ChunkLayout, core.UnitLayout, Arriving]] = []
+        self.arriving: list[tuple[ChunkLayout, core.UnitLayout, Arriving]] = []
         self._set_shard(self._new_shard())
 
     @property
@@ -380,18 +388,18 @@ class Strand:
         return self._way().finish_reduce()
 
     def deliver(self, sums: torch.Tensor) -> None:
-        """Has sums become gradients of this rank's shares, at once or with the next `land()`."""
+        """Has sums become gradients of this rank's shares, at once or by `land()`."""
         assert self._reducing is not None
-        self._arriving.append((*self._reducing, self.staging.bring(sums)))
+        self.arriving.append((*self._reducing, self.staging.bring(sums)))
         members = [self.members[i] for i in self._reducing[0].members]
         # The host waits for what it adds to a gradient, or shows to hooks, while backward goes on.
         wanted = any(m.has_hooks() or m.gradient() is not None for m in members)
         if wanted or not self.staging.copies:
-            self.land()
+            self._land()
 
-    def land(self) -> None:
+    def _land(self) -> None:
         """Sets the gradients of this rank's shares, or adds to them, once everything is there."""
-        arriving, self._arriving = self._arriving, []
+        arriving, self.arriving = self.arriving, []
         for laid, layout, sums in arriving:
             self._add(laid, layout, sums.wait())
 
@@ -405,16 +413,23 @@ class Strand:
             if member.has_hooks() and sums[laid.flags + index] != 0:
                 member.call_hooks()
 
-    def forget(self) -> None:
-        """Lets go of what has been reduced without being anybody's gradient yet."""
-        self.partial = None
-        self._arriving = []
-
 
 def bytes_of_gradients(strand: Strand) -> int:
     """As a backward leaves them on each rank."""
     sizes = (math.prod(strand.members[index].shape.sizes) for index in strand.trained())
     return sum(sizes) * strand.compute.itemsize
+
+
+def hand_back(strands: Sequence[Strand]) -> None:
+    """Returns once this rank's shares may be written to: no copy reads them any more."""
+    for strand in strands:
+        strand.staging.wait()
+
+
+def land(strands: Sequence[Strand]) -> None:
+    """Has the gradients that are on their way to the CPU."""
+    for strand in strands:
+        strand._land()
 
 
 def take_gather_seconds(strands: Sequence[Strand]) -> float:

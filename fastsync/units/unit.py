@@ -195,11 +195,6 @@ class Unit:
             member.show_whole()
         self.is_whole = True
 
-    def hand_back(self) -> None:
-        """Returns once this rank's shares may be written to, whoever has been reading them."""
-        for strand in self.strands:
-            strand.staging.wait()
-
     def bytes_to_gather(self) -> int:
         """That being whole takes, the same on every rank."""
         return sum(strand.bytes_to_gather() for strand in self.strands)
@@ -298,11 +293,6 @@ class Unit:
             summing.movement.arrived()
         self._summing = []
 
-    def land(self) -> None:
-        """Has the gradients that are on their way to the CPU."""
-        for strand in self.strands:
-            strand.land()
-
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""
         if self._reducing:
@@ -314,7 +304,8 @@ class Unit:
         self._summing = []
         self.owes = False
         for strand in self.strands:
-            strand.forget()
+            strand.partial = None
+            strand.arriving.clear()
         for member in self.members:
             member.take_whole_gradient()
         self.reshard()
