@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "check.h"
 #include "engine/fault_watch.h"
+#include "engine/process.h"
 #include "engine/visit.h"
 
 namespace py = pybind11;
@@ -98,6 +99,9 @@ void bind_watch(py::module_& m) {
       .def_readonly("steps", &engine::PaceReport::steps)
       .def_readonly("earliest", &engine::PaceReport::earliest);
   const auto release = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "process_has_ended", [](int64_t process) { return !engine::end_of_process(process).lives; },
+      release, py::arg("process"));
   py::class_<FaultWatch, std::shared_ptr<FaultWatch>>(m, "FaultWatch")
       .def(py::init(&make_watch), py::arg("host"), py::arg("warn_after"), py::arg("stack_file"),
            py::arg("stack_signal"), py::arg("make_error"))

@@ -286,6 +286,8 @@ class Unit:
         before: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]: ...
 
+def process_has_ended(process: int) -> bool: ...
+
 class FaultWatch:
     def __init__(
         self,

@@ -312,7 +312,7 @@ def test_a_rank_that_ends_meanwhile_is_named():
     with pytest.raises(RankError) as caught:
         run_ranks(dying, 3)
     text = str(caught.value)
-    # Its exit code is gone where its parent has asked for it first; where it was, unless it has said so.
+    # Its parent may have reaped it before the others ask how it ended.
     ended = r"rank 1 (exited with code 3|ended) without a word[^.]*\."
     for rank in (0, 2):
         assert re.search(rf"{ended} Rank {rank} waited .* the comparison", text), text

@@ -138,8 +138,11 @@ std::vector<int64_t> Peers::connect(const std::vector<PeerAddress>& all, int64_t
                                     Listener listener) {
   rank_ = rank;
   listener_ = std::move(listener);
+  const auto ranks = static_cast<int64_t>(all.size());
   std::vector<int64_t> missing;
-  for (const int64_t other : called_by(rank, static_cast<int64_t>(all.size()))) {
+  callers_ = neighbours_of(rank, ranks);
+  for (const int64_t other : called_by(rank, ranks)) {
+    callers_.erase(other);
     const PeerAddress& address = all[static_cast<size_t>(other)];
     const int fd = call(address);
     if (fd < 0) {
@@ -194,9 +197,7 @@ void Peers::run() {
   while (true) {
     if (stop_ && !end) end = Clock::now() + kFlush;
     take_queued();
-    const bool unsent = std::any_of(links_.begin(), links_.end(),
-                                    [](const Link& link) { return !link.out.empty(); });
-    if (end && (!unsent || Clock::now() > *end)) return;
+    if (end && (is_all_sent() || Clock::now() > *end)) return;
     std::vector<pollfd> waits{{wake_, POLLIN, 0}, {listening_, POLLIN, 0}};
     for (const Link& link : links_) {
       const auto events = static_cast<short>(link.out.empty() ? POLLIN : POLLIN | POLLOUT);
@@ -220,6 +221,13 @@ void Peers::run() {
       beat();
     }
   }
+}
+
+// A rank that has not said hello yet has not heard the news.
+bool Peers::is_all_sent() const {
+  return (callers_.empty() || recent_.empty()) &&
+         std::all_of(links_.begin(), links_.end(),
+                     [](const Link& link) { return link.out.empty(); });
 }
 
 void Peers::beat() {
@@ -301,6 +309,7 @@ void Peers::hear(Link& link, char kind, const std::string& body) {
     const bool knows = kind == kHello && value_at<uint64_t>(body, 0) == address_.key;
     if (knows) {
       link.rank = value_at<int64_t>(body, sizeof(uint64_t));
+      callers_.erase(link.rank);
       for (const std::string& news : recent_) link.out += framed(kNews, news);
     } else {
       ::close(std::exchange(link.fd, -1));

@@ -75,6 +75,7 @@ class Peers {
 
   void run();
   void wake() const;
+  bool is_all_sent() const;
   void beat();
   void take_queued();
   void accept_all();
@@ -99,6 +100,7 @@ class Peers {
   std::vector<Link> links_;
   std::set<std::pair<int64_t, int64_t>> heard_;  // the thread's: origin and number of news
   std::deque<std::string> recent_;  // the thread's: news, for neighbours that come late
+  std::set<int64_t> callers_;       // the thread's: neighbours whose call has not come yet
   std::mutex queue_mutex_;
   std::deque<std::string> queued_;
   int64_t told_ = 0;

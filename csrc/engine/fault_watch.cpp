@@ -53,6 +53,12 @@ bool is_networks(const std::string& error) {
          tells_of_death(error);
 }
 
+// A rank that has ended may not have sent what it had issued.
+Wanted anything_of(Wanted wanted) {
+  wanted.issued = kUncounted;
+  return wanted;
+}
+
 std::string join(const std::vector<std::string>& parts, const char* between) {
   std::string result;
   for (const std::string& part : parts) result += (result.empty() ? "" : between) + part;
@@ -125,17 +131,28 @@ void FaultWatch::on_beat(int64_t rank, const std::string& bytes) {
 }
 
 void FaultWatch::on_closed(int64_t rank) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    neighbours_[rank].closed = true;
+  }
+  find_end(rank);
+}
+
+// A process of this machine may have lost a connection only, or end a moment after it has closed it.
+void FaultWatch::find_end(int64_t rank) {
   News news{News::Kind::kDied, rank, 0, 0, {}, ""};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = neighbours_.find(rank);
-    if (known != neighbours_.end()) news.standings = known->second.standings;
     if (left_ || ends_.count(rank) != 0) return;
+    news.standings = neighbours_[rank].standings;
   }
-  const ProcessEnd end =
-      is_here(rank) ? end_of_process(members_[static_cast<size_t>(rank)].process) : ProcessEnd{};
-  if (end.lives) return;  // it has only lost this connection
-  news.text = end.how.empty() ? "ended without a word, or its machine cannot be reached" : end.how;
+  if (is_here(rank)) {
+    const ProcessEnd end = end_of_process(members_[static_cast<size_t>(rank)].process);
+    if (end.lives) return;
+    news.text = end.how.empty() ? "ended without a word" : end.how;
+  } else {
+    news.text = "ended without a word, or its machine cannot be reached";
+  }
   note(news);
   tell(news);
 }
@@ -267,22 +284,26 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
   }
 }
 
-// One that ends before it has been connected has no connection that closes.
-void FaultWatch::find_ended() {
-  std::vector<int64_t> silent;
+// One that ends before it has been connected has no connection that closes, so neighbours that have not been heard for so long
+// are looked for, too. Returns whether the end of one is to be expected: its connection has closed, and its process lives.
+bool FaultWatch::find_ended(Clock::duration unheard) {
+  std::vector<int64_t> doubtful;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [rank, neighbour] : neighbours_) {
-      if (Clock::now() - neighbour.heard >= kUnheard) silent.push_back(rank);
+      const bool silent = Clock::now() - neighbour.heard >= unheard;
+      if ((neighbour.closed || silent) && is_here(rank)) doubtful.push_back(rank);
     }
   }
-  for (const int64_t rank : silent) {
-    if (is_here(rank)) on_closed(rank);
-  }
+  for (const int64_t rank : doubtful) find_end(rank);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(doubtful.begin(), doubtful.end(), [&](int64_t rank) {
+    return neighbours_[rank].closed && ends_.count(rank) == 0;
+  });
 }
 
 void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
-  find_ended();
+  find_ended(kUnheard);
   const std::vector<Report> gone = ended(wanted, kDeathGrace);
   if (!gone.empty()) raise(gone, wanted, waited, "");
   if (waited >= patience.next && !patience.asked) {
@@ -294,23 +315,27 @@ void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
   }
 }
 
-void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
-  if (!is_networks(error)) return;
+// Throws once the end of a rank is known. Waits for a moment, and longer where one is to be expected.
+void FaultWatch::await_end(const Wanted& wanted, const std::string& error, double waited) {
   const auto start = Clock::now();
-  Wanted everything = wanted;  // a rank that has ended may not have sent what it had issued
-  everything.issued = kUncounted;
-  ask(wanted);
-  const milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
-  while (Clock::now() - start < patience) {
+  milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
+  for (Clock::duration passed{}; passed < patience; passed = Clock::now() - start) {
+    // The words of a rank come before its end is seen, if it has left any.
+    const bool silence_tells = passed >= kDeathGrace;
+    if (find_ended(silence_tells ? Clock::duration{} : kUnheard)) patience = kIssuedGrace;
     std::vector<Report> gone = ended(wanted, Clock::duration{});
-    if (gone.empty() && Clock::now() - start >= kDeathGrace) {
-      gone = ended(everything, Clock::duration{});
-    }
+    if (gone.empty() && silence_tells) gone = ended(anything_of(wanted), Clock::duration{});
     const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
     if (known) raise(gone, wanted, waited, error);
     std::this_thread::sleep_for(milliseconds(10));
   }
-  std::vector<Report> found = ended(everything, Clock::duration{});
+}
+
+void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
+  if (!is_networks(error)) return;
+  ask(wanted);
+  await_end(wanted, error, waited);
+  std::vector<Report> found = ended(anything_of(wanted), Clock::duration{});
   const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
   // A rank whose time is over closes its connections, which looks like a death to those whose time is not.
   if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {

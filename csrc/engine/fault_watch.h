@@ -124,6 +124,7 @@ class FaultWatch {
   struct Neighbour {
     std::vector<Standing> standings;
     Clock::time_point heard;
+    bool closed = false;  // its connection
   };
   struct Model {
     std::shared_ptr<const Progress> progress;
@@ -141,7 +142,9 @@ class FaultWatch {
   void note(News news);
   std::string stack() const;
   bool is_here(int64_t rank) const;
-  void find_ended();
+  void find_end(int64_t rank);
+  bool find_ended(Clock::duration unheard);
+  void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
   std::vector<Report> late(const Wanted& wanted) const;

@@ -13,7 +13,7 @@ struct ProcessEnd {
   std::string how;  // "was killed by SIGKILL"; empty where nobody knows
 };
 
-// Of a process whose connections have closed.
+// Of a process of this machine. One that has begun to end does not live.
 ProcessEnd end_of_process(int64_t process);
 bool is_stopped(int64_t process);
 

@@ -1,5 +1,6 @@
 // Connections between ranks: news reaches all that live, and ends are seen. Meant for ThreadSanitizer too.
 #include <chrono>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -132,6 +133,19 @@ void last_words_come_before_the_end() {
   EXPECT(comes_true([&] { return ranks[2]->heard("still here") == 1; }), "");
 }
 
+void last_words_wait_for_a_neighbour_that_is_late() {
+  Rank caller;
+  Rank called;
+  const std::vector<PeerAddress> addresses{caller.peers.address(), called.peers.address()};
+  called.connect(addresses, 1);
+  called.peers.flood("I go");
+  const auto closing = std::async(std::launch::async, [&] { called.peers.close(); });
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT(caller.connect(addresses, 0).empty(), "");
+  EXPECT(comes_true([&] { return caller.saw_end_of(1); }), "");
+  EXPECT(caller.heard("I go") == 1, "");
+}
+
 void a_stranger_is_not_heard() {
   const auto ranks = connected(2);
   Rank stranger;
@@ -156,10 +170,12 @@ void a_rank_that_cannot_be_reached() {
 
 int main(int argc, char** argv) {
   using namespace fastsync::comm;  // NOLINT: cases only
-  return fastsync::testing::run_cases({{"neighbours", calls_each_neighbour_once},
-                                       {"news", news_reaches_all_once},
-                                       {"last words", last_words_come_before_the_end},
-                                       {"stranger", a_stranger_is_not_heard},
-                                       {"unreachable", a_rank_that_cannot_be_reached}},
-                                      argc, argv);
+  return fastsync::testing::run_cases(
+      {{"neighbours", calls_each_neighbour_once},
+       {"news", news_reaches_all_once},
+       {"last words", last_words_come_before_the_end},
+       {"late neighbour", last_words_wait_for_a_neighbour_that_is_late},
+       {"stranger", a_stranger_is_not_heard},
+       {"unreachable", a_rank_that_cannot_be_reached}},
+      argc, argv);
 }

@@ -31,7 +31,7 @@ class Chained final : public Transport {
 
   void pack(const Packing& how) override {
     begin_step(how);
-    if (how.missed && residual_bytes() > 0) keep_residuals();
+    if (how.missed && has_residual()) keep_residuals();
     std::vector<float> flags;
     for (const Slot& slot : slots_) flags.push_back(used_flag(slot));
     flags.push_back(how.vote ? 1.0F : 0.0F);
@@ -78,12 +78,12 @@ class Chained final : public Transport {
   }
 
   bool holds(const std::string& state, size_t slot) const override {
-    if (state == kResidual) return residual_bytes() > 0;
+    if (state == kResidual) return has_residual();
     return state == kFactor && factor(slot).defined();
   }
 
   void read(States& states) const override {
-    const at::Tensor flat = residual_bytes() > 0 ? coding_->residual() : at::Tensor();
+    const at::Tensor flat = has_residual() ? coding_->residual() : at::Tensor();
     for (size_t i = 0; i < slots_.size(); ++i) {
       const Slot& slot = slots_[i];
       if (flat.defined()) {
@@ -94,7 +94,7 @@ class Chained final : public Transport {
   }
 
   void load(const States& states) override {
-    if (residual_bytes() > 0) load_residuals(states.at(kResidual));
+    if (has_residual()) load_residuals(states.at(kResidual));
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (!holds(kFactor, i)) continue;
       coding_->load_factor(slots_[i].layout.offset, states.at(kFactor).at(slots_[i].index));
@@ -102,10 +102,12 @@ class Chained final : public Transport {
   }
 
  private:
+  bool has_residual() const { return coding_->residual_bytes() > 0; }
+
   // Before the first code of a step. See [Note: repeatable steps].
   void begin_step(const Packing& how) {
     if (!how.repeatable || std::exchange(repeatable_, true)) return;
-    if (coding_->residual_bytes() == 0) return;
+    if (!has_residual()) return;
     const at::NoGradGuard no_grad;
     if (before_.defined()) {
       before_.copy_(coding_->residual());

@@ -80,6 +80,7 @@ __all__ = [
     "make_unit_peers",
     "make_watch",
     "make_words",
+    "process_has_ended",
     "square_sums",
 ]
 
@@ -308,6 +309,11 @@ def make_unit_layout(
         codes: what a chunk travels as; None: as it is.
     """
     return _C.UnitLayout(places, chunk, packed, flags, codes)
+
+
+def process_has_ended(process: int) -> bool:
+    """Whether a process of this machine has, or is about to."""
+    return _C.process_has_ended(process)
 
 
 def make_watch(host: str, warn_after: float, stack_file: int, stack_signal: int) -> FaultWatch:

@@ -179,7 +179,8 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
     except ValueError:  # which is an obstacle
         warn_after = Env.stall_warn
     with needing_store(group, _WRAPPING):
-        visit = Arrivals(store, (group.group_name, group.rank(), group.size()), warn_after)
+        me = (group.group_name, group.rank(), group.size())
+        visit = Arrivals(store, me, warn_after, core.process_has_ended)
     if is_gloo(group):
         return _gather(mine, group, partial(_wait, visit))
     with _explained_by(visit):

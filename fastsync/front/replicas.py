@@ -117,7 +117,7 @@ class ReplicaGuard(StepWatcher):
         self._say(findings, step)
 
     def _parameters(self) -> list[torch.Tensor | None]:
-        return [param.tensor.detach() for param in self._engine.params]
+        return [param.tensor for param in self._engine.params]
 
     def _averages(self) -> list[torch.Tensor | None]:
         """Of the parameters whose gradients have just been averaged, and which every rank has.

@@ -10,9 +10,10 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.machines import has_ended, process_space
+from fastsync.ranks.machines import process_space
 from fastsync.ranks.words import name_ranks
 from fastsync.torch_private import Store
 
@@ -29,12 +30,20 @@ class Arrivals:
         store: that all ranks reach.
         me: a name that all ranks know, this rank, and how many there are.
         warn_after: seconds of waiting.
+        has_ended: whether a process of this machine has.
     """
 
-    def __init__(self, store: Store, me: tuple[str, int, int], warn_after: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        me: tuple[str, int, int],
+        warn_after: float,
+        has_ended: Callable[[int], bool],
+    ) -> None:
         name, self._rank, self._world = me
         self._store, self._place = store, _place_of(name)
         self._since, self._next = time.monotonic(), warn_after
+        self._has_ended = has_ended
         self._space = process_space()
         store.set(self._process_of(self._rank), f"{os.getpid()} {self._space}")
         # Every rank comes to the meetings of a group in one order.
@@ -93,14 +102,25 @@ class Arrivals:
             return []
 
     def _ended(self) -> list[int]:
-        """Ranks of this machine that have come, and ended."""
+        """Ranks of this machine that have come, and ended; as the first rank that asked saw it.
+
+        Those that got an error because of them may have ended, too, by now.
+        """
         others = (rank for rank in range(self._world) if rank != self._rank)
         try:
             told = {r: self._store.get(self._process_of(r)).decode() for r in others}
+            found = [(r, *text.partition(" ")[::2]) for r, text in told.items()]
+            ended = [r for r, pid, space in found if self._is_over(int(pid), space)]
+            if not ended:
+                return []
+            mine = " ".join(map(str, ended))
+            first = self._store.compare_set(f"{self._place}/ended {self._number}", "", mine).decode()
         except RuntimeError:
             return []
-        found = [(r, *text.partition(" ")[::2]) for r, text in told.items()]
-        return [r for r, pid, space in found if space == self._space and has_ended(int(pid))]
+        return [int(rank) for rank in first.split()]
+
+    def _is_over(self, process: int, space: str) -> bool:
+        return space == self._space and self._has_ended(process)
 
     def _last_words(self) -> tuple[int, str]:
         """Of a rank that has left some; empty if nobody has."""
@@ -135,11 +155,11 @@ class LastWords:
 
     def __init__(self, store: Store, name: str, rank: int) -> None:
         self._store, self._place, self._rank = store, _last_words_at(_place_of(name)), rank
-        self._process = os.getpid()
+        self._forked = False
 
     def leave(self, how: str, why: str) -> None:
         """Leaves them where `how` is "raises"."""
-        if how == "raises" and os.getpid() == self._process:
+        if how == "raises" and not self._forked:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._store.set(self._place, f"{self._rank} {why}")
 
@@ -147,7 +167,7 @@ class LastWords:
         """They are there."""
 
     def abandon(self) -> None:
-        """A forked process leaves none."""
+        self._forked = True
 
 
 def _place_of(name: str) -> str:

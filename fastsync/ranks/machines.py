@@ -8,10 +8,9 @@ from pathlib import Path
 
 from fastsync.torch_private import Store, TCPStore, root_store
 
-__all__ = ["has_ended", "network_space", "own_address", "process_space", "served_at"]
+__all__ = ["network_space", "own_address", "process_space", "served_at"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_EXITING = 4  # PF_EXITING of the kernel's sched.h
 
 
 def process_space() -> str:
@@ -21,18 +20,6 @@ def process_space() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {socket.gethostname()}"
     except OSError:
         return socket.gethostname()
-
-
-def has_ended(process: int) -> bool:
-    """Whether a process of this `process_space()` has, or is about to; not, if nobody can tell."""
-    try:
-        # The state of the process, then other numbers; proc(5) counts from 3 here.
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
-    except FileNotFoundError:
-        return Path("/proc/self/stat").exists()
-    except OSError:
-        return True
-    return fields[0] in ("Z", "X") or bool(int(fields[6]) & _EXITING)
 
 
 def network_space() -> str:
