@@ -101,7 +101,7 @@ MODULE_LAYERS = {
     ],
     "tune": [["moves", "policy", "search", "store"], ["tuner"], ["__init__"]],
     "units": [
-        ["choosing", "depth", "errors", "layout", "nested", "stepping"],
+        ["choosing", "depth", "errors", "layout", "nested", "staging", "stepping"],
         ["mesh"],
         ["codes", "links", "member"],
         ["kept"],

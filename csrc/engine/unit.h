@@ -126,7 +126,7 @@ class Unit {
   // The sums over ranks of this rank's shares, as that layout says, times `scale`: of fp32, or fp64.
   at::Tensor finish_reduce();
   // The shares of `sums` that any rank had a gradient for, in the stored dtype: those that `before` has are added to it there,
-  // the others are new tensors.
+  // the others are new tensors. Where `sums` are, which may have been copied to another device.
   std::vector<at::Tensor> deliver(const UnitLayout& layout, const at::Tensor& sums,
                                   const std::vector<at::Tensor>& before) const;
 

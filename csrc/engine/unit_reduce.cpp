@@ -336,7 +336,7 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
     } else if (sums.scalar_type() == dtypes_.stored) {
       results[i] = ops::view_of(sums, in_sums, dtypes_.stored);
     } else {
-      results[i] = ops::make_scratch(mine.sizes, dtypes_.stored, device_);
+      results[i] = ops::make_scratch(mine.sizes, dtypes_.stored, sums.device());
       fresh.add(results[i], place.offset, in_sums);
     }
   }

@@ -22,7 +22,7 @@ from fastsync.units.links import Links
 from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
 from fastsync.units.stepping import LocalSteps
-from fastsync.units.strand import take_gather_seconds
+from fastsync.units.strand import hand_back, land, take_gather_seconds
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -239,6 +239,12 @@ class Context(StepWatcher, Generic[S]):
         self.lookahead.forward.end()
         self._order = self._running
         self._drop_prefetched()
+        self._hand_back()
+
+    def _hand_back(self) -> None:
+        """Scripts may write to the shares from here on."""
+        for unit in self.units():
+            hand_back(unit.strands)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units():
@@ -292,6 +298,8 @@ class Context(StepWatcher, Generic[S]):
         self._finish_all()
         for unit in self.units():
             unit.finish_sums()
+        for unit in self.units():
+            land(unit.strands)
         self.ends_queued = False
         self.root_forward = None
         if self.last_backward:
@@ -299,6 +307,7 @@ class Context(StepWatcher, Generic[S]):
             for unit in self.units():
                 unit.places.clear()
             self._drop_prefetched()
+        self._hand_back()
         self.trim()
         self.connections.log.end_work()
         self.lookahead.backward.end()

@@ -309,7 +309,10 @@ class ExtendedStrand(Strand):
     def _ask(self, member: Member) -> _Asked:
         if not has_extension(member.local):
             return _Asked([self._padded(member)], None, extended=False)
-        pre = cast(_Extension, member.local).fsdp_pre_all_gather
+        local = member.local
+        if local.device != self.place.device:
+            local = local.to(self.place.device)  # the host waits for it: classes know no other way
+        pre = cast(_Extension, local).fsdp_pre_all_gather
         signature = inspect.signature(pre)
         mesh, sizes = _shard_mesh(self.place), torch.Size(member.shape.sizes)
         if len(signature.parameters) == 1:
@@ -329,7 +332,7 @@ class ExtendedStrand(Strand):
         """The values of a share without an extension."""
         local, dim = member.local, member.shape.dim
         sizes = member.shape.local(0, self.place.world)
-        plain = torch.zeros(sizes, dtype=self._asked_for, device=local.device)
+        plain = torch.zeros(sizes, dtype=self._asked_for, device=self.place.device)
         plain.narrow(dim, 0, local.shape[dim]).copy_(local)
         return plain
 

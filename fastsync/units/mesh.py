@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fastsync.torch_private import default_group, is_gloo
 from fastsync.units.errors import RefusedError
+from fastsync.units.staging import HOME, Offload
 
 __all__ = ["Place", "default_mesh", "ranks_of"]
 
@@ -26,7 +28,8 @@ class Place:
         replicas: those that have the same share; None where nobody else has.
         rank: this one's, in `group`.
         world: how many share.
-        device: where parameters are.
+        device: that units compute on.
+        offload: has shares stay on the CPU; None: they are on `device`.
     """
 
     mesh: DeviceMesh
@@ -35,9 +38,10 @@ class Place:
     rank: int
     world: int
     device: torch.device
+    offload: Offload | None = None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Place:
+    def of(cls, mesh: DeviceMesh, policy: OffloadPolicy | None = None) -> Place:
         """
         Raises:
             ValueError: the mesh has neither one nor two dimensions, or two without names.
@@ -51,7 +55,14 @@ class Place:
             )
         group = mesh.get_group(mesh.ndim - 1)
         replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-        return cls(mesh, group, replicas, group.rank(), group.size(), _device_of(mesh))
+        device = _device_of(mesh)
+        offload = Offload.of(policy, device)
+        return cls(mesh, group, replicas, group.rank(), group.size(), device, offload)
+
+    @property
+    def home(self) -> torch.device:
+        """Where shares are."""
+        return self.device if self.offload is None else HOME
 
     @property
     def ranks(self) -> int:

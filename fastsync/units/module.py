@@ -14,6 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 from fastsync.units.errors import RefusedError
 from fastsync.units.recording import Recording
 from fastsync.units.state import State, state_of
+from fastsync.units.strand import hand_back
 from fastsync.units.unit import Unit
 
 __all__ = ["FSDPModule", "register_fsdp_forward_method", "shard_class"]
@@ -32,6 +33,7 @@ class _Handle(UnshardHandle):
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
             state.context.gather([state.unit])
+            hand_back(state.unit.strands)
 
 
 def _state(module: object) -> State:

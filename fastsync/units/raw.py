@@ -58,7 +58,10 @@ class RawStrand(Strand):
         if self._has_memory or self._work is not None:
             return
         self.check_memory()
-        chunk = self.shard.view(torch.uint8)
+        with self.staging.sending():
+            self._send(self.staging.source.view(torch.uint8))
+
+    def _send(self, chunk: torch.Tensor) -> None:
         self._gathered = chunk.new_empty(self.place.world * chunk.numel())
         assert self.links is not None and self.name is not None
         sent = (self.place.world - 1) * chunk.nbytes
@@ -73,6 +76,7 @@ class RawStrand(Strand):
         self._work = self._gathered = self._movement = None
         assert gathered is not None and movement is not None
         wait_for(work, movement)
+        self.staging.arrived()
         chunks = gathered.view(self.dtype).view(self.place.world, -1)
         for index, member in enumerate(self.members):
             self._fill(member, self._layout().offsets[index], chunks)
@@ -93,7 +97,8 @@ class RawStrand(Strand):
     def _memory_of(self, member: Member) -> torch.Tensor:
         """A member's whole, whose memory is there, without autograd's noticing that it changes."""
         if member.whole is None or member.whole.dtype != self.dtype:
-            member.make_whole(self.shard.new_empty(member.shape.sizes))
+            sizes, device = member.shape.sizes, self.place.device
+            member.make_whole(torch.empty(sizes, dtype=self.dtype, device=device))
         whole = member.whole_local()
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
         return whole.data
@@ -105,3 +110,4 @@ class RawStrand(Strand):
             if member.whole is not None:
                 member.whole_local().untyped_storage().resize_(0)
         self._has_memory = False
+        self.staging.wait()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fastsync.engine.watch import expect_watch
@@ -75,7 +75,8 @@ def fully_shard(
         shard_placement_fn: the dimension, as `Shard(dim)`, along which a parameter is cut; None:
             the first. Another dimension than the first must be divisible by the number of ranks.
         mp_policy: dtypes to compute in, to reduce gradients in, and of outputs.
-        offload_policy: CPUOffloadPolicy is accepted where parameters are on the CPU anyway.
+        offload_policy: CPUOffloadPolicy has the shares, their gradients and so optimizers' states
+            stay on the CPU, where modules compute on another device.
         ignored_params: stay as they are; their gradients are not averaged.
         wire: what gradients travel as: a format such as "int8", a codec, or a `fastsync.Wire` of
             one. Each is rounded once; sums are fp32. There is no error feedback.
@@ -91,18 +92,17 @@ def fully_shard(
     """
     wires = UnitWires(Wire.of(wire), parameter_wire)
     modules = _roots(module)
-    place = Place.of(default_mesh() if mesh is None else mesh)
+    place = Place.of(default_mesh() if mesh is None else mesh, offload_policy)
     expect_watch(place.group)
     mixed = mp_policy or MixedPrecisionPolicy()
-    _check_offload(offload_policy, place)
     reshard = _check_reshard(reshard_after_forward, place)
     for each in modules:
         _check_module(each)
     params, buffers = _managed(modules, ignored_params or set())
     cuts = [_cut(name, param, shard_placement_fn, place) for name, param in params.items()]
-    _move(list(params.values()), buffers, place.device)
-    for name, param in params.items():
-        check_device(make_codec(wires.gradients.format), name, param.device)
+    _move([*buffers, *(params.values() if place.offload is None else ())], place.device)
+    for name in params:
+        check_device(make_codec(wires.gradients.format), name, place.device)
     own, tied = _split_tied(modules, params)
     by_param = dict(zip(map(id, params.values()), cuts, strict=True))
     members = _make_members(modules, own, [by_param[id(param)] for param in own], place)
@@ -143,14 +143,6 @@ def _check_module(module: nn.Module) -> None:
         raise RefusedError(
             "Each distinct composable distributed API can only be applied to a module once. "
             f"fully_shard has already been applied to this {type(module).__name__}"
-        )
-
-
-def _check_offload(policy: OffloadPolicy | None, place: Place) -> None:
-    if isinstance(policy, CPUOffloadPolicy) and place.device.type != "cpu":
-        raise NotImplementedError(
-            "fastsync.fully_shard does not offload parameters to the CPU yet; leave out "
-            "offload_policy"
         )
 
 
@@ -290,10 +282,8 @@ def _local(param: torch.Tensor) -> torch.Tensor:
     return local_of(param) if isinstance(param, DTensor) else param.detach()
 
 
-def _move(
-    params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor], device: torch.device
-) -> None:
-    for tensor in (*params, *buffers):
+def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    for tensor in tensors:
         if not (tensor.is_meta or tensor.device == device or isinstance(tensor, DTensor)):
             tensor.data = tensor.to(device)
 
@@ -343,6 +333,8 @@ def _share(local: torch.Tensor, shape: Shape, place: Place) -> torch.Tensor:
 
 def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Place) -> Member:
     share = _share(_local(param), shape, place)
+    if place.offload is not None and not share.is_meta:
+        share = share.to(place.home)
     inner = spec_of(param) if isinstance(param, DTensor) else None
     placements = place.placements(shape.dim)
     if inner is None:

@@ -21,8 +21,17 @@ from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.units.links import Links
 from fastsync.units.member import Member
 from fastsync.units.mesh import Place
+from fastsync.units.staging import Arriving, staging_of
 
-__all__ = ["TRAINABLE", "MixedDTypes", "Strand", "bytes_of_gradients", "take_gather_seconds"]
+__all__ = [
+    "TRAINABLE",
+    "MixedDTypes",
+    "Strand",
+    "bytes_of_gradients",
+    "hand_back",
+    "land",
+    "take_gather_seconds",
+]
 
 # Dtypes that strands cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -61,7 +70,8 @@ class Strand:
         self.name: core.UnitName | None = None
         self._core: core.Unit | None = None
         self._gathered_bytes = 0  # once they are known
-        self.shard = self._new_shard()
+        self.arriving: list[tuple[ChunkLayout, core.UnitLayout, Arriving]] = []
+        self._set_shard(self._new_shard())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,14 +132,21 @@ class Strand:
     def _new_shard(self) -> torch.Tensor:
         """Moves all shares into one new tensor."""
         layout = self._layout()
-        like = self.members[0].local
-        shard = torch.zeros(layout.chunk, dtype=like.dtype, device=like.device)
+        like, offload = self.members[0].local, self.place.offload
+        if offload is None or like.device != self.place.home:
+            shard = torch.zeros(layout.chunk, dtype=like.dtype, device=like.device)
+        else:
+            shard = offload.empty(layout.chunk, like.dtype).zero_()
         for index, member in enumerate(self.members):
             room = self._room(shard, layout, index)
             if not room.is_meta:
                 room.copy_(member.local)
             set_local(member.sharded, room)
         return shard
+
+    def _set_shard(self, shard: torch.Tensor) -> None:
+        self.shard = shard
+        self.staging = staging_of(shard, self.place.device, self.place.offload)
 
     def _is_settled(self) -> bool:
         if self.shard.is_meta and all(member.local.is_meta for member in self.members):
@@ -158,12 +175,12 @@ class Strand:
         if len(on_meta) > 1 or self._is_settled():
             return  # the others are still to be loaded
         self._check_dtypes()
-        same_kind = self.shard.dtype == self.dtype and self._core is not None
+        before = (self.shard.dtype, self.shard.device)
         for member in self.members:
             member.set_spec(member.sharded.dtype)
-        self.shard = self._new_shard()
-        if same_kind:
-            self._way().set_shard(self.shard, self._core_layout())
+        self._set_shard(self._new_shard())
+        if self._core is not None and (self.shard.dtype, self.shard.device) == before:
+            self._core.set_shard(self.staging.source, self._core_layout())
         else:
             self._core = None
             self._gathered_bytes = 0
@@ -203,7 +220,13 @@ class Strand:
                 "module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
-        elsewhere = [m.name for m in self.members if m.local.device != self.place.device]
+        elsewhere = [m.name for m in self.members if m.local.device != self.place.home]
+        if elsewhere and self.place.offload is not None:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading, but "
+                f"these are on another device: {elsewhere}\nFor example, load a CPU state dict or "
+                'call module.to_empty(device="cpu"); module.cpu() brings back what was moved.'
+            )
         if elsewhere:
             raise RuntimeError(
                 f"the mesh is on {self.place.device}, but these parameters are not: {elsewhere}; "
@@ -222,7 +245,8 @@ class Strand:
                 lowered = layout.chunk if self.compute != self.dtype else 0
                 elements += lowered + self.place.world * layout.packed
             coded = 0 if codes is None else codes.nbytes(layout, self.place.world)
-            self._gathered_bytes = elements * self.compute.itemsize + coded
+            staged = layout.chunk * self.dtype.itemsize if self.staging.copies else 0
+            self._gathered_bytes = elements * self.compute.itemsize + coded + staged
         return self._gathered_bytes
 
     def bytes_to_reduce(self) -> int:
@@ -267,14 +291,16 @@ class Strand:
         """Its way in C++, which exists once the parameters have memory."""
         if self._core is None:
             self._core = self._make_core()
-            self._core.set_shard(self.shard, self._core_layout())
+            self._core.set_shard(self.staging.source, self._core_layout())
             for index, member in enumerate(self.members):
                 member.make_whole(self._core.whole(index))
         return self._core
 
     def start_gather(self) -> None:
         if self._kept is None:
-            self._way().start_gather()
+            way = self._way()
+            with self.staging.sending():
+                way.start_gather()
         else:
             assert self.links is not None and self.name is not None
             self._kept.start_gather(self.links.shares.ranks, self.name)
@@ -282,6 +308,7 @@ class Strand:
     def finish_gather(self) -> None:
         if self._kept is None:
             self._way().finish_gather()
+            self.staging.arrived()
         else:
             self.start_gather()
             self._finish_small_gather(self._kept)
@@ -307,6 +334,8 @@ class Strand:
         if keepers is not None:
             self._kept = KeptPart(self._core.lend(), keepers)
         self._core.release()
+        self.staging.arrived()
+        self.staging.wait()
 
     def drop_part(self) -> None:
         """The next gather is of the shares."""
@@ -359,9 +388,22 @@ class Strand:
         return self._way().finish_reduce()
 
     def deliver(self, sums: torch.Tensor) -> None:
-        """Sets the gradients of this rank's shares, or adds to them."""
+        """Has sums become gradients of this rank's shares, at once or by `land()`."""
         assert self._reducing is not None
-        laid, layout = self._reducing
+        self.arriving.append((*self._reducing, self.staging.bring(sums)))
+        members = [self.members[i] for i in self._reducing[0].members]
+        # The host waits for what it adds to a gradient, or shows to hooks, while backward goes on.
+        wanted = any(m.has_hooks() or m.gradient() is not None for m in members)
+        if wanted or not self.staging.copies:
+            self._land()
+
+    def _land(self) -> None:
+        """Sets the gradients of this rank's shares, or adds to them, once everything is there."""
+        arriving, self.arriving = self.arriving, []
+        for laid, layout, sums in arriving:
+            self._add(laid, layout, sums.wait())
+
+    def _add(self, laid: ChunkLayout, layout: core.UnitLayout, sums: torch.Tensor) -> None:
         members = [self.members[i] for i in laid.members]
         before = [member.gradient() for member in members]
         for member, local in zip(members, self._way().deliver(layout, sums, before), strict=True):
@@ -376,6 +418,18 @@ def bytes_of_gradients(strand: Strand) -> int:
     """As a backward leaves them on each rank."""
     sizes = (math.prod(strand.members[index].shape.sizes) for index in strand.trained())
     return sum(sizes) * strand.compute.itemsize
+
+
+def hand_back(strands: Sequence[Strand]) -> None:
+    """Returns once this rank's shares may be written to: no copy reads them any more."""
+    for strand in strands:
+        strand.staging.wait()
+
+
+def land(strands: Sequence[Strand]) -> None:
+    """Has the gradients that are on their way to the CPU."""
+    for strand in strands:
+        strand._land()
 
 
 def take_gather_seconds(strands: Sequence[Strand]) -> float:

@@ -129,6 +129,7 @@ class Unit:
             "what travels of unit {}": "; ".join(strand.travels_as() for strand in self.strands),
             "the cut of unit {}": ", ".join(cuts) or "along dimension 0",
             "reshard_after_forward of unit {}": str(kept),
+            "offload_policy of unit {}": "none" if self.place.offload is None else "to the CPU",
         }
 
     # --- parameters
@@ -304,6 +305,7 @@ class Unit:
         self.owes = False
         for strand in self.strands:
             strand.partial = None
+            strand.arriving.clear()
         for member in self.members:
             member.take_whole_gradient()
         self.reshard()
