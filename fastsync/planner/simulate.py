@@ -13,7 +13,8 @@ ranks cost no more than two. Means are over equally likely quantiles of that dis
     stage 3      forward | all-gathers, backward | all-gathers and reduce-scatters, update / N
 
 "|" runs beside. Stage 2 reduces after each backward that accumulates; the others after the last.
-In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute.
+In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute. The
+root's parameters stay from forward to backward, and are gathered once.
 With groups that share (HSDP), collectives are those of a group, and an all-reduce of each rank's
 shard across groups follows each reduce-scatter.
 """
@@ -32,6 +33,7 @@ from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
+from fastsync.planner.unit_marks import ROOT
 
 __all__ = ["Job", "StepTime", "job_of", "job_of_messages", "simulate"]
 
@@ -41,11 +43,15 @@ _CODE_PASSES = 4.0  # over a coded bucket's gradients in memory: encode, sum, en
 
 @dataclass(frozen=True)
 class _Unit:
-    """What stage 3 gathers at once: seconds of its forward, backward, and of its collectives."""
+    """What stage 3 gathers at once: seconds of its forward, backward, and of its collectives.
+
+    Attributes:
+        gathers: before its forward and before its backward; 0: it stays in between.
+    """
 
     forward: float
     backward: float
-    gather: float
+    gathers: tuple[float, float]
     reduce: float
 
 
@@ -208,7 +214,7 @@ def _in_units(
         ends[param.unit] = max(ends.get(param.unit, 0.0), compute.ready[index])
     backward_order = sorted(sizes, key=ends.__getitem__)
     group = cluster.of(strategy.shards)
-    units, before, sent = [], 0.0, 0.0
+    units, before, sent, launched = [], 0.0, 0.0, 0
     rounds = strategy.accumulate
     for unit in backward_order:
         size, seconds = sizes[unit], ends[unit] - before
@@ -219,10 +225,12 @@ def _in_units(
             reduce += collective_seconds("all_reduce", shard, cluster.across())
             sent += sent_bytes("all_reduce", shard, cluster.nodes)
         gather = collective_seconds("all_gather", size, group)
+        gathers = (gather, 0.0 if unit == ROOT else gather)
         forward = compute.forward * seconds / max(compute.backward, 1e-12)
-        units.append(_Unit(forward, seconds, gather, reduce))
-        sent += 3 * rounds * sent_bytes("all_gather", size, strategy.shards)
-    launched = 3 * rounds * len(units)
+        units.append(_Unit(forward, seconds, gathers, reduce))
+        collectives = 2 if unit == ROOT else 3
+        sent += collectives * rounds * sent_bytes("all_gather", size, strategy.shards)
+        launched += collectives * rounds
     host = device.sending * sent + device.launching * launched
     return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent, launched, host)
 
@@ -251,7 +259,7 @@ def simulate(job: Job, jitter: float = 0.0) -> StepTime:
     rounds = job.strategy.accumulate if job.strategy.stage == 2 else 1
     communicating = rounds * sum(job.costs) + job.after
     if job.units:
-        communicating = job.strategy.accumulate * sum(2 * u.gather + u.reduce for u in job.units)
+        communicating = job.strategy.accumulate * sum(sum(u.gathers) + u.reduce for u in job.units)
     hidden = max(0.0, communicating - max(0.0, mean - computing))
     lost = job.host * hidden / communicating if communicating else 0.0
     mean += lost
@@ -292,7 +300,9 @@ def _walk(units: Sequence[_Unit], slow: float, backward: bool) -> float:
     """A forward or backward of units in this order: one lane computes, one communicates."""
     computed = link = begun = reduce = 0.0
     for unit in units:
-        link = gathered = max(link, begun) + unit.gather  # asked for when the one before began
+        gathered = 0.0
+        if unit.gathers[backward]:
+            link = gathered = max(link, begun) + unit.gathers[backward]
         if reduce:
             link = max(link, computed) + reduce  # what the one before left
         begun = max(computed, gathered)
