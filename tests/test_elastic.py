@@ -43,6 +43,11 @@ CASES = {
     "two-at-once-gloo": (4, [(1, 2, "forward"), (3, 2, "between")], {"memory": False}),
     "raises": (3, [(1, 2, "forward")], {"fails": True}),
     "raises-gloo": (3, [(2, 2, "forward")], {"fails": True, "memory": False}),
+    "raises-lingers-gloo": (
+        3,
+        [(1, 2, "between")],
+        {"fails": True, "lingers": True, "memory": False, "destroys": True},
+    ),
     "accumulates": (3, [(1, 2, "between")], {"local": True}),
     "accumulates-gloo": (3, [(0, 2, "after")], {"local": True, "memory": False}),
     "copies": (3, [(1, 2, "after")], {"options": {"gradient_as_bucket_view": False}}),
