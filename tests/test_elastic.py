@@ -16,7 +16,7 @@ from torch import nn
 import fastsync
 from fastsync.testing import run_ranks
 from tests.elastic_script import STEPS
-from tests.scripts import asked_for, run_jobs
+from tests.scripts import cases_asked_for, run_jobs
 
 SCRIPT = "tests.elastic_script"
 # Ranks, deaths (rank, step, place), how they differ from the default.
@@ -131,8 +131,7 @@ def outcomes_of(folder, cases, script=SCRIPT, plain=None):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    wanted = {name: CASES[name] for name in asked_for(request, "case")}
-    return outcomes_of(tmp_path_factory.mktemp("elastic"), wanted)
+    return outcomes_of(tmp_path_factory.mktemp("elastic"), cases_asked_for(request, CASES))
 
 
 def check(outcome):
