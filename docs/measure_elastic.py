@@ -1,25 +1,31 @@
 """What elastic=True costs, how soon a step is finished after a death, and how soon a rank is back.
 
     python -m docs.measure_elastic --rounds 60 --deaths 5
+    python -m docs.measure_elastic --only returns --links loopback,10gbit,1gbit --json returns.json
 
 The price: steps of the same model with and without it, in turns. A death: a rank gets SIGKILL in
 the middle of a backward, and the survivors' backward returns. A return: from catch_up() of a rank
 that has been started again to the end of its first step, how long the others wait for it, and how
-fast it gets what they have, next to one plain message of as many bytes between the same ranks.
+fast it gets what they have, next to one plain message of as many bytes between the same ranks, and
+to the rate of the link. Links that are shaped need what `bench links` needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +35,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
+from bench.measure.netns import Link, LinkName, Seat, missing_rights, network, parse_links
+from examples.common.machine import command_line, write_json
 from fastsync.engine import handover
 from fastsync.front import returning
 from fastsync.testing import run_ranks
@@ -36,6 +44,8 @@ from fastsync.torch_private import TCPStore
 
 # Name, width, layers, rows of a batch.
 MODELS = {"wide": (1024, 8, 64), "deep": (128, 40, 64)}
+LIMIT = 300.0  # seconds that ranks of a return wait for each other
+_CLONE_NEWNET = 0x40000000  # for setns(2), which os has from Python 3.12 on
 
 
 def make(name: str) -> nn.Sequential:
@@ -115,8 +125,18 @@ def seconds_of_death(world: int, memory: bool) -> float:
     return max(found)
 
 
-def serve(port: Connection) -> None:
+def enter(seat: Seat | None) -> None:
+    """Has this process, which has one thread so far, live where a seat is."""
+    if seat is not None:
+        with open(f"/proc/{seat.holder}/ns/net", "rb") as namespace:
+            failed = ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET)
+        if failed:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def serve(port: Connection, seat: Seat | None) -> None:
     """A store that outlives every rank."""
+    enter(seat)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port.send(store.port)
     signal.pause()
@@ -145,25 +165,65 @@ def message_seconds(group: dist.ProcessGroup, giver: int, taker: int, size: int)
     return min(seconds)
 
 
-def come_back(folder: str, port: int, rank: int, attempt: int, world: int) -> None:
+@dataclass(frozen=True)
+class Return:
+    """A training to which its last rank comes back.
+
+    Attributes:
+        folder: that ranks leave their times in.
+        seats: of the ranks; None on the loopback device.
+    """
+
+    folder: str
+    world: int
+    link: LinkName
+    port: int
+    seats: Sequence[Seat | None]
+
+    def begin(self, rank: int, attempt: int) -> None:
+        """Has this process be that rank, for the first time or again."""
+        seat = self.seats[rank]
+        enter(seat)
+        place: dict[str, object] = {"MASTER_ADDR": "127.0.0.1"}
+        if seat is not None:
+            place = {**seat.placement(0, 1).environment, "FASTSYNC_SHM": 0}
+        place |= (
+            {"RANK": 0, "WORLD_SIZE": 1} if attempt else {"RANK": rank, "WORLD_SIZE": self.world}
+        )
+        place |= {"MASTER_PORT": self.port, "FASTSYNC_ELASTIC_RANK": f"{rank}/{self.world}"}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+
+    def is_over(self, now: fastsync.Membership | None, done: int) -> bool:
+        assert now is not None
+        return now.size == self.world and now.since > 1 and done >= now.since + 3
+
+    def write(self, name: str, **seconds: float) -> None:
+        Path(self.folder, name).write_text(json.dumps(seconds))
+
+    def read(self, name: str) -> dict[str, float]:
+        found: dict[str, float] = json.loads(Path(self.folder, name).read_text())
+        return found
+
+
+def come_back(training: Return, rank: int, attempt: int) -> None:
     """Trains until the last rank, which dies in its sixth step, has been back for three."""
-    place = {"RANK": 0, "WORLD_SIZE": 1} if attempt else {"RANK": rank, "WORLD_SIZE": world}
-    place |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{world}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)])
+    training.begin(rank, attempt)
+    last = training.world - 1
+    net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(int(8 * training.link.scale))])
     model = fastsync.FastDDP(net, elastic=True)
     optimizer = torch.optim.AdamW(model.parameters())
+    if not attempt:
+        Link.here(training.world).shape(training.link.rate)  # wrapping has broadcast the weights
     transfer: list[float] = []
     vars(returning)["receive"] = timed(handover.receive, transfer)
     steps: list[float] = []
     began = time.perf_counter()
     done = model.catch_up(optimizer)
-    while not is_over(model.elastic, world, done):
-        if rank == world - 1 and done == 5:
+    while not training.is_over(model.elastic, done):
+        if rank == last and done == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -174,63 +234,70 @@ def come_back(folder: str, port: int, rank: int, attempt: int, world: int) -> No
         if attempt and len(steps) == 1:
             back = time.perf_counter() - began
     assert model.elastic is not None
-    group = model.elastic.group
+    state = 3 * sum(param.nbytes for param in net.parameters())  # AdamW keeps two numbers for each
     if rank == 0:
-        message_seconds(group, 0, world - 1, 3 * bytes_of(net))
-        Path(folder, "steps").write_text(json.dumps([max(steps[6:]), median(steps)]))
+        message_seconds(model.elastic.group, 0, last, state)
+        training.write("others", waits=max(steps[6:]) - median(steps))
     if attempt:
-        message = message_seconds(group, 0, world - 1, 3 * bytes_of(net))
-        Path(folder, "back").write_text(json.dumps([back, sum(transfer), message, bytes_of(net)]))
+        message = message_seconds(model.elastic.group, 0, last, state)
+        times = {"back": back, "transfer": sum(transfer), "message": message}
+        training.write("back", state=state, **times)
 
 
-def is_over(now: fastsync.Membership | None, world: int, done: int) -> bool:
-    assert now is not None
-    return now.size == world and now.since > 1 and done >= now.since + 3
-
-
-def bytes_of(net: nn.Module) -> int:
-    return sum(param.nbytes for param in net.parameters())
-
-
-def report_return(world: int) -> None:
+def measure_return(world: int, link: LinkName) -> dict[str, Any]:
+    """Seconds of a return, the bytes of its state, and their rate beside others."""
     forking = multiprocessing.get_context("fork")
-    here, there = forking.Pipe()
-    server = forking.Process(target=serve, args=(there,))
-    server.start()
-    port = here.recv()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            forking.Process(target=come_back, args=(folder, port, rank, 0, world))
-            for rank in range(world)
-        ]
-        for process in ranks:
+    with ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory())
+        seats = opened.enter_context(network(world)) if link.on_links else [None] * world
+        here, there = forking.Pipe()
+        server = forking.Process(target=serve, args=(there, seats[0]))
+        server.start()
+        training = Return(folder, world, link, here.recv(), seats)
+
+        def start(rank: int, attempt: int) -> BaseProcess:
+            process = forking.Process(target=come_back, args=(training, rank, attempt))
             process.start()
-        ranks[-1].join(120)
-        ranks[-1] = forking.Process(target=come_back, args=(folder, port, world - 1, 1, world))
-        ranks[-1].start()
+            return process
+
+        ranks = [start(rank, 0) for rank in range(world)]
+        ranks[-1].join(LIMIT)
+        ranks[-1] = start(world - 1, 1)
         for process in ranks:
-            process.join(120)
+            process.join(LIMIT)
         server.kill()
-        back, transfer, message, size = json.loads(Path(folder, "back").read_text())
-        longest, usual = json.loads(Path(folder, "steps").read_text())
-    state = 3 * size  # AdamW keeps two numbers for each
-    print(
-        f"{world} ranks: {back:.2f} s from catch_up() to the end of the first step; the others "
-        f"wait {longest - usual:.2f} s of them. {state / 2**20:.0f} MiB in {transfer:.2f} s: "
-        f"{1e-9 * state / transfer:.2f} GB/s, {message / transfer:.0%} of the rate of one message"
+        found = training.read("back") | training.read("others")
+    rate = link.bits_per_second
+    shares = {"of_message": found["message"] / found["transfer"]}
+    shares |= {"of_link": 8 * found["state"] / found["transfer"] / rate} if rate else {}
+    return {"link": link.name, "ranks": world, **found, **shares}
+
+
+def in_words(it: dict[str, Any]) -> str:
+    nominal = f"{it['of_link']:.0%} of the link's rate, " if "of_link" in it else ""
+    return (
+        f"{it['link']}, {it['ranks']} ranks: {it['back']:.2f} s from catch_up() to the end of the "
+        f"first step; the others wait {it['waits']:.2f} s of them. {it['state'] / 2**20:.0f} MiB "
+        f"in {it['transfer']:.2f} s: {1e-9 * it['state'] / it['transfer']:.2f} GB/s, {nominal}"
+        f"{it['of_message']:.0%} of the rate of one message"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, help="steps of each kind")
-    parser.add_argument("--deaths", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=4, help="of the trainings with a death")
-    parser.add_argument("--returns", type=int, default=3)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    for _ in range(asked.returns):
-        report_return(asked.ranks)
+def report_returns(asked: argparse.Namespace) -> None:
+    missing = missing_rights() if any(link.on_links for link in asked.links) else None
+    if missing:
+        raise SystemExit(f"cannot run here: {missing}")
+    returns = []
+    for link in asked.links:
+        for _ in range(asked.returns):
+            returns.append(measure_return(asked.ranks, link))
+            print(in_words(returns[-1]), flush=True)
+    if asked.json:
+        write_json({"command": command_line(), "returns": returns}, asked.json)
+
+
+def report_deaths(asked: argparse.Namespace) -> None:
+    """And what it costs to survive them."""
     for memory in (True, False):
         way = "shared memory" if memory else "Gloo"
         deaths = [seconds_of_death(asked.ranks, memory) for _ in range(asked.deaths)]
@@ -244,6 +311,23 @@ def main() -> None:
                 f"2 ranks, {way}, {name}: {1e3 * without:.2f} ms per step, with elastic=True "
                 f"{1e3 * with_it:.2f} ms ({with_it / without - 1:+.1%})"
             )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60, help="steps of each kind")
+    parser.add_argument("--deaths", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4, help="of the trainings with a death")
+    parser.add_argument("--returns", type=int, default=3, help="over each link")
+    parser.add_argument("--links", type=parse_links, default="loopback", help="see bench links")
+    parser.add_argument("--json", type=Path, help="write what was found of returns to this file")
+    parser.add_argument("--only", choices=("returns", "deaths"), help="default: both")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.only != "deaths":
+        report_returns(asked)
+    if asked.only != "returns":
+        report_deaths(asked)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from fastsync.build import extension
 from fastsync.torch_private import group_timeout
 
 LIMIT = 60.0  # seconds for a job
-TIMEOUT = 60.0  # seconds, of the process group
+TIMEOUT = 120.0  # seconds, of the process group: who waits so long has not ended by LIMIT
 STEPS = 6
 WIDTH = 48
 LAYERS = 6
@@ -46,6 +46,7 @@ class Job:
         elastic: what FastDDP is given.
         local: forwards under no_sync() in each step, and gradients that are zeroed, not dropped.
         fails: the rank's script ends by an exception instead of a signal.
+        lingers: its process lasts until the others have ended, and with it its connections.
     """
 
     world: int = 3
@@ -57,6 +58,7 @@ class Job:
     memory: bool = True
     local: bool = False
     fails: bool = False
+    lingers: bool = False
     destroys: bool = False
     port: int = 0  # of a store that rank 0 serves; 0: a file
     width: int = WIDTH
@@ -68,7 +70,7 @@ class Fate:
 
     def __init__(self, job, rank, file):
         self.due = {(step, place) for who, step, place in job.deaths if who == rank}
-        self.fails, self.file = job.fails, file
+        self.fails, self.lingers, self.file = job.fails, job.lingers, file
         self.step = -1
 
     def begin(self, step):
@@ -83,6 +85,8 @@ class Fate:
 
     def die(self):
         self.file.write_text(json.dumps({"killed": time.time()}))
+        if self.lingers:
+            threading.Thread(target=time.sleep, args=(LIMIT,)).start()
         if self.fails:
             raise ValueError("bad batch")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -211,10 +215,10 @@ def start(folder, name, rank, job, train):
     run(folder, name, rank, job, train)
 
 
-def wait_for(children):
-    """How each ended, by rank: None where it had to be killed."""
+def wait_for(children, lingering):
+    """How each ended, by rank: None where it had to be killed, as those that linger."""
     ended, deadline = {}, time.monotonic() + LIMIT
-    while len(ended) < len(children) and time.monotonic() < deadline:
+    while len(ended) < len(children) - lingering and time.monotonic() < deadline:
         for rank, pid in enumerate(children):
             if rank in ended:
                 continue
@@ -244,7 +248,7 @@ def main(job_class=Job, train=train):
                 start(folder, name, rank, job, train)
                 return
             children.append(child)
-        codes[name] = wait_for(children)
+        codes[name] = wait_for(children, len(job.deaths) if job.lingers else 0)
     print(json.dumps(codes))
 
 

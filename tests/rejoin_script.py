@@ -28,6 +28,7 @@ from fastsync.build import extension
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.newcomers import ENDED
 from fastsync.torch_private import group_store, make_group
+from tests import elastic_script
 from tests.elastic_script import Fate, Net, as_taken, batch
 
 LIMIT = 90.0  # seconds for all jobs
@@ -120,8 +121,7 @@ class Training:
 
     def __init__(self, job, rank, attempt, file):
         self.job, self.rank, self.odd = job, rank, job.odd.get(str(attempt), "")
-        fate_job = type("Deaths", (), {"deaths": [] if attempt else job.deaths, "fails": False})
-        self.fate = Fate(fate_job, rank, file)
+        self.fate = Fate(elastic_script.Job(deaths=[] if attempt else job.deaths), rank, file)
         self.net = model_of(job, self.fate, self.odd)
         self.optimizer = optimizer_of(self.net, job)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)

@@ -77,6 +77,11 @@ def asked_for(request, parameter):
     return list(dict.fromkeys(params[parameter] for params in given if parameter in params))
 
 
+def cases_asked_for(request, cases, parameter="case"):
+    """Those of the cases, by name, that a test of this run asks for."""
+    return {name: cases[name] for name in asked_for(request, parameter) if name in cases}
+
+
 def run_module(module, *arguments, code=0):
     """Runs `python -m module arguments` to its end and returns what it printed."""
     return finish(start(module, *arguments), code)

@@ -16,7 +16,7 @@ from torch import nn
 import fastsync
 from fastsync.testing import run_ranks
 from tests.elastic_script import STEPS
-from tests.scripts import asked_for, run_jobs
+from tests.scripts import cases_asked_for, run_jobs
 
 SCRIPT = "tests.elastic_script"
 # Ranks, deaths (rank, step, place), how they differ from the default.
@@ -43,6 +43,11 @@ CASES = {
     "two-at-once-gloo": (4, [(1, 2, "forward"), (3, 2, "between")], {"memory": False}),
     "raises": (3, [(1, 2, "forward")], {"fails": True}),
     "raises-gloo": (3, [(2, 2, "forward")], {"fails": True, "memory": False}),
+    "raises-lingers-gloo": (
+        3,
+        [(1, 2, "between")],
+        {"fails": True, "lingers": True, "memory": False, "destroys": True},
+    ),
     "accumulates": (3, [(1, 2, "between")], {"local": True}),
     "accumulates-gloo": (3, [(0, 2, "after")], {"local": True, "memory": False}),
     "copies": (3, [(1, 2, "after")], {"options": {"gradient_as_bucket_view": False}}),
@@ -126,8 +131,7 @@ def outcomes_of(folder, cases, script=SCRIPT, plain=None):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    wanted = {name: CASES[name] for name in asked_for(request, "case")}
-    return outcomes_of(tmp_path_factory.mktemp("elastic"), wanted)
+    return outcomes_of(tmp_path_factory.mktemp("elastic"), cases_asked_for(request, CASES))
 
 
 def check(outcome):

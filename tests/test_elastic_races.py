@@ -3,7 +3,7 @@
 import pytest
 
 from tests.elastic_script import STEPS
-from tests.scripts import asked_for
+from tests.scripts import cases_asked_for
 from tests.test_elastic import check, outcomes_of, run
 
 SCRIPT = "tests.elastic_races"
@@ -38,8 +38,7 @@ TWINS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    names = asked_for(request, "case")
-    wanted = {name: case for name, case in {**REBUILDS, **TAKES}.items() if name in names}
+    wanted = cases_asked_for(request, {**REBUILDS, **TAKES})
     return outcomes_of(tmp_path_factory.mktemp("races"), wanted, SCRIPT)
 
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.elastic_script import TIMEOUT
-from tests.scripts import asked_for
+from tests.scripts import cases_asked_for
 from tests.test_elastic import check, outcomes_of
 from tests.test_elastic_rejoin import outcomes_of as returns_of
 
@@ -82,8 +82,7 @@ TAKES = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """Of each case that a test of this run asks for."""
-    names = asked_for(request, "case")
-    wanted = {name: it for name, it in {**CASES, **REBUILDS, **TAKES}.items() if name in names}
+    wanted = cases_asked_for(request, {**CASES, **REBUILDS, **TAKES})
     return outcomes_of(tmp_path_factory.mktemp("wires"), wanted, SCRIPT)
 
 
@@ -136,15 +135,10 @@ RETURNS = {
 
 @pytest.fixture(scope="module")
 def returns(tmp_path_factory, request):
-    names = asked_for(request, "back")
-    wanted = {name: RETURNS[name] for name in names}
+    wanted = cases_asked_for(request, RETURNS, "back")
     return returns_of(tmp_path_factory.mktemp("returns"), wanted)
 
 
 @pytest.mark.parametrize("back", RETURNS)
 def test_a_rank_that_comes_back_keeps_nothing_back_and_the_others_what_they_have(returns, back):
-    outcome = returns[back]
-    outcome.check()
-    assert not outcome.errors
-    for rank, _, _ in RETURNS[back][1]:
-        assert f"rank {rank} is back" in outcome.said
+    returns[back].check_returns()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.elastic_script import ANY, STEPS
 from tests.elastic_zero_script import PLACES
-from tests.scripts import asked_for
+from tests.scripts import cases_asked_for
 from tests.test_elastic import check, drawn, errors, outcomes_of
 
 SCRIPT = "tests.elastic_zero_script"
@@ -74,10 +74,7 @@ def trained(folder, cases):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
-    return trained(
-        tmp_path_factory.mktemp("elastic-zero"),
-        {name: CASES[name] for name in asked_for(request, "case")},
-    )
+    return trained(tmp_path_factory.mktemp("elastic-zero"), cases_asked_for(request, CASES))
 
 
 def check_states(outcome):

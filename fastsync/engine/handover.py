@@ -6,7 +6,9 @@ ones together. A thread does it, so that both ranks see meanwhile whether others
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ _LARGE = 1 << 20  # bytes from which on a tensor travels alone
 _MESSAGE = 256 << 20  # bytes of a message at most
 _PLACE = "the handing over of the state to ranks that come back"
 _TAG = 7001
+_MADV_POPULATE_WRITE = 23  # of Linux from 5.14 on
 
 
 @dataclass(frozen=True)
@@ -117,19 +120,36 @@ def _receive_all(group: dist.ProcessGroup, giver: int) -> Any:
     large, small = _sorted_by_size([_bytes_of(t) for t in tensors])
     sizes = [flat.numel() for flat in small]
     together = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    fill(*large, *([together] if small else []))
+    fill(*large, *([together] if small else []), meanwhile=partial(_populate, large))
     for flat, part in zip(small, together.split(sizes), strict=True):
         flat.copy_(part)
     return _Unpickler(content, tensors).load()
 
 
 def _travel(
-    begin: Callable[[list[torch.Tensor], int, int], dist.Work], peer: int, *flats: torch.Tensor
+    begin: Callable[[list[torch.Tensor], int, int], dist.Work],
+    peer: int,
+    *flats: torch.Tensor,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """`begin`: starts a message from or to a rank. All are under way at once."""
     parts = [part for flat in flats for part in flat.split(_MESSAGE)]
-    for work in [begin([part], peer, _TAG + i) for i, part in enumerate(parts)]:
+    works = [begin([part], peer, _TAG + i) for i, part in enumerate(parts)]
+    meanwhile()
+    for work in works:
         work.wait()
+
+
+def _populate(flats: Sequence[torch.Tensor]) -> None:
+    """Has the kernel find pages for new memory, and leaves what is in it as it is.
+
+    Else the thread that receives does it page by page, which can take longer than the link does.
+    """
+    advise = ctypes.CDLL(None).madvise  # a kernel that cannot do it refuses
+    for flat in flats:
+        start = flat.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = flat.data_ptr() + flat.numel() - start
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
