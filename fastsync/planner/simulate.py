@@ -13,8 +13,8 @@ ranks cost no more than two. Means are over equally likely quantiles of that dis
     stage 3      forward | all-gathers, backward | all-gathers and reduce-scatters, update / N
 
 "|" runs beside. Stage 2 reduces after each backward that accumulates; the others after the last.
-In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute. The
-root's parameters stay from forward to backward, and are gathered once.
+In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute.
+The root's parameters stay from forward to backward, and are gathered once.
 With groups that share (HSDP), collectives are those of a group, and an all-reduce of each rank's
 shard across groups follows each reduce-scatter.
 """

@@ -113,8 +113,8 @@ class Arrivals:
             ended = [r for r, pid, space in found if self._is_over(int(pid), space)]
             if not ended:
                 return []
-            mine = " ".join(map(str, ended))
-            first = self._store.compare_set(f"{self._place}/ended {self._number}", "", mine).decode()
+            place, mine = f"{self._place}/ended {self._number}", " ".join(map(str, ended))
+            first = self._store.compare_set(place, "", mine).decode()
         except RuntimeError:
             return []
         return [int(rank) for rank in first.split()]
