@@ -18,6 +18,7 @@ from fastsync.planner.simulate import job_of, job_of_messages, simulate
 from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.synthetic import transformer_of
 from fastsync.planner.tracing import trace_model
+from fastsync.planner.unit_marks import ROOT
 from fastsync.timeline.data import BucketInfo, RankRecord, Run
 
 NVLINK, NET = Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92)
@@ -165,6 +166,35 @@ def test_bytes_sent_are_zeros_formulas():
     whole = 2 * 7e9
     sent = {kind: traced_step(kind, 16).sent / (whole * 15 / 16) for kind in "0123"}
     assert sent == pytest.approx({"0": 2, "1": 2, "2": 2, "3": 3}, rel=0.01)
+
+
+class Read(nn.Module):
+    """Blocks after an embedding, which belongs to the root and has most parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(16384, 512)
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_stage_3_gathers_the_root_once():
+    record = trace_model(Read, (4, 8), loss=lambda output, _: output)
+    roots = sum(param.nbytes for param in record.params if param.unit == ROOT)
+    assert 0.5 * record.nbytes < roots < record.nbytes
+    for rounds in (1, 3):
+        strategy = replace(named("3", 2, 1), accumulate=rounds)
+        device, at = device_named("cpu"), cluster(2, 1)
+        compute = from_record(record, device, 0.0)
+        plan, _ = engine_plan(record, strategy)
+        job = job_of(record, strategy, plan, compute, at, device)
+        assert job.sent == rounds * (3 * record.nbytes - roots) / 2
+        assert job.launched == rounds * (3 * 5 - 1)
 
 
 def test_a_rank_alone_waits_for_nothing():
