@@ -25,7 +25,7 @@ FAULTS = {
     "SIGSTOP": ("stop",),
     "sleep": ("sleep",),
     "exception": ("raise",),
-    "early exit": ("exit", "leave"),
+    "early exit": ("exit", "leave", "fade"),
     "skipped batch": ("skip",),
     "one step fewer": ("fewer",),
     "thaw alone": ("thaw",),
