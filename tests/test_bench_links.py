@@ -96,7 +96,8 @@ def test_stages_of_zero_over_a_shaped_link(tmp_path):
     result = json.loads(path.read_text())
     assert "(20mbit)" in result["title"]
     nbytes = sum(p.nbytes for p in WORKLOADS["small"](scale=0.25).build().parameters())
-    assert float(result["rows"][0][1].removesuffix(" ms")) > 1e3 * (nbytes - burst) / rate
+    (ddp,) = (row[1] for row in result["rows"] if row[1].endswith(" ms"))
+    assert float(ddp.removesuffix(" ms")) > 1e3 * (nbytes - burst) / rate
 
 
 @needs_links
