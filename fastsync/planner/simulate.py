@@ -301,7 +301,7 @@ def _walk(units: Sequence[_Unit], slow: float, backward: bool) -> float:
     computed = link = begun = reduce = 0.0
     for unit in units:
         gathered = 0.0
-        if unit.gathers[backward]:
+        if unit.gathers[backward]:  # asked for when the one before began
             link = gathered = max(link, begun) + unit.gathers[backward]
         if reduce:
             link = max(link, computed) + reduce  # what the one before left
