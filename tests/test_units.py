@@ -14,6 +14,7 @@ from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
 from tests.unit_models import (
     OPTIMIZERS,
+    Block,
     Net,
     apply,
     farthest,
@@ -197,6 +198,45 @@ def with_checkpoints(rank, world, kind):
 def test_activation_checkpointing(kind):
     wanted = train_alone(2, "adamw")
     for found in run_ranks(with_checkpoints, 2, kind):
+        assert farthest(found, wanted) <= 1e-5
+
+
+class Again(Block):
+    """Computes a part of itself again."""
+
+    def forward(self, x):
+        y = checkpoint(self.up, self.norm(x), use_reentrant=False)
+        return x + self.down(torch.relu(y)) * self.gain
+
+
+class CheckpointedTwice(Net):
+    """Its blocks are one unit: all of them are computed again, and then a part of each."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = Again
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, words):
+        return self.head(checkpoint(self.run, self.embed(words), use_reentrant=True))
+
+
+def with_checkpoints_in_each_other(rank, world):
+    torch.manual_seed(0)
+    model = CheckpointedTwice()
+    fully_shard(list(model.blocks))
+    fully_shard(model)
+    return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
+
+
+def test_a_unit_of_several_modules_within_two_checkpoints():
+    wanted = train_alone(2, "adamw")
+    for found in run_ranks(with_checkpoints_in_each_other, 2):
         assert farthest(found, wanted) <= 1e-5
 
 

@@ -219,7 +219,8 @@ class State:
             return self._cast_inputs(args, kwargs)
         if not self._missing:
             self._missing = set(self.modules)
-        first = self.moment is not Moment.FORWARD or self.context.root_forward is self
+        failed = self.context.root_forward is self and not self._goes_on(module)
+        first = self.moment is not Moment.FORWARD or failed
         if first:
             self._begin_root_forward()
             self._refresh()
@@ -235,6 +236,10 @@ class State:
         if torch.is_grad_enabled() and self.uses:
             args, kwargs = self._mark_end(args, kwargs)
         return args, kwargs
+
+    def _goes_on(self, module: nn.Module) -> bool:
+        """Of the group others have run in this forward, and this one is still to come."""
+        return module in self._missing and len(self._missing) < len(self.modules)
 
     def _refresh(self) -> None:
         if not backward_is_running():  # which computes with what forward had
