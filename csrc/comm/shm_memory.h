@@ -31,8 +31,11 @@ class SharedMemory {
   std::shared_ptr<Channel> make_channel(size_t index) const;
   std::shared_ptr<Channel> make_channel(size_t index, std::chrono::milliseconds timeout) const;
 
-  // Zeros in this rank's segment.
+  // In this rank's segment: zeros, or what lay there before after keep_pages().
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype) const;
+  // See [Note: warm pages] in shm_segment.h.
+  void keep_pages() const { mine_->keep_pages(); }
+  void trim() const { mine_->trim(); }
   // Where a contiguous tensor begins in this rank's segment; nothing if it lies elsewhere.
   std::optional<size_t> place_of(const at::Tensor& tensor) const;
 

@@ -169,9 +169,9 @@ ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<Shar
       memory_(std::move(memory)),
       table_(memory_->make_flat(static_cast<int64_t>(sizeof(Mail::Table)), at::kByte)),
       words_(*memory_, 0, memory_->timeout()),
-      mail_(make_mail(*memory_, table_, words_)),
-      pool_(ops::BlockPool::kNoMark,
-            [memory = memory_](int64_t bytes) { return memory->make_flat(bytes, at::kByte); }) {}
+      mail_(make_mail(*memory_, table_, words_)) {
+  memory_->keep_pages();
+}
 
 // See [Note: what outlives its collective] in shm_collective.cpp.
 ShmMessages::~ShmMessages() {
@@ -231,7 +231,7 @@ at::Tensor ShmMessages::write(const std::vector<Message>& sent) {
     end += aligned(extents.back().bytes);
   }
   const auto room = static_cast<int64_t>(rounded(end, kGrain));
-  const at::Tensor letter = pool_.take(room, at::kByte, at::kCPU);
+  const at::Tensor letter = memory_->make_flat(room, at::kByte);
   auto* const to = static_cast<std::byte*>(letter.mutable_data_ptr());
   std::memcpy(to, extents.data(), ranks * sizeof(Extent));
   for (const size_t r : written) {
@@ -249,7 +249,6 @@ at::Tensor ShmMessages::write(const std::vector<Message>& sent) {
 void ShmMessages::take_back() {
   for (auto posted = posted_.begin(); posted != posted_.end();) {
     if (mail_->is_read(posted->tag, posted->number)) {
-      pool_.give(posted->letter);
       posted = posted_.erase(posted);
     } else {
       ++posted;
@@ -260,7 +259,7 @@ void ShmMessages::take_back() {
 void ShmMessages::trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
   take_back();
-  pool_.trim();
+  memory_->trim();
 }
 
 }  // namespace fastsync::comm

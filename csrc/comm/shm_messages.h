@@ -15,7 +15,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../ops/loan.h"
 #include "collective.h"
 #include "shm_mail.h"
 #include "shm_memory.h"
@@ -58,7 +57,7 @@ class ShmMessages final : public Collective {
                                      int tag) override;
   std::shared_ptr<Incoming> lend(const std::vector<Expected>& expected, at::ScalarType dtype,
                                  const std::vector<Message>& sent, int tag) override;
-  // Frees what nobody reads.
+  // Frees what no letter has needed since the last time.
   void trim() override;
 
  private:
@@ -84,7 +83,6 @@ class ShmMessages final : public Collective {
   std::mutex mutex_;                              // of what follows
   std::unordered_map<size_t, uint64_t> numbers_;  // of the last exchange, by tag
   std::deque<Posted> posted_;
-  ops::BlockPool pool_;
 };
 
 }  // namespace fastsync::comm

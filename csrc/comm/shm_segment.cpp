@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <random>
@@ -164,12 +165,16 @@ void Segment::become_private() {
   }
 }
 
-// The first gap that is large enough. Under the lock.
+// The smallest gap that is large enough: a small block in a larger one's gap would have that one look elsewhere. Under the lock.
 size_t Segment::place_for(size_t bytes) {
-  size_t offset = kHeaderBytes;
+  size_t offset = end_of_blocks(), before = kHeaderBytes, smallest = SIZE_MAX;
   for (const auto& [begin, length] : taken_) {
-    if (begin - offset >= bytes) break;
-    offset = begin + length;
+    const size_t gap = begin - before;
+    if (gap >= bytes && gap < smallest) {
+      smallest = gap;
+      offset = before;
+    }
+    before = begin + length;
   }
   FS_CHECK(offset + bytes <= address_.bytes, "the ", address_.bytes >> 20,
            " MiB that a rank may share with others are taken; are gradients of many steps kept? "
@@ -177,15 +182,42 @@ size_t Segment::place_for(size_t bytes) {
   return offset;
 }
 
+// Under the lock.
+void Segment::make_pages(size_t begin, size_t end) {
+  if (begin >= end) return;
+  FS_CHECK(reserve(fd_, begin, end - begin), "no memory for ", (end - begin) >> 10,
+           " KiB that ranks share: ", std::strerror(errno), "; FASTSYNC_SHM=0 does without");
+  madvise(data_ + begin, end - begin,
+          MADV_POPULATE_WRITE);  // else page by page, when they are used
+}
+
+void Segment::punch(size_t begin, size_t end) {
+  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+            static_cast<off_t>(end - begin));
+}
+
+// Pages from `end` on are not kept. Under the lock.
+void Segment::cool(size_t end) {
+  if (end >= warm_) return;
+  punch(end, warm_);
+  warm_ = end;
+}
+
+size_t Segment::end_of_blocks() const {
+  return taken_.empty() ? kHeaderBytes : taken_.rbegin()->first + taken_.rbegin()->second;
+}
+
 size_t Segment::take(size_t bytes) {
   const size_t wanted = whole_pages(bytes == 0 ? 1 : bytes);
   FS_CHECK(is_mine(), "a forked process cannot take memory that the ranks share");
   const std::lock_guard<std::mutex> lock(mutex_);
   const size_t offset = place_for(wanted);
-  FS_CHECK(reserve(fd_, offset, wanted), "no memory for ", wanted >> 10,
-           " KiB that ranks share: ", std::strerror(errno), "; FASTSYNC_SHM=0 does without");
-  madvise(data_ + offset, wanted, MADV_POPULATE_WRITE);  // else page by page, when they are used
+  make_pages(std::max(offset, warm_), offset + wanted);
   taken_.emplace(offset, wanted);
+  held_ += wanted;
+  largest_ = std::max(largest_, wanted);
+  used_ = std::max(used_, offset + wanted);
+  if (keeps_) warm_ = std::max(warm_, offset + wanted);
   return offset;
 }
 
@@ -193,9 +225,30 @@ void Segment::give(size_t offset) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto block = taken_.find(offset);
   if (block == taken_.end() || !is_mine()) return;
-  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-            static_cast<off_t>(block->second));
+  const size_t bytes = block->second;
   taken_.erase(block);
+  held_ -= bytes;
+  if (!keeps_) return punch(offset, offset + bytes);
+  const size_t free = warm_ - kHeaderBytes - held_;
+  if (free > 2 * largest_) cool(std::max(end_of_blocks(), warm_ - (free - 2 * largest_)));
+}
+
+void Segment::keep_pages() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  size_t end = kHeaderBytes;
+  for (const auto& [begin, length] : taken_) {  // no gap lacks its pages
+    make_pages(end, begin);
+    end = begin + length;
+  }
+  keeps_ = true;
+  warm_ = used_ = end;
+}
+
+void Segment::trim() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!keeps_ || !is_mine()) return;
+  cool(used_);
+  used_ = end_of_blocks();
 }
 
 }  // namespace fastsync::comm

@@ -10,6 +10,12 @@
 // rule, must not reach the rank: before a fork returns in the child, the blocks that the rank has taken become private to the
 // child, which copies a page when it writes there, and give() no longer returns pages to the system. What a child reads later is
 // what the rank has written by then.
+//
+// [Note: warm pages]
+// A fresh page costs several times what it costs to fill it, and each other rank that reads it maps it anew. Blocks that come
+// and go in every step, and whose sizes differ, would find few pages again that were kept by block. So a segment keeps all pages
+// from its beginning up to where the blocks of a step end, as long as those that no block has are no more than two blocks could
+// use. Each block takes the smallest gap that is large enough, which keeps that end low.
 #pragma once
 
 #include <cstddef>
@@ -53,12 +59,20 @@ class Segment {
   // take and give.
   size_t take(size_t bytes);
   void give(size_t offset);
+  // From here on blocks that are given back keep their pages, and take() returns what these hold: see [Note: warm pages].
+  void keep_pages();
+  // Gives back those that have been of no use since the last call.
+  void trim();
 
  private:
   class Forks;
   Segment(SegmentAddress address, int fd);
   void map();
   size_t place_for(size_t bytes);
+  void make_pages(size_t begin, size_t end);
+  void punch(size_t begin, size_t end);
+  void cool(size_t end);
+  size_t end_of_blocks() const;
   bool is_mine() const;
   void become_private();
 
@@ -68,7 +82,12 @@ class Segment {
   std::byte* data_ = nullptr;
   std::mutex mutex_;
   std::map<size_t, size_t> taken_;  // bytes by offset
-  bool private_ = false;            // as in a forked child
+  bool keeps_ = false;
+  size_t held_ = 0;       // bytes of blocks that are taken
+  size_t largest_ = 0;    // of blocks that there ever were
+  size_t warm_ = 0;       // where the pages end that are kept
+  size_t used_ = 0;       // where the blocks since the last trim() end
+  bool private_ = false;  // as in a forked child
 };
 
 }  // namespace fastsync::comm

@@ -57,7 +57,7 @@ at::Tensor BlockPool::find(int64_t bytes) {
 
 at::Tensor BlockPool::make(int64_t bytes, at::Device device) {
   while (!free_.empty() && lent_bytes() + free_bytes() > mark_ - bytes) free_.erase(free_.begin());
-  return make_ ? make_(bytes) : make_scratch({bytes}, at::kByte, device);
+  return make_scratch({bytes}, at::kByte, device);
 }
 
 int64_t BlockPool::lent_bytes() {

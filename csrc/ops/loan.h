@@ -4,9 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
 
 namespace fastsync::ops {
@@ -15,13 +13,10 @@ namespace fastsync::ops {
 // devices' allocators have pools themselves.
 class BlockPool {
  public:
-  using Make = std::function<at::Tensor(int64_t bytes)>;
   static constexpr int64_t kNoMark = std::numeric_limits<int64_t>::max();
 
   // `mark`: bytes that blocks are not to exceed together. What is asked for is lent all the same, but nothing else is kept then.
-  // `make`: where a CPU's bytes come from, instead of the allocator.
-  explicit BlockPool(int64_t mark = kNoMark, Make make = nullptr)
-      : make_(std::move(make)), mark_(mark) {}
+  explicit BlockPool(int64_t mark = kNoMark) : mark_(mark) {}
 
   // One-dimensional, with whatever the memory holds.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -44,7 +39,6 @@ class BlockPool {
   int64_t lent_bytes();
   int64_t free_bytes() const;
 
-  Make make_;
   std::vector<Lent> lent_;
   std::vector<at::Tensor> free_;  // bytes
   int64_t mark_;

@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -254,6 +255,38 @@ void blocks_are_zeros_and_apart() {
   EXPECT(text.find("FASTSYNC_SHM=0") != std::string::npos, text);
 }
 
+bool all_are(const Segment& segment, size_t begin, size_t end, std::byte value) {
+  const std::byte* const data = segment.data();
+  return std::all_of(data + begin, data + end, [&](std::byte each) { return each == value; });
+}
+
+// Pages that hold what was written have been there all the time.
+void kept_pages_stay_while_they_are_of_use() {
+  const auto segment = Segment::make(1 << 20);
+  const size_t gap = segment->take(9000);
+  const size_t table = segment->take(100);
+  segment->give(gap);
+  segment->keep_pages();
+  const size_t end = segment->take(50000);
+  const size_t small = segment->take(4096);
+  EXPECT(small == gap && end > table, small, " and ", end);
+  std::memset(segment->data() + end, 0xff, 50000);
+  segment->give(end);
+  segment->trim();
+  const size_t again = segment->take(20000);
+  EXPECT(again == end, again);
+  EXPECT(all_are(*segment, end, end + 20000, std::byte{0xff}), "pages that the last step used");
+  segment->give(again);
+  segment->trim();
+  EXPECT(segment->take(50000) == end, "the same place");
+  EXPECT(all_are(*segment, end, end + 20000, std::byte{0xff}), "pages that this step used");
+  EXPECT(all_are(*segment, end + 5 * 4096, end + 50000, std::byte{0}), "pages that it did not use");
+  segment->give(end);
+  for (int step = 0; step < 2; ++step) segment->trim();
+  EXPECT(segment->take(20000) == end, "the same place");
+  EXPECT(all_are(*segment, end, end + 20000, std::byte{0}), "pages that nobody used for a step");
+}
+
 void strangers_are_refused() {
   const auto segment = Segment::make(1 << 20);
   SegmentAddress address = segment->address();
@@ -278,6 +311,7 @@ int main(int argc, char** argv) {
                                        {"absent", absent_ranks_are_named},
                                        {"dead", dead_ranks_are_named},
                                        {"blocks", blocks_are_zeros_and_apart},
+                                       {"pages", kept_pages_stay_while_they_are_of_use},
                                        {"strangers", strangers_are_refused}},
                                       argc, argv);
 }

@@ -11,7 +11,7 @@ with its own part, from the third rank on with a copy of it. A gather there take
 unit is wanted, as until then shares lie where they were written.
 
 Memory goes from unit to unit through a pool (csrc/ops/loan.cpp). What ranks of one machine send
-lies in another pool (csrc/comm/shm_messages.h).
+lies in memory that stays from step to step.
 """
 
 from __future__ import annotations
@@ -66,6 +66,43 @@ class _Blocks:
 
     def trim(self) -> None:
         self.free.clear()
+
+
+@dataclass
+class _Room:
+    """Shared memory for letters (csrc/comm/shm_segment.h): a block takes the smallest gap that is
+    large enough, and pages stay where a step uses them."""
+
+    taken: dict[int, int] = field(default_factory=dict)  # bytes by offset
+    largest: int = 0
+    held: int = 0
+    used: int = 0
+
+    @property
+    def _end(self) -> int:
+        return max((begin + length for begin, length in self.taken.items()), default=0)
+
+    def take(self, size: int) -> int:
+        """Where it lies."""
+        before, gaps = 0, [(math.inf, self._end)]
+        for begin, length in sorted(self.taken.items()):
+            gaps.append((begin - before, before))
+            before = begin + length
+        _, offset = min(gap for gap in gaps if gap[0] >= size)
+        self.taken[offset] = size
+        self.largest = max(self.largest, size)
+        self.used, self.held = max(self.used, offset + size), max(self.held, offset + size)
+        return offset
+
+    def give(self, offset: int) -> None:
+        del self.taken[offset]
+        excess = self.held - sum(self.taken.values()) - _MOST_FREE * self.largest
+        if excess > 0:
+            self.held = max(self._end, self.held - excess)
+
+    def trim(self) -> None:
+        self.held = min(self.held, self.used)
+        self.used = self._end
 
 
 @dataclass(frozen=True)
@@ -165,7 +202,7 @@ class Units:
     def __init__(self, record: Record, strategy: Strategy, carrier: Carrier) -> None:
         self._sizes = unit_sizes(record, strategy, carrier)
         self._unit_of = [param.unit for param in record.params]
-        self._pool, self._letters = _Blocks(carrier.on_cpu), _Blocks(carrier.on_cpu)
+        self._pool, self._letters = _Blocks(carrier.on_cpu), _Room()
         self._posted: dict[str, list[int]] = {"gather": [], "reduce": []}
         self._last = {m.place: at for at, m in enumerate(record.marks) if m.kind == "through"}
         self._order = [
@@ -297,6 +334,8 @@ class Units:
         """Writes a letter. Who has posted the next but one has read this one, and the last two may
         still be unread; of reductions the last one, as each is waited for before the next."""
         posted = self._posted[kind]
+        if not size:
+            return
         while len(posted) > (kind == "gather"):
             self._letters.give(posted.pop(0))
         posted.append(self._letters.take(size))
