@@ -227,6 +227,12 @@ void use_chains(engine::Reducer& reducer, const std::vector<std::string>& group_
   reducer.use_chains(std::move(links));
 }
 
+void use_memory(engine::Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory) {
+  if (!memory) return reducer.use_memory(nullptr, nullptr, std::make_shared<ops::BufferPool>());
+  const auto regions = std::make_shared<comm::ShmCollective>(memory, 1);
+  reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0), regions, regions->pool());
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
@@ -251,7 +257,8 @@ void bind_engine(py::module_& m) {
       .def("keeps_plan", &Reducer::keeps_plan, release, py::arg("number"))
       .def("forget_plans", &Reducer::forget_plans, release)
       .def("on_plan_due", &Reducer::on_plan_due, release, py::arg("fn"))
-      .def("compare_every", &Reducer::compare_every, release, py::arg("steps"), py::arg("fn"))
+      .def("compare_every", &Reducer::compare_every, release, py::arg("steps"), py::arg("differ"))
+      .def("replica_digests", &Reducer::replica_digests, release)
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_local_forward", &Reducer::prepare_local_forward, release)
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"),
@@ -276,17 +283,7 @@ void bind_engine(py::module_& m) {
       .def("squares", &Reducer::squares, release, py::arg("params"), py::arg("units"))
       .def("start_gather", &Reducer::start_gather, release, py::arg("flat"))
       .def("finish_gathers", &Reducer::finish_gathers, release)
-      .def(
-          "use_memory",
-          [](Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory) {
-            if (!memory) {
-              return reducer.use_memory(nullptr, nullptr, std::make_shared<ops::BufferPool>());
-            }
-            const auto regions = std::make_shared<comm::ShmCollective>(memory, 1);
-            reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0), regions,
-                               regions->pool());
-          },
-          release, py::arg("memory"))
+      .def("use_memory", &use_memory, release, py::arg("memory"))
       .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
       .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"))
       .def("states", &states_of)

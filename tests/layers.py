@@ -176,8 +176,8 @@ CPP_LAYERS = [
     ["engine/survival"],
     ["engine/reducer"],
     [
-        *("engine/reducer_elastic", "engine/reducer_plan", "engine/reducer_skip"),
-        *("engine/reducer_state", "engine/reducer_wait"),
+        *("engine/reducer_compare", "engine/reducer_elastic", "engine/reducer_plan"),
+        *("engine/reducer_skip", "engine/reducer_state", "engine/reducer_wait"),
     ],
     ["bindings.h"],
     ["bind_ops.cpp", "bind_specs.cpp", "bind_units.cpp", "bind_watch.cpp"],

@@ -12,6 +12,8 @@ from torch import nn, optim
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP, RankMismatchError, ReplicaError, ReplicaPolicy
+from fastsync.engine import core
+from fastsync.shard.gradients import ShardedGradient
 from fastsync.testing import RankError, run_ranks
 
 EVERY = 3
@@ -267,6 +269,71 @@ def test_a_step_that_one_rank_left_out_is_found():
         assert all_named and ranks == [[2]] * 6
 
 
+def digested(model):
+    """What the reducer digests in one pass, as the definition reads: one tensor after the other."""
+    params = [p for p in model.module.parameters()]
+    counts = model._engine.core.used_counts()
+    planned = {index for bucket in model._engine.plan.buckets for index in bucket.params}
+
+    def average(index, param):
+        whole = param.grad is not None and not isinstance(param.grad, ShardedGradient)
+        known = whole and param.grad.layout is torch.strided
+        return param.grad if known and counts[index] and index in planned else None
+
+    held = [*params, *(average(index, param) for index, param in enumerate(params))]
+    return [0 if tensor is None else core.digests([tensor])[0] for tensor in held]
+
+
+def digesting(rank, world, options):
+    """The fast way and the slow one, after each step."""
+    model = FastDDP(Branches(), find_unused_parameters=True, **options)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step), [rank, 2]).sum().backward()
+        with torch.no_grad():  # another way to lie in memory
+            model.module.parts[0].weight.data = model.module.parts[0].weight.t().contiguous().t()
+        found.append((model._engine.core.replica_digests(), digested(model)))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": False}, {"wire": "bf16"}, {"zero": 2}]
+)
+def test_one_pass_digests_what_the_definition_says(options):
+    results = run_ranks(digesting, 2, options)
+    for found in results:
+        for fast, slow in found:
+            assert fast == slow and any(fast)
+        assert found[0][0] != found[1][0], "they follow the weights"
+    assert results[0] == results[1]
+
+
+def called(rank, world):
+    """How often Python is called, of six steps."""
+    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=1))
+    calls = []
+    model._engine.core.compare_every(2, calls.append)
+
+    def before_step(step):
+        if (rank, step) == (1, 4):
+            with torch.no_grad():
+                model.module[0].bias[0] += 1
+
+    loop(model, rank, 6, before_step)
+    return calls
+
+
+def test_python_is_called_where_ranks_differ_alone():
+    first, second, third = run_ranks(called, 3)
+    assert [len(calls) for calls in (first, second, third)] == [2, 2, 2], "after steps 4 and 6"
+    assert first == third
+    (mine, _), (theirs, _) = first, second
+    assert [i for i, pair in enumerate(zip(mine, theirs, strict=True)) if len(set(pair)) > 1] == [1]
+
+
 class Branches(nn.Module):
     """Of which ranks use different ones, and nobody one of them."""
 
@@ -300,17 +367,21 @@ def test_gradients_that_nobody_averages_are_not_compared():
     assert not torch.equal(first, second), "they do differ"
 
 
-def dying(rank, world):
+def dying(rank, world, options):
     """One rank ends where the others compare."""
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=EVERY))
-    if rank == 1:
-        model._engine.core.compare_every(EVERY, lambda: os._exit(3))
-    loop(model, rank, EVERY)
+    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=EVERY), **options)
+
+    def before_step(step):
+        if (rank, step) == (1, EVERY):
+            model._engine.core.at_end(lambda: os._exit(3))  # all have their averages
+
+    loop(model, rank, EVERY, before_step)
 
 
-def test_a_rank_that_ends_meanwhile_is_named():
+@pytest.mark.parametrize("way", ["plain", "over the network"])
+def test_a_rank_that_ends_meanwhile_is_named(way):
     with pytest.raises(RankError) as caught:
-        run_ranks(dying, 3)
+        run_ranks(dying, 3, WAYS[way])
     text = str(caught.value)
     # Its parent may reap it before the others ask how it has ended.
     ended = r"rank 1 (exited with code 3|ended) without a word[^.]*\."

@@ -51,7 +51,7 @@ void FlagExchange::abandon() {
 
 std::vector<int64_t> FlagExchange::counts() const {
   if (!sum_.defined()) return {};
-  const at::Tensor host = sum_.to(at::kCPU);
+  const at::Tensor host = sum_.is_cpu() ? sum_ : sum_.to(at::kCPU);  // no operation on a CPU
   const float* values = host.const_data_ptr<float>();
   std::vector<int64_t> counts;
   for (int64_t i = 0; i < host.numel(); ++i) counts.push_back(std::lround(values[i]));

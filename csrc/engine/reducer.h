@@ -115,9 +115,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Called at the end of a step where a new plan is due. See [Note: where plans change].
   void on_plan_due(std::function<void()> fn);
-  // Calls `fn` after each synchronised step whose number in the training is a multiple of `steps`: with the averages in place,
-  // and nothing under way.
-  void compare_every(int64_t steps, std::function<void()> fn);
+  // After each synchronised step whose number in the training is a multiple of `steps`, with the averages in place and nothing
+  // under way, the ranks compare what all of them should have. Where they differ each calls `differ` with its replica_digests().
+  void compare_every(int64_t steps, std::function<void(std::vector<int64_t>)> differ);
+  // Of all parameters, then of the averages of the last step, by parameter; 0 where there is none that all ranks have.
+  std::vector<int64_t> replica_digests() const;
 
   // Start of a forward that will be differentiated, and synchronise. Throws what the previous backward left to say.
   // `captured`: see [Note: captured steps].
@@ -226,6 +228,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_ended();
   void attach_thawed();
   void call_what_is_due();
+  void compare();
+  bool are_alike(int64_t digest);
+  std::vector<at::Tensor> averages() const;
   void call(Phase phase, const std::function<void()>& fn);
   void check_covers(const Plan& plan) const;
   void install(Plan plan, bool keep);
@@ -298,7 +303,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::deque<std::unique_ptr<comm::InFlight>> gathers_;  // of regions, under way
   std::vector<std::function<void()>> at_end_;
   std::function<void()> plan_due_;
-  std::function<void()> compare_;
+  std::function<void(std::vector<int64_t>)> differ_;
   int64_t compared_every_ = 0;  // steps; 0: nothing is compared
   double divisor_ = 1.0;
 
@@ -328,6 +333,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<FlagExchange>
       flags_;  // null where flags travel with the gradients, or not at all
   std::unique_ptr<FlagExchange> givers_;  // of gradients; null before the first that may skip
+  std::unique_ptr<FlagExchange> alike_;   // the bits of a digest; null before the first comparison
   std::vector<bool> gives_;               // by bucket; then whether an optimizer has stepped
   bool stepped_ = false;                  // an optimizer, since the last step
   std::function<void(std::vector<int64_t>)> on_skips_;

@@ -102,26 +102,19 @@ void Reducer::on_plan_due(std::function<void()> fn) {
   plan_due_ = std::move(fn);
 }
 
-void Reducer::compare_every(int64_t steps, std::function<void()> fn) {
-  const Lock lock(mutex_);
-  FS_CHECK_VALUE(steps > 0, "nothing can be compared every ", steps, " steps");
-  compared_every_ = steps;
-  compare_ = std::move(fn);
-}
-
-// Every rank comes here after the same steps. Not under the lock: Python plans and compares, and other threads of it may ask us
-// things.
+// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
 void Reducer::call_what_is_due() {
-  std::function<void()> compare;
+  bool compares = false;
   std::function<void()> make_plan;
   {
     const Lock lock(mutex_);
     if (captured_) return;
-    if (compared_every_ > 0 && steps() % compared_every_ == 0) compare = compare_;
+    compares = compared_every_ > 0 && steps() % compared_every_ == 0;
     const bool asked = watch_.replan_due();
     if (asked || (plan_.until >= 0 && steps() >= plan_.until)) make_plan = plan_due_;
   }
-  call(Phase::kComparing, compare);  // by the plan that gradients have travelled by
+  // By the plan that gradients have travelled by.
+  if (compares) call(Phase::kComparing, [this] { compare(); });
   call(Phase::kPlanning, make_plan);
 }
 

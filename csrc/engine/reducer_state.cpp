@@ -179,6 +179,7 @@ void Reducer::use_group(const std::string& group_name) {
   abandon();
   routes_.group = comm::Collective::resolve(group_name);
   givers_.reset();
+  alike_.reset();
   if (survival_) survival_->vote.drop();
   routes_.memory = nullptr;
   log_.progress()->restart();
@@ -198,6 +199,7 @@ void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
   const Lock lock(mutex_);
   routes_.memory = std::move(sums);
   givers_.reset();
+  alike_.reset();
   routes_.shards = std::move(regions);
   routes_.pool = std::move(pool);
 }

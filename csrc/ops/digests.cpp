@@ -1,6 +1,7 @@
 #include "digests.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
@@ -18,39 +19,90 @@ struct DigestedBlock {
   int64_t bytes = 0;
 };
 
-std::vector<DigestedBlock> digested_blocks(const at::Tensor& elements) {
+int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+int64_t blocks_in(int64_t bytes) { return (bytes + kDigestBlock - 1) / kDigestBlock; }
+
+std::vector<DigestedBlock> digested_blocks(const std::vector<const at::Tensor*>& tensors) {
   std::vector<DigestedBlock> blocks;
-  const auto* data = static_cast<const char*>(elements.const_data_ptr());
-  const auto bytes = static_cast<int64_t>(elements.nbytes());
-  for (int64_t begin = 0; begin < bytes; begin += kDigestBlock) {
-    blocks.push_back({data + begin, std::min(kDigestBlock, bytes - begin)});
+  for (const at::Tensor* tensor : tensors) {
+    const auto* data = static_cast<const char*>(tensor->const_data_ptr());
+    const int64_t bytes = bytes_of(*tensor);
+    for (int64_t begin = 0; begin < bytes; begin += kDigestBlock) {
+      blocks.push_back({data + begin, std::min(kDigestBlock, bytes - begin)});
+    }
   }
   return blocks;
 }
 
-int64_t digest_of(const at::Tensor& tensor) {
-  const at::Tensor elements = tensor.resolve_conj().resolve_neg().cpu().contiguous();
-  const std::vector<DigestedBlock> blocks = digested_blocks(elements);
+std::vector<uint64_t> digests_of_blocks(const std::vector<DigestedBlock>& blocks) {
+  int64_t bytes = 0;
+  for (const DigestedBlock& block : blocks) bytes += block.bytes;
   std::vector<uint64_t> digests(blocks.size());
   const auto count = static_cast<int64_t>(blocks.size());
-  parallel_ranges(count, kDigestBlock / 4, [&](int64_t begin, int64_t end) {
+  const int64_t each = bytes / std::max<int64_t>(1, count);
+  parallel_ranges(count, each / 4, [&](int64_t begin, int64_t end) {
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       digests[i] = kernels::digest_block_cpu(blocks[i].data, blocks[i].bytes);
     }
   });
-  const auto bytes = static_cast<int64_t>(elements.nbytes());
-  return static_cast<int64_t>(kernels::fold_digests(digests.data(), count, bytes));
+  return digests;
+}
+
+// Of tensors whose elements lie in memory as they count: threads share the blocks of all, because most models have many small
+// parameters.
+std::vector<int64_t> digests_in_place(const std::vector<const at::Tensor*>& tensors) {
+  const std::vector<uint64_t> blocks = digests_of_blocks(digested_blocks(tensors));
+  std::vector<int64_t> digests;
+  digests.reserve(tensors.size());
+  const uint64_t* next = blocks.data();
+  for (const at::Tensor* tensor : tensors) {
+    const int64_t bytes = bytes_of(*tensor);
+    const int64_t count = blocks_in(bytes);
+    digests.push_back(static_cast<int64_t>(kernels::fold_digests(next, count, bytes)));
+    next += count;
+  }
+  return digests;
+}
+
+bool is_in_place(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) return false;
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// Modes that a user has entered do not see what copies.
+int64_t digest_of_copy(const at::Tensor& tensor) {
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const at::Tensor elements = tensor.resolve_conj().resolve_neg().cpu().contiguous();
+  return digests_in_place({&elements}).front();
 }
 
 }  // namespace
 
 std::vector<int64_t> digests(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
-  std::vector<int64_t> results;
-  results.reserve(tensors.size());
-  // One after the other: copies that are needed to digest one do not outlive it.
-  for (const at::Tensor& tensor : tensors) results.push_back(digest_of(tensor));
+  std::vector<int64_t> results(tensors.size());
+  std::vector<const at::Tensor*> in_place;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    if (is_in_place(tensors[i])) {
+      in_place.push_back(&tensors[i]);
+      places.push_back(i);
+    } else {
+      results[i] = digest_of_copy(tensors[i]);  // one after the other: no copy outlives its turn
+    }
+  }
+  const std::vector<int64_t> known = digests_in_place(in_place);
+  for (size_t i = 0; i < places.size(); ++i) results[places[i]] = known[i];
   return results;
+}
+
+int64_t digest_of(const std::vector<int64_t>& digests) {
+  std::vector<uint64_t> words(digests.begin(), digests.end());
+  const auto count = static_cast<int64_t>(words.size());
+  return static_cast<int64_t>(kernels::fold_digests(words.data(), count, 8 * count));
 }
 
 }  // namespace fastsync::ops

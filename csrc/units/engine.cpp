@@ -10,6 +10,7 @@
 #include "../engine/plan_watch.cpp"
 #include "../engine/precision.cpp"
 #include "../engine/reducer.cpp"
+#include "../engine/reducer_compare.cpp"
 #include "../engine/reducer_plan.cpp"
 #include "../engine/reducer_skip.cpp"
 #include "../engine/reducer_state.cpp"

@@ -1,9 +1,9 @@
 """What all ranks should have, compared bit for bit: parameters, and averages of gradients.
 
 A flipped bit in one rank's memory raises no error, and each step that follows carries it on. So at
-the end of every so many synchronised backwards each rank digests what it has. One number of all of
-it is compared first; only where ranks differ do the digests of single tensors travel, which tell
-the parameter and, by majority, the ranks.
+the end of every so many synchronised backwards each rank digests what it has, and the ranks compare
+one number of all of it (csrc/engine/reducer_compare.cpp). Only where they differ is this module
+called: the digests of single tensors travel, which tell the parameter and, by majority, the ranks.
 
 Nothing is under way then, and the optimizer has not stepped yet: what is repaired here has done no
 more harm than to this rank's part of one average.
@@ -23,20 +23,18 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fastsync.engine import core
 from fastsync.engine.engine import Engine
 from fastsync.engine.steps import StepWatcher, watch_steps
 from fastsync.engine.watch import explained, watched
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.ranks.words import name_ranks
-from fastsync.shard.gradients import ShardedGradient
 from fastsync.torch_private import without_modes
 
 __all__ = ["ReplicaError", "ReplicaGuard"]
 
 _log = logging.getLogger("fastsync")
 _PLACE = "the comparison of what all ranks should have"
-_ABSENT = 0  # what stands for a gradient that is not there, or not compared
+_ABSENT = 0  # the digest of a gradient that is not there, or not compared
 
 
 class ReplicaError(RuntimeError):
@@ -65,7 +63,7 @@ class _Finding:
     Attributes:
         index: of the parameter.
         what: in words.
-        tensor: this rank's; None where it has none.
+        tensor: this rank's; None where it has none, which nobody repairs.
         wrong: the ranks that differ from the majority; all where there is none.
         source: the first rank of the majority; None where there is none, or it has no such tensor.
     """
@@ -90,63 +88,29 @@ class ReplicaGuard(StepWatcher):
         # In the order of their first steps.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         me = weakref.ref(self)
-        engine.core.compare_every(policy.every, lambda: _compare(me))
+        engine.core.compare_every(policy.every, partial(_tell_differing, me))
         watch_steps(self)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(optimizer, None)
 
-    def compare(self) -> None:
-        """Collective, at the end of a backward.
+    def on_difference(self, digests: Sequence[int]) -> None:
+        """Collective, at the end of a backward: the ranks do not all have the same.
+
+        Args:
+            digests: of this rank's parameters, then of its averages.
 
         Raises:
-            ReplicaError: the ranks differ, and nothing is to be repaired, or nobody knows how.
+            ReplicaError: nothing is to be repaired, or nobody knows how.
         """
-        group = self._engine.group
-        held = [*self._parameters(), *self._averages()]
-        digests = self._digests(held)
-        with explained(group, _PLACE):
-            if self._are_alike(digests):
-                return
-            findings = self._locate(held, self._everyones(digests))
+        with explained(self._engine.group, _PLACE):
+            findings = self._locate(self._everyones(digests))
             step = self._engine.core.steps()
             if not self._policy.repair or any(f.source is None for f in findings):
                 raise self._error(findings, step)
             for finding in findings:
                 self._repair(finding)
         self._say(findings, step)
-
-    def _parameters(self) -> list[torch.Tensor | None]:
-        return [param.tensor for param in self._engine.params]
-
-    def _averages(self) -> list[torch.Tensor | None]:
-        """Of the parameters whose gradients have just been averaged, and which every rank has.
-
-        Where nobody used a parameter, its gradient stays what each rank had, and so does one that
-        was thawed too late for this step's buckets.
-        """
-        params = self._engine.params
-        planned = {index for bucket in self._engine.plan.buckets for index in bucket.params}
-        counts = self._engine.core.used_counts()
-        counts += [0] * (len(params) - len(counts))
-        grads = (param.tensor.grad for param in params)
-        return [
-            grad if used and index in planned and _is_whole(grad) else None
-            for index, (grad, used) in enumerate(zip(grads, counts, strict=True))
-        ]
-
-    def _digests(self, held: Sequence[torch.Tensor | None]) -> list[int]:
-        known = iter(core.digests([tensor for tensor in held if tensor is not None]))
-        return [_ABSENT if tensor is None else next(known) for tensor in held]
-
-    def _are_alike(self, digests: Sequence[int]) -> bool:
-        """Whether all ranks have the same: by the largest and the smallest digest of everything."""
-        (mine,) = core.digests([torch.tensor(digests, dtype=torch.int64)])
-        both = torch.tensor([mine, ~mine], dtype=torch.int64, device=self._device)
-        group, most = self._engine.group, dist.ReduceOp.MAX
-        watched(group, _PLACE, partial(dist.all_reduce, both, most, group=group, async_op=True))
-        largest, smallest = both.tolist()
-        return bool(largest == ~smallest)
 
     def _everyones(self, digests: Sequence[int]) -> list[list[int]]:
         group = self._engine.group
@@ -159,23 +123,23 @@ class ReplicaGuard(StepWatcher):
     def _device(self) -> torch.device:
         return self._engine.params[0].tensor.device
 
-    def _locate(
-        self, held: Sequence[torch.Tensor | None], rows: Sequence[Sequence[int]]
-    ) -> list[_Finding]:
+    def _locate(self, rows: Sequence[Sequence[int]]) -> list[_Finding]:
         params = self._engine.params
         findings = []
         for place, digests in enumerate(zip(*rows, strict=True)):
             (digest, count), *others = Counter(digests).most_common()
             if not others:
                 continue
-            index = place % len(params)
-            kind = "parameter" if place < len(params) else "the average gradient of parameter"
+            is_average, index = divmod(place, len(params))
+            param = params[index].tensor
+            kind = "the average gradient of parameter" if is_average else "parameter"
+            held = param.grad if is_average else param
             known = 2 * count > len(digests)
             wrong = [r for r, other in enumerate(digests) if other != digest or not known]
             # A tensor that some rank lacks cannot be sent to it in place.
             source = digests.index(digest) if known and _ABSENT not in digests else None
             what = f"{kind} {params[index].name!r}"
-            findings.append(_Finding(index, what, held[place], wrong, source))
+            findings.append(_Finding(index, what, held, wrong, source))
         return sorted(findings, key=lambda finding: finding.index)
 
     def _error(self, findings: Sequence[_Finding], step: int) -> ReplicaError:
@@ -243,18 +207,12 @@ class ReplicaGuard(StepWatcher):
                 )
 
 
-def _compare(guard: weakref.ref[ReplicaGuard]) -> None:
+def _tell_differing(guard: weakref.ref[ReplicaGuard], digests: Sequence[int]) -> None:
     """What the reducer calls; it must not keep its engine alive."""
     alive = guard()
     if alive is not None:
         with without_modes(), torch.no_grad():  # the modes of the backward that has just ended
-            alive.compare()
-
-
-def _is_whole(grad: torch.Tensor | None) -> bool:
-    """Whether this rank has all elements, one after the other or in strides."""
-    spread = isinstance(grad, ShardedGradient)
-    return grad is not None and not spread and grad.layout is torch.strided
+            alive.on_difference(digests)
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
