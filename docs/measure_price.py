@@ -195,8 +195,9 @@ def row(name: str, ranks: int, taken: Taken) -> list[str]:
         for seconds in (taken.clock, taken.processor)
         for way in OTHERS
     ]
-    shares = (100 * median(taken.watch[OTHERS[0]]), 100 * median(taken.comparing[OTHERS[-1]]))
-    cells = [*ratios, *(f"{share:.3f} %" for share in shares), str(len(free))]
+    shares = (taken.watch[OTHERS[0]], taken.comparing[OTHERS[-1]])
+    percent = [f"{b.with_margin([100 * share for share in rounds])} %" for rounds in shares]
+    cells = [*ratios, *percent, str(len(free))]
     return [name, str(ranks), f"{1e3 * median(free):.2f} ms", *cells]
 
 
