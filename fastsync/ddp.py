@@ -348,10 +348,10 @@ class FastDDP(ReturningFront):
         """
         request = Request(self.module, self.process_group, None, None, None)
         steps = self._engine.core.steps()
-        settled = request.settle_wire(lambda: self._new_wire(wire), steps)
+        settled = request.settle_wire(lambda: self._with_wire(wire), steps)
         self._make_gradients_whole()
-        self._policy = replace(self._policy, wire=settled)
-        self._engine.set_wire(settled)
+        self._policy = settled
+        self._engine.set_wire(settled.wire)
 
     def _make_gradients_whole(self) -> None:
         """They may not be spread by what travels from now on."""
@@ -359,13 +359,13 @@ class FastDDP(ReturningFront):
         if sharded is not None:
             sharded.make_gradients_whole()
 
-    def _new_wire(self, wire: Wire | Choice) -> Wire:
+    def _with_wire(self, wire: Wire | Choice) -> SyncPolicy:
         if self._policy.hooked or self._comm_hooks:
             raise ValueError(
                 "a communication hook reduces the gradients, so they cannot travel in a wire "
                 "format too; wrap the model again to leave the hook"
             )
-        return replace(self._policy, wire=Wire.of(wire)).wire
+        return replace(self._policy, wire=Wire.of(wire))
 
     def sync_state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs of this rank's synchronisation beside model and optimizer.

@@ -39,12 +39,17 @@ def run_cuda_ranks(fn, world, *args, transport="nccl", timeout=CUDA_TIMEOUT):
     return run_ranks(_on_gpu, world, transport, fn, args, timeout=timeout)
 
 
-def _on_gpu(rank, world, transport, fn, args):
+def share_gpus(rank, world):
+    """Chooses this rank's GPU, before it makes a process group."""
     # NCCL refuses two ranks of one host on one GPU. Ranks of different hosts use sockets.
     if world > torch.cuda.device_count():
         os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_IB_DISABLE": "1"}
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _on_gpu(rank, world, transport, fn, args):
+    share_gpus(rank, world)
     store = PrefixStore("cuda", distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group(

@@ -47,6 +47,9 @@ class Job:
         local: forwards under no_sync() in each step, and gradients that are zeroed, not dropped.
         fails: the rank's script ends by an exception instead of a signal.
         lingers: its process lasts until the others have ended, and with it its connections.
+        device: of the model. Ranks share the GPUs that there are.
+        streams: the first half of the layers, and all of the backward, run on streams of their own.
+        backend: of the process group.
     """
 
     world: int = 3
@@ -63,6 +66,9 @@ class Job:
     port: int = 0  # of a store that rank 0 serves; 0: a file
     width: int = WIDTH
     steps: int = STEPS
+    device: str = "cpu"
+    streams: bool = False
+    backend: str = "gloo"
 
 
 class Fate:
@@ -95,23 +101,40 @@ class Fate:
 class Net(nn.Module):
     """Layers that tell where a step is; one of them is used in every second step alone."""
 
-    def __init__(self, fate, width):
+    def __init__(self, fate, width, streams=False):
         super().__init__()
         torch.manual_seed(0)
+        self.side = torch.cuda.Stream() if streams else None
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
         self.rare = nn.Linear(width, width)
         self.fate = fate
         for place, index in {"before": -1, "between": LAYERS // 2, "after": 0}.items():
             self.layers[index].weight.register_hook(lambda grad, at=place: fate.reach(at))
 
+    def first_half(self, x):
+        for layer in self.layers[: LAYERS // 2]:
+            x = layer(x).tanh()
+        return x
+
     def forward(self, x):
-        for index, layer in enumerate(self.layers):
-            if index == LAYERS // 2:
-                self.fate.reach("forward")
+        x = self.first_half(x) if self.side is None else on_stream(self.side, self.first_half, x)
+        self.fate.reach("forward")
+        for layer in self.layers[LAYERS // 2 :]:
             x = layer(x).tanh()
         if self.fate.step % 2:
             x = self.rare(x)
         return x.square().mean()
+
+
+def on_stream(stream, fn, x):
+    """What `fn` makes of `x` there, and so does its backward; late."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000)
+        made = fn(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    made.record_stream(torch.cuda.current_stream())
+    return made
 
 
 def batch(rank, step, part, width):
@@ -119,11 +142,22 @@ def batch(rank, step, part, width):
     return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
 
 
+def prepare_device(rank, job):
+    """For the rank's process, before it makes a process group."""
+    if job.device == "cpu":
+        return
+    from tests.devices import share_gpus  # asks for GPUs, which nobody may do before a fork
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    share_gpus(rank, job.world)
+
+
 def digest(module, model=None):
     """Of the weights, and of what error feedback keeps back on this rank."""
     kept = {} if model is None else model.sync_state_dict()["residuals"]
     tensors = [*module.parameters(), *(kept[name] for name in sorted(kept))]
-    parts = (t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+    parts = (t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
@@ -155,7 +189,7 @@ def note_members(model, seen):
 
 
 def train(rank, job, fate, seen):
-    net = Net(fate, job.width)
+    net = Net(fate, job.width, job.streams).to(job.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     optimizer.register_step_pre_hook(lambda *_: fate.reach("optimizer"))
     elastic = job.elastic
@@ -171,8 +205,8 @@ def train(rank, job, fate, seen):
         optimizer.zero_grad(set_to_none=not job.local)
         if job.local:
             with model.no_sync():
-                model(batch(rank, step, 1, job.width)).backward()
-        model(batch(rank, step, 0, job.width)).backward()
+                model(batch(rank, step, 1, job.width).to(job.device)).backward()
+        model(batch(rank, step, 0, job.width).to(job.device)).backward()
         seen["backward"].append(time.time())
         if job.divisor and not job.elastic and dist.get_world_size(model.process_group) == 1:
             for param in net.parameters():
@@ -189,8 +223,9 @@ def run(folder, name, rank, job, train):
     seen = {"weights": [], "members": [], "backward": []}
     file = Path(folder, f"{name}-{rank}.json")
     logging.basicConfig(level=logging.WARNING)
+    prepare_device(rank, job)
     dist.init_process_group(
-        "gloo",
+        job.backend,
         init_method=f"tcp://127.0.0.1:{job.port}" if job.port else f"file://{folder}/{name}.store",
         rank=rank,
         world_size=job.world,

@@ -31,7 +31,8 @@ COUNTERS = (
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 )
 KERNEL_TESTS = ("tests/test_ops.py", "tests/test_cuda_ops.py", "tests/test_cuda_low_rank.py")
-RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in ("ddp", "wire", "graphs", "offload"))
+OF_RANKS = ("ddp", "wire", "graphs", "offload", "elastic")
+RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in OF_RANKS)
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
 RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"

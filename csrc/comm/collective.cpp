@@ -39,8 +39,9 @@ class WithoutPythonObjects {
 
 class WorkInFlight final : public CalledByWait<> {
  public:
-  WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers)
-      : buffers_(std::move(buffers)), work_(std::move(work)) {}
+  // `tells`: the work's future completes when the collective has ended, not when it has been enqueued on a device.
+  WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers, bool tells)
+      : buffers_(std::move(buffers)), work_(std::move(work)), tells_(tells) {}
 
   at::Tensor wait() override {
     work_->wait();
@@ -69,8 +70,7 @@ class WorkInFlight final : public CalledByWait<> {
     return completion_->happens_within(time);
   }
 
-  // On devices it would be told when the collective is enqueued.
-  bool can_be_asked() const override { return buffers_.front().is_cpu(); }
+  bool can_be_asked() const override { return tells_; }
 
  private:
   class Completion {
@@ -104,6 +104,7 @@ class WorkInFlight final : public CalledByWait<> {
 
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
+  const bool tells_;
   std::shared_ptr<Completion> completion_;  // null: nobody has asked
 };
 
@@ -157,7 +158,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     if (flat.is_sparse() && on_gloo(flat)) return sum_rows(flat);
     std::vector<at::Tensor> buffers{flat};
-    return start("all-reduce", {flat}, [&] { return group_->allreduce(buffers); });
+    return start(*group_, "all-reduce", {flat}, [&] { return group_->allreduce(buffers); });
   }
 
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
@@ -168,7 +169,7 @@ class ProcessGroupCollective final : public Collective {
     at::Tensor out = received;
     at::Tensor in = sent;
     Splits equal;
-    return start("all-to-all", {out, in},
+    return start(*group_, "all-to-all", {out, in},
                  [&] { return all_to_all_on(*group_, out, in, equal, 0); });
   }
 
@@ -195,7 +196,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
     at::Tensor out = mine;
     at::Tensor in = all;
-    return start("reduce-scatter", {out, in},
+    return start(*group_, "reduce-scatter", {out, in},
                  [&] { return reduce_scatter_on(*group_, out, in, 0); });
   }
 
@@ -220,7 +221,7 @@ class ProcessGroupCollective final : public Collective {
                                                      const at::Tensor& mine) {
     at::Tensor out = gathered;
     at::Tensor in = mine;
-    return start("all-gather", {out, in}, [&] { return all_gather_on(group, out, in, 0); });
+    return start(group, "all-gather", {out, in}, [&] { return all_gather_on(group, out, in, 0); });
   }
 
   // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several models' buckets.
@@ -238,7 +239,7 @@ class ProcessGroupCollective final : public Collective {
     at::Tensor in = sent;
     Splits splits(static_cast<size_t>(size()), each);
     splits[static_cast<size_t>(rank())] = 0;
-    return start("all-to-all", {out, in},
+    return start(*group_, "all-to-all", {out, in},
                  [&] { return all_to_all_on(*group_, out, in, splits, 0); });
   }
 
@@ -283,13 +284,20 @@ class ProcessGroupCollective final : public Collective {
     return exchange(std::move(from), std::move(to), kTag);
   }
 
+  // Gloo's threads wait for the other ranks on the host, whichever device a tensor is on.
+  static bool waits_on_host(c10d::ProcessGroup& group, at::Device device) {
+    return device.is_cpu() || (group.hasBackendForDeviceType(device.type()) &&
+                               group.getBackend(device.type())->getBackendName() == "gloo");
+  }
+
   template <typename Issue>
-  static std::unique_ptr<InFlight> start(const char* what, std::vector<at::Tensor> buffers,
-                                         const Issue& issue) {
+  static std::unique_ptr<InFlight> start(c10d::ProcessGroup& group, const char* what,
+                                         std::vector<at::Tensor> buffers, const Issue& issue) {
     const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
+    const bool tells = waits_on_host(group, buffers.front().device());
     auto work = issue();
     FS_CHECK(work, "the process group returned no work handle for an ", what);
-    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers));
+    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers), tells);
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

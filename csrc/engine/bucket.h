@@ -60,6 +60,8 @@ class Bucket {
   // calls it, and note_finite().
   void check_finite();
 
+  // Whoever reads its gradients on the current stream waits for those that computed them. pack() does.
+  void wait_for_producers() const;
   // kReady -> kPacked
   void pack(Packing how);
   // kPacked -> kInFlight
@@ -86,7 +88,6 @@ class Bucket {
  private:
   void move_to(BucketState from, BucketState to);
   void check(const std::vector<size_t>& slots);
-  void wait_for_producers() const;
   at::Tensor flags_on_host() const;
   std::vector<bool> used_on_any_rank(const std::vector<bool>& used_anywhere) const;
 

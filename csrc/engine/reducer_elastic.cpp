@@ -65,6 +65,7 @@ void Reducer::survive(Survivors survivors) {
 
 // Before the bucket is packed.
 void Reducer::keep(const Bucket& bucket) {
+  bucket.wait_for_producers();
   for (size_t i = 0; i < bucket.slots().size(); ++i) {
     const Slot& slot = bucket.slots()[i];
     if (!slot.early) survival_->own.keep(slot.index, bucket.transport().lives_here(i));
@@ -134,7 +135,7 @@ void Reducer::vote() {
   if (!communicates() || plan_.buckets.empty()) return;
   survival_->complete = true;
   const auto& group = routes_.memory ? routes_.memory : routes_.group;
-  survival_->vote.start(*group, plan_.buckets.front().device());
+  survival_->vote.start(*group);
   log_.progress()->issue();
   log_.progress()->reach(Phase::kWaiting);
   Wanted wanted;

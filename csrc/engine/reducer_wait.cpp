@@ -84,13 +84,13 @@ void Reducer::finish_buckets() {
   watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
-// Before a bucket is received. On devices nobody waits there.
+// Before a bucket is received. Where streams wait for it, and not the host, nobody waits here.
 void Reducer::await(size_t index) {
   Bucket& bucket = plan_.buckets[index];
   if (bucket.state() != BucketState::kInFlight) return;
   log_.progress()->await(static_cast<int64_t>(index));
   waits_since_ = FaultWatch::Clock::now();
-  if (!faults_ || !bucket.device().is_cpu() || !bucket.can_be_asked()) return;
+  if (!faults_ || !bucket.can_be_asked()) return;
   if (arrives_within(index, {})) return;
   faults_->wait(wanted(index),
                 [&](std::chrono::milliseconds time) { return arrives_within(index, time); });

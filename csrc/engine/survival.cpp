@@ -1,6 +1,7 @@
 #include "survival.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -8,6 +9,18 @@
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
+
+namespace {
+
+// A gradient's memory goes back to the stream of the backward that made it, and must not be handed out there while this one
+// reads it. What it holds is there: the end of a backward has the current stream wait for all streams of the backward.
+void lend_to_current_stream(const at::Tensor& grad) {
+  if (grad.is_cpu() || !grad.has_storage()) return;
+  const c10::impl::VirtualGuardImpl guard(grad.device().type());
+  guard.recordDataPtrOnStream(grad.storage().data_ptr(), guard.getStream(grad.device()));
+}
+
+}  // namespace
 
 void OwnGradients::keep(size_t param, bool in_bucket) {
   const at::Tensor& grad = params_[param]->tensor.grad();
@@ -23,7 +36,9 @@ void OwnGradients::note_used() {
 
 void OwnGradients::restore_gradients() const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (grads_[i].defined()) params_[i]->tensor.mutable_grad() = grads_[i];
+    if (!grads_[i].defined()) continue;
+    lend_to_current_stream(grads_[i]);
+    params_[i]->tensor.mutable_grad() = grads_[i];
   }
 }
 
@@ -33,8 +48,8 @@ void OwnGradients::restore_used() const {
 
 void OwnGradients::drop() { std::fill(grads_.begin(), grads_.end(), at::Tensor()); }
 
-void Vote::start(comm::Collective& group, at::Device device) {
-  if (!sum_.defined()) sum_ = group.make_flat(1, at::kFloat, device);
+void Vote::start(comm::Collective& group) {
+  if (!sum_.defined()) sum_ = group.make_flat(1, at::kFloat, at::kCPU);
   const auto layout = ops::SlotLayout::run(0, 1);
   ops::pack(std::vector<ops::Item>{{at::Tensor(), &layout, 1.0F}}, sum_, 1.0);
   in_flight_ = group.all_reduce(sum_);

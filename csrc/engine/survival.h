@@ -38,10 +38,10 @@ class OwnGradients {
   std::vector<bool> used_;
 };
 
-// One number, summed over the ranks once each has all averages of a step.
+// One number, summed over the ranks once each has all averages of a step: on the host, which waits for it.
 class Vote {
  public:
-  void start(comm::Collective& group, at::Device device);
+  void start(comm::Collective& group);
   comm::InFlight& in_flight() { return *in_flight_; }
   // The sum is back, or nobody waits for it any more.
   void end() { in_flight_.reset(); }

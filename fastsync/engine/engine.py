@@ -133,11 +133,9 @@ class Engine:
         """
         self.forwards += 1
         captured = self._is_captured()
-        if captured and self.policy.may_skip:
-            raise RuntimeError(
-                "a step that is captured into a CUDA graph cannot count who has gradients; use "
-                "on_skip='raise'"
-            )
+        if captured and self.policy.uncapturable:
+            reason = self.policy.uncapturable
+            raise RuntimeError(f"a step that is captured into a CUDA graph {reason}")
         if captured:
             self.sizing.keep("a step is captured into a CUDA graph, which knows its buckets")
         if self.on_step is not None and not captured:

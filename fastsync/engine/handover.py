@@ -49,6 +49,7 @@ def give(make: Callable[[], Any], group: dist.ProcessGroup, to: int) -> None:
     try:
         tensors: list[torch.Tensor] = []
         content, failure = _pickled(make(), tensors), ""
+        tensors = [t.cpu() for t in tensors]  # on this thread's streams, which have made them
     except Exception as error:  # the state_dict() of anybody's class
         tensors, content, failure = [], b"", f"{type(error).__name__}: {error}"
     specs = [_Spec(tuple(t.shape), t.dtype) for t in tensors]

@@ -6,7 +6,7 @@ itself, from the report that they raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
 from fastsync.engine.watch import open_watch, watched, wrapping
 from fastsync.plan.buckets import travels_coded
-from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
@@ -61,7 +60,7 @@ class Request:
             self._check_module()
             caps, settled, recorded, tuned = buckets(), policy(), timeline(), tune()
             check_tunable(tuned, caps, settled)
-            self._check_elastic(settled.elastic, recorded, tuned)
+            self._check_elastic(settled, recorded, tuned)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
@@ -99,16 +98,17 @@ class Request:
         """Names ranks that end while the model is wrapped."""
         return wrapping(self._group())
 
-    def settle_wire(self, wire: Callable[[], Wire], steps: int) -> Wire:
-        """The same for a wire alone, after `steps` steps."""
+    def settle_wire(self, policy: Callable[[], SyncPolicy], steps: int) -> SyncPolicy:
+        """The same for another wire alone, after `steps` steps."""
 
-        def check() -> tuple[Wire, dict[str, str]]:
-            settled = wire()
-            self._check_group(settled)
-            return settled, {**self._wire_settings(settled), "the number of steps": str(steps)}
+        def check() -> tuple[SyncPolicy, dict[str, str]]:
+            settled = policy()
+            _check_survivable(settled, self._params())
+            self._check_group(settled.wire)
+            return settled, {**self._wire_settings(settled.wire), "the number of steps": str(steps)}
 
         settled = self._together(check, "the wire cannot be changed on every rank;")
-        self._probe(settled)
+        self._probe(settled.wire)
         return settled
 
     def _together(
@@ -204,17 +204,19 @@ class Request:
 
     def _check_elastic(
         self,
-        elastic: ElasticPolicy | None,
+        policy: SyncPolicy,
         timeline: TimelinePolicy | None,
         tuned: TunePolicy | None,
     ) -> None:
+        if policy.elastic is None:
+            return
+        _check_survivable(policy, self._params())
         unfit = {
-            "parameters on GPUs": any(p.tensor.device.type != "cpu" for p in self._params()),
             "timeline": timeline is not None,
             "tune": tuned is not None,
             "device_mesh; pass its group": self.device_mesh is not None,
         }
-        for what in (what for what, is_there in unfit.items() if is_there and elastic is not None):
+        for what in (what for what, is_there in unfit.items() if is_there):
             raise ValueError(f"elastic does not go with {what} yet; leave one out")
 
     def _check_zero(self, zero: ZeroPolicy) -> None:
@@ -338,6 +340,24 @@ def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
+
+
+def _check_survivable(policy: SyncPolicy, params: Iterable[NamedParam]) -> None:
+    """Whether ranks may die where these parameters are.
+
+    Raises:
+        ValueError: with `elastic`, what travels from GPUs in this way has no way back.
+    """
+    wire = policy.wire
+    # On GPUs links of codes wait for each other in the backward, where nobody looks out.
+    coded = not wire.plain and wire.form != "native"
+    unfit = {
+        f"zero={policy.zero.stage}": policy.zero.stage > 0,
+        f"wire={wire.describe()!r} (of wires, it goes with form='native')": coded,
+    }
+    on_gpus = policy.elastic is not None and any(p.tensor.device.type != "cpu" for p in params)
+    for what in (what for what, is_there in unfit.items() if is_there and on_gpus):
+        raise ValueError(f"elastic does not go with parameters on GPUs and {what} yet")
 
 
 def check_join(policy: SyncPolicy, joins: bool) -> None:

@@ -327,6 +327,13 @@ class SyncPolicy:
         return self.on_skip == "average_others"
 
     @property
+    def uncapturable(self) -> str:
+        """What a step that becomes part of a CUDA graph would lack; empty: nothing."""
+        if self.may_skip:
+            return "cannot count who has gradients; use on_skip='raise'"
+        return "" if self.elastic is None else "does not wait for ranks; leave elastic out"
+
+    @property
     def checks_finite(self) -> bool:
         """Whether gradients are looked at for NaN and infinity."""
         return self.on_nonfinite != "ignore"
