@@ -45,6 +45,13 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
           torch::impl::destroy_without_gil<engine::Reducer>};
 }
 
+void survive(engine::Reducer& reducer,
+             std::function<int64_t(int64_t, bool, const std::string&)> meet,
+             std::function<void()> rebuild, double patience) {
+  const auto whole = std::chrono::milliseconds(static_cast<int64_t>(patience * 1e3));
+  reducer.survive({std::move(meet), std::move(rebuild), whole});
+}
+
 void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook,
               const std::string& flags_group) {
   auto wrapped = comm::make_python_hook(std::move(state), hook);
@@ -271,13 +278,7 @@ void bind_engine(py::module_& m) {
       .def("skip_step", &Reducer::skip_step, release)
       .def("on_skips", &Reducer::on_skips, py::arg("fn"))
       .def("note_optimizer", &Reducer::note_optimizer, release)
-      .def(
-          "survive",
-          [](Reducer& reducer, std::function<int64_t(int64_t, bool, const std::string&)> meet,
-             std::function<void()> rebuild) {
-            reducer.survive({std::move(meet), std::move(rebuild)});
-          },
-          py::arg("meet"), py::arg("rebuild"))
+      .def("survive", &survive, py::arg("meet"), py::arg("rebuild"), py::arg("patience"))
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
       .def("squares", &Reducer::squares, release, py::arg("params"), py::arg("units"))

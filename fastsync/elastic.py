@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from fastsync.build.env import inherited
+from fastsync.build.env import NCCL_LETS_LIVE, inherited
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.newcomers import ENDED, back_key
 from fastsync.torch_private import PrefixStore, Store, TCPStore
@@ -98,7 +98,8 @@ class _Ranks:
         variables |= {"MASTER_ADDR": _HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         variables["TORCHELASTIC_RESTART_COUNT"] = str(self._started)
         variables["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
-        return subprocess.Popen(self.command, env=inherited(variables))
+        environment = {**NCCL_LETS_LIVE, **inherited(variables)}
+        return subprocess.Popen(self.command, env=environment)
 
     @property
     def _store(self) -> Store:

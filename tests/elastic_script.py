@@ -24,6 +24,7 @@ from torch import nn
 
 import fastsync
 from fastsync.build import extension
+from fastsync.build.env import NCCL_LETS_LIVE
 from fastsync.torch_private import group_timeout
 
 LIMIT = 60.0  # seconds for a job
@@ -148,7 +149,7 @@ def prepare_device(rank, job):
         return
     from tests.devices import share_gpus  # asks for GPUs, which nobody may do before a fork
 
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **NCCL_LETS_LIVE}
     torch.use_deterministic_algorithms(True)
     share_gpus(rank, job.world)
 

@@ -44,6 +44,7 @@ MODULE_LAYERS = {
         ["checkpoint"],
     ],
     "front": [
+        ["survivable"],
         [
             *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
             *("seat", "stages"),

@@ -14,7 +14,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def environment():
     """This process's environment with the checkout importable and without a rank's place."""
     kept = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    # Whoever asks for GPUs in another way cannot use them in processes that it forks.
+    return kept | {"PYTHONPATH": str(ROOT), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def start(module, *arguments):

@@ -33,13 +33,17 @@ def test_every_variable():
             "FASTSYNC_UNIT_MEMORY_MB": "0.5",
             "FASTSYNC_ELASTIC_RANK": "2/4",
             "TORCHELASTIC_RESTART_COUNT": "5",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         }
     )
     expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, True, 2.5, 3)
     watching = replace(
         expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25
     )
-    assert env == replace(watching, unit_memory_mb=0.5, elastic_rank=(2, 4), restarts=5)
+    placed = replace(watching, unit_memory_mb=0.5, elastic_rank=(2, 4), restarts=5)
+    assert env == replace(placed, nccl_lets_live=True)
+    assert not Env.read({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}).nccl_lets_live
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
 

@@ -96,7 +96,8 @@ SHARING = [(1, False, "NCCL"), (2, False, "NCCL, taking turns"), (2, True, "NCCL
 def test_kernels_come_first_and_alone():
     order = list(EVERY)
     assert order[:4] == ["build", "units", "kernels", "nccl"]
-    tested = {file for name in ("units", "nccl") for c in EVERY[name].commands for file in c}
+    stages = [EVERY[name] for name in ("units", "nccl", "elastic")]
+    tested = {file for stage in stages for command in stage.commands for file in command}
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_cuda_*.py")} <= tested
 
 

@@ -31,10 +31,10 @@ COUNTERS = (
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 )
 KERNEL_TESTS = ("tests/test_ops.py", "tests/test_cuda_ops.py", "tests/test_cuda_low_rank.py")
-OF_RANKS = ("ddp", "wire", "graphs", "offload", "elastic")
-RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in OF_RANKS)
+RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in ("ddp", "wire", "graphs", "offload"))
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
+CODECS = "kernels --cases encode,reduce,decode,select --models gpt2"
 RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
 KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
@@ -109,7 +109,8 @@ def stages(context: Context) -> dict[str, Stage]:
             f"kernels --models {SHAPES} --cases pack,unpack",
             "--device cuda",
         ),
-        _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS, True),
+        _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS, together=True),
+        _tests("elastic", "ranks die, and the others go on", ("tests/test_cuda_elastic.py",)),
         measured(
             "overhead",
             "what a wrapper costs where there is nothing to send: one rank",
@@ -142,11 +143,7 @@ def stages(context: Context) -> dict[str, Stage]:
         _sanitizer(str(context.work / "cmake")),
         _profile(bench("kernels --device cuda --models gpt2 --rounds 1"), context),
         measured(
-            "codecs",
-            "the kernels of the wire formats, likewise",
-            120,
-            "kernels --cases encode,reduce,decode,select --models gpt2",
-            "--device cuda",
+            "codecs", "the kernels of the wire formats, likewise", 120, CODECS, "--device cuda"
         ),
         Stage(
             "ranks",
@@ -174,8 +171,7 @@ def _build() -> Stage:
 def _tests(name: str, summary: str, files: Command, together: bool = False) -> Stage:
     pytest = (sys.executable, "-m", "pytest", "-q")
     on_gpus = (*pytest, "-m", "gpu", "--durations=10", *files)
-    collect = (*pytest, "--collect-only", *files)
-    return Stage(name, summary, 300, (on_gpus,), (collect,), together=together)
+    return Stage(name, summary, 600, (on_gpus,), ((*pytest, "--co", *files),), together=together)
 
 
 def _sanitizer(folder: str) -> Stage:

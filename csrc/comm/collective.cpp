@@ -7,6 +7,8 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <optional>
+#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -19,6 +21,8 @@
 
 namespace fastsync::comm {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // [Note: no Python object in a work handle]
 // torch stashes the caller's Python context in thread-local state for each backward, and Gloo's work handle copies that
@@ -37,11 +41,22 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects saved_;
 };
 
+// How the host learns that a collective has ended: by its future, which on a device may complete when it has been enqueued, or by
+// asking the device, for so long at most.
+struct Tidings {
+  bool by_future = true;
+  std::optional<std::chrono::milliseconds> patience;
+};
+
+// [Note: waiting for a device]
+// NCCL's work asks an event whether the collective has ended on the device: nobody is told, so who waits asks again and again.
+// An error is thrown as it is found. The work's own wait() would first end the communicator's kernels, and those tell their
+// neighbours that data has come which has not (see [Note: when a communicator is aborted]).
 class WorkInFlight final : public CalledByWait<> {
  public:
-  // `tells`: the work's future completes when the collective has ended, not when it has been enqueued on a device.
-  WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers, bool tells)
-      : buffers_(std::move(buffers)), work_(std::move(work)), tells_(tells) {}
+  WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers,
+               Tidings tidings)
+      : buffers_(std::move(buffers)), work_(std::move(work)), tidings_(tidings) {}
 
   at::Tensor wait() override {
     work_->wait();
@@ -64,13 +79,14 @@ class WorkInFlight final : public CalledByWait<> {
   }
 
   bool is_done_within(std::chrono::milliseconds time) override {
+    if (tidings_.patience) return ends_within(time);
     if (work_->isCompleted()) return true;
     if (time.count() == 0 || !can_be_asked()) return false;
     if (!completion_) watch();
     return completion_->happens_within(time);
   }
 
-  bool can_be_asked() const override { return tells_; }
+  bool can_be_asked() const override { return tidings_.by_future || tidings_.patience; }
 
  private:
   class Completion {
@@ -91,6 +107,19 @@ class WorkInFlight final : public CalledByWait<> {
     bool happened_ = false;
   };
 
+  bool ends_within(std::chrono::milliseconds time) {
+    constexpr std::chrono::microseconds kPause{50};
+    const auto asked = Clock::now();
+    while (!work_->isCompleted()) {
+      FS_CHECK(Clock::now() - started_ < *tidings_.patience, "timed out after ",
+               tidings_.patience->count(), " ms");
+      if (Clock::now() - asked >= time) return false;
+      std::this_thread::sleep_for(kPause);
+    }
+    if (const std::exception_ptr error = work_->exception()) std::rethrow_exception(error);
+    return true;
+  }
+
   // Where the backend has no futures, wait() is all there is.
   void watch() {
     completion_ = std::make_shared<Completion>();
@@ -104,7 +133,8 @@ class WorkInFlight final : public CalledByWait<> {
 
   std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::Work> work_;
-  const bool tells_;
+  const Tidings tidings_;
+  const Clock::time_point started_ = Clock::now();
   std::shared_ptr<Completion> completion_;  // null: nobody has asked
 };
 
@@ -154,11 +184,13 @@ class ProcessGroupCollective final : public Collective {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  void let_host_wait(std::chrono::milliseconds patience) override { patience_ = patience; }
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     if (flat.is_sparse() && on_gloo(flat)) return sum_rows(flat);
     std::vector<at::Tensor> buffers{flat};
-    return start(*group_, "all-reduce", {flat}, [&] { return group_->allreduce(buffers); });
+    return start(
+        *group_, "all-reduce", {flat}, [&] { return group_->allreduce(buffers); }, patience_);
   }
 
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
@@ -292,18 +324,21 @@ class ProcessGroupCollective final : public Collective {
 
   template <typename Issue>
   static std::unique_ptr<InFlight> start(c10d::ProcessGroup& group, const char* what,
-                                         std::vector<at::Tensor> buffers, const Issue& issue) {
+                                         std::vector<at::Tensor> buffers, const Issue& issue,
+                                         std::optional<std::chrono::milliseconds> patience = {}) {
     const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
-    const bool tells = waits_on_host(group, buffers.front().device());
+    Tidings tidings{waits_on_host(group, buffers.front().device()), patience};
+    if (tidings.by_future) tidings.patience.reset();
     auto work = issue();
     FS_CHECK(work, "the process group returned no work handle for an ", what);
-    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers), tells);
+    return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers), tidings);
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int rank_;
   int size_;
   std::shared_ptr<ExchangeThreads> threads_;
+  std::optional<std::chrono::milliseconds> patience_;  // of the host, which waits for devices
 };
 
 }  // namespace

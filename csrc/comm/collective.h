@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,6 +29,9 @@ class Collective {
   virtual int64_t leaving(int64_t bytes) const { return bytes; }
   // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads, a stream holds any number.
   virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 64; }
+  // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
+  // [Note: waiting for a device].
+  virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
   // A buffer of zeros in the memory that collectives start from.
   virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 

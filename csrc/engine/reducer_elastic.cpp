@@ -20,6 +20,19 @@
 // Those that meet have finished the same number of steps, or are one apart: who is ahead waits in the next step, or in the
 // planning between the two. Who is behind takes the averages and counts the step before the reducers are rebuilt, so that all
 // rebuild after the same step, and agree on the plan then. What a plan was due for, is done by that.
+//
+// [Note: steps on devices]
+// Averages exist once kernels have ended, so that a step is committed no earlier. With `elastic` the host waits for that at the
+// end of each backward, where otherwise only streams would, and looks out for deaths meanwhile: it cannot launch the optimizer's
+// kernels before. The vote is an all-reduce of Gloo's, between hosts, behind that. What a rank keeps lies on its device.
+//
+// [Note: when a communicator is aborted]
+// A kernel of NCCL's waits for what a dead rank should have sent until its communicator is aborted. Then it runs to its end
+// without data, and still tells its neighbours that theirs has come: on those a collective may end well, with nonsense. So
+// nobody aborts before the survivors have decided. What they have said of their averages was true then, and whatever an abort
+// ends is averaged again. The thread that ends the backward aborts, in rebuild(): it has not let a stream wait for anything
+// that has not ended. For the same reason an error is thrown without the work's own wait(), which aborts; torch's watchdog is
+// not to abort; and a group is not destroyed at the end of a process that dies by an exception.
 #include <ATen/core/grad_mode.h>
 
 #include <utility>
@@ -61,6 +74,7 @@ void Reducer::survive(Survivors survivors) {
   const Lock lock(mutex_);
   survival_ = std::make_unique<Survival>(params_);
   survival_->survivors = std::move(survivors);
+  routes_.group->let_host_wait(survival_->survivors.patience);
 }
 
 // Before the bucket is packed.

@@ -180,7 +180,10 @@ void Reducer::use_group(const std::string& group_name) {
   routes_.group = comm::Collective::resolve(group_name);
   givers_.reset();
   alike_.reset();
-  if (survival_) survival_->vote.drop();
+  if (survival_) {
+    survival_->vote.drop();
+    routes_.group->let_host_wait(survival_->survivors.patience);
+  }
   routes_.memory = nullptr;
   log_.progress()->restart();
   divisor_ = routes_.group->size();

@@ -66,6 +66,7 @@ struct Survivors {
   std::function<int64_t(int64_t steps, bool complete, const std::string& error)> meet;
   // Has the reducer average over the survivors from now on.
   std::function<void()> rebuild;
+  std::chrono::milliseconds patience;  // with a collective of a device
 };
 
 struct Survival {

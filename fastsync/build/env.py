@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "DDP_OPTIONS",
+    "NCCL_LETS_LIVE",
     "Env",
     "ask_to_replace",
     "ddp_environment",
@@ -47,6 +48,11 @@ DDP_OPTIONS: Mapping[str, type] = {
     "tune": bool,
     "on_skip": str,
     "elastic": bool,
+}
+# Has torch's watchdog of NCCL leave a process alive in which a collective fails.
+NCCL_LETS_LIVE: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
@@ -93,6 +99,8 @@ class Env:
             of the training this process is, and of how many, such as ``2/4`` (default: None).
         restarts: ``TORCHELASTIC_RESTART_COUNT``, as torchrun sets it, and `fastsync.elastic` on
             ranks that come back: another number on each (default: 0).
+        nccl_lets_live: ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT`` are
+            ``0``: torch does not end a process because a collective of NCCL has failed.
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
             compiles to those that wait for it.
     """
@@ -114,6 +122,7 @@ class Env:
     elastic_rank: tuple[int, int] | None = None
     restarts: int = 0
     replace_ddp: Mapping[str, Any] | None = None
+    nccl_lets_live: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Env:
@@ -142,6 +151,7 @@ class Env:
             elastic_rank=_place(environ, "FASTSYNC_ELASTIC_RANK"),
             restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", cls.restarts),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
+            nccl_lets_live=all(environ.get(n) == v for n, v in NCCL_LETS_LIVE.items()),
         )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fastsync.engine.watch import watched
 from fastsync.plan.topology import Network
+from fastsync.torch_private import talks_by_gloo
 
 __all__ = ["PlanFacts", "agree_on_plan", "slowest"]
 
@@ -45,7 +46,7 @@ def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.devic
         return mine
     network = torch.tensor([mine.network.rate, mine.network.latency], dtype=torch.float64)
     row = torch.cat([network.view(torch.uint8), torch.tensor(mine.trained, dtype=torch.uint8)])
-    row = row.to(device)
+    row = row.to(_spoken(device, group))
     everyones = [torch.empty_like(row) for _ in range(world)]
     _all_gather(everyones, row, group)
     rows = torch.stack(everyones).cpu()
@@ -62,7 +63,7 @@ def slowest(
     mine: Sequence[float], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, ...]:
     """Collective. Each of these numbers as it is on the rank where it is largest."""
-    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    row = torch.tensor(mine, dtype=torch.float64, device=_spoken(device, group))
     everyones = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     _all_gather(everyones, row, group)
     return tuple(torch.stack(everyones).amax(dim=0).tolist())
@@ -90,9 +91,9 @@ def _of_first_rank(
     count = len(mine.trained)
     nanoseconds = round(1e9 * latency)
     padded = [*mine.order, *[-1] * (count - len(mine.order)), nanoseconds]
-    told = torch.tensor(padded, dtype=torch.int64, device=device)
+    told = torch.tensor(padded, dtype=torch.int64, device=_spoken(device, group))
     start = partial(dist.broadcast, told, group_src=0, group=group, async_op=True)
-    watched(group, _VOTE, start)
+    watched(group, _VOTE, start, on_cpu=told.is_cpu)
     *order, nanoseconds = told.tolist()
     return [i for i in order if i >= 0], 1e-9 * nanoseconds
 
@@ -100,4 +101,10 @@ def _of_first_rank(
 def _all_gather(
     everyones: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup
 ) -> None:
-    watched(group, _VOTE, partial(dist.all_gather, everyones, mine, group=group, async_op=True))
+    start = partial(dist.all_gather, everyones, mine, group=group, async_op=True)
+    watched(group, _VOTE, start, on_cpu=mine.is_cpu)
+
+
+def _spoken(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where words lie that ranks with gradients on `device` tell each other."""
+    return torch.device("cpu") if talks_by_gloo(group) else device

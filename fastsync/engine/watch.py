@@ -35,7 +35,7 @@ from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import own_address, process_space
 from fastsync.ranks.meeting import MeetingPlace, needing_store
-from fastsync.torch_private import Store, gather_objects, group_store, is_gloo
+from fastsync.torch_private import Store, gather_objects, group_store, is_gloo, talks_by_gloo
 
 __all__ = [
     "come_together",
@@ -181,7 +181,7 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
     with needing_store(group, _WRAPPING):
         me = (group.group_name, group.rank(), group.size())
         visit = Arrivals(store, me, warn_after, core.process_has_ended)
-    if is_gloo(group):
+    if talks_by_gloo(group):
         return _gather(mine, group, partial(_wait, visit))
     with _explained_by(visit):
         return gather_objects(mine, group)
@@ -234,7 +234,7 @@ def _explained_by(visit: _Visit | None) -> Iterator[None]:
         visit.end(came)
 
 
-def watched(group: dist.ProcessGroup, place: str, start: Start) -> None:
+def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = False) -> None:
     """Runs a collective. Who waits in it looks out for ranks that have ended, or are late.
 
     A ring's collective fails on the neighbours of a rank that has ended, and hangs on all others.
@@ -242,12 +242,13 @@ def watched(group: dist.ProcessGroup, place: str, start: Start) -> None:
     Args:
         place: what this rank is in, as it should read in an error.
         start: begins the collective.
+        on_cpu: it is one of CPU tensors.
 
     Raises:
         SyncFault: a rank has ended, or the backend has failed because of one.
     """
     visit = _visit(group, place)
-    if visit is not None and is_gloo(group):
+    if visit is not None and (is_gloo(group) or (on_cpu and talks_by_gloo(group))):
         _wait(visit, start)
         return
     with _explained_by(visit):
@@ -301,8 +302,8 @@ def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
     Raises:
         SyncFault: a rank has ended.
     """
-    if looks_out(group):
-        return _gather(mine, group, partial(watched, group, place))
+    if watch_of(group) is not None and talks_by_gloo(group):
+        return _gather(mine, group, partial(watched, group, place, on_cpu=True))
     with _explained_by(_visit(group, place)):
         return gather_objects(mine, group)
 

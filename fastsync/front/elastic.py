@@ -1,7 +1,8 @@
 """A training that outlives its ranks: `FastDDP(model, elastic=True)`.
 
-csrc/engine/reducer_elastic.cpp says when a step is committed and what each rank keeps until then;
-fastsync/ranks/survivors.py how the survivors agree. One death, with four ranks:
+csrc/engine/reducer_elastic.cpp says when a step is committed, what each rank keeps until then, and
+what differs on GPUs; fastsync/ranks/survivors.py how the survivors agree. One death, with four
+ranks:
 
 1. Rank 2 is killed in its backward of step 7. Rank 0 and 1 wait there for its gradients, rank 3
    still computes. The fault watch tells all of them within a tenth of a second.
@@ -29,15 +30,17 @@ import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import nn
 
 from fastsync.engine.engine import Engine
-from fastsync.engine.watch import watch_of
+from fastsync.engine.watch import watch_of, watched_call
 from fastsync.front.seat import Seat
 from fastsync.front.skipping import SkippingFront
+from fastsync.front.survivable import unfit
 from fastsync.front.torch_faces import FrontReducer
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.ranks.faults import SyncFault
@@ -45,11 +48,13 @@ from fastsync.ranks.survivors import Decision, Standing, Survivors
 from fastsync.shard.neighbours import Neighbours
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.torch_private import (
-    group_store,
+    break_group,
+    connect_group,
     group_timeout,
     is_gloo,
     keep_for_good,
     make_group,
+    renewed_backend,
     set_group_timeout,
 )
 
@@ -63,6 +68,7 @@ _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/engine/survival.h numbers verdicts
 _CERTAINTY = 2.0  # seconds until a death that a backend's error tells of is known to the watch
 _PATIENCE = timedelta(seconds=10)  # for each collective of those who rebuild
 _PAUSE = 0.01
+_CONNECTING = "the connecting of the ranks that are left"
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,8 @@ class Elastic:
         return self.now.ranks if self.now.epoch == self._epoch else self._decided.survivors
 
     def _see(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        if not is_gloo(group):
+            keep_for_good(group)  # its end would abort it, while others may still use it
         watch = watch_of(group)
         if watch is not None:
             self._watches.append((watch, dict(enumerate(ranks))))
@@ -262,6 +270,8 @@ class Elastic:
             if back:
                 self.hand_over(group, self._decided)
             self._engine.use_group(group, agreed=False)
+            device = self._engine.params[0].tensor.device
+            watched_call(group, _CONNECTING, partial(connect_group, group, device))
             self._see(group, ranks)
             set_group_timeout(group, self.timeout)
             self._engine.routes.set_timeout(self.timeout)
@@ -301,11 +311,13 @@ class Elastic:
         self._neighbours.install()
 
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        keep_for_good(self._engine.group)
+        old = self._engine.group
+        break_group(old)
         self._engine.shares.outlive()
         members = [self.seat.members[rank] for rank in ranks]
-        name = f"{self.place.name}-{self._epoch}"
-        return make_group(self.seat.store, ranks.index(self._me), members, name, _PATIENCE)
+        name, backend = f"{self.place.name}-{self._epoch}", renewed_backend(old) or "gloo"
+        me = ranks.index(self._me)
+        return make_group(self.seat.store, me, members, name, _PATIENCE, backend)
 
     def until_all(self, task: Callable[[], None]) -> None:
         """Runs what all ranks do together, until all that are left have done it.
@@ -390,7 +402,10 @@ class ElasticFront(SkippingFront):
         Raises:
             ValueError: on every rank alike.
         """
-        for what in self._unfit(engine):
+        module = cast(nn.Module, self.module)
+        delays = bool(self._delay_all_reduce_params) or self._delay_all_reduce_all_params
+        broadcasts = bool(self.modules_buffers) and self.broadcast_buffers
+        for what in unfit(module, engine, delays, broadcasts):
             raise ValueError(f"elastic does not go with {what}")
         seat = Seat.of(engine.group)
         began = 1 if seat is None else seat.started
@@ -409,33 +424,9 @@ class ElasticFront(SkippingFront):
         if sharded is not None:
             sharded.delivery.share_late = lambda: _alive(me).share_late()
             sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
-        engine.core.survive(lambda *found: _alive(me).meet(*found), lambda: _alive(me).rebuild())
+        engine.core.survive(
+            lambda *found: _alive(me).meet(*found),
+            lambda: _alive(me).rebuild(),
+            elastic.timeout.total_seconds(),
+        )
         engine.during = lambda task: _alive(me).during(task)
-
-    def _unfit(self, engine: Engine) -> list[str]:
-        """What of model and ranks has no way back after a death, with the remedy."""
-        module = cast(nn.Module, self.module)
-        layers = [n for n, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-        delays = bool(self._delay_all_reduce_params) or self._delay_all_reduce_all_params
-        found = {
-            f"SyncBatchNorm, as layer {layers[:1]} is: its forward waits for all ranks; use "
-            "BatchNorm": bool(layers),
-            "buffers that rank 0 broadcasts before each forward; pass broadcast_buffers=False, and "
-            "each rank keeps its own": bool(self.modules_buffers) and self.broadcast_buffers,
-            "delay_all_reduce_named_params, whose all-reduce is torch's own; leave it out": delays,
-            "sparse gradients; use Embedding(sparse=False)": any(p.sparse for p in engine.params),
-        }
-        if engine.group.size() > 1:
-            found |= self._unfit_group(engine.group)
-        return [what for what, is_there in found.items() if is_there]
-
-    def _unfit_group(self, group: dist.ProcessGroup) -> dict[str, bool]:
-        registered = group_store(group) is not None
-        return {
-            "a process group that torch.distributed did not make; use one of init_process_group() "
-            "or new_group()": not registered,
-            "a process group that is not Gloo's; call init_process_group('gloo')": registered
-            and not is_gloo(group),
-            "ranks that do not look out for each other: leave FASTSYNC_WATCH unset, and see that "
-            "they can reach each other": registered and watch_of(group) is None,
-        }

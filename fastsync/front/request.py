@@ -6,7 +6,7 @@ itself, from the report that they raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
 from fastsync.engine.watch import open_watch, watched, wrapping
+from fastsync.front.survivable import check_on_gpus
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.ranks import consensus
@@ -103,7 +104,7 @@ class Request:
 
         def check() -> tuple[SyncPolicy, dict[str, str]]:
             settled = policy()
-            _check_survivable(settled, self._params())
+            check_on_gpus(settled, self._params())
             self._check_group(settled.wire)
             return settled, {**self._wire_settings(settled.wire), "the number of steps": str(steps)}
 
@@ -210,7 +211,7 @@ class Request:
     ) -> None:
         if policy.elastic is None:
             return
-        _check_survivable(policy, self._params())
+        check_on_gpus(policy, self._params())
         unfit = {
             "timeline": timeline is not None,
             "tune": tuned is not None,
@@ -340,24 +341,6 @@ def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
-
-
-def _check_survivable(policy: SyncPolicy, params: Iterable[NamedParam]) -> None:
-    """Whether ranks may die where these parameters are.
-
-    Raises:
-        ValueError: with `elastic`, what travels from GPUs in this way has no way back.
-    """
-    wire = policy.wire
-    # On GPUs links of codes wait for each other in the backward, where nobody looks out.
-    coded = not wire.plain and wire.form != "native"
-    unfit = {
-        f"zero={policy.zero.stage}": policy.zero.stage > 0,
-        f"wire={wire.describe()!r} (of wires, it goes with form='native')": coded,
-    }
-    on_gpus = policy.elastic is not None and any(p.tensor.device.type != "cpu" for p in params)
-    for what in (what for what, is_there in unfit.items() if is_there and on_gpus):
-        raise ValueError(f"elastic does not go with parameters on GPUs and {what} yet")
 
 
 def check_join(policy: SyncPolicy, joins: bool) -> None:

@@ -28,6 +28,8 @@ __all__ = [
     "TCPStore",
     "all_gather_flat",
     "backend_name",
+    "break_group",
+    "connect_group",
     "default_group",
     "gather_objects",
     "gloo_threads",
@@ -39,9 +41,11 @@ __all__ = [
     "keep_for_good",
     "make_beside",
     "make_group",
+    "renewed_backend",
     "resolvable_name",
     "root_store",
     "set_group_timeout",
+    "talks_by_gloo",
 ]
 
 T = TypeVar("T")
@@ -107,9 +111,14 @@ def resolvable_name(group: dist.ProcessGroup) -> str:
 
 
 def make_group(
-    store: Store, rank: int, members: Sequence[int], name: str, timeout: timedelta
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    name: str,
+    timeout: timedelta,
+    backend: str = "gloo",
 ) -> dist.ProcessGroup:
-    """A registered Gloo group of some ranks, which needs no others and no group that works.
+    """A registered group of some ranks, which needs no others and no group that works.
 
     Collective of `members`. torch's `new_group` would wait for them without an end.
 
@@ -118,9 +127,10 @@ def make_group(
         members: their ranks in the default group, which must not have been destroyed.
         name: that no other group has had on any of them.
         timeout: for connecting, and for each collective until it is given another.
+        backend: as `renewed_backend` names it.
     """
     make = cast(Any, distributed_c10d._new_process_group_helper)
-    made, _ = make(len(members), rank, list(members), "gloo", store, name, timeout=timeout)
+    made, _ = make(len(members), rank, list(members), backend, store, name, timeout=timeout)
     group = cast(dist.ProcessGroup, made)
     distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
     _apart().add(group)
@@ -150,18 +160,56 @@ def make_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """
     store, timeout = group_store(group), group_timeout(group)
     assert store is not None and timeout is not None
-    members = dist.get_process_group_ranks(group)
-    return make_group(store, group.rank(), members, f"{group.group_name}/{name}", timeout)
+    members, backend = dist.get_process_group_ranks(group), renewed_backend(group)
+    assert backend is not None
+    return make_group(store, group.rank(), members, f"{group.group_name}/{name}", timeout, backend)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Collectives of a Gloo group may take so long from now on."""
-    cast(Any, group)._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    """Collectives of a group may take so long from now on."""
+    for device in cast(Any, group)._device_types:
+        cast(Any, group)._get_backend(device)._set_default_timeout(timeout)
 
 
 def keep_for_good(group: dist.ProcessGroup) -> None:
     """Has a group outlive everybody: its end would wait for collectives that may never end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def renewed_backend(group: dist.ProcessGroup) -> str | None:
+    """What `make_group` makes another group like this one of; None where nobody knows how.
+
+    Gloo carries what is on CPUs in each of them.
+    """
+    carried = _backends(group)
+    if carried.get("cpu") != "gloo":
+        return None
+    others = set(carried.values()) - {"gloo"}
+    if not others:
+        return "gloo"
+    return ",".join(f"{d}:{b}" for d, b in sorted(carried.items())) if others == {"nccl"} else None
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """Ends what is under way in a group of which ranks have died, as far as a backend can.
+
+    NCCL's kernels wait on the device for what the dead should have sent, until they are aborted.
+    Gloo's threads wait on the host and harm nobody. The group outlives everybody.
+
+    Raises:
+        RuntimeError: NCCL cannot end its kernels within the timeout of the group.
+    """
+    keep_for_good(group)
+    for device, backend in _backends(group).items():
+        if backend == "nccl":
+            cast(Any, group)._get_backend(torch.device(device)).abort()
+
+
+def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Collective. What a backend would do in its first collective of tensors on `device`."""
+    if _backends(group).get(device.type) == "nccl":
+        with torch.cuda.device(device):
+            cast(Any, group)._get_backend(device).eager_connect_single_device(device)
 
 
 def backend_name(group: dist.ProcessGroup) -> str:
@@ -181,16 +229,26 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo carries all that `group` sends.
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """What carries tensors, by the types of their devices; empty where a group does not tell.
 
     `torch.distributed.get_backend` knows only what was asked for, which may be nothing.
     """
     try:
-        backends = [cast(Any, group)._get_backend(d) for d in cast(Any, group)._device_types]
-        return bool(backends) and all(backend.name() == "gloo" for backend in backends)
+        devices = cast(Any, group)._device_types
+        return {d.type: cast(Any, group)._get_backend(d).name() for d in devices}
     except (AttributeError, RuntimeError):
-        return False
+        return {}
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether Gloo carries all that `group` sends."""
+    return set(_backends(group).values()) == {"gloo"}
+
+
+def talks_by_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether Gloo carries what `group` sends from CPUs."""
+    return _backends(group).get("cpu") == "gloo"
 
 
 def gloo_threads(group: dist.ProcessGroup) -> int:

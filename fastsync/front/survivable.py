@@ -1,0 +1,97 @@
+"""What has no way back after a death, so that elastic training refuses it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import cache
+
+from torch import nn
+
+from fastsync.build.env import NCCL_LETS_LIVE, Env
+from fastsync.engine.engine import Engine, NamedParam
+from fastsync.engine.watch import watch_of
+from fastsync.plan.policy import SyncPolicy
+from fastsync.torch_private import (
+    default_group,
+    group_store,
+    is_gloo,
+    renewed_backend,
+)
+
+__all__ = ["check_on_gpus", "unfit"]
+
+
+def check_on_gpus(policy: SyncPolicy, params: Iterable[NamedParam]) -> None:
+    """Whether ranks may die where these parameters are.
+
+    Raises:
+        ValueError: with `elastic`, what travels from GPUs in this way has no way back.
+    """
+    wire = policy.wire
+    # On GPUs links of codes wait for each other in the backward, where nobody looks out.
+    coded = not wire.plain and wire.form != "native"
+    found = {
+        f"zero={policy.zero.stage}": policy.zero.stage > 0,
+        f"wire={wire.describe()!r} (of wires, it goes with form='native')": coded,
+    }
+    on_gpus = policy.elastic is not None and any(p.tensor.device.type != "cpu" for p in params)
+    for what in (what for what, is_there in found.items() if is_there and on_gpus):
+        raise ValueError(f"elastic does not go with parameters on GPUs and {what} yet")
+
+
+def unfit(module: nn.Module, engine: Engine, delays: bool, broadcasts: bool) -> list[str]:
+    """What of model and ranks cannot be survived, with the remedy.
+
+    Args:
+        delays: torch's front reduces gradients itself.
+        broadcasts: rank 0's buffers, before each forward.
+    """
+    layers = [n for n, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    found = {
+        f"SyncBatchNorm, as layer {layers[:1]} is: its forward waits for all ranks; use "
+        "BatchNorm": bool(layers),
+        "buffers that rank 0 broadcasts before each forward; pass broadcast_buffers=False, and "
+        "each rank keeps its own": broadcasts,
+        "delay_all_reduce_named_params, whose all-reduce is torch's own; leave it out": delays,
+        "sparse gradients; use Embedding(sparse=False)": any(p.sparse for p in engine.params),
+    }
+    if engine.group.size() > 1:
+        found |= _unfit_group(engine)
+    refused = [what for what, is_there in found.items() if is_there]
+    if not refused and not is_gloo(engine.group):
+        _over_nccl().add(engine)
+    return refused
+
+
+def _unfit_group(engine: Engine) -> dict[str, bool]:
+    group = engine.group
+    registered = group_store(group) is not None
+    found = {
+        "a process group that torch.distributed did not make; use one of init_process_group() "
+        "or new_group()": not registered,
+        "a process group whose CPU tensors Gloo does not carry; call init_process_group('gloo'), "
+        "or with 'cpu:gloo,cuda:nccl'": registered and renewed_backend(group) is None,
+        "ranks that do not look out for each other: leave FASTSYNC_WATCH unset, and see that "
+        "they can reach each other": registered and watch_of(group) is None,
+    }
+    return found if is_gloo(group) or not registered else found | _unfit_nccl(engine)
+
+
+@cache
+def _over_nccl() -> weakref.WeakSet[Engine]:
+    """Those of this process that train on."""
+    return weakref.WeakSet()
+
+
+def _unfit_nccl(engine: Engine) -> dict[str, bool]:
+    kills, bound = not Env.read().nccl_lets_live, default_group().bound_device_id is not None
+    settings = " and ".join(f"{name}={value}" for name, value in NCCL_LETS_LIVE.items())
+    return {
+        f"NCCL while torch ends a process in which a collective fails: set {settings} before the "
+        "process group is made, as `python -m fastsync.elastic` does": kills,
+        "a process group of NCCL that is bound to a device, as torch makes others by splitting "
+        "it; leave device_id out of init_process_group()": bound,
+        "a second model over NCCL, whose communicator cannot be aborted while that of the other "
+        "waits; use Gloo": any(other is not engine for other in _over_nccl()),
+    }
