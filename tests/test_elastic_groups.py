@@ -3,6 +3,7 @@
 import os
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,31 @@ def test_groups_that_can_be_made_anew():
     for backends, talks in run_ranks(kinds, 2):
         assert backends == ["gloo", "gloo", None, None]
         assert talks == [True, True, False, False]
+
+
+class Told:
+    """A group as far as it tells of its backends; those of `aborted` were told to abort."""
+
+    def __init__(self, **backends):
+        self.backends, self.aborted = backends, []
+        self._device_types = [torch.device(name) for name in backends]
+
+    def _get_backend(self, device):
+        name = self.backends[device.type]
+        return SimpleNamespace(name=lambda: name, abort=lambda: self.aborted.append(device.type))
+
+
+def test_which_backends_are_made_anew_and_which_are_aborted():
+    both = Told(cuda="nccl", cpu="gloo")
+    assert renewed_backend(both) == "cpu:gloo,cuda:nccl" and talks_by_gloo(both)
+    assert not is_gloo(both)
+    break_group(both)
+    assert both.aborted == ["cuda"]
+    for other in (Told(cpu="nccl", cuda="nccl"), Told(cpu="gloo", cuda="ucc"), Told(cuda="nccl")):
+        assert renewed_backend(other) is None
+    gloo = Told(cpu="gloo", cuda="gloo")
+    break_group(gloo)
+    assert not gloo.aborted and is_gloo(gloo) and renewed_backend(gloo) == "gloo"
 
 
 def agree_for_gpus(rank, world):
