@@ -69,8 +69,8 @@ class Fate(elastic_script.Fate):
 class Net(elastic_script.Net):
     """Which its fate knows."""
 
-    def __init__(self, fate, width):
-        super().__init__(fate, width)
+    def __init__(self, fate, width, streams=False):
+        super().__init__(fate, width, streams)
         fate.net = weakref.ref(self)
 
 
