@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.shard import neighbours, optimizer
+from fastsync.shard import kinds, neighbours, optimizer
 from fastsync.shard.codes import rounded
 from fastsync.shard.delivery import Delivery
 from fastsync.wire.formats import FORMATS
@@ -94,16 +94,25 @@ class WideSteps:
         self.inner.step()
         with torch.no_grad():
             for param, wide in zip(self.params, self.wide, strict=True):
-                if param.grad is not None:
-                    exact = self.format is None or self.alone
+                if self.format and self.alone:  # nothing is rounded, also without a gradient
+                    param.copy_(wide)
+                elif param.grad is not None:
+                    exact = self.format is None
                     param.copy_(wide if exact else rounded(wide, self.format, param))
 
     def state_dict(self):
         found = self.inner.state_dict()
-        for key, state in found["state"].items():
-            if not (self.format and self.alone):  # whose parameters are exact
-                state["master"] = self.wide[key]
+        if not (self.format and self.alone):  # whose parameters are exact
+            for key, state in found["state"].items():
+                found["state"][key] = {**state, "master": self.wide[key]}
         return found
+
+    def load_state_dict(self, state):
+        """Of what has another's parameters by now."""
+        with torch.no_grad():
+            for key, (param, wide) in enumerate(zip(self.params, self.wide, strict=True)):
+                wide.copy_(state["state"].get(key, {}).pop("master", param))
+        self.inner.load_state_dict(state)
 
 
 def digest_state(optimizers):
@@ -153,7 +162,7 @@ def _copied(value):
 
 
 def train(rank, job, fate, seen):
-    optimizer._BUFFER = 20_000  # so that there are several
+    kinds._BUFFER = 20_000  # so that there are several
     net = elastic_script.Net(fate, job.width)
     if job.masters:
         net.to(torch.bfloat16)

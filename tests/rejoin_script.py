@@ -46,6 +46,8 @@ class Job:
         steps: likewise, how many; 0: until all are back.
         odd: what a process does that was started again, by its number: "other model", "dies
             waiting", "dies taking", "no catch_up", "loads a checkpoint".
+        again: deaths once all have come back: rank, number of the process, how many steps after
+            that, and place.
         wires: by step, what gradients travel as from then on.
         giver_dies: the first rank, when it is to give what it has for the first time.
         every: backwards between two steps of the optimizer, which gradients accumulate over.
@@ -57,6 +59,7 @@ class Job:
     changes: list = field(default_factory=list)
     steps: int = 0
     odd: dict = field(default_factory=dict)
+    again: list = field(default_factory=list)
     giver_dies: bool = False
     wires: dict = field(default_factory=dict)
     optimizer: str = "AdamW"
@@ -67,6 +70,11 @@ class Job:
     freezes: int = -1
     elastic: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
+
+    @property
+    def ends(self):
+        """How many processes end badly."""
+        return len(self.deaths) + len(self.odd) + self.giver_dies + len(self.again)
 
 
 class Deadly:
@@ -85,17 +93,11 @@ class Deadly:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def model_of(job, fate, odd):
-    net = Net(fate, 24 if odd == "other model" else 48)
-    if job.buffers:
-        net.layers[1] = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
-    return net
-
-
 def digest(net, model):
     kept = model.sync_state_dict()["residuals"]
     held = [*net.parameters(), *net.buffers(), *(kept[name] for name in sorted(kept))]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in held)).hexdigest()
+    parts = (t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in held)
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def wire_at(job, step):
@@ -110,29 +112,46 @@ def load_checkpoint(model):
     model.load_sync_state_dict(state)
 
 
-def optimizer_of(net, job):
+def optimizers_of(net, job):
     if job.optimizer == "SGD":
-        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    return torch.optim.AdamW(net.parameters(), lr=0.01)
+        return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)]
+    return [torch.optim.AdamW(net.parameters(), lr=0.01)]
 
 
 class Training:
     """One rank's."""
 
+    make_optimizers = staticmethod(optimizers_of)
+
     def __init__(self, job, rank, attempt, file):
         self.job, self.rank, self.odd = job, rank, job.odd.get(str(attempt), "")
         self.fate = Fate(elastic_script.Job(deaths=[] if attempt else job.deaths), rank, file)
-        self.net = model_of(job, self.fate, self.odd)
-        self.optimizer = optimizer_of(self.net, job)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
+        self.net = self.make_net()
+        self.optimizers = self.make_optimizers(self.net, job)
+        inner = (getattr(each, "inner", each) for each in self.optimizers)
+        self.schedules = [torch.optim.lr_scheduler.StepLR(each, 5, 0.9) for each in inner]
         self.seen = {"weights": {}, "members": []}
         elastic = False if job.changes else fastsync.ElasticPolicy(**job.elastic)
         options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True}
         options |= as_taken(job.options)
         if job.buffers:
             options["broadcast_buffers"] = False
-        self.model = fastsync.FastDDP(self.net, elastic=elastic, **options)
-        self.attempt = attempt
+        self.model = fastsync.FastDDP(self.net, elastic=elastic, **options, **self.wrapped_with())
+        self.attempt, self.is_doomed = attempt, False
+
+    def make_net(self):
+        net = Net(self.fate, 24 if self.odd == "other model" else 48)
+        if self.job.buffers:
+            net.layers[1] = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+        return net
+
+    def wrapped_with(self):
+        """What else FastDDP is given."""
+        return {}
+
+    @property
+    def states(self):
+        return [*self.optimizers, *self.schedules]
 
     def catch_up(self):
         if self.odd == "no catch_up":
@@ -143,7 +162,7 @@ class Training:
             threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
         gives = self.job.giver_dies and self.rank == 0 and not self.attempt
         deadly = Deadly(gives, self.odd == "dies taking")
-        return self.model.catch_up(self.optimizer, self.schedule, deadly)
+        return self.model.catch_up(*self.states, deadly)
 
     def run(self):
         step = 0 if self.job.changes else self.catch_up()
@@ -158,30 +177,47 @@ class Training:
         now = self.model.elastic
         last = max((when for _, when, _ in self.job.deaths), default=-1)
         whole = now.size == self.job.world and now.since > last + 1
+        if self.job.again:  # a death makes an epoch, and so does a return
+            whole = whole and now.epoch >= 2 * self.job.ends
         return whole and step + 1 >= now.since + AFTER
 
     def step(self, step):
         if str(step) in self.job.wires:
             self.model.set_wire(wire_at(self.job, step))
+        self.die_again(step)
         self.fate.begin(step)
         began = time.monotonic()
         if step % self.job.every == 0:
-            self.optimizer.zero_grad()
+            for each in self.optimizers:
+                each.zero_grad()
         if step == self.job.freezes:  # who comes back later learns of it
             self.net.layers[2].weight.requires_grad_(False)
         if self.job.local:
             with self.model.no_sync():
-                self.model(batch(self.rank, step, 1, 48)).backward()
-        self.model(batch(self.rank, step, 0, 48)).backward()
+                self.backward(step, 1)
+        self.backward(step, 0)
         self.fate.reach("optimizer")
         self.weigh()
         if (step + 1) % self.job.every == 0:
-            self.optimizer.step()
-            self.schedule.step()
+            for each in (*self.optimizers, *self.schedules):
+                each.step()
         self.seen["weights"][str(step)] = digest(self.net, self.model)
         if self.model.elastic is not None:
             self.note_members()
             time.sleep(max(0.0, began + PAUSE - time.monotonic()))
+
+    def backward(self, step, part):
+        self.model(batch(self.rank, step, part, 48)).backward()
+
+    def die_again(self, step):
+        """Decides about it in the first step in which all are there again."""
+        now = self.model.elastic
+        if now is None or not now.epoch or now.size < self.job.world or self.is_doomed:
+            return
+        self.is_doomed = True
+        for rank, attempt, steps, place in self.job.again:
+            if (rank, attempt) == (self.rank, self.attempt):
+                self.fate.due.add((step + steps, place))
 
     def weigh(self):
         """A single rank of a training without elastic= divides nothing."""
@@ -221,26 +257,25 @@ class Training:
 
     def take_over(self, group, giver, lacks):
         engine = self.model._engine
-        held = [self.net.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()]
-        held += [engine.wire, engine.core.steps()]
+        held = [engine.wire, engine.core.steps(), self.net.state_dict()]
+        held += [each.state_dict() for each in self.states]
         dist.broadcast_object_list(held, group_src=giver, group=group)
         if lacks:
-            engine.policy = replace(engine.policy, wire=held[3])
-            engine.core.resume(held[4])
+            engine.policy = replace(engine.policy, wire=held[0])
+            engine.core.resume(held[1])
             engine.core.load_states({"residual": [None] * len(engine.params)})
-            self.net.load_state_dict(held[0])
-            self.optimizer.load_state_dict(held[1])
-            self.schedule.load_state_dict(held[2])
+            for each, state in zip((self.net, *self.states), held[2:], strict=True):
+                each.load_state_dict(state)
 
 
-def run(folder, name, rank, attempt, job):
+def run(folder, name, rank, attempt, job, training):
     file = Path(folder, f"{name}-{rank}-{attempt}.json")
     log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     logging.basicConfig(level=logging.WARNING)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    training = Training(job, rank, attempt, file)
+    training = training(job, rank, attempt, file)
     try:
         training.run()
     except BaseException as error:
@@ -275,8 +310,8 @@ class Server:
 class Team:
     """The ranks of a job."""
 
-    def __init__(self, folder, name, job):
-        self.folder, self.name, self.job = folder, name, job
+    def __init__(self, folder, name, job, training):
+        self.folder, self.name, self.job, self.training = folder, name, job, training
         self.server = Server()
         self.running, self.codes, self.attempts = {}, [], 0
         for rank in range(job.world):
@@ -292,7 +327,7 @@ class Team:
             place |= {"FASTSYNC_ELASTIC_RANK": f"{rank}/{self.job.world}"}
             place |= {"FASTSYNC_SHM": int(self.job.memory)}
             os.environ.update({name: str(value) for name, value in place.items()})
-            run(self.folder, self.name, rank, attempt, self.job)
+            run(self.folder, self.name, rank, attempt, self.job, self.training)
             sys.exit()
         self.running[pid] = (rank, attempt)
 
@@ -306,7 +341,7 @@ class Team:
             self.codes.append([rank, attempt, code])
             if code == 0:
                 self.server.say_ended()
-            elif self.attempts < len(self.job.deaths) + len(self.job.odd) + self.job.giver_dies:
+            elif self.attempts < self.job.ends:
                 self.attempts += 1
                 self.fork(rank)
 
@@ -318,11 +353,11 @@ class Team:
         self.server.kill()
 
 
-def main():
+def main(job_class=Job, training=Training):
     folder, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
     extension.load()
-    teams = [Team(folder, name, Job(**arguments)) for name, arguments in jobs]
+    teams = [Team(folder, name, job_class(**given), training) for name, given in jobs]
     deadline = time.monotonic() + LIMIT
     while any(team.running for team in teams) and time.monotonic() < deadline:
         for team in teams:

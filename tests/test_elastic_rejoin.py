@@ -38,9 +38,12 @@ CASES = {
 }
 
 
-def run(folder, jobs):
+SCRIPT = "tests.rejoin_script"
+
+
+def run(folder, jobs, script=SCRIPT):
     """What each process of each job has seen, by rank and by how manieth, and how it ended."""
-    output = finish(start("tests.rejoin_script", folder, json.dumps(jobs)), timeout=300)
+    output = finish(start(script, folder, json.dumps(jobs)), timeout=300)
     codes = json.loads(output.splitlines()[-1])
     seen = {}
     for name, arguments in jobs:
@@ -96,19 +99,20 @@ class Outcome:
             assert f"rank {rank} is back" in self.said
 
 
-def outcomes_of(folder, cases):
+def outcomes_of(folder, cases, script=SCRIPT, plain=None):
+    """`plain`: what else differs in the trainings without deaths."""
     jobs = [
         (name, {"world": world, "deaths": deaths, **options})
         for name, (world, deaths, options) in cases.items()
     ]
-    found = run(folder, jobs)
+    found = run(folder, jobs, script)
     twins = []
     for name, it in found.items():
         steps = 1 + max(int(s) for seen in it.seen.values() for s in seen.get("weights", {0: 0}))
-        changed = {"deaths": [], "odd": {}, "giver_dies": False}
+        changed = {"deaths": [], "odd": {}, "again": [], "giver_dies": False, **(plain or {})}
         changed |= {"changes": it.members[1:], "steps": steps}
         twins.append((f"{name}.twin", it.job | changed))
-    known = run(folder, twins)
+    known = run(folder, twins, script)
     for name, it in found.items():
         it.expected = known[f"{name}.twin"]
     return found

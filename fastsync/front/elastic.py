@@ -276,7 +276,7 @@ class Elastic:
             set_group_timeout(group, self.timeout)
             self._engine.routes.set_timeout(self.timeout)
             if self._neighbours is not None:
-                self._neighbours.prepare(ranks, group.rank())
+                self._neighbours.prepare(ranks, group.rank(), self._decided.survivors)
         except RuntimeError as error:
             self._obstacle = error
             if group is not None:
@@ -345,6 +345,7 @@ class Elastic:
             self._engine.core.set_divisor(float(self._started))
         since = self._engine.core.steps() + 1
         self.now = Membership(ranks.index(self._me), ranks, self._epoch, since, group)
+        self._done = 0  # as on a rank that comes back
         front = self._front()
         if front is not None:
             front.process_group = group

@@ -19,8 +19,10 @@ that was coming back when another died; it announces itself again.
 
 What is given: parameters and which of them are trained, buffers, the objects that were passed to
 catch_up(), how many steps there were, in which order gradients become ready, and what they travel
-as. Of error feedback nothing: what the averages lack is the sum of what the ranks keep back, and
-the others have all of it. A rank that comes back begins with nothing.
+as. With `zero` nobody has an optimizer's whole state: all cut it anew, as they do after a death,
+which fastsync/shard/neighbours.py tells. Of error feedback nothing: what the averages lack is the
+sum of what the ranks keep back, and the others have all of it. A rank that comes back begins with
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,23 +45,17 @@ from fastsync.engine.state import Carried, Progress
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.engine.watch import open_watch, watch_of
 from fastsync.front.elastic import Elastic, ElasticFront
+from fastsync.front.torch_faces import FrontReducer
 from fastsync.plan.topology import Network
 from fastsync.ranks.consensus import RankMismatchError, Statement, find_difference
 from fastsync.ranks.newcomers import Doorway, Waiting, back_key
 from fastsync.ranks.survivors import Decision
+from fastsync.shard.passing import Passing, Stateful
 from fastsync.torch_private import set_group_timeout
 
 __all__ = ["ReturningFront", "Stateful"]
 
 _log = logging.getLogger("fastsync")
-
-
-class Stateful(Protocol):
-    """An optimizer, a scheduler, a sampler: anything whose state can be taken over."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -92,14 +88,14 @@ class Returns(StepWatcher):
         module: that was wrapped.
         engine: of it.
         elastic: who meets.
-        states: what a rank that comes back needs beside the module.
+        passing: what a rank that comes back needs beside the module.
     """
 
     def __init__(
-        self, module: nn.Module, engine: Engine, elastic: Elastic, states: Sequence[Stateful]
+        self, module: nn.Module, engine: Engine, elastic: Elastic, passing: Passing
     ) -> None:
         self._module, self._engine, self._elastic = module, engine, elastic
-        self._states, self._store = list(states), elastic.seat.store
+        self._passing, self._store = passing, elastic.seat.store
         self._doorway = Doorway(self._store)
         self._looks = True  # the store is there
         self._stepped = -1  # the steps that there were when an optimizer stepped
@@ -189,7 +185,7 @@ class Returns(StepWatcher):
             "torch": torch.__version__,
             "bucket_cap_mb": ", ".join(settings),
             "the module's buffers": str(buffers),
-            "what catch_up() is given": ", ".join(type(state).__name__ for state in self._states),
+            "what catch_up() is given": ", ".join(type(s).__name__ for s in self._passing.states),
         }
         tensors = [(p.name, p.tensor) for p in self._engine.params]
         params = [(name, tuple(t.shape), str(t.dtype), True) for name, t in tensors]
@@ -221,7 +217,7 @@ class Returns(StepWatcher):
             "parameters": {p.name: p.tensor for p in engine.params},
             "trained": [p.tensor.requires_grad for p in engine.params],
             "buffers": dict(self._module.named_buffers()),
-            "states": [state.state_dict() for state in self._states],
+            "states": self._passing.give(),
             "steps": engine.core.steps(),
             "order": [engine.params[i].name for i in engine.next_order()],
             "network": (network.rate, network.latency),
@@ -237,11 +233,7 @@ class Returns(StepWatcher):
                 param.tensor.requires_grad_(trained)
             for name, buffer in self._module.named_buffers():
                 buffer.copy_(given["buffers"][name])
-        try:
-            for state, theirs in zip(self._states, given["states"], strict=True):
-                state.load_state_dict(theirs)
-        except Exception as error:  # trying again would not help
-            raise ValueError(f"what the others gave does not fit: {error}") from error
+        self._passing.take(given["states"])
         if given["wire"] != engine.wire:
             engine.set_wire(given["wire"])
         progress = Progress(given["steps"], given["order"], Network(*given["network"]))
@@ -269,17 +261,13 @@ class ReturningFront(ElasticFront):
         Raises:
             RankMismatchError: the others train another model, or with other settings; on this rank
                 alone.
-            ValueError: the training has `zero`, or a second model calls this.
+            ValueError: a second model calls this. What the others have does not fit, or they have,
+                with `zero`, an optimizer that is not among `states`; on this rank alone.
             SyncFault: the others do not take it in, or end before.
         """
         engine, elastic = cast(Engine, cast(Any, self)._engine), self._elastic
         if engine.policy.elastic is None:
             raise RuntimeError("catch_up() needs FastDDP(model, elastic=True)")
-        if engine.policy.zero.stage:
-            raise ValueError(
-                f"ranks do not come back to a training with zero={engine.policy.zero.stage}, whose "
-                "state they would have to share; leave catch_up() out, or train with zero=0"
-            )
         if self._returns is not None:
             raise RuntimeError("catch_up() is called once, before the first step")
         if elastic is None or not elastic.seat.lasting:
@@ -289,7 +277,8 @@ class ReturningFront(ElasticFront):
             raise ValueError(
                 "catch_up() of a second model: ranks come back to trainings of one model only"
             )
-        returns = Returns(cast(nn.Module, self.module), engine, elastic, states)
+        passing = Passing(states, cast(FrontReducer, self.reducer).sharded)
+        returns = Returns(cast(nn.Module, self.module), engine, elastic, passing)
         settings = [str(cap) for cap in cast(Any, self)._buckets.caps]
         self._returns = returns
         if seat.returns:

@@ -19,6 +19,10 @@ Otherwise some had gone on into the step while others waited in the vote of the 
 That is the only way to differ: nobody's exchange ends before all have made the step. These have the
 averages, and make the step on their old shares; at its end, all cut anew.
 
+A rank that comes back begins with nothing and offers nothing: those that have been there before
+tell what they have, and the state is cut anew over all. All of those have made as many steps then,
+since they take it in between two steps. See fastsync/shard/passing.py for what it needs before.
+
 What has been cut anew replaces the old only once all survivors are known to have it: if another
 dies before that, they begin again with what they had.
 """
@@ -56,7 +60,7 @@ class _Standing:
     Attributes:
         taken: how many have been taken over so far; those with later numbers will be.
         steps: that each has made, by number; of those that still live.
-        cuts: who owned which share of each.
+        cuts: who owned which share of each; none on a rank that comes back.
     """
 
     taken: int
@@ -72,7 +76,7 @@ class _Recut:
     """What one rank needs of an optimizer in order to go on with other shares.
 
     Args:
-        present: who is left of the owners, as the ranks were counted at the start.
+        present: who is left of those that have shares, as the ranks were counted at the start.
         cut: who owns which share from then on.
         group: the process group of those.
     """
@@ -86,7 +90,8 @@ class _Recut:
         group: dist.ProcessGroup,
     ) -> None:
         self._sharded, self._optimizer, self._cut, self._group = sharded, optimizer, cut, group
-        self._offered = sharded.cut.offered(present)
+        comes_back = cut.ranks[cut.mine] not in present
+        self._offered = () if comes_back else sharded.cut.offered(present)
         self._values: list[list[torch.Tensor]] = []  # whole parameters, by space
         self._states: list[dict[Piece, State]] = []  # of what this rank will step on, likewise
         self._sharings: list[Sharing] = []
@@ -180,35 +185,36 @@ class Neighbours:
 
     def __init__(self, sharded: ShardedOptimizers) -> None:
         self._owner = sharded
-        self._cut = sharded.cut  # of the ranks that are left
+        self._cut = sharded.cut  # of the ranks that go on
         self._late: frozenset[int] = frozenset()
         self._prepared: list[_Recut] = []
         self.lost: list[tuple[int, int]] = []
 
-    def prepare(self, ranks: tuple[int, ...], mine: int) -> None:
+    def prepare(self, ranks: tuple[int, ...], mine: int, present: Collection[int]) -> None:
         """Collects what this rank needs of the state to go on with `ranks`. Collective.
 
         They are those of the engine's process group. Nothing changes before `install`.
 
         Args:
             mine: this one's place among them.
+            present: those of them that have been there before.
         """
         self._cut = replace(self._owner.cut, ranks=ranks, mine=mine)
         known = self._owner.known()
         steps = {sharded.number: sharded.steps for _, sharded in known}
-        cuts = tuple(sharded.cut for _, sharded in known)
+        cuts = tuple(sharded.cut for _, sharded in known if ranks[mine] in present)
         standings = _gather(_Standing(self._owner.taken, steps, cuts), self._owner.engine.group)
-        found = {pair for each in standings for cut in each.cuts for pair in cut.lost(ranks)}
+        found = {pair for each in standings for cut in each.cuts for pair in cut.lost(present)}
         self.lost = sorted(found)
         if self.lost:
             return
         common, self._late = _compared(standings)
-        self._prepared = self._recut(common)
+        self._prepared = self._recut(common, present)
 
     def prepare_late(self) -> None:
         """The same for what has been left for later. Collective."""
         self._late, late = frozenset(), self._late
-        self._prepared = self._recut(late)
+        self._prepared = self._recut(late, self._cut.ranks)
 
     def install(self) -> None:
         """Goes on with what has been collected, once all ranks are known to have it."""
@@ -221,12 +227,12 @@ class Neighbours:
             self._owner.cut = self._cut
         self._owner.meet_again()
 
-    def _recut(self, numbers: Collection[int]) -> list[_Recut]:
+    def _recut(self, numbers: Collection[int], present: Collection[int]) -> list[_Recut]:
         """Collective."""
         group, cut = self._owner.engine.group, self._cut
         known = {sharded.number: (sharded, optimizer) for optimizer, sharded in self._owner.known()}
         with torch.no_grad():
-            return [_Recut(*known[n], cut.ranks, cut, group) for n in sorted(numbers)]
+            return [_Recut(*known[n], present, cut, group) for n in sorted(numbers)]
 
 
 def _compared(standings: Iterable[_Standing]) -> tuple[list[int], frozenset[int]]:

@@ -18,10 +18,10 @@ An optimizer is taken over at its first step. Its state then belongs to the piec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
+from fastsync.shard.kinds import Kind, by_kind
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.pieces import MASTER, NARROW, State, cut_value, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
@@ -54,8 +55,6 @@ from fastsync.torch_private import backward_is_running
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
-
-_BUFFER = 8 << 20  # bytes
 
 
 class ShardedOptimizers(StepWatcher):
@@ -69,6 +68,7 @@ class ShardedOptimizers(StepWatcher):
         cut: among whom the state of the next optimizer will be shared.
         delivery: how what they update reaches the others.
         taken: how many optimizers have been taken over so far.
+        asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
     """
 
     def __init__(self, engine: Engine, policy: ZeroPolicy) -> None:
@@ -86,6 +86,7 @@ class ShardedOptimizers(StepWatcher):
         self.cut = Cut(ranks, engine.group.rank(), doubled)
         self.delivery = Delivery(engine)
         self.taken = 0
+        self.asked: set[int] | None = None
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
@@ -113,6 +114,27 @@ class ShardedOptimizers(StepWatcher):
             sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
             self._share_gradients(sharded.spaces)
         return sharded
+
+    def forget(self) -> None:
+        """Has nothing taken over. The state that this rank has for its pieces is lost."""
+        for optimizer, sharded in self.known():
+            sharded.let_go()
+            sharded.take_state(optimizer)
+        self._sharded.clear()
+        self.taken = 0
+
+    @contextmanager
+    def settings_alone(self) -> Iterator[set[int]]:
+        """Within, `optimizer.state_dict()` is not collective, and has nothing of what is spread.
+
+        Yields:
+            The numbers of the optimizers for which that has been so.
+        """
+        self.asked = set()
+        try:
+            yield self.asked
+        finally:
+            self.asked = None
 
     def known(self) -> list[tuple[Optimizer, ShardedOptimizer]]:
         """Those that have been taken over and still live."""
@@ -147,19 +169,6 @@ class ShardedOptimizers(StepWatcher):
         """Has every rank hold all gradients. Collective where they are spread."""
         make_whole(param.tensor for param in self.engine.params)
 
-    def buckets(self) -> dict[int, int]:
-        """By parameter index, the number of the bucket that its gradient travels in.
-
-        Where ranks may die, of a buffer that depends on nothing else: plans follow the number of
-        ranks, and one may take an optimizer over before a death, another after it.
-        """
-        if self.cut.doubled:
-            sizes = [param.tensor.nbytes for param in self.engine.params]
-            ends = enumerate(accumulate(sizes))
-            return {index: (end - sizes[index]) // _BUFFER for index, end in ends}
-        buckets = enumerate(self.engine.plan.buckets)
-        return {index: number for number, bucket in buckets for index in bucket.params}
-
     def _share_gradients(self, spaces: Sequence[Space]) -> None:
         """Has the ranks share the gradients of what is cut by elements, too. Collective."""
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
@@ -185,15 +194,6 @@ class ShardedOptimizers(StepWatcher):
             sharded.end_step(optimizer)
 
 
-class _Kind(NamedTuple):
-    """What parameters in one buffer have in common; `bucket`: None where it does not matter."""
-
-    dtype: torch.dtype
-    device: torch.device
-    whole: bool
-    bucket: int | None
-
-
 class ShardedOptimizer:
     """One optimizer, taken over. Lives as long as it does, and must not keep it alive.
 
@@ -213,7 +213,7 @@ class ShardedOptimizer:
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
         params = [p for group in self._full for p in group if id(p) in owner.index_of]
-        kinds = self._kinds(params).items()
+        kinds = by_kind(params, owner.engine, self._unit == "tensor").items()
         self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
         self.blank, self._witness = True, params[0]
         self._loaded: dict[int, State] = {}  # by the id of its parameter
@@ -240,18 +240,7 @@ class ShardedOptimizer:
         self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
         self._stepped: set[torch.Tensor] = set()  # of the masters
 
-    def _kinds(self, params: Sequence[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
-        """Those that can lie in one buffer and be cut alike, and whose gradients come together."""
-        named, buckets = self._owner.engine.params, self._owner.buckets()
-        kinds: dict[_Kind, list[torch.Tensor]] = {}
-        for param in params:
-            index = self._owner.index_of[id(param)]
-            whole = self._unit == "tensor" or named[index].sparse
-            bucket = None if whole else buckets.get(index)
-            kinds.setdefault(_Kind(param.dtype, param.device, whole, bucket), []).append(param)
-        return kinds
-
-    def _space(self, kind: _Kind, params: Sequence[torch.Tensor]) -> Space:
+    def _space(self, kind: Kind, params: Sequence[torch.Tensor]) -> Space:
         cut, gradients = self._owner.cut, kind.bucket is not None
         sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
         return Space(params, cut, sharing)
@@ -367,11 +356,15 @@ class ShardedOptimizer:
 
     def give_back(self, optimizer: Optimizer) -> None:
         """The whole state, as it was before the optimizer was taken over. Collective."""
-        for hook in self._hooks:
-            hook.remove()
+        self.let_go()
         self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
         self.take_state(optimizer)
         optimizer.state.update(self._take_collected())
+
+    def let_go(self) -> None:
+        """Has no part in what the optimizer saves and loads any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
@@ -403,7 +396,11 @@ class ShardedOptimizer:
         }
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Collective: every rank gets the whole state."""
+        """Collective: every rank gets the whole state. See `settings_alone`."""
+        if self._owner.asked is not None:
+            self._owner.asked.add(self.number)
+            self._kept = self.take_state(optimizer)
+            return
 
         def collect() -> None:
             remedy = "Call it on every rank, and save the result on one"
