@@ -68,7 +68,18 @@ def test_what_is_no_faster_is_not_chosen():
     outcome, trace = searched(lambda place: 1.0 if place == 0 else 1 - 0.9 * GAIN)
     assert outcome.choice == 0
     assert outcome.seconds == outcome.default_seconds == 1.0
-    assert {place for place, _ in trace} == {0, -1, 1, 7, 40}
+    assert {place for place, _ in trace} == {0, -1, -2, 1, 2, 7, 14, 40, 80}, "each move twice"
+
+
+def test_steps_that_each_gain_too_little_are_found_together():
+    outcome, trace = searched(lambda place: 1 + 0.7 * GAIN * min(4, abs(place + 4)))
+    assert outcome.choice == -4
+    assert [place for place, _ in trace[6:-8:4]][:5] == [-1, -2, -3, -4, -5]
+
+
+def test_it_looks_ahead_once_and_not_where_something_is_slower():
+    _, trace = searched(lambda place: 1 + GAIN * 0.5 * abs(place))
+    assert {place for place, _ in trace} == {0, -1, -2, 1, 2, 7, 40}
 
 
 def test_with_noise_below_half_the_gain_nothing_slower_is_ever_chosen():
