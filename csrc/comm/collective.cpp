@@ -316,10 +316,15 @@ class ProcessGroupCollective final : public Collective {
     return exchange(std::move(from), std::move(to), kTag);
   }
 
-  // Gloo's threads wait for the other ranks on the host, whichever device a tensor is on.
+  // Gloo's threads wait for the other ranks on the host, whichever device a tensor is on. A group of another kind than
+  // c10d's own may have no backend to ask for.
   static bool waits_on_host(c10d::ProcessGroup& group, at::Device device) {
-    return device.is_cpu() || (group.hasBackendForDeviceType(device.type()) &&
-                               group.getBackend(device.type())->getBackendName() == "gloo");
+    if (device.is_cpu()) return true;
+    const auto served = group.getDeviceTypes();
+    const bool has_backend = std::any_of(served.begin(), served.end(), [&](at::Device other) {
+      return other.type() == device.type();
+    });
+    return has_backend && group.getBackend(device.type())->getBackendName() == "gloo";
   }
 
   template <typename Issue>
