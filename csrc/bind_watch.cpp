@@ -2,6 +2,8 @@
 #include <signal.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -11,6 +13,7 @@
 
 #include "bindings.h"
 #include "check.h"
+#include "comm/messages.h"
 #include "engine/fault_watch.h"
 #include "engine/process.h"
 #include "engine/visit.h"
@@ -102,6 +105,12 @@ void bind_watch(py::module_& m) {
   m.def(
       "process_has_ended", [](int64_t process) { return !engine::end_of_process(process).lives; },
       release, py::arg("process"));
+  m.def(
+      "leave_chains",
+      [](double seconds) {
+        comm::leave_chains(std::chrono::milliseconds(std::llround(seconds * 1e3)));
+      },
+      release, py::arg("seconds"));
   py::class_<FaultWatch, std::shared_ptr<FaultWatch>>(m, "FaultWatch")
       .def(py::init(&make_watch), py::arg("host"), py::arg("warn_after"), py::arg("stack_file"),
            py::arg("stack_signal"), py::arg("make_error"))

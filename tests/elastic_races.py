@@ -127,6 +127,10 @@ def train(*given):
     (train_two if "twin" in given[1].options else elastic_script.train)(*given)
 
 
-if __name__ == "__main__":
+def main(train=train):
     elastic_script.Fate, elastic_script.Net = Fate, Net
     elastic_script.main(train=train)
+
+
+if __name__ == "__main__":
+    main()

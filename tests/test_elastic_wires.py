@@ -96,6 +96,14 @@ def test_survivors_weights_and_residuals_are_those_of_fewer_ranks(outcomes, case
             assert outcome.seen[rank]["patience"] == [TIMEOUT, TIMEOUT]
 
 
+def test_chains_that_hang_harm_nobody_who_ends(tmp_path):
+    """Each rank's end closes connections, which wakes chains in those that are still ending."""
+    cases = {name: CASES[name] for name in ("int8-pieces-sending", "int8-between-of-four")}
+    cases["gloo"] = (4, [(2, 3, "sending")], {**PIECES, **GLOO})
+    for outcome in outcomes_of(tmp_path, cases, "tests.elastic_leaves").values():
+        check(outcome)
+
+
 @pytest.mark.parametrize("case", TAKES)
 def test_averages_that_are_taken_bring_their_residuals(outcomes, case):
     outcome = outcomes[case]

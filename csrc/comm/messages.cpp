@@ -1,11 +1,37 @@
 #include "messages.h"
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 
 namespace fastsync::comm {
 namespace {
+
+class Exchange;
+
+// Exchanges of this process that somebody still holds. Never destroyed: a hanging one's thread outlives main().
+class UnderWay {
+ public:
+  static UnderWay& of_process() {
+    static UnderWay* const under_way = new UnderWay;
+    return *under_way;
+  }
+  void add(Exchange* exchange) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    exchanges_.insert(exchange);
+  }
+  void remove(Exchange* exchange) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    exchanges_.erase(exchange);
+  }
+  void abort();
+
+ private:
+  std::mutex mutex_;
+  std::set<Exchange*> exchanges_;
+};
 
 class Exchange {
  public:
@@ -25,17 +51,21 @@ class Exchange {
     };
     by_distance(received_, [=](int rank) { return (self + ranks - rank) % ranks; });
     by_distance(sent_, [=](int rank) { return (rank + ranks - self) % ranks; });
+    UnderWay::of_process().add(this);
   }
+  ~Exchange() { UnderWay::of_process().remove(this); }
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
 
   // Blocks while sockets take bytes. The group's functions would go through torch's dispatcher, for each message.
   void start() {
     for (const Message& message : received_) {
       std::vector<at::Tensor> part{message.tensor};
-      works_.push_back(backend_->recv(part, message.rank, tag_));
+      keep(backend_->recv(part, message.rank, tag_));
     }
     for (const Message& message : sent_) {
       std::vector<at::Tensor> part{message.tensor};
-      works_.push_back(backend_->send(part, message.rank, tag_));
+      keep(backend_->send(part, message.rank, tag_));
     }
   }
 
@@ -43,13 +73,30 @@ class Exchange {
     for (const auto& work : works_) work->wait();
   }
 
+  // Whoever waits stops waiting.
+  void abort() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& work : works_) work->abort();
+  }
+
  private:
+  void keep(c10::intrusive_ptr<c10d::Work> work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    works_.push_back(std::move(work));
+  }
+
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::vector<Message> received_;
   std::vector<Message> sent_;
   int tag_;
+  std::mutex mutex_;  // of what follows, until all have started
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
+
+void UnderWay::abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Exchange* const exchange : exchanges_) exchange->abort();
+}
 
 class ExchangeInFlight final : public InFlight {
  public:
@@ -110,6 +157,10 @@ class ExchangeInFlight final : public InFlight {
 };
 
 }  // namespace
+
+void leave_chains(std::chrono::milliseconds patience) {
+  Worker::leave_all(patience, [] { UnderWay::of_process().abort(); });
+}
 
 std::unique_ptr<InFlight> exchange_messages(const c10::intrusive_ptr<c10d::Backend>& backend,
                                             std::vector<Message> received,

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -43,6 +44,9 @@ class ExchangeThreads {
   std::once_flag waits_;
   std::unique_ptr<Worker> waiter_;
 };
+
+// See [Note: the end of a process] in worker.h: aborts the exchanges that are under way, and has all workers left.
+void leave_chains(std::chrono::milliseconds patience);
 
 // Collective::exchange() over `backend`.
 std::unique_ptr<InFlight> exchange_messages(const c10::intrusive_ptr<c10d::Backend>& backend,

@@ -1,10 +1,67 @@
 #include "worker.h"
 
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
 #include <utility>
 
 #include "thread_name.h"
 
 namespace fastsync::comm {
+namespace {
+
+// Of all workers of this process. Forked children have no such threads, whatever the numbers say there.
+struct Threads {
+  std::atomic<int> busy{0};
+  std::atomic<uint64_t> left{0};  // how often they were left
+  std::atomic<pid_t> process{0};
+
+  static Threads& of_process() {
+    static Threads threads;
+    return threads;
+  }
+};
+
+}  // namespace
+
+// A thread that has chains, until it has none or its process leaves it.
+class Worker::Busy {
+ public:
+  Busy() : left_(Threads::of_process().left) {}
+
+  void begin() {
+    if (std::exchange(busy_, true)) return;
+    Threads& all = Threads::of_process();
+    ++all.busy;
+    left_ = all.left;
+  }
+  void end() {
+    if (std::exchange(busy_, false)) --Threads::of_process().busy;
+  }
+  // Does not return where the process has left this thread: destroying what a chain holds would use torch, too.
+  void go_on() {
+    if (left_ == Threads::of_process().left) return;
+    end();
+    while (true) pause();
+  }
+
+ private:
+  bool busy_ = false;
+  uint64_t left_;
+};
+
+void Worker::leave_all(std::chrono::milliseconds patience, const std::function<void()>& wake) {
+  Threads& all = Threads::of_process();
+  if (all.process != getpid()) return;
+  ++all.left;
+  if (all.busy == 0) return;
+  wake();
+  const auto end = std::chrono::steady_clock::now() + patience;
+  while (all.busy != 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 void Ticket::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -41,7 +98,10 @@ void Ticket::finish(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-Worker::Worker() : state_(std::make_shared<State>()), thread_([state = state_] { run(state); }) {}
+Worker::Worker() : state_(std::make_shared<State>()) {
+  Threads::of_process().process = getpid();
+  thread_ = std::thread([state = state_] { run(state); });
+}
 
 Worker::~Worker() {
   bool idle = false;
@@ -72,7 +132,9 @@ std::shared_ptr<Ticket> Worker::submit(Step step) {
 void Worker::run(const std::shared_ptr<State>& state) {
   name_this_thread("fastsync-comm");
   std::deque<Chain> active;
+  Busy busy;
   while (true) {
+    if (active.empty()) busy.end();
     {
       std::unique_lock<std::mutex> lock(state->mutex);
       state->idle = active.empty();
@@ -85,21 +147,25 @@ void Worker::run(const std::shared_ptr<State>& state) {
       }
       if (active.empty()) return;
       state->idle = false;
+      busy.begin();
     }
-    advance(*state, active);
+    advance(*state, active, busy);
   }
 }
 
 // Youngest first: its current collective was started before the older chains' latest ones.
-void Worker::advance(State& state, std::deque<Chain>& active) {
+void Worker::advance(State& state, std::deque<Chain>& active, Busy& busy) {
   for (auto chain = active.rbegin(); chain != active.rend(); ++chain) {
     if (!chain->ticket) continue;  // ended before an older, longer one
+    bool more = false;
     try {
       if (state.broken) std::rethrow_exception(state.broken);
-      if (chain->step()) continue;
+      more = chain->step();
     } catch (...) {
       state.broken = std::current_exception();
     }
+    busy.go_on();
+    if (more) continue;
     chain->step = nullptr;  // frees what it held before anyone learns of the end
     std::exchange(chain->ticket, nullptr)->finish(state.broken);
   }

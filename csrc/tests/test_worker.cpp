@@ -110,6 +110,28 @@ void leaves_a_hanging_chain_behind() {
   ticket->wait();
 }
 
+// What is left never goes on, though it is woken; what comes later does.
+void a_chain_that_is_left_takes_no_further_step() {
+  const auto woken = std::make_shared<std::atomic<bool>>(false);
+  const auto steps = std::make_shared<std::atomic<int>>(0);
+  std::shared_ptr<Ticket> ticket;
+  {
+    Worker worker;
+    ticket = worker.submit([woken, steps] {
+      ++*steps;
+      while (!*woken) std::this_thread::sleep_for(microseconds(100));
+      return true;
+    });
+    while (*steps == 0) std::this_thread::yield();
+    Worker::leave_all(std::chrono::seconds(20), [&] { *woken = true; });
+    EXPECT(!ticket->is_done_within(std::chrono::milliseconds(20)), "it has ended");
+    Worker::leave_all(std::chrono::milliseconds(0), [] { EXPECT(false, "somebody is busy"); });
+  }
+  EXPECT(*steps == 1, steps->load(), " steps");
+  Worker other;
+  other.submit([] { return false; })->wait();
+}
+
 }  // namespace
 }  // namespace fastsync::comm
 
@@ -119,6 +141,7 @@ int main(int argc, char** argv) {
                                        {"told once", tells_of_the_end_once},
                                        {"error", an_error_breaks_what_comes_after_it},
                                        {"freed", a_step_is_freed_before_its_end_is_told},
-                                       {"hanging", leaves_a_hanging_chain_behind}},
+                                       {"hanging", leaves_a_hanging_chain_behind},
+                                       {"left", a_chain_that_is_left_takes_no_further_step}},
                                       argc, argv);
 }

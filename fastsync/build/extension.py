@@ -35,7 +35,7 @@ from fastsync.build.env import Env
 from fastsync.build.recipe import BuildError
 from fastsync.build.trust import make_private, why_not_ours
 
-__all__ = ["BuildError", "Origin", "load", "origin"]
+__all__ = ["BuildError", "Origin", "leave_chains", "load", "origin"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
@@ -55,6 +55,15 @@ def load() -> ModuleType:
         BuildError: it has to be compiled and cannot be; the text carries the remedy.
     """
     return _import(_prebuilt() or _built(Env.read()))
+
+
+def leave_chains(seconds: float) -> None:
+    """Has collectives that hang in threads of the extension never go on, if it was loaded.
+
+    Their threads have so long to come back from what they wait for; see csrc/comm/worker.h.
+    """
+    if load.cache_info().currsize:
+        load().leave_chains(seconds)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lets Gloo's threads finish before the interpreter does.
+"""Lets threads finish before the interpreter does: Gloo's, and those of chains of collectives.
 
 A thread of Gloo's that has ended a collective drops its work handle, and with it what Python lent
 it: tensors that have a Python object, those of earlier collectives where the last one was a
@@ -7,6 +7,9 @@ begun to finalise, by unwinding its stack, through destructors that must not be 
 aborts ("terminate called without an active exception") after all its work is done, torchrun
 reports a failure, and the torchrun of another node waits five minutes for this one. It happens to
 about one in ten short trainings on a busy machine, under any wrapper.
+
+A chain that waits for a rank that has died hangs until the others end, which wakes it when torch
+has freed what it needs: a segmentation fault. Such chains are left for good.
 """
 
 from __future__ import annotations
@@ -15,17 +18,21 @@ import atexit
 import time
 from pathlib import Path
 
+from fastsync.build.extension import leave_chains
+
 __all__ = ["guard_exit", "let_threads_finish"]
 
 _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloo"  # the kernel keeps 15 characters of "pt_gloo_runloop"
 _PAUSE = 0.001
 _LONGEST = 2.0
+_CHAINS_LONGEST = 1.0
 
 
 def guard_exit() -> None:
-    """Has the interpreter call `let_threads_finish` at exit, after whatever is registered later."""
+    """At exit, after whatever is registered later: leaves chains, then `let_threads_finish`."""
     atexit.register(let_threads_finish)
+    atexit.register(leave_chains, _CHAINS_LONGEST)
 
 
 def let_threads_finish() -> None:
