@@ -1,4 +1,4 @@
-"""elastic_races, whose ranks end one after another: each is past torch's static destructors by then.
+"""elastic_races, whose ranks end one after another, past torch's static destructors by then.
 
 A handler of the C library's exit that is registered before torch is loaded runs after those.
 """
