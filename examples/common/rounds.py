@@ -179,11 +179,17 @@ def time_lanes(
 
 def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> list[float]:
     """Bytes sent per step, then the seconds of each of `steps` steps, after one that is not
-    counted; all of this rank."""
+    counted; all of this rank.
+
+    A rank may end a step while the link still has a queue of what it has sent. A barrier's
+    messages queue after that, so what the meter counts between two barriers is of these steps.
+    """
     dist.barrier()
     lane.step()
+    dist.barrier()
     before = meter()
     times = [group.timed(lane.step) for _ in range(steps)]
+    dist.barrier()
     sent = (meter() - before) / max(steps, 1)
     lane.optimizer.zero_grad(set_to_none=True)
     return [sent, *times]
