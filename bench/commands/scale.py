@@ -27,7 +27,7 @@ from bench.measure.bare import BareList
 from bench.measure.jobs import Job
 from bench.report.tables import Point, point
 from examples.common.ranks import Group, argument
-from examples.common.rounds import in_turn, less, slowest
+from examples.common.rounds import host_seconds, in_turn, less, slowest
 from examples.common.text import Progress
 from examples.common.variants import FLOOR, OURS, VARIANTS, available
 from fastsync.plan.buckets import ParamSpec, make_plan
@@ -56,17 +56,11 @@ def fake_group(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def plan_seconds(module: nn.Module, world: int) -> float:
     """Seconds of making a plan for the module's parameters."""
     specs = [ParamSpec.of(i, p) for i, p in enumerate(module.parameters())]
     order, buckets = list(range(len(specs))), BucketPolicy.from_mb(None)
-    return _seconds(lambda: make_plan(specs, order, buckets, SyncPolicy(), world))
+    return host_seconds(lambda: make_plan(specs, order, buckets, SyncPolicy(), world))
 
 
 def backwards(pairs: Pairs, rounds: int, before: Callable[[], object]) -> dict[str, list[float]]:
@@ -77,8 +71,7 @@ def backwards(pairs: Pairs, rounds: int, before: Callable[[], object]) -> dict[s
         before()
         model.zero_grad(set_to_none=True)
         module.ready += [torch.ones_like(p) for p in module.list]
-        loss = model()
-        return _seconds(loss.backward)
+        return host_seconds(model().backward)
 
     in_turn(pairs, once, WARMUP)  # plans settle
     return in_turn(pairs, once, rounds)

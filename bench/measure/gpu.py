@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from examples.common.rounds import host_seconds
 from examples.common.training import Lane
 
 WARMUP = 6  # steps: a plan is renewed after the first, and cuDNN and the allocator settle
@@ -48,12 +49,7 @@ def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, floa
     """
     lane.step()
     watch = stopwatch(device)
-    host = []
-    for _ in range(steps):
-        loss = lane.forward()
-        start = time.perf_counter()
-        loss.backward()
-        host.append(time.perf_counter() - start)
+    host = [host_seconds(lane.forward().backward) for _ in range(steps)]
     return watch() / steps, median(host)
 
 

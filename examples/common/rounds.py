@@ -60,6 +60,13 @@ def slowest(found: dict[str, list[T]], group: Group) -> dict[str, list[T]]:
     return dict(zip(found, largest, strict=True))
 
 
+def host_seconds(call: Callable[[], object]) -> float:
+    """For which a call keeps the host; it waits for no device."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def over(values: Sequence[float], base: Sequence[float]) -> list[float]:
     """Ratios, round by round."""
     return [a / b for a, b in zip(values, base, strict=True)]
