@@ -3,30 +3,33 @@
     python -m docs.measure_tuning --json bench/results/tune.json
     python -m docs.measure_tuning --links 1gbit,100mbit --json bench/results/tune-links.json
 
-A tuned model makes its steps of tuning first, as a training would. Then all take turns. The gap is
-what the best size of the grid gains over the default. The best of several noisy medians looks
-better than it is, so it is chosen by the first half of the rounds and judged by the second.
+Tuned models make their steps of tuning first, each by itself, as a training would. Then all take
+turns. The gap is what the best size of the grid gains over the default. The best of several noisy
+medians looks better than it is, so it is chosen by the first half of the rounds and judged by the
+second.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 
 from bench.commands.buckets import variant
 from bench.measure import benchmark as b
 from bench.measure.netns import Link, LinkName
 from docs.measure_steps import scaled
-from examples.common.ranks import Group, argument
+from examples.common.ranks import Group, argument, whole
 from examples.common.rounds import over, time_lanes
+from examples.common.text import Spread
 from examples.common.training import make_lanes
 from examples.common.variants import OURS, Variant, fast_ddp
 from fastsync.tune.policy import TunePolicy
 
 TUNED_STEPS = 60  # ten more than a tuning takes at most
-TUNED = Variant("tuned", fast_ddp(tune=TunePolicy(remember=False)))
+TUNED = "tuned"
 DEFAULT = variant(OURS, None)
+LEAST_GAP = 0.01
 
 
 def measure(
@@ -36,10 +39,13 @@ def measure(
     here = Link.here(group.world)
     here.shape(None)  # wrapping broadcasts the weights
     grid = tuple(variant(OURS, cap) for cap in args.sizes)
+    wrap = fast_ddp(tune=TunePolicy(remember=False))
+    tuned = tuple(Variant(f"{TUNED} {number}", wrap) for number in range(args.tunings))
     scale = link.scale if args.scale is None else args.scale
-    lanes = make_lanes(scaled(name, scale), (DEFAULT, TUNED, *grid), group)
+    lanes = make_lanes(scaled(name, scale), (DEFAULT, *tuned, *grid), group)
     here.shape(link.rate)
-    lanes[TUNED.name].steps(TUNED_STEPS)
+    for each in tuned:
+        lanes[each.name].steps(TUNED_STEPS)
     measured = time_lanes(lanes, group, b.settings_of(args))
     return {way: found.seconds for way, found in measured.items()}
 
@@ -47,25 +53,32 @@ def measure(
 def row(name: str, link: LinkName, group: Group, seconds: dict[str, list[float]]) -> list[str]:
     """A line of the table; the default's own sizes belong to the grid."""
     half = len(seconds[DEFAULT.name]) // 2
-    grid = [way for way in seconds if way != TUNED.name]
+    grid = [way for way in seconds if not way.startswith(TUNED)]
     best = min(grid, key=lambda way: median(seconds[way][:half]))
 
-    def gained(way: str, rounds: slice) -> float:
-        ratios: Sequence[float] = over(seconds[way][rounds], seconds[DEFAULT.name][rounds])
-        return 1 - median(ratios)
+    def gained(way: str, rounds: slice = slice(None)) -> Spread:
+        ratios = over(seconds[way][rounds], seconds[DEFAULT.name][rounds])
+        return Spread.of([1 - ratio for ratio in ratios])
 
-    gap, own = gained(best, slice(half, None)), gained(TUNED.name, slice(None))
-    share = f"{own / gap:.0%}" if gap > 0.01 else "no gap"
+    tuned = [gained(way) for way in seconds if way.startswith(TUNED)]
+    gap, own = gained(best, slice(half, None)), median(each.median for each in tuned)
+    closed = f"{own / gap.median:.0%}" if gap.median > LEAST_GAP else "no gap"
     base = f"{1e3 * median(seconds[DEFAULT.name]):.1f} ms"
+    gains = ", ".join(shown(each, 2 * half) for each in tuned)
     size = best.partition("|")[2]
     place = [f"{link.name}, {group.world} ranks", name]
-    return [*place, base, f"{own:+.1%}", f"{gap:+.1%} ({size})", share]
+    return [*place, base, gains, f"{shown(gap, half)} ({size})", closed]
+
+
+def shown(gain: Spread, rounds: int) -> str:
+    return f"{100 * gain.median:+.1f} ± {100 * gain.margin(rounds):.1f} %"
 
 
 @b.benchmark(
     *(b.models("wide,gpt2,transformer"), b.SCALE, b.links("loopback"), b.ranks()),
     argument("--sizes", "in MiB", "0.5,1,2,4,8,16,50", type=b.numbers(float, unit="MiB")),
-    *(b.rounds(16), b.steps(2), b.warmup(3), b.seconds(25.0)),
+    argument("--tunings", "models that are tuned, each by itself", 3, type=whole),
+    *(b.rounds(24), b.steps(2), b.warmup(3), b.seconds(25.0)),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """All links and models in one table."""
@@ -76,8 +89,9 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     ]
     headers = ("link", "model", "default", "tuned gains", "the grid's best gains", "closed")
     title = (
-        f"what {TUNED_STEPS} steps with tune=True gain over the default sizes, and the best of "
-        f"{len(args.sizes)} others; medians of the ratios of each round"
+        f"what {args.tunings} trainings that begin with {TUNED_STEPS} steps of tune=True gain over "
+        f"the default sizes, and the best of {len(args.sizes)} others; {b.MARGIN}; closed: by the "
+        "median training"
     )
     yield b.table(title, headers, rows)
 

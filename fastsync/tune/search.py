@@ -2,16 +2,22 @@
 
 It knows nothing of ranks or clocks. Ranks that tell it the same numbers get the same answers.
 
+[Note: what a step takes]
+Other programs, late wake-ups and a network's bad moments only ever add to a step, and now and then
+they double it. So what steps take with some sizes is the mean of the fastest third of them: one
+disturbed step says nothing, and neither do two of seven.
+
 [Note: what is promised]
 A step that is slower is known as such only when it is over, so no tuning can promise that each step
-is as fast as the default's. This one promises, in terms of the times that it is told:
-* What is tried is given up once the median of its timed steps is more than `SLOWER` above the
-  best's, after the first of them at the earliest.
-* Trying ends once all tried steps, and the changes of plan, together have lost more than `SLOWER`
-  of what the whole window takes with the default. What comes on top is the step that oversteps
-  this, and the second comparison, of something that was faster in the first.
-* What is chosen was faster than the default by `GAIN` at least, when it was tried, and again when
-  both were timed once more, one after the other. Otherwise the default is chosen.
+is as fast as the default's. This one promises, in terms of what steps take:
+* What is tried is given up once two of its timed steps are both more than `SLOWER` above the
+  best's.
+* Trying ends once all that was tried, the steps that are not timed and the changes of plan
+  together have lost more than `SLOWER` of what the whole window takes with the default. What comes
+  on top are the two steps after which this is seen, and one turn of the final.
+* What is chosen was faster than the default by `GAIN` at least, when it was tried, and again in the
+  final, where both are timed in turn until the window ends, or nothing more may be lost, or it is
+  clear which is faster. Otherwise the default is chosen.
 
 [Note: one look ahead]
 Sizes go by factors of two, and each of several such steps may gain less than `GAIN`, which is what
@@ -23,16 +29,22 @@ lies three steps away is hardly ever found.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from math import inf
-from statistics import median
+from dataclasses import dataclass, field
+from math import ceil, inf
+from statistics import mean
 from typing import Generic, TypeVar
 
-__all__ = ["GAIN", "SLOWER", "Outcome", "Rules", "Search"]
+__all__ = ["CLEAR", "GAIN", "SLOWER", "Outcome", "Rules", "Search", "typical"]
 
 T = TypeVar("T")
 GAIN = 0.01
 SLOWER = 0.02
+CLEAR = 0.03  # so much faster, and a final is over
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """What a step takes: see [Note: what a step takes]. Infinite where none was timed."""
+    return mean(sorted(seconds)[: ceil(len(seconds) / 3)]) if seconds else inf
 
 
 @dataclass(frozen=True)
@@ -53,9 +65,14 @@ class Rules:
         return 2 * self.trial - 1
 
     @property
-    def duel(self) -> int:
-        """Steps of the second comparison, of the default and the best."""
+    def turn(self) -> int:
+        """Steps of one turn of the final: the default's and the best's."""
         return 2 * (1 + self.trial)
+
+    @property
+    def final(self) -> int:
+        """Steps that are left for it when the last trial begins."""
+        return max(self.turn, min(2 * self.turn, self.steps // 2))
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,46 @@ class Outcome(Generic[T]):
     seconds: float
     default_seconds: float
     steps: int
+
+
+@dataclass
+class _Stretch(Generic[T]):
+    """Steps in a row with the same: one that is not timed, since its buffers are new, then others.
+
+    Attributes:
+        wanted: timed steps.
+        after: what is called once they are over.
+        first: seconds of the one that is not timed; None: it has yet to come; 0: nobody knows.
+        changing: seconds of changes of plan.
+    """
+
+    what: T
+    wanted: int
+    after: Callable[[], None]
+    first: float | None = None
+    changing: float = 0.0
+    timed: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, changing: float) -> None:
+        self.changing += changing
+        if self.first is None:
+            self.first = seconds
+        elif seconds > 0:
+            self.timed.append(seconds)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.timed) >= self.wanted
+
+    def lost(self, usual: float) -> float:
+        """Seconds beyond those of as many steps that take `usual`."""
+        each = typical(self.timed) - usual if self.timed else 0.0
+        return self.changing + (self.first - usual if self.first else 0.0) + len(self.timed) * each
+
+    def surely_lost(self, usual: float) -> float:
+        """The same, if the fastest of the steps so far is what each of them takes undisturbed."""
+        fastest = min([self.first or inf, *self.timed])
+        return self.changing + (1 + len(self.timed)) * (fastest - usual)
 
 
 class Search(Generic[T]):
@@ -101,11 +158,10 @@ class Search(Generic[T]):
         self._rules = rules
         self._tried = {key(default)}
         self._steps = 0
-        self._lost = 0.0
-        self._seen: list[float] = []
-        self._settled = False
+        self._lost = 0.0  # in stretches that are over
+        self._final: tuple[list[float], list[float]] = ([], [])  # the default's steps, the best's
         self.outcome: Outcome[T] | None = None
-        self._time(default, self._rules.baseline, self._after_baseline)
+        self._run(default, self._after_baseline, rules.baseline)
 
     def observe(self, seconds: float, spent: float) -> None:
         """One step with `current` is over.
@@ -117,45 +173,39 @@ class Search(Generic[T]):
         if self.outcome is not None:
             return
         self._steps += 1
-        tries = self.current != self._default
-        if seconds > 0:
-            self._lost += spent - (self._default_seconds if tries else seconds)
-        if not self._settled:
-            self._settled = True
-        elif seconds > 0:
-            self._seen.append(seconds)
-        self._judge(tries)
-
-    def _judge(self, tries: bool) -> None:
-        if self._is_complete() or (tries and self._is_hopeless()):
-            self._after(median(self._seen) if self._seen else inf)
+        self._stretch.add(seconds, spent - seconds)
+        if self._stretch.is_complete or self._is_hopeless():
+            if self._default_seconds:
+                self._lost += self._stretch.lost(self._default_seconds)
+            self._stretch.after()
         if self.outcome is None and self._steps >= self._rules.steps:
-            self._end(self._default, 0.0)
+            self._decide()
 
-    def _time(self, what: T, count: int, after: Callable[[float], None]) -> None:
-        """The next steps run with `what`; `after` is told how long they took."""
+    def _run(self, what: T, after: Callable[[], None], wanted: int = 0) -> None:
+        """The next steps run with `what`."""
         self.current = what
-        self._seen = []
-        self._wanted = count
-        self._settled = False
-        self._after = after
-
-    def _is_complete(self) -> bool:
-        return len(self._seen) >= self._wanted
+        self._stretch = _Stretch(what, wanted or self._rules.trial, after)
 
     def _is_hopeless(self) -> bool:
-        slow = bool(self._seen) and median(self._seen) > (1 + SLOWER) * self._best_seconds
-        return slow or (self._after == self._after_trial and self._has_overspent())
+        stretch = self._stretch
+        if stretch.after != self._after_trial:
+            return False
+        timed = stretch.timed
+        slow = len(timed) > 1 and min(timed) > (1 + SLOWER) * self._best_seconds
+        return slow or (
+            bool(timed) and self._has_overspent(stretch.surely_lost(self._default_seconds))
+        )
 
-    def _has_overspent(self) -> bool:
-        return self._lost > SLOWER * self._rules.steps * self._default_seconds
+    def _has_overspent(self, more: float = 0.0) -> bool:
+        return self._lost + more > SLOWER * self._rules.steps * self._default_seconds
 
-    def _after_baseline(self, seconds: float) -> None:
-        self._default_seconds = self._best_seconds = seconds
+    def _after_baseline(self) -> None:
+        self._default_seconds = self._best_seconds = typical(self._stretch.timed)
         self._go_on()
 
-    def _after_trial(self, seconds: float) -> None:
-        whole, looks_ahead = self._is_complete(), self._from != self._best
+    def _after_trial(self) -> None:
+        whole, looks_ahead = self._stretch.is_complete, self._from != self._best
+        seconds = typical(self._stretch.timed)
         if whole and seconds <= (1 - GAIN) * self._best_seconds:
             self._best, self._best_seconds = self.current, seconds
             self._from = self._best
@@ -170,14 +220,14 @@ class Search(Generic[T]):
         self._from = self._best
 
     def _go_on(self) -> None:
-        left = self._rules.steps - self._steps - self._rules.duel
+        left = self._rules.steps - self._steps - self._rules.final
         found = self._next() if left > self._rules.trial and not self._has_overspent() else None
         if found is not None:
-            self._time(found, self._rules.trial, self._after_trial)
+            self._run(found, self._after_trial)
         elif self._best == self._default:
-            self._end(self._default, self._default_seconds)
+            self._end(self._default, self._default_seconds, self._default_seconds)
         else:
-            self._time(self._default, self._rules.trial, self._after_default)
+            self._run(self._default, self._after_default)
 
     def _next(self) -> T | None:
         while self._moves:
@@ -188,15 +238,30 @@ class Search(Generic[T]):
             self._end_move()
         return None
 
-    def _after_default(self, seconds: float) -> None:
-        self._default_seconds = self._best_seconds = seconds
-        self._time(self._best, self._rules.trial, self._after_best)
+    def _after_default(self) -> None:
+        self._final[0].extend(self._stretch.timed)
+        self._run(self._best, self._after_best)
 
-    def _after_best(self, seconds: float) -> None:
-        won = self._is_complete() and seconds <= (1 - GAIN) * self._default_seconds
-        self._end(*((self._best, seconds) if won else (self._default, self._default_seconds)))
+    def _after_best(self) -> None:
+        self._final[1].extend(self._stretch.timed)
+        default, best = map(typical, self._final)
+        is_clear = best <= (1 - CLEAR) * default or best > (1 + GAIN) * default
+        has_room = self._rules.steps - self._steps >= self._rules.turn
+        if has_room and not is_clear and not self._has_overspent():
+            self._run(self._default, self._after_default)
+        else:
+            self._decide()
 
-    def _end(self, choice: T, seconds: float) -> None:
+    def _decide(self) -> None:
+        """By the turns of the final that are over; the default where there were none."""
+        default, best = map(typical, self._final)
+        if best == inf:
+            self._end(self._default, 0.0, 0.0)
+        elif best <= (1 - GAIN) * default:
+            self._end(self._best, best, default)
+        else:
+            self._end(self._default, default, default)
+
+    def _end(self, choice: T, seconds: float, default: float) -> None:
         self.current = choice
-        known = self._default_seconds if seconds else 0.0
-        self.outcome = Outcome(choice, seconds, known, self._steps)
+        self.outcome = Outcome(choice, seconds, default, self._steps)
