@@ -31,7 +31,8 @@ from examples.common.rounds import time_lanes
 from examples.common.training import Workload, make_lane
 from examples.common.variants import FLOOR, VARIANTS, Variant, fast_ddp
 
-CALIBRATE, JUDGE = ("wide", "small"), ("transformer", "gpt2", "conv")
+CALIBRATE, JUDGE = ("wide", "small", "deep"), ("transformer", "gpt2", "conv")
+SMALLER = {"gpt2": CPU_SCALE, "deep": 1 / 8}  # models that are too large for two cores
 # Share of a model's parameters by the link's bits per second, from the fastest.
 SCALES = ((5e9, 1.0), (5e8, 1 / 4), (0.0, 1 / 16))
 WAYS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def scale_on(link: LinkName) -> float:
 
 def scaled(name: str, scale: float) -> Workload:
     """A model at this share of the size that suits two cores."""
-    return WORKLOADS[name](scale=scale * (CPU_SCALE if name == "gpt2" else 1.0))
+    return WORKLOADS[name](scale=scale * SMALLER.get(name, 1.0))
 
 
 def probe(group: Group, link: LinkName) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from docs.planner_steps import Cell, Constants, fitted, network_of
 from docs.scatter import scatter_chart
 from examples.common.ranks import Group
 
-TRUTH = Constants(sending=4e-10, launching=4e-4, coding=3e9, reached=0.85)
+TRUTH = Constants(sending=4e-10, launching=4e-4, handling=1e-5, coding=3e9, reached=0.85)
 PROBES = ((1 << 14, 4e-4), (1 << 20, 9e-3))
 
 
@@ -30,7 +30,7 @@ def made(model, link="1gbit", truth=TRUTH):
 def test_constants_are_found_again():
     slower = replace(TRUTH, reached=0.5)
     cells = [made(model, *other) for model in ("wide", "small") for other in ((), ("veth", slower))]
-    cells.append(made("conv", truth=Constants(1e-9, 0.0, 1e9, 4.0)))
+    cells.append(made("conv", truth=Constants(1e-9, coding=1e9, reached=4.0)))
     found = fitted(cells)
     assert found == {"1gbit": TRUTH, "veth": slower}, "what is judged is not fitted to"
 
@@ -110,11 +110,14 @@ def test_the_share_of_the_gap_is_of_what_the_grids_best_gains():
     group = Group(0, 2, torch.device("cpu"))
     seconds = {
         "fastsync|default": [1.0] * 8,
-        "tuned": [0.85] * 8,
+        "tuned 0": [0.85] * 8,
+        "tuned 1": [0.95] * 8,
+        "tuned 2": [0.75, 0.95] * 4,
         "fastsync|1 MiB": [0.5] + [1.2] * 7,  # one lucky round
         "fastsync|4 MiB": [0.8] * 8,
     }
     cells = row("wide", LinkName("1gbit"), group, seconds)
-    assert cells[2:] == ["1000.0 ms", "+15.0%", "+20.0% (4 MiB)", "75%"]
+    gains = "+15.0 ± 0.0 %, +5.0 ± 0.0 %, +15.0 ± 11.1 %"
+    assert cells[2:] == ["1000.0 ms", gains, "+20.0 ± 0.0 % (4 MiB)", "75%"]
     seconds["fastsync|4 MiB"] = [1.1] * 8
     assert row("wide", LinkName("1gbit"), group, seconds)[-1] == "no gap"

@@ -107,17 +107,17 @@ def test_an_update_is_shared_down_to_the_launches_of_its_operators():
     assert simulate(jobs[1]).computing == pytest.approx(0.002)
 
 
-def test_computing_pays_for_bytes_and_collectives_that_it_hides():
+def test_computing_pays_for_tensors_and_for_bytes_and_collectives_that_it_hides():
     record = trace_model(lambda: nn.Sequential(*(nn.Linear(900, 900) for _ in range(20))), (4, 900))
     compute = Compute(0.01, 10.0, (0.0,) * len(record.params), 0.0)
     at, how = cluster(4), named("0", 4, 4)
     plan, _ = engine_plan(record, how)
-    dear = replace(device_named("cpu"), sending=1e-9, launching=1e-3)
+    dear = replace(device_named("cpu"), sending=1e-9, launching=1e-3, handling=1e-5)
     free, paid = (
         simulate(job_of(record, how, plan, compute, at, device))
         for device in (device_named("cpu"), dear)
     )
-    lost = 1e-9 * free.sent + 1e-3 * len(plan.buckets)
+    lost = 1e-9 * free.sent + 1e-3 * len(plan.buckets) + 1e-5 * len(record.params)
     assert paid.mean - free.mean == pytest.approx(lost)
 
 
@@ -195,6 +195,8 @@ def test_stage_3_gathers_the_root_once():
         job = job_of(record, strategy, plan, compute, at, device)
         assert job.sent == rounds * (3 * record.nbytes - roots) / 2
         assert job.launched == rounds * (3 * 5 - 1)
+        times = [2 if param.unit == ROOT else 3 for param in record.params]
+        assert job.handled == rounds * sum(times)
 
 
 def test_a_rank_alone_waits_for_nothing():

@@ -118,10 +118,8 @@ def test_with_any_noise_the_choice_was_faster_twice():
 def test_one_disturbed_step_decides_nothing():
     for rng in some_seeds(100):
         hit = rng.randrange(1, 50)
-        steps = iter(range(50))
-        outcome, trace = searched(
-            lambda place: 1 + abs(place + 3) / 20, lambda: 3.0 if next(steps) == hit else 1.0
-        )
+        factors = iter([1.0] * hit + [3.0] + [1.0] * 50)
+        outcome, trace = searched(lambda place: 1 + abs(place + 3) / 20, partial(next, factors))
         was_timed = hit < len(trace) and trace[hit][0] == trace[hit - 1][0]
         assert outcome.choice == -3 or not was_timed
 

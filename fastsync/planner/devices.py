@@ -28,7 +28,8 @@ class Device:
         streaming: share of the bandwidth that other operators reach.
         overhead: seconds that an operator takes at least, as its launch does.
         sending: seconds of computing lost per byte that is sent beside it, where both need the
-            same processor; `launching`: per collective.
+            same processor; `launching`: per collective; `handling`: per tensor that is packed or
+            unpacked for one.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Device:
     overhead: float = 0.0
     sending: float = 0.0
     launching: float = 0.0
+    handling: float = 0.0
 
     @property
     def on_cpu(self) -> bool:

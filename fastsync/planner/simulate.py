@@ -22,6 +22,7 @@ shard across groups follows each reduce-scatter.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -63,8 +64,10 @@ class Job:
         costs: seconds of each bucket's collectives, in order; `ready`: when its gradients are.
         after: seconds of collectives after the optimizer's step.
         units: in the order of use in the forward; stage 3 alone.
-        sent: bytes that a rank sends in a step; `launched`: its collectives.
-        host: seconds of computing that all of that costs, where both share a processor.
+        sent: bytes that a rank sends in a step; `launched`: its collectives; `handled`: tensors
+            that are packed or unpacked for them.
+        host: seconds of computing that sending costs, where both share a processor; `packing`:
+            that tensors cost, whether or not anything is hidden.
     """
 
     strategy: Strategy
@@ -75,7 +78,9 @@ class Job:
     units: tuple[_Unit, ...]
     sent: float
     launched: int
+    handled: int
     host: float
+    packing: float
 
     @property
     def update(self) -> float:
@@ -125,7 +130,7 @@ def job_of(
     """
     if strategy.stage == 3:
         return _in_units(record, strategy, compute, cluster, device)
-    ready, costs, sent, coding, launched = [], [], 0.0, 0.0, 0
+    ready, costs, sent, coding, launched, handled = [], [], 0.0, 0.0, 0, 0
     for bucket in plan.buckets:
         ready.append(max(compute.ready[index] for index in bucket.params))
         coded = _coding_seconds(record, bucket, device)
@@ -134,8 +139,10 @@ def job_of(
         sent += bytes_sent
         coding += coded
         launched += _launched(bucket)
+        handled += len(bucket.params)
     if strategy.stage == 2:
         sent *= strategy.accumulate
+        handled *= strategy.accumulate
     whole = record.nbytes
     after = 0.0
     if strategy.stage:
@@ -145,7 +152,8 @@ def job_of(
         launched += count
     host = device.sending * sent + device.launching * launched
     host += coding if device.on_cpu else 0.0
-    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), sent, launched, host)
+    lost = (sent, launched, handled, host, device.handling * handled)
+    return Job(strategy, compute, tuple(ready), tuple(costs), after, (), *lost)
 
 
 def job_of_messages(
@@ -160,7 +168,7 @@ def job_of_messages(
         after = sum(collective_seconds("all_gather", m.nbytes, cluster) for m in messages)
         sent *= 2
     ready = tuple(message.ready for message in messages)
-    return Job(strategy, compute, ready, costs, after, (), sent, len(costs), 0.0)
+    return Job(strategy, compute, ready, costs, after, (), sent, len(costs), 0, 0.0, 0.0)
 
 
 def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> float:
@@ -209,12 +217,13 @@ def _in_units(
     """Stage 3: what each unit gathers and reduces, in the order of the forward."""
     sizes: dict[int, float] = {}
     ends: dict[int, float] = {}
+    tensors = Counter(param.unit for param in record.params)
     for index, param in enumerate(record.params):
         sizes[param.unit] = sizes.get(param.unit, 0.0) + param.nbytes
         ends[param.unit] = max(ends.get(param.unit, 0.0), compute.ready[index])
     backward_order = sorted(sizes, key=ends.__getitem__)
     group = cluster.of(strategy.shards)
-    units, before, sent, launched = [], 0.0, 0.0, 0
+    units, before, sent, launched, handled = [], 0.0, 0.0, 0, 0
     rounds = strategy.accumulate
     for unit in backward_order:
         size, seconds = sizes[unit], ends[unit] - before
@@ -231,8 +240,10 @@ def _in_units(
         collectives = 2 if unit == ROOT else 3
         sent += collectives * rounds * sent_bytes("all_gather", size, strategy.shards)
         launched += collectives * rounds
+        handled += collectives * rounds * tensors[unit]
     host = device.sending * sent + device.launching * launched
-    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), sent, launched, host)
+    lost = (sent, launched, handled, host, device.handling * handled)
+    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), *lost)
 
 
 def _slowest(world: int, jitter: float) -> list[float]:
@@ -261,7 +272,7 @@ def simulate(job: Job, jitter: float = 0.0) -> StepTime:
     if job.units:
         communicating = job.strategy.accumulate * sum(sum(u.gathers) + u.reduce for u in job.units)
     hidden = max(0.0, communicating - max(0.0, mean - computing))
-    lost = job.host * hidden / communicating if communicating else 0.0
+    lost = job.packing + (job.host * hidden / communicating if communicating else 0.0)
     mean += lost
     return StepTime(
         mean=mean,
