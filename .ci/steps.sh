@@ -162,6 +162,6 @@ browser_page() {
   if ! command -v chromium chromium-headless-shell chromium-browser google-chrome >/dev/null; then
     timeout 300 .venv/bin/python -m playwright install chromium-headless-shell >"$log" 2>&1 || cat "$log"
   fi
-  timeout 300 .venv/bin/python -m pytest tests/test_timeline_page.py tests/test_docs_page.py 2>&1 | tee "$log"
+  timeout 300 .venv/bin/python -m pytest tests/test_*_page.py 2>&1 | tee "$log"
   if grep -q 'no Chromium can be started' "$log"; then skip "no Chromium here"; fi
 }

@@ -1,7 +1,7 @@
 """What elastic=True costs, how soon a step is finished after a death, and how soon a rank is back.
 
-    python -m docs.measure_elastic --rounds 60 --deaths 5
-    python -m docs.measure_elastic --only returns --links loopback,10gbit,1gbit --json returns.json
+    python -m docs.measure_elastic --links loopback,10gbit,1gbit --json bench/results/elastic.json
+    python -m docs.measure_elastic --only deaths --deaths 20
 
 The price: steps of the same model with and without it, in turns. A death: a rank gets SIGKILL in
 the middle of a backward, and the survivors' backward returns. A return: from catch_up() of a rank
@@ -20,7 +20,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,8 +35,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
+from bench.measure.benchmark import TABLE
 from bench.measure.netns import Link, LinkName, Seat, missing_rights, network, parse_links
-from examples.common.machine import command_line, write_json
+from examples.common.machine import command_line, environment, write_json
+from examples.common.ranks import Group
+from examples.common.rounds import SCHEMA
+from examples.common.text import Row
 from fastsync.engine import handover
 from fastsync.front import returning
 from fastsync.testing import run_ranks
@@ -273,44 +277,44 @@ def measure_return(world: int, link: LinkName) -> dict[str, Any]:
     return {"link": link.name, "ranks": world, **found, **shares}
 
 
-def in_words(it: dict[str, Any]) -> str:
-    nominal = f"{it['of_link']:.0%} of the link's rate, " if "of_link" in it else ""
-    return (
-        f"{it['link']}, {it['ranks']} ranks: {it['back']:.2f} s from catch_up() to the end of the "
-        f"first step; the others wait {it['waits']:.2f} s of them. {it['state'] / 2**20:.0f} MiB "
-        f"in {it['transfer']:.2f} s: {1e-9 * it['state'] / it['transfer']:.2f} GB/s, {nominal}"
-        f"{it['of_message']:.0%} of the rate of one message"
-    )
-
-
-def report_returns(asked: argparse.Namespace) -> None:
+def rows_of_returns(asked: argparse.Namespace) -> Iterator[Row]:
+    """One for each return."""
     missing = missing_rights() if any(link.on_links for link in asked.links) else None
     if missing:
         raise SystemExit(f"cannot run here: {missing}")
-    returns = []
     for link in asked.links:
         for _ in range(asked.returns):
-            returns.append(measure_return(asked.ranks, link))
-            print(in_words(returns[-1]), flush=True)
-    if asked.json:
-        write_json({"command": command_line(), "returns": returns}, asked.json)
+            it = measure_return(asked.ranks, link)
+            shares = [f"{it['of_link']:.0%} of the link's rate"] if "of_link" in it else []
+            shares.append(f"{it['of_message']:.0%} of the rate of one message")
+            state = f"{it['state'] / 2**20:.0f} MiB in {it['transfer']:.2f} s"
+            yield (
+                f"a return over {link.name}, from catch_up() to the end of the first step",
+                str(it["ranks"]),
+                f"{it['back']:.2f} s; the others wait {it['waits']:.2f} s; state: {state}, "
+                + ", ".join(shares),
+            )
 
 
-def report_deaths(asked: argparse.Namespace) -> None:
-    """And what it costs to survive them."""
+def rows_of_deaths(asked: argparse.Namespace) -> Iterator[Row]:
+    """How soon a step is finished without the dead rank, and what it costs to survive."""
     for memory in (True, False):
-        way = "shared memory" if memory else "Gloo"
+        way = "in shared memory" if memory else "over Gloo"
         deaths = [seconds_of_death(asked.ranks, memory) for _ in range(asked.deaths)]
-        print(
-            f"{asked.ranks} ranks, {way}: step finished {median(deaths):.2f} s after SIGKILL "
-            f"(median of {len(deaths)}; longest {max(deaths):.2f} s)"
-        )
+        found = f"{median(deaths):.2f} s, longest of {len(deaths)}: {max(deaths):.2f} s"
+        yield f"from SIGKILL to the finished step, {way}", str(asked.ranks), found
         for name in MODELS:
             without, with_it = run_ranks(price, 2, name, asked.rounds, memory, timeout=300)[0]
-            print(
-                f"2 ranks, {way}, {name}: {1e3 * without:.2f} ms per step, with elastic=True "
-                f"{1e3 * with_it:.2f} ms ({with_it / without - 1:+.1%})"
-            )
+            found = f"{1e3 * without:.2f} ms, with elastic=True {with_it / without - 1:+.1%}"
+            yield f"a step of `{name}` {way}", "2", found
+
+
+def result_of(asked: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
+    """As `bench report` shows it."""
+    title = "steps after deaths, returns, and what elastic=True costs when nothing happens"
+    about = environment(Group(0, asked.ranks, torch.device("cpu")))
+    head = {"kind": TABLE, "schema": SCHEMA, "command": command_line(), "environment": about}
+    return {**head, "title": title, "headers": ["", "ranks", "measured"], "rows": list(rows)}
 
 
 def main() -> None:
@@ -320,14 +324,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="of the trainings with a death")
     parser.add_argument("--returns", type=int, default=3, help="over each link")
     parser.add_argument("--links", type=parse_links, default="loopback", help="see bench links")
-    parser.add_argument("--json", type=Path, help="write what was found of returns to this file")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
     parser.add_argument("--only", choices=("returns", "deaths"), help="default: both")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.only != "deaths":
-        report_returns(asked)
-    if asked.only != "returns":
-        report_deaths(asked)
+    kinds = {"deaths": rows_of_deaths, "returns": rows_of_returns}
+    rows: list[Row] = []
+    for name, measured in kinds.items():
+        if asked.only in (None, name):
+            for row in measured(asked):
+                print("; ".join(row), flush=True)
+                rows.append(row)
+    if asked.json:
+        write_json(result_of(asked, rows), asked.json)
 
 
 if __name__ == "__main__":

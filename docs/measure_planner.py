@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.models import WORKLOADS
-from docs.planner_peaks import MODELS, RANKS, Case, adamw, every_case, measured, traced
+from docs.planner_peaks import MODELS, RANKS, Case, adamw, case_of, every_case, measured, traced
 from examples.common.machine import describe, environment
 from examples.common.ranks import Group
 from examples.common.training import make_lane
@@ -119,15 +119,21 @@ def steps(rounds: int) -> dict[str, Any]:
     return {"machine": describe(found["environment"]), "steps": times}
 
 
-def peaks(models: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Of these models, case by case; what is known of others stays."""
+def peaks(models: Sequence[str], way: str | None) -> Iterator[dict[str, Any]]:
+    """Of these models, case by case; what is known of others stays.
+
+    Args:
+        way: as the table calls it; None: all of them.
+    """
     path = FILES["peaks"]
     rows = json.loads(path.read_text())["peaks"] if path.exists() else []
     for case in every_case(models):  # in processes of their own: none finds what others have left
+        if way not in (None, case.way):
+            continue
         found = run_ranks(peaks_here, RANKS, [case], timeout=TIMEOUT)[0]
         own = {**asdict(case), "bytes": found["peaks"][0]}
         print(own, flush=True)
-        rows = [row for row in rows if row | {"bytes": own["bytes"]} != own] + [own]
+        rows = [row for row in rows if case_of(row) != case] + [own]
         ordered = sorted(rows, key=lambda row: MODELS.index(row["model"]))
         yield {"machine": describe(found["environment"]), "peaks": ordered}
 
@@ -137,9 +143,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25, help="of steps, for each model")
     parser.add_argument("--only", choices=("steps", "peaks"), help="default: both")
     parser.add_argument("--models", default=",".join(MODELS), help="of peaks")
+    parser.add_argument("--way", help="of peaks, as the table calls it (default: all)")
     args = parser.parse_args()
     documents = {
-        "peaks": partial(peaks, args.models.split(",")),
+        "peaks": partial(peaks, args.models.split(","), args.way),
         "steps": lambda: iter([steps(args.rounds)]),
     }
     for name, make in documents.items():

@@ -1,5 +1,5 @@
 """Peaks of memory, as planned and as measured: this project's models at every stage, as they are,
-with checkpointing, and in bf16 with fp32 masters.
+with checkpointing, and in bf16 with fp32 masters; and in wire formats, at stage 0.
 
 Masters of stages 1 and 2 are those of `FastDDP(master_weights=True)`, of stage 3 those of
 `fully_shard(mp_policy=...)`, whose shares are fp32. Stage 0 has none, so a script keeps them beside
@@ -8,7 +8,7 @@ its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -33,6 +33,7 @@ from fastsync.units.choosing import choose_units
 
 RANKS, CAP_MB = 2, 25.0
 MODELS, STAGES = ("wide", "transformer", "gpt2", "conv"), (0, 1, 2, 3)
+WIRES = ("int8", "int4", "powersgd")  # with and without residuals, in codes and in factors
 NARROW = torch.bfloat16
 
 
@@ -44,11 +45,17 @@ class Case:
     stage: int
     checkpointing: bool = False
     masters: bool = False
+    wire: str = "fp32"
 
     @property
     def way(self) -> str:
         words = ["checkpointing"] * self.checkpointing + ["bf16, masters"] * self.masters
-        return ", ".join(words)
+        return ", ".join(words if self.wire == "fp32" else [*words, self.wire])
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """What a row of the measurement is about."""
+    return Case(**{name: value for name, value in row.items() if name != "bytes"})
 
 
 def every_case(models: Sequence[str] = MODELS) -> list[Case]:
@@ -56,7 +63,8 @@ def every_case(models: Sequence[str] = MODELS) -> list[Case]:
     ways = ((False, False), (True, False), (False, True), (True, True))
     cases = (Case(m, stage, *way) for m in models for way in ways for stage in STAGES)
     blocks = {model: find_blocks(WORKLOADS[model]().build()) for model in models}
-    return [case for case in cases if blocks[case.model] or not case.checkpointing]
+    wired = [Case(model, 0, wire=wire) for model in models for wire in WIRES]
+    return [case for case in cases if blocks[case.model] or not case.checkpointing] + wired
 
 
 # ---- planned ---------------------------------------------------------------------------------
@@ -81,7 +89,8 @@ def traced(model: str, checkpointing: bool = False, narrow: bool = False) -> Rec
 def planned(case: Case) -> Memory:
     record = traced(case.model, case.checkpointing, case.masters)
     base = named(str(case.stage), RANKS, RANKS)
-    strategy = replace(base, masters=case.masters, checkpointing=case.checkpointing)
+    asked = {"masters": case.masters, "checkpointing": case.checkpointing, "wire": case.wire}
+    strategy = replace(base, **asked)
     plan = engine_plan(record, strategy, buckets=BucketPolicy.from_mb(CAP_MB))
     return peak_of(phases_of(record, strategy, plan, adamw))
 
@@ -142,7 +151,7 @@ def lane_of(case: Case, group: Group) -> Lane:
         shard(module)
         made = OPTIMIZERS["adamw"](module.parameters())
         return Lane(workload, module, module, made, make_batches(workload, group), update=True)
-    how: dict[str, Any] = {"zero": case.stage}
+    how: dict[str, Any] = {"zero": case.stage, "wire": case.wire}
     how |= {"bucket_cap_mb": CAP_MB} if case.stage < 3 else {}
     how |= {"master_weights": True} if case.masters and case.stage else {}
     lane = make_lane(workload, Variant("run", fast_ddp(**how)), group, "adamw")

@@ -3,34 +3,15 @@
 Skipped where the package playwright or a Chromium is missing; `.ci/run` installs them where it can.
 """
 
-import shutil
-
 import pytest
-
-from tests.test_timeline_page import BROWSERS
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 pytest.importorskip("markdown", reason="markdown is not installed")
 pytest.importorskip("pygments", reason="pygments is not installed")
 
-from playwright import sync_api
-
 from docs import build
 
 PHONE = {"width": 390, "height": 844}
-DESK = {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as play:
-        found = next(filter(None, map(shutil.which, BROWSERS)), None)
-        try:
-            started = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium can be started: {str(error).splitlines()[0]}")
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +21,9 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture
-def open_page(browser, site):
-    """Opens a page of the site; what it complains about, and a request to a network, fails."""
-    contexts, trouble = [], []
-
-    def opened(address="index.html", scheme="light", viewport=DESK):
-        context = browser.new_context(color_scheme=scheme, viewport=viewport, offline=True)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("console", lambda message: trouble.append(message.text))
-        page.on("request", lambda r: r.url.startswith("file:") or trouble.append(r.url))
-        page.goto((site[0] / address).as_uri())
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert not trouble
+def open_page(visit, site):
+    """Opens a page of the site."""
+    return lambda address="index.html", **how: visit(site[0] / address, **how)
 
 
 def test_search_leads_to_the_section(open_page):
@@ -94,12 +60,12 @@ def test_colours_follow_the_system_until_the_switch_chooses(open_page):
 
 def test_every_page_fits_a_phone(open_page, site):
     for page in site[1]:
-        opened = open_page(page.address, viewport=PHONE)
+        opened = open_page(page.address, **PHONE)
         assert opened.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
 def test_a_phone_sees_the_text_first(open_page):
-    page = open_page("docs/drop-in.html", viewport=PHONE)
+    page = open_page("docs/drop-in.html", **PHONE)
     assert page.locator("h1").bounding_box()["y"] < PHONE["height"] / 2
     assert not page.locator('nav[aria-label="Pages"] a').first.is_visible()
     page.locator(".pages summary").click()

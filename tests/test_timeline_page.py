@@ -1,54 +1,22 @@
-"""The HTML page in a real browser: Chromium, without a window and without a network.
-
-Needs the package playwright, and a Chromium: its own, or one on PATH. Skipped where either is
-missing; `.ci/run` installs them where it can.
-"""
-
-import shutil
+"""The timeline's page in a real browser."""
 
 import pytest
 
 from fastsync.timeline.views import html_page
 from tests.runs import made_up_run, made_up_units
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as play:
-        found = next(filter(None, map(shutil.which, BROWSERS)), None)
-        try:
-            started = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium can be started: {str(error).splitlines()[0]}")
-        yield started
-        started.close()
+pytest.importorskip("playwright", reason="playwright is not installed")
 
 
 @pytest.fixture
-def open_page(browser, tmp_path):
-    """Opens the page of a run; anything it complains about, and any request it makes, fails."""
-    contexts, trouble = [], []
+def open_page(visit, tmp_path):
+    """Opens the page of a run."""
 
-    def opened(run, scheme="light", **viewport):
+    def opened(run, **how):
         (tmp_path / "run.html").write_text(html_page(run), encoding="utf-8")
-        size = {"width": 1300, "height": 900} | viewport
-        context = browser.new_context(color_scheme=scheme, viewport=size, offline=True)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("console", lambda message: trouble.append(message.text))
-        page.on("request", lambda r: r.url.startswith("file:") or trouble.append(r.url))
-        page.goto((tmp_path / "run.html").as_uri())
-        return page
+        return visit(tmp_path / "run.html", **how)
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert not trouble
+    return opened
 
 
 def test_it_says_what_matters(open_page):
@@ -188,7 +156,7 @@ def contrast(page, selector):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_legible(open_page, scheme):
-    page = open_page(made_up_run(late=8), scheme)
+    page = open_page(made_up_run(late=8), scheme=scheme)
     texts = (
         "h1",
         "#facts",
