@@ -12,54 +12,31 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from torch import nn
-
 from bench.models import WORKLOADS
-from docs import planner_peaks, planner_steps
+from docs import planner_peaks, planner_published, planner_scaling, planner_steps
+from docs.planner_tables import markdown, scenario, signed, summary
 from fastsync.planner.advice import advise
 from fastsync.planner.arithmetic import held_rows
 from fastsync.planner.compute import from_record
 from fastsync.planner.devices import Device, device_named
 from fastsync.planner.held import held_by
-from fastsync.planner.links import Cluster, Link, collective_seconds
-from fastsync.planner.profile import Sample, fit
+from fastsync.planner.links import Cluster, Link
 from fastsync.planner.quantities import gigabytes, shown_seconds
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario
-from fastsync.planner.simulate import job_of, simulate
-from fastsync.planner.strategy import Carrier, engine_plan, named
-from fastsync.planner.synthetic import adam_by_formula, transformer_of
+from fastsync.planner.strategy import named
+from fastsync.planner.synthetic import adam_by_formula
 from fastsync.planner.tracing import trace_model
 
 HERE = Path(__file__).resolve().parent
 ROOT, PAGE, SCATTER = HERE.parent, HERE / "planner.md", HERE / "planner-steps.svg"
 SCATTER_TEXT = "Chart of planned over measured steps; their errors are in the table below"
-VTRAIN = json.loads((HERE / "measured" / "vtrain.json").read_text())
-A100 = Link(300e9, None, "nvlink", 0.8)
-H100, NDR = Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92)
-
-
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    aligned = ["---", *(["---:"] * (len(headers) - 1))]
-    lines = [headers, aligned, *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def signed(error: float) -> str:
-    return f"{100 * error:+.0f} %"
-
-
-def summary(errors: Sequence[float]) -> tuple[str, str, str]:
-    """Median and largest of the absolute errors, and the median of the signed ones."""
-    sizes = [abs(error) for error in errors]
-    return f"{100 * median(sizes):.1f} %", f"{100 * max(sizes):.0f} %", signed(median(errors))
 
 
 # ---- formulas and plans ----------------------------------------------------------------------
@@ -79,15 +56,6 @@ def held() -> str:
         for row in rows
     ]
     return markdown(("70 B, 8 GPUs", *items, "total", "sent per step"), body)
-
-
-def scenario(numel: int, world: int, batch: tuple[int, int]) -> Scenario:
-    def trace(samples: int, checkpointing: bool) -> Record:
-        return transformer_of(numel, torch.bfloat16, (samples, batch[1]), checkpointing)
-
-    cluster = Cluster(world, 8, H100, NDR)
-    device = device_named("h100")
-    return Scenario(trace, batch[0], adam_by_formula, device, cluster, masters=True, jitter=0.02)
 
 
 def which() -> str:
@@ -117,150 +85,6 @@ def scaling() -> str:
         name = "HSDP" if kind == "hsdp" else f"zero={kind}"
         body.append((name, *(f"{time.efficiency:.0%}" for time in times)))
     return markdown(("7 B, efficiency on", *(f"{world} GPUs" for world in worlds)), body)
-
-
-# ---- what others have measured ---------------------------------------------------------------
-
-
-def nvlink(world: int, link: Link = A100) -> Cluster:
-    return Cluster(world, world, link, NDR)
-
-
-def all_reduce() -> str:
-    """vTrain's all-reduces between A100 GPUs of a node."""
-    rows = [(g, size << 20, us * 1e-6) for g, size, us in VTRAIN["all_reduce"]["rows"]]
-    latency, rate = fit([Sample(n, t) for g, n, t in rows if g == 4], 4)
-    body = []
-    for world in (2, 4, 8):
-        own = [row for row in rows if row[0] == world]
-        tables = [collective_seconds("all_reduce", n, nvlink(world)) / t - 1 for _, n, t in own]
-        measured = replace(nvlink(world, Link(rate, latency)), backend="gloo")
-        fitted = [collective_seconds("all_reduce", n, measured) / t - 1 for _, n, t in own]
-        shown = "(fitted here)" if world == 4 else ", ".join(map(signed, fitted))
-        body.append((str(world), ", ".join(map(signed, tables)), summary(tables)[0], shown))
-    sizes = ", ".join(str(size) for size in (1, 4, 16, 64, 256, 1024))
-    headers = ("GPUs", f"NCCL's tables, error at {sizes} MiB", "median", "fitted on 4 GPUs, error")
-    return markdown(headers, body)
-
-
-class Block(nn.Module):
-    """A layer as Megatron runs it: attention with a matrix of scores."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.attend, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        split = self.attend(self.norms[0](x)).unflatten(-1, (3, 16, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = split
-        scores = torch.softmax(query @ key.transpose(-1, -2) / 8, -1)
-        x = x + self.out((scores @ value).transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
-
-
-class Gpt(nn.Module):
-    """Token embedding, layers, and an output tied to it."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(51200, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.linear(x, self.tokens.weight)
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """A row of vTrain's table."""
-
-    gpus: int
-    whole: int
-    micro: int
-    width: int
-    layers: int
-    milliseconds: float
-
-
-def predicted(row: Iteration, record: Record, device: Device) -> float:
-    """Seconds of an iteration: micro-batches, all-reduce, Adam with fp32 masters."""
-    compute = from_record(record, device, 28.0 * record.numel)
-    accumulate = row.whole // row.gpus // row.micro
-    strategy = replace(named("0", row.gpus, row.gpus), accumulate=accumulate)
-    plan, _ = engine_plan(record, strategy, carrier=Carrier.DEVICES)
-    cluster = nvlink(row.gpus)
-    return simulate(job_of(record, strategy, plan, compute, cluster, device)).mean
-
-
-def iterations() -> str:
-    """Efficiencies fitted to the narrower models, judged on the wider ones."""
-    rows = [Iteration(*row) for row in VTRAIN["iterations"]["rows"]]
-    keys = {(row.width, row.layers, row.micro) for row in rows}
-    records = {
-        (w, n, m): trace_model(lambda w=w, n=n: Gpt(w, n), (m, 1024), dtype=torch.float16)
-        for w, n, m in sorted(keys)
-    }
-
-    def errors(chosen: Sequence[Iteration], device: Device) -> list[float]:
-        found = []
-        for row in chosen:
-            record = records[row.width, row.layers, row.micro]
-            found.append(predicted(row, record, device) / (row.milliseconds * 1e-3) - 1)
-        return found
-
-    narrow = [row for row in rows if row.width == 1024 and row.gpus == 2]
-    grid = itertools.product((0.45, 0.55, 0.65, 0.75), (0.4, 0.6, 0.8), (4e-5, 6e-5, 8e-5, 1e-4))
-    devices = [
-        replace(device_named("a100"), efficiency=e, streaming=s, overhead=o) for e, s, o in grid
-    ]
-    best = min(devices, key=lambda d: median(abs(e) for e in errors(narrow, d)))
-    body = []
-    for name, chosen in (
-        ("fitted to: 1,024 wide, 2 GPUs", narrow),
-        ("1,024 wide, 4 and 8 GPUs", [r for r in rows if r.width == 1024 and r.gpus > 2]),
-        ("2,048 wide, 2 to 8 GPUs", [r for r in rows if r.width == 2048]),
-    ):
-        found = errors(chosen, best)
-        body.append((name, str(len(found)), *summary(found)))
-    table = markdown(("iterations", "rows", "median error", "worst", "bias"), body)
-    fitted = (
-        f"Fitted: {best.efficiency:.0%} of the arithmetic peak, {best.streaming:.0%} of the "
-        f"memory's rate, {best.overhead * 1e6:g} us for the launch of an operator."
-    )
-    return f"{table}\n\n{fitted}"
-
-
-# torchtitan's Llama 3.1 8B with FSDP, tokens per second and GPU: 8 to 128 H100, 32 to 64 H200.
-PUBLISHED = (("H100", 8, 5762, 128, 5605), ("H200", 32, 10938, 64, 10753))
-
-
-def published() -> str:
-    """Published efficiencies: computation fitted at the smaller size, communication predicted."""
-    body = []
-    for name, few, slow, many, fast in PUBLISHED:
-        tokens = 2 * 8192
-        asked = scenario(8 * 10**9, few, (2, 8192))
-        traced, at = asked.compute, named("3", few, 8)
-        seconds = tokens / slow
-        measured = traced.scaled(
-            (seconds - traced.update / few) / (traced.forward + traced.backward)
-        )
-        asked = replace(asked, measured=measured, jitter=0.0)
-        ratio = asked.time(at).mean / asked.time(named("3", many, 8)).mean
-        reported = fast / slow
-        cells = (
-            f"{few} to {many}",
-            f"{reported:.1%}",
-            f"{ratio:.1%}",
-            signed(ratio / reported - 1),
-        )
-        body.append((f"Llama 8B, FSDP, {name}", *cells))
-    return markdown(("published", "GPUs", "kept throughput", "predicted", "error"), body)
 
 
 # ---- what this project has measured ----------------------------------------------------------
@@ -412,7 +236,9 @@ def shaped() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        *(held, which, scaling, all_reduce, iterations, published),
+        *(held, which, scaling),
+        *(planner_published.all_reduce, planner_published.iterations, planner_published.published),
+        *(planner_scaling.horovod, planner_scaling.ddp, planner_published.sets),
         *(shaped, peaks, steps, matrix, advised),
     )
 }
