@@ -106,15 +106,17 @@ def peaks() -> str:
     found = json.loads(path.read_text())
     errors, cells = [], dict[tuple[str, str], list[str]]()
     for row in found["peaks"]:
-        real = row.pop("bytes")
-        case = planner_peaks.Case(**row)
+        real, case = row["bytes"], planner_peaks.case_of(row)
         nbytes = planner_peaks.traced(case.model, case.checkpointing, case.masters).nbytes
         plan = planner_peaks.planned(case).total
         errors.append(plan / real - 1)
         shown = f"{plan / nbytes:.2f} / {real / nbytes:.2f} ({100 * errors[-1]:+.1f} %)"
         cells.setdefault((case.model, case.way), []).append(shown)
-    stages = (f"zero={stage}" for stage in planner_peaks.STAGES)
-    body = [(", ".join(filter(None, names)), *row) for names, row in cells.items()]
+    stages = [f"zero={stage}" for stage in planner_peaks.STAGES]
+    body = [
+        (", ".join(filter(None, names)), *row, *["-"] * (len(stages) - len(row)))
+        for names, row in cells.items()
+    ]
     table = markdown(("predicted / measured, per byte of parameters", *stages), body)
     middle = f"{100 * median(map(abs, errors)):.1f} %"
     within = sum(abs(error) <= 0.02 for error in errors)

@@ -27,6 +27,8 @@ CASES = [
     Case("transformer", 3),
     Case("transformer", 0, masters=True),
     Case("transformer", 3, checkpointing=True, masters=True),
+    Case("gpt2", 0, wire="int8"),
+    Case("conv", 0, wire="powersgd"),
 ]
 
 
@@ -100,6 +102,17 @@ def test_gradients_that_accumulate_are_there_from_the_beginning():
     record = trace_model(chain, (2, 512))
     units = Units(record, Strategy(3, 2, 2, accumulate=2), Carrier.MESSAGES)
     assert units.gradients == units.kept == pytest.approx(record.nbytes / 2, rel=0.01)
+
+
+def test_gradients_of_coded_buckets_come_with_the_backward_or_are_added_to():
+    record = trace_model(chain, (4096, 512))  # activations take more than gradients
+    once, often = (
+        phases_of(record, how, engine_plan(record, how), adam_by_formula)
+        for how in (Strategy(0, 2, 2, "int8", accumulate=times) for times in (1, 2))
+    )
+    assert once[0].items["gradients"] < 0.5 * record.nbytes
+    assert often[0].items["gradients"] == record.nbytes
+    assert once[1].items["gradients"] == often[1].items["gradients"] == record.nbytes
 
 
 def test_shares_of_narrow_parameters_are_wide_with_masters():

@@ -12,7 +12,7 @@ What other ranks of a machine have sent is read where it lies, in memory that th
 |---|---|---|
 | all-reduce | flat buffers, whose views are the gradients | a gradient until it is packed |
 | scattered (stages 1, 2) | shards | likewise; what is sent, and received, of three buckets |
-| coded | gradients, codes sent and received, residuals | |
+| coded | codes sent and received, residuals, flat copies | gradients, until they are zeroed |
 | units (stage 3) | shards | gathered units, and gradients under way: unit_memory.py |
 
 A CPU's library holds scratch memory beside results, which the trace notes too.
@@ -30,6 +30,7 @@ from fastsync.plan.layout import ALIGNMENT, PayloadLayout, align_up
 from fastsync.planner.record import Allocations, Mark, Record
 from fastsync.planner.strategy import Carrier, Strategy, Unit
 from fastsync.planner.unit_memory import Units, share_of
+from fastsync.wire.formats import Format
 
 __all__ = ["ITEMS", "Memory", "OptimizerTrace", "peak_of", "phases_of"]
 
@@ -98,11 +99,17 @@ class _Pool:
 class _Transports:
     """What buckets hold for a part of a step: gradients that wait, and buffers under way."""
 
-    def __init__(self, plan: BucketPlan, scattered: bool, carrier: Carrier, ranks: int) -> None:
-        self.plan, self.scattered, self.carrier, self.ranks = plan, scattered, carrier, ranks
+    def __init__(
+        self, record: Record, strategy: Strategy, plan: BucketPlan, carrier: Carrier
+    ) -> None:
+        self.plan, self.carrier, self.ranks = plan, carrier, strategy.shards
+        self.scattered = any(bucket.shards for bucket in plan.buckets)
+        own = [p for b in plan.buckets if _has_own_gradients(b) for p in b.params]
+        accumulates = strategy.accumulate > 1
+        self.there = float(sum(record.params[p].nbytes for p in own)) if accumulates else 0.0
         self.bucket_of = {p: n for n, bucket in enumerate(plan.buckets) for p in bucket.params}
         self.pool = _Pool(keeps=carrier.on_cpu)
-        self.gradients = 0
+        self.gradients = 0.0  # that are no views of buffers
         self.begin()
 
     def reaches(self, at: int, mark: Mark) -> float:
@@ -110,7 +117,11 @@ class _Transports:
         return 0.0
 
     def begin(self) -> None:
-        """A backward begins; the pool stays as the last one left it."""
+        """A backward begins; the pool stays as the last one left it.
+
+        Gradients have been zeroed, to None, or are added to those that are there.
+        """
+        self.gradients = self.there
         self.missing = [len(bucket.params) for bucket in self.plan.buckets]
         self.waiting = [0.0] * len(self.missing)
         self.sent: dict[int, int] = {}
@@ -125,6 +136,9 @@ class _Transports:
     def gradient(self, param: int, size: float) -> float:
         """One is complete; returns its bytes where it is packed at once, and gone after that."""
         number = self.bucket_of[param]
+        if _has_own_gradients(self.plan.buckets[number]):
+            self.gradients += 0.0 if self.there else size
+            return size if self.there else 0.0
         self.missing[number] -= 1
         early = self.carrier.on_cpu and size >= _EARLY_BYTES
         if early:
@@ -235,24 +249,27 @@ def _persistent(
             items["gradients"] += record.nbytes
         return items
     for bucket in plan.buckets:
-        _add_repeated(items, record, bucket)
+        where = "communication buffers" if _has_own_gradients(bucket) else "gradients"
+        items[where] += _buffer_bytes(bucket)
     return items
 
 
-def _add_repeated(items: dict[str, float], record: Record, bucket: PlannedBucket) -> None:
-    """A bucket whose gradients every rank keeps."""
-    own = float(sum(record.params[index].nbytes for index in bucket.params))
+def _has_own_gradients(bucket: PlannedBucket) -> bool:
+    """Whether every rank keeps its gradients, and not as views of its buffer."""
+    return not bucket.shards and (bucket.coded is not None or not bucket.views)
+
+
+def _buffer_bytes(bucket: PlannedBucket) -> float:
+    """Of a bucket whose gradients every rank keeps."""
     if bucket.coded is None:
-        items["gradients"] += bucket.nbytes if bucket.views else own
-        items["communication buffers"] += 0 if bucket.views else bucket.nbytes
-        return
-    items["gradients"] += own
-    items["communication buffers"] += 2.0 * bucket.nbytes
+        return float(bucket.nbytes)
+    found = 2.0 * bucket.nbytes
+    flat = 4.0 * sum(bucket.layout.numels)
     layout = bucket.coded.layout
     if isinstance(layout, PayloadLayout) and bucket.coded.form == "two_shot":
-        items["communication buffers"] += 4.0 * layout.pieces * layout.chunk_numel
-    if bucket.coded.error_feedback:
-        items["communication buffers"] += 4.0 * sum(bucket.layout.numels)
+        found += 4.0 * layout.pieces * layout.chunk_numel
+    found += flat if bucket.coded.error_feedback else 0.0
+    return found + (0.0 if isinstance(bucket.coded.codec, Format) else flat)
 
 
 def _narrow(record: Record) -> int:
@@ -300,12 +317,11 @@ def _peak_within(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """By item: the most that forward and backward add, and what of it is there after them."""
     last = {mark.place: at for at, mark in enumerate(record.marks) if mark.kind == "grad"}
-    scattered = any(bucket.shards for bucket in plan.buckets)
     transports: Units | _Transports
     if strategy.stage == 3:
         transports = Units(record, strategy, carrier)
     else:
-        transports = _Transports(plan, scattered, carrier, strategy.shards)
+        transports = _Transports(record, strategy, plan, carrier)
     best = dict.fromkeys(ITEMS, 0.0)
     for _ in range(2):  # the second step finds the pool that the first one has left
         live, sizes, most = float(record.inputs), {}, -1.0  # type: float, dict[int, float], float
