@@ -66,7 +66,7 @@ MODULE_LAYERS = {
     ],
     "planner": [
         ["quantities", "held", "devices", "links", "record"],
-        ["strategy", "synthetic", "unit_marks", "profile", "compute"],
+        ["batches", "strategy", "synthetic", "unit_marks", "profile", "compute"],
         ["arithmetic", "tracing", "unit_memory", "simulate"],
         ["memory"],
         ["scenario"],
