@@ -73,6 +73,7 @@ MODULE_LAYERS = {
         ["advice", "measure"],
         ["plan"],
         ["views", "asked"],
+        ["recorded"],
         ["command"],
         ["__init__"],
     ],

@@ -15,18 +15,15 @@ import torch
 from torch import nn
 
 from fastsync.plan.policy import BucketPolicy
-from fastsync.planner.compute import from_run
 from fastsync.planner.devices import Device, device_named
-from fastsync.planner.links import Cluster, Link, sent_bytes
-from fastsync.planner.plan import Plan, plan_of_run
+from fastsync.planner.links import Cluster, Link
 from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
 from fastsync.planner.tracing import TraceError, trace_model, trace_optimizer
-from fastsync.timeline.data import Run, by_step, load
 
-__all__ = ["cluster_of", "device_of", "recorded_plan", "scenario_of", "wants_time"]
+__all__ = ["cluster_of", "device_of", "scenario_of", "wants_time"]
 
 # What a rank's links carry by the makers, and the shares of it that NCCL counts on in its own
 # tables: 370 of 450 GB/s on an H100, 240 of 300 on an A100; networks come closer.
@@ -237,27 +234,3 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
         jitter=args.jitter,
         buckets=None if args.bucket_cap_mb is None else BucketPolicy.from_mb(args.bucket_cap_mb),
     )
-
-
-def recorded_plan(args: argparse.Namespace) -> Plan:
-    """What --from asks for. Links that are not given are as fast as the recorded ones were."""
-    run = load(args.run)
-    recorded = from_run(run)
-    on_cpu = run.device.startswith("cpu")
-    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
-    cluster = cluster_of(args, device)
-    if args.intra is None and args.inter is None and args.profile is None:
-        link = _seen(run)
-        cluster = replace(cluster, intra=link, inter=link, backend="gloo" if on_cpu else "nccl")
-    title = f"{run.model}, recorded on {run.world_size} ranks"
-    return plan_of_run(recorded, title, device, cluster, args.gpus)
-
-
-def _seen(run: Run) -> Link:
-    """The rate of the recorded collectives, all buckets of all steps together."""
-    steps = [step for ranks in by_step(run).values() for step in ranks]
-    busy = sum(step.communicating for step in steps)
-    nbytes = sum(bucket.bytes for step in steps for bucket in step.buckets)
-    if not busy or run.world_size < 2:
-        raise ValueError("--from: the recording has no collectives; give --intra and --inter")
-    return Link(sent_bytes("all_reduce", float(nbytes), run.world_size) / busy, 0.0, "net")

@@ -21,9 +21,10 @@ from typing import TypeVar
 
 from fastsync.planner import quantities as q
 from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.asked import cluster_of, device_of, recorded_plan, scenario_of, wants_time
+from fastsync.planner.asked import cluster_of, device_of, scenario_of, wants_time
 from fastsync.planner.held import held_by
 from fastsync.planner.plan import Plan, make_plan_of
+from fastsync.planner.recorded import recorded_plan
 from fastsync.planner.views import held_json, held_text, html_page, plan_json, plan_text
 from fastsync.wire.formats import make_codec
 
