@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastsync.plan.policy import BucketPolicy
-from fastsync.planner.devices import Device, device_named
+from fastsync.planner.devices import DEVICES, Device, device_named, kind_of_gpu
 from fastsync.planner.links import Cluster, Link
 from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
@@ -23,7 +23,7 @@ from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
 from fastsync.planner.tracing import TraceError, trace_model, trace_optimizer
 
-__all__ = ["cluster_of", "device_of", "scenario_of", "wants_time"]
+__all__ = ["cluster_of", "device_of", "profile_of", "scenario_of", "wants_time"]
 
 # What a rank's links carry by the makers, and the shares of it that NCCL counts on in its own
 # tables: 370 of 450 GB/s on an H100, 240 of 300 on an A100; networks come closer.
@@ -59,44 +59,81 @@ def wants_time(args: argparse.Namespace) -> bool:
     return not args.params or args.batch is not None
 
 
-def device_of(args: argparse.Namespace) -> Device:
+def profile_of(args: argparse.Namespace) -> Profile | None:
+    """What --profile names.
+
+    Raises:
+        ValueError: it cannot be read, or is of another machine or backend than is asked for.
+    """
+    if args.profile is None:
+        return None
+    try:
+        profile = Profile.load(args.profile)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--profile: {error}") from error
+    kind = _kind_of(profile)
+    if args.device and device_named(args.device).name != kind:
+        raise ValueError(
+            f"--profile {args.profile} was measured on {profile}, which is no --device "
+            f"{args.device}; leave --device out, or measure there with --measure"
+        )
+    if args.backend and args.backend != profile.backend:
+        raise ValueError(
+            f"--profile {args.profile} was measured on {profile}, not over --backend "
+            f"{args.backend}; leave --backend and --device out, or measure there with --measure"
+        )
+    return profile
+
+
+def _kind_of(profile: Profile) -> str | None:
+    """The --device that it was measured on; None: one that no data sheet here is of."""
+    machine = profile.machine
+    return kind_of_gpu(machine.gpu, machine.memory) if machine.gpu else "cpu"
+
+
+def device_of(args: argparse.Namespace, profile: Profile | None) -> Device:
     """The device, with what the user knows better.
 
     Raises:
-        ValueError: there is no such device, or the profile is of a machine of another kind.
+        ValueError: there is no such device.
     """
-    profile = Profile.load(args.profile) if args.profile else None
-    on_cpu = profile is not None and profile.backend == "gloo"
-    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
-    if profile is not None and device.on_cpu != on_cpu:
-        raise ValueError(
-            f"--profile {args.profile} was measured on another kind of machine ({profile.machine}, "
-            f"over {profile.backend}) than --device {device.name}; leave --device out, or measure "
-            "there with --measure"
-        )
+    device = device_named(args.device or "h100") if profile is None else _measured(profile)
     if args.memory:
         device = replace(device, memory=args.memory)
     if args.efficiency:
         device = replace(device, efficiency=args.efficiency)
-    if profile is not None:
-        rates = profile.device
-        device = replace(device, narrow=rates.flops, wide=rates.flops, bandwidth=rates.bandwidth)
-        device = replace(device, efficiency=1.0, streaming=1.0)
-        device = replace(device, overhead=rates.overhead)
-        device = replace(device, sending=rates.sending, launching=rates.launching)
     return device
 
 
-def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
+def _measured(profile: Profile) -> Device:
+    rates, machine = profile.device, profile.machine
+    kind = _kind_of(profile)
+    sheet = device_named(kind) if kind else DEVICES["h100"]
+    return replace(
+        sheet,
+        name=sheet.name if kind else machine.gpu,
+        narrow=rates.flops,
+        wide=rates.flops,
+        bandwidth=rates.bandwidth,
+        memory=machine.memory or sheet.memory,
+        efficiency=1.0,
+        streaming=1.0,
+        overhead=rates.overhead,
+        sending=rates.sending,
+        launching=rates.launching,
+    )
+
+
+def cluster_of(args: argparse.Namespace, device: Device, profile: Profile | None) -> Cluster:
     """Ranks and links; what is not given follows from the device.
 
     Raises:
-        ValueError: the GPUs do not fill nodes, or no profile can be read.
+        ValueError: the GPUs do not fill nodes, or the profile lacks links.
     """
     backend = args.backend or ("gloo" if device.on_cpu else "nccl")
     world, per_node = args.gpus[0], args.per_node
-    if args.profile:
-        return _profiled(args, Profile.load(args.profile))
+    if profile is not None:
+        return _profiled(args, profile)
     on_tcp = backend == "gloo"
     latency = args.latency if args.latency is not None else (_TCP_LATENCY if on_tcp else None)
     intra = Link(
@@ -132,10 +169,11 @@ def _profiled(args: argparse.Namespace, profile: Profile) -> Cluster:
             )
         known = rates or profile.inside or profile.between
         assert known is not None
-        latency = known.latency if args.latency is None else args.latency
-        links.append(Link(known.rate if rate is None else rate, latency, "net"))
+        link = known.link(profile.backend)
+        link = link if rate is None else Link(rate, link.latency, "net")
+        links.append(link if args.latency is None else replace(link, latency=args.latency))
     intra, inter = links
-    return Cluster(world, per_node, intra, inter, "gloo")
+    return Cluster(world, per_node, intra, inter, profile.backend)
 
 
 def _imported(name: str, option: str) -> Callable[..., object]:

@@ -15,13 +15,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from fastsync.planner import quantities as q
 from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.asked import cluster_of, device_of, scenario_of, wants_time
+from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of, wants_time
 from fastsync.planner.held import held_by
 from fastsync.planner.plan import Plan, make_plan_of
 from fastsync.planner.recorded import recorded_plan
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     where("--inter", type=_typed(q.rate), help="a rank's link between nodes: 50GB/s, 10Gbit/s")
     where("--latency", type=_typed(q.seconds), help="of a hop, instead of NCCL's tables: 20us")
     where("--backend", choices=("nccl", "gloo"), help="default: nccl, on a cpu gloo")
-    where("--profile", type=Path, help="what --measure has written; replaces the links' figures")
+    where("--profile", type=Path, help="what --measure has written: device, links")
     where(
         "--jitter",
         type=_typed(q.spread),
@@ -111,8 +112,11 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> Plan:
     if args.run is not None:
         return recorded_plan(args)
-    device = device_of(args)
-    return make_plan_of(scenario_of(args, device, cluster_of(args, device)), args.gpus)
+    profile = profile_of(args)
+    device = device_of(args, profile)
+    asked = scenario_of(args, device, cluster_of(args, device, profile))
+    plan = make_plan_of(asked, args.gpus)
+    return replace(plan, sources=() if profile is None else (f"profile: {profile}",))
 
 
 def _arithmetic(args: argparse.Namespace) -> None:

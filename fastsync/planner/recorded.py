@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from fastsync.planner.asked import cluster_of
+from fastsync.planner.asked import cluster_of, device_of, profile_of
 from fastsync.planner.compute import from_run
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
@@ -27,24 +27,35 @@ def recorded_plan(args: argparse.Namespace) -> Plan:
     """What --from asks for. Links that are not given are as fast as the recorded ones were."""
     run = load(args.run)
     recorded = from_run(run)
+    profile = profile_of(args)
     on_cpu = run.device.startswith("cpu")
-    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
-    cluster = cluster_of(args, device)
-    sources: tuple[str, ...] = ()
-    if args.profile is None and None in (args.intra, args.inter):
-        cluster = replace(cluster, backend=args.backend or ("gloo" if on_cpu else "nccl"))
-        link, words = link_of_run(run, cluster)
-        if args.latency is not None:
-            link, words = replace(link, latency=args.latency), f"{words}, but for --latency"
-        cluster = replace(
-            cluster,
-            intra=link if args.intra is None else cluster.intra,
-            inter=link if args.inter is None else cluster.inter,
+    if profile is not None and on_cpu != (not profile.machine.gpu):
+        raise ValueError(
+            f"--profile {args.profile} was measured on {profile}, but the run of --from was "
+            f"recorded on {run.device}"
         )
-        sources = (words,)
+    if profile is not None:
+        device = device_of(args, profile)
+        cluster, source = cluster_of(args, device, profile), f"profile: {profile}"
+    else:
+        device = device_named(args.device or ("cpu" if on_cpu else "h100"))
+        cluster, source = _as_recorded(args, run, cluster_of(args, device, None))
     title = f"{run.model}, recorded on {run.world_size} ranks"
     plan = plan_of_run(recorded, title, device, cluster, args.gpus)
-    return replace(plan, sources=sources)
+    return replace(plan, sources=(source,) if source else ())
+
+
+def _as_recorded(args: argparse.Namespace, run: Run, given: Cluster) -> tuple[Cluster, str]:
+    """Links that are not given are those of the recording; in words where they come from."""
+    if None not in (args.intra, args.inter):
+        return given, ""
+    backend = args.backend or ("gloo" if run.device.startswith("cpu") else "nccl")
+    link, words = link_of_run(run, replace(given, backend=backend))
+    if args.latency is not None:
+        link, words = replace(link, latency=args.latency), f"{words}, but for --latency"
+    intra = link if args.intra is None else given.intra
+    inter = link if args.inter is None else given.inter
+    return replace(given, intra=intra, inter=inter, backend=backend), words
 
 
 def link_of_run(run: Run, cluster: Cluster) -> tuple[Link, str]:
