@@ -72,7 +72,7 @@ MODULE_LAYERS = {
         ["scenario"],
         ["advice", "measure"],
         ["plan"],
-        ["views", "asked"],
+        ["views", "asked", "checks"],
         ["recorded"],
         ["command"],
         ["__init__"],

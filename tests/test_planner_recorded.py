@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fastsync.planner.command import main
 from fastsync.planner.links import Cluster, Link, collective_seconds
 from fastsync.planner.recorded import link_of_run
 from fastsync.timeline.data import BucketInfo, RankRecord, Run
+from fastsync.timeline.moves import UnitInfo
 
 CPU = Cluster(4, 4, Link(1e9, 50e-6, "net"), Link(1e9, 50e-6, "net"), "gloo")
 
@@ -92,3 +94,12 @@ def test_links_that_are_given_replace_recorded_ones(tmp_path, capsys):
     text, found = scaled(path, capsys, "--latency", "7us")
     assert found["cluster"]["inter"]["latency"] == pytest.approx(7e-6)
     assert "but for --latency" in text
+
+
+def test_recorded_units_are_named(tmp_path, capsys):
+    run = run_over(Link(2e9, 80e-6, "net"), (1 << 16, 1 << 24))
+    path = tmp_path / "run.json"
+    replace(run, units=(UnitInfo("0", ("w",), 4, "float32"),)).dump(path)
+    assert plan("--from", path, "--gpus", 8) == 2
+    told = capsys.readouterr().err
+    assert f"--from: {path} holds units of zero=3" in told and "--model" in told

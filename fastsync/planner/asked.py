@@ -21,9 +21,9 @@ from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
-from fastsync.planner.tracing import TraceError, trace_model, trace_optimizer
+from fastsync.planner.tracing import Loss, StepError, TraceError, trace_model, trace_optimizer
 
-__all__ = ["cluster_of", "device_of", "profile_of", "scenario_of", "wants_time"]
+__all__ = ["cluster_of", "device_of", "profile_of", "scenario_of"]
 
 # What a rank's links carry by the makers, and the shares of it that NCCL counts on in its own
 # tables: 370 of 450 GB/s on an H100, 240 of 300 on an A100; networks come closer.
@@ -41,24 +41,6 @@ _LOCAL, _SLOW = 1e9, 1.25e9  # Gloo inside a machine; 10 Gbit/s
 _TCP_LATENCY = 50e-6
 
 
-def wants_time(args: argparse.Namespace) -> bool:
-    """Whether there is enough for more than the formulas.
-
-    Raises:
-        ValueError: it is not said what is trained, or too much is said about it.
-    """
-    given = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
-    if len(given) != 1:
-        raise ValueError("say what is trained: exactly one of --model, --params and --from")
-    if args.model and not args.batch:
-        raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
-    if args.params and args.batch and len(args.batch) != 2:
-        raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
-    if args.params and not args.batch and args.html:
-        raise ValueError("--html shows times, too: add --batch SAMPLESxTOKENS to --params")
-    return not args.params or args.batch is not None
-
-
 def profile_of(args: argparse.Namespace) -> Profile | None:
     """What --profile names.
 
@@ -69,7 +51,9 @@ def profile_of(args: argparse.Namespace) -> Profile | None:
         return None
     try:
         profile = Profile.load(args.profile)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise ValueError(f"--profile: {args.profile} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise ValueError(f"--profile: {error}") from error
     kind = _kind_of(profile)
     if args.device and device_named(args.device).name != kind:
@@ -176,6 +160,10 @@ def _profiled(args: argparse.Namespace, profile: Profile) -> Cluster:
     return Cluster(world, per_node, intra, inter, profile.backend)
 
 
+class _OptionError(TraceError):
+    """Says itself which option is wrong."""
+
+
 def _imported(name: str, option: str) -> Callable[..., object]:
     """The function that an option names.
 
@@ -190,7 +178,7 @@ def _imported(name: str, option: str) -> Callable[..., object]:
             path = Path(place).resolve()
             spec = importlib.util.spec_from_file_location(path.stem, path)
             if spec is None or spec.loader is None or not path.is_file():
-                raise ValueError(f"{option}: there is no file {place}")
+                raise _OptionError(f"{option}: there is no file {place}")
             module = importlib.util.module_from_spec(spec)
             sys.path.insert(0, str(path.parent))
             sys.modules[path.stem] = module
@@ -198,8 +186,12 @@ def _imported(name: str, option: str) -> Callable[..., object]:
         else:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
-    except ImportError as error:
-        raise ValueError(f"{option}: {place} cannot be imported: {error}") from error
+    except _OptionError:
+        raise
+    except Exception as error:
+        raise _OptionError(
+            f"{option}: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"{option}: {place} has no function {attribute!r}")
@@ -212,10 +204,29 @@ def _build(name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         module = function()
         if not isinstance(module, nn.Module):
-            raise ValueError(f"--model {name}: returned a {type(module).__name__}, no nn.Module")
+            raise _OptionError(f"--model {name}: returned a {type(module).__name__}, no nn.Module")
         return module
 
     return build
+
+
+def _loss_of(name: str | None) -> Loss | None:
+    """The function that --loss names, whose errors name it."""
+    if name is None:
+        return None
+    function = _imported(name, "--loss")
+
+    def loss(output: object, batch: torch.Tensor) -> torch.Tensor:
+        try:
+            value = function(output, batch)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise _OptionError(f"--loss {name}: {type(error).__name__}: {first}") from error
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise _OptionError(f"--loss {name} returned no number that has a gradient")
+        return value
+
+    return loss
 
 
 def _progress(args: argparse.Namespace, doing: str) -> None:
@@ -237,7 +248,7 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
         optimizer = adam_by_formula
     else:
         build = _build(args.model)
-        loss = _imported(args.loss, "--loss") if args.loss else None
+        loss = _loss_of(args.loss)
 
         def trace(samples: int, checkpointing: bool) -> Record:
             _progress(args, f"tracing {args.model}, {samples} samples")
@@ -245,10 +256,18 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
                 return trace_model(
                     build,
                     (samples, *sizes),
-                    loss=cast(Callable[[object, torch.Tensor], torch.Tensor] | None, loss),
+                    loss=loss,
                     dtype=dtype,
                     checkpointing=checkpointing,
                 )
+            except _OptionError:
+                raise
+            except StepError as error:
+                typed, traced = ("x".join(map(str, b)) for b in (args.batch, (samples, *sizes)))
+                raise ValueError(
+                    f"--batch {typed} does not go through --model {args.model}: with {traced}, "
+                    f"{error}"
+                ) from error
             except TraceError as error:
                 raise ValueError(f"--model {args.model}: {error}") from error
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import TypeVar
 
 from fastsync.planner import quantities as q
 from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of, wants_time
+from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of
+from fastsync.planner.checks import check_ranks, wants_time
 from fastsync.planner.held import held_by
 from fastsync.planner.plan import Plan, make_plan_of
 from fastsync.planner.recorded import recorded_plan
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     what("--batch", type=_typed(q.shape), help="of one rank: 8x1024 tokens, 32x3x224x224")
     what("--loss", help="file.py:function of output and batch (default: by the output's form)")
     what("--dtype", type=_typed(q.dtype), help="of parameters: fp32, bf16, fp16")
-    what("--optimizer", default="adamw", help="of torch.optim (default: adamw)")
+    what("--optimizer", default="adamw", help="of torch.optim, with --model (default: adamw)")
     what("--master-weights", action="store_true", help="fp32 masters of 16-bit parameters")
     what("--accumulate", type=_typed(q.whole), default=1, help="backwards per step")
     where = parser.add_argument_group("where").add_argument
@@ -132,43 +133,50 @@ def _arithmetic(args: argparse.Namespace) -> None:
     if not args.quiet:
         print(held_text(title, tables))
     if args.json:
-        _write_json(args.json, held_json(title, tables), args.quiet)
+        _write_json(args, held_json(title, tables))
 
 
-def _write_json(path: Path, document: object, quiet: bool) -> None:
-    _write(path, json.dumps(document, indent=1) + "\n", quiet)
+def _write_json(args: argparse.Namespace, document: object) -> None:
+    _write(args.json, json.dumps(document, indent=1) + "\n", "--json", args.quiet)
 
 
-def _write(path: Path, text: str, quiet: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def _write(path: Path, text: str, option: str, quiet: bool) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from error
     if not quiet:
         print(f"wrote {path}")
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, given: Collection[str]) -> None:
     if args.measure is not None:
         from fastsync.planner.measure import measure_to
 
         measure_to(args.measure)
         return
-    if not wants_time(args):
+    timed = wants_time(args, given)
+    check_ranks(args, timed)
+    if not timed:
         _arithmetic(args)
         return
     plan = _plan(args)
     if not args.quiet:
         print(plan_text(plan))
     if args.json:
-        _write_json(args.json, plan_json(plan), args.quiet)
+        _write_json(args, plan_json(plan))
     if args.html:
-        _write(args.html, html_page(plan), args.quiet)
+        _write(args.html, html_page(plan), "--html", args.quiet)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     try:
-        _run(args)
+        _run(args, given)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE

@@ -72,7 +72,12 @@ def measure_to(path: Path) -> None:
         device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
         profile = measure(device)
         if dist.get_rank() == 0:
-            profile.dump(path)
+            try:
+                profile.dump(path)
+            except OSError as error:
+                raise ValueError(
+                    f"--measure: {path} cannot be written: {error.strerror}"
+                ) from error
             print(f"wrote {path}: {_words(profile)}")
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from fastsync.planner.asked import cluster_of, device_of, profile_of
-from fastsync.planner.compute import from_run
+from fastsync.planner.compute import Recorded, from_run
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
 from fastsync.planner.plan import Plan, plan_of_run
@@ -25,8 +25,7 @@ _FASTEST = 1e13  # bytes per second; what is above comes from a line that falls
 
 def recorded_plan(args: argparse.Namespace) -> Plan:
     """What --from asks for. Links that are not given are as fast as the recorded ones were."""
-    run = load(args.run)
-    recorded = from_run(run)
+    run, recorded = _read(args)
     profile = profile_of(args)
     on_cpu = run.device.startswith("cpu")
     if profile is not None and on_cpu != (not profile.machine.gpu):
@@ -43,6 +42,21 @@ def recorded_plan(args: argparse.Namespace) -> Plan:
     title = f"{run.model}, recorded on {run.world_size} ranks"
     plan = plan_of_run(recorded, title, device, cluster, args.gpus)
     return replace(plan, sources=(source,) if source else ())
+
+
+def _read(args: argparse.Namespace) -> tuple[Run, Recorded]:
+    try:
+        run = load(args.run)
+        if run.units:
+            raise ValueError(
+                f"{args.run} holds units of zero=3 or fully_shard, where buckets are followed; "
+                "record zero=0 to 2, or plan the model itself with --model"
+            )
+        return run, from_run(run)
+    except OSError as error:
+        raise ValueError(f"--from: {args.run} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--from: {error}") from error
 
 
 def _as_recorded(args: argparse.Namespace, run: Run, given: Cluster) -> tuple[Cluster, str]:
