@@ -81,7 +81,7 @@ def make_plan_of(scenario: Scenario, worlds: Sequence[int]) -> Plan:
         compute=scenario.compute,
         tokens_per_sample=record.tokens / record.samples,
         candidates=tuple(candidates),
-        advice=advise(candidates, scenario.device),
+        advice=advise(candidates, scenario.device, scenario),
         scaling=tuple(_over_worlds(scenario, shown, worlds)),
         bandwidth=tuple(_over_rates(scenario, shown)),
     )

@@ -122,11 +122,15 @@ class Scenario:
         Args:
             with_batch: find the largest batch as well, which traces the model a few times more.
         """
-        memory = self._peak(strategy, self.record(self.samples, strategy.checkpointing))
+        memory = self.memory(strategy)
         fits = memory.total <= self.device.memory
-        largest = self._largest_batch(strategy) if with_batch else 0
+        largest = self.largest_batch(strategy) if with_batch else 0
         samples = self.samples * strategy.world * strategy.accumulate
         return Candidate(strategy, memory, self.time(strategy), fits, largest, samples)
+
+    def memory(self, strategy: Strategy) -> Memory:
+        """Of a rank at its peak, with the batch that was asked for."""
+        return self._peak(strategy, self.record(self.samples, strategy.checkpointing))
 
     def _peak(self, strategy: Strategy, record: Record) -> Memory:
         """Of a rank with the batch of a record."""
@@ -176,7 +180,9 @@ class Scenario:
         factor = 2 * (cluster.world - 1) / cluster.world
         return Network(cluster.rate / factor, cluster.inter.latency or 0.0)
 
-    def _largest_batch(self, strategy: Strategy) -> int:
+    def largest_batch(self, strategy: Strategy) -> int:
+        """The most samples per rank that fit; 0: one is too much."""
+
         def peak(record: Record) -> float:
             return self._peak(strategy, record).total
 
