@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastsync.ddp import FastDDP
 from fastsync.planner.command import main
+from fastsync.planner.compute import from_run
 from fastsync.planner.links import Cluster, Link, collective_seconds
 from fastsync.planner.recorded import link_of_run
-from fastsync.timeline.data import BucketInfo, RankRecord, Run
+from fastsync.testing import run_ranks
+from fastsync.timeline.data import BucketInfo, RankRecord, Run, load
 from fastsync.timeline.moves import UnitInfo
 
 CPU = Cluster(4, 4, Link(1e9, 50e-6, "net"), Link(1e9, 50e-6, "net"), "gloo")
@@ -103,3 +106,55 @@ def test_recorded_units_are_named(tmp_path, capsys):
     assert plan("--from", path, "--gpus", 8) == 2
     told = capsys.readouterr().err
     assert f"--from: {path} holds units of zero=3" in told and "--model" in told
+
+
+MODEL = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def larger():
+    return nn.Sequential(build_model(), nn.Linear(64, 64))
+"""
+
+
+def train(rank, world, path):
+    import runpy
+
+    model = runpy.run_path(str(path.with_name("recorded_model.py")))["build_model"]()
+    model = FastDDP(model, timeline=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+    model.write_timeline(path)
+
+
+def test_a_recorded_model_is_planned_with_its_own_times(tmp_path, capsys):
+    path, file, data = tmp_path / "run.json", tmp_path / "recorded_model.py", tmp_path / "plan.json"
+    file.write_text(MODEL)
+    run_ranks(train, 2, path, timeout=120.0)
+    options = ("--from", path, "--batch", "16x64", "--gpus", "2", "--json", data, "--model")
+    assert plan(*options, f"{file}:build_model") == 0
+    text = capsys.readouterr().out
+    assert "recorded: " in text and "Take zero=" in text and "samples/s" in text
+    found, recorded = json.loads(data.read_text()), from_run(load(path))
+    assert found["compute"]["forward"] == recorded.compute.forward
+    assert found["compute"]["backward"] == recorded.compute.backward
+    assert found["cluster"]["backend"] == "gloo" and found["device"]["name"] == "cpu"
+    times = {each["name"]: each["time"]["computing"] for each in found["candidates"]}
+    assert times["zero=0, checkpointing"] > times["zero=0"] > recorded.compute.backward
+    assert all(each["peak"] > 0 and each["largest_batch"] for each in found["candidates"])
+    assert plan(*options, f"{file}:larger") == 2
+    told = capsys.readouterr().err
+    assert "--from: " in told and "8 parameters" in told and "has 10" in told

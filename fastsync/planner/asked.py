@@ -75,13 +75,16 @@ def _kind_of(profile: Profile) -> str | None:
     return kind_of_gpu(machine.gpu, machine.memory) if machine.gpu else "cpu"
 
 
-def device_of(args: argparse.Namespace, profile: Profile | None) -> Device:
+def device_of(args: argparse.Namespace, profile: Profile | None, default: str = "h100") -> Device:
     """The device, with what the user knows better.
+
+    Args:
+        default: the one that is taken where none is named or measured.
 
     Raises:
         ValueError: there is no such device.
     """
-    device = device_named(args.device or "h100") if profile is None else _measured(profile)
+    device = device_named(args.device or default) if profile is None else _measured(profile)
     if args.memory:
         device = replace(device, memory=args.memory)
     if args.efficiency:

@@ -29,12 +29,15 @@ def wants_time(args: argparse.Namespace, given: Collection[str]) -> bool:
             changes nothing.
     """
     named = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
-    if len(named) != 1:
-        raise ValueError("say what is trained: exactly one of --model, --params and --from")
+    if len(named) != 1 and named != ["model", "run"]:
+        raise ValueError(
+            "say what is trained: exactly one of --model, --params and --from, or --model and the "
+            "--from of its run"
+        )
     if args.model and not args.batch:
         raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
-    if args.run:
-        _refuse(_OF_MODELS, given, "with --from, whose run has its own")
+    if args.run and not args.model:
+        _refuse(_OF_MODELS, given, "with --from alone; add --model")
     if args.params:
         _check_params(args, given)
     return not args.params or args.batch is not None

@@ -3,6 +3,7 @@
     python -m fastsync.plan --model train.py:build_model --batch 8x1024 --gpus 64 --device h100
     python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8      # the arithmetic alone
     python -m fastsync.plan --from run.json --gpus 8,64,512,4096     # from a recorded timeline
+    python -m fastsync.plan --from run.json --model train.py:build_model --batch 8x1024
     torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
 
 --model names a function without arguments that returns the nn.Module; it is built and traced
@@ -73,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is trained").add_argument
     what("--model", help="file.py:function or package.module:function that returns the model")
     what("--params", type=_typed(q.count), help="a transformer of so many parameters: 70e9, 7B")
-    what("--from", dest="run", type=Path, help="a timeline that FastDDP has recorded")
+    what(
+        "--from",
+        dest="run",
+        type=Path,
+        help="a timeline that FastDDP has recorded, with --model of that model",
+    )
     what("--batch", type=_typed(q.shape), help="of one rank: 8x1024 tokens, 32x3x224x224")
     what("--loss", help="file.py:function of output and batch (default: by the output's form)")
     what("--dtype", type=_typed(q.dtype), help="of parameters: fp32, bf16, fp16")

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from fastsync.planner.asked import cluster_of, device_of, profile_of
+from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of
 from fastsync.planner.compute import Recorded, from_run
-from fastsync.planner.devices import device_named
+from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
-from fastsync.planner.plan import Plan, plan_of_run
+from fastsync.planner.plan import Plan, make_plan_of, plan_of_run
 from fastsync.planner.profile import Sample, fit
 from fastsync.planner.quantities import gigabytes, shown_seconds
+from fastsync.planner.scenario import Scenario
 from fastsync.timeline.data import RankStep, Run, by_step, load
 
 __all__ = ["link_of_run", "recorded_plan"]
@@ -37,11 +38,33 @@ def recorded_plan(args: argparse.Namespace) -> Plan:
         device = device_of(args, profile)
         cluster, source = cluster_of(args, device, profile), f"profile: {profile}"
     else:
-        device = device_named(args.device or ("cpu" if on_cpu else "h100"))
+        device = device_of(args, None, "cpu" if on_cpu else "h100")
         cluster, source = _as_recorded(args, run, cluster_of(args, device, None))
-    title = f"{run.model}, recorded on {run.world_size} ranks"
-    plan = plan_of_run(recorded, title, device, cluster, args.gpus)
+    if args.model:
+        plan = make_plan_of(_scenario(args, run, recorded, device, cluster), args.gpus)
+    else:
+        title = f"{run.model}, recorded on {run.world_size} ranks"
+        plan = plan_of_run(recorded, title, device, cluster, args.gpus)
     return replace(plan, sources=(source,) if source else ())
+
+
+def _scenario(
+    args: argparse.Namespace, run: Run, recorded: Recorded, device: Device, cluster: Cluster
+) -> Scenario:
+    """What --model is, with the computing times of its recorded run.
+
+    Raises:
+        ValueError: the run is of another model.
+    """
+    asked = scenario_of(args, device, cluster)
+    trained, planned = len(asked.first.params), sum(len(b.parameters) for b in run.plans[-1])
+    if trained != planned:
+        raise ValueError(
+            f"--from: {args.run} is a run of {run.model} with {planned} parameters that are "
+            f"trained, but --model {args.model} has {trained}"
+        )
+    measured = asked.compute.as_recorded(recorded.compute)
+    return replace(asked, measured=measured, jitter=args.jitter or recorded.jitter)
 
 
 def _read(args: argparse.Namespace) -> tuple[Run, Recorded]:

@@ -59,7 +59,7 @@ class Scenario:
         kinds: strategies to try: "0", "1", "2", "3", "hsdp".
         wires: wire formats to try with stage 0.
         checkpointing: whether to try it, and to go without it.
-        measured: computing times that replace traced ones.
+        measured: computing times without checkpointing that replace traced ones.
         jitter: of a rank's speed, see simulate.py.
     """
 
@@ -161,9 +161,15 @@ class Scenario:
         return job_of(record, strategy, plan, compute, cluster, self.device)
 
     def _compute(self, strategy: Strategy) -> Compute:
-        if self.measured is not None:
+        if self.measured is None:
+            return self._traced_compute(strategy.checkpointing)
+        if not strategy.checkpointing:
             return self.measured
-        record = self.record(self.samples, strategy.checkpointing)
+        plain, again = (self._traced_compute(again) for again in (False, True))
+        return self.measured.recomputed(again.backward / plain.backward)
+
+    def _traced_compute(self, checkpointing: bool) -> Compute:
+        record = self.record(self.samples, checkpointing)
         moved = self.optimizer(_shapes(record)).moved
         return from_record(record, self.device, moved)
 
