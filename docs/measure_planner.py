@@ -83,7 +83,7 @@ def predicted_steps(profile: Profile, name: str, times: list[float]) -> tuple[fl
     """Traced computation, and the measured one in its place."""
     rates, record = profile.device, traced(name)
     assert profile.inside is not None
-    link = profile.inside.link()
+    link = profile.inside.link(profile.backend)
     device = replace(
         Device("cpu", rates.flops, rates.flops, rates.bandwidth, 1e12, 0.0, 1.0, 1.0),
         overhead=rates.overhead,

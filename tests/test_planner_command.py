@@ -33,8 +33,17 @@ def build_model():
 def loss(output, batch):
     return output.logsumexp(-1).mean()
 
+def seven_wide():
+    return nn.Linear(7, 7)
+
 def no_model():
     return 3
+
+def no_number(output, batch):
+    return output
+
+def broken(output, batch):
+    return output.nowhere
 """
 
 
@@ -124,6 +133,18 @@ def test_links_and_compute_come_from_a_recording(tmp_path, capsys):
         (("--params", "7B", "--batch", "1x8", "--wires", "int9"), "--wires"),
         (("--params", "7B", "--batch", "1x8", "--jitter", "-1"), "--jitter"),
         (("--measure", "p.json"), "--measure"),
+        (("--params", "7B", "--batch", "1x8", "--gpus", "8,12"), "--gpus: 12 do not fill"),
+        (("--params", "7B", "--strategies", "hsdp", "--gpus", "8"), "--strategies hsdp"),
+        (("--params", "7B", "--batch", "1x8", "--strategies", "hsdp"), "--strategies hsdp"),
+        (("--params", "7B", "--batch", "1x8", "--strategies", "1", "--wires", "int8"), "--wires"),
+        (("--params", "7B", "--batch", "1x8", "--optimizer", "sgd"), "--optimizer sgd"),
+        (("--params", "7B", "--loss", "train.py:loss"), "--loss"),
+        (("--params", "7B", "--jitter", "0.02"), "--jitter"),
+        (("--params", "7B", "--batch", "1x8", "--profile", "none.json"), "--profile: none.json"),
+        (("--params", "7B", "--json", "/dev/null/plan.json"), "--json: /dev/null/plan.json"),
+        (("--from", "none.json"), "--from: none.json cannot be read"),
+        (("--from", "/dev/null"), "--from: /dev/null is not JSON"),
+        (("--from", "none.json", "--batch", "1x8"), "--batch says nothing with --from"),
         ((), "--model"),
     ],
 )
@@ -154,6 +175,32 @@ def test_more_gpus_fill_nodes_whatever_comes_first(tmp_path, capsys):
 def test_models_that_are_none_are_named(train, capsys):
     assert plan("--model", f"{train}:no_model", "--batch", "2x2") == 2
     assert "returned a int, no nn.Module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [("broken", ": AttributeError"), ("no_number", " returned no number")]
+)
+def test_what_is_wrong_with_the_loss_names_it_alone(loss, told, train, capsys):
+    options = ("--model", f"{train}:build_model", "--batch", "2x8", "--loss", f"{train}:{loss}")
+    assert plan(*options) == 2
+    assert capsys.readouterr().err.startswith(f"error: --loss {train}:{loss}{told}")
+
+
+def test_a_batch_that_the_model_does_not_take_is_named_in_one_line(train):
+    """In a process of its own, since torch's log goes past the standard error of this one."""
+    given = ("--model", f"{train}:seven_wide", "--batch", "2x8")
+    command = [sys.executable, "-m", "fastsync.plan", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --batch 2x8 does not go through --model")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_imported_is_named(tmp_path, capsys):
+    path = tmp_path / "torn.py"
+    path.write_text("def build_model(:")
+    assert plan("--model", f"{path}:build_model", "--batch", "2x2") == 2
+    assert f"--model: {path} cannot be imported: SyntaxError" in capsys.readouterr().err
 
 
 def test_numbers_have_units():

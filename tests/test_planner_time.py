@@ -13,7 +13,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.planner.compute import Compute, Message, from_record, from_run
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
-from fastsync.planner.profile import DeviceRates, LinkRates, Profile, Sample, fit
+from fastsync.planner.profile import Sample, fit
 from fastsync.planner.simulate import job_of, job_of_messages, simulate
 from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.synthetic import transformer_of
@@ -250,15 +250,3 @@ def test_recordings_say_what_is_computed():
     assert recorded.compute.between == pytest.approx(4e-3)
     assert recorded.messages == (Message(pytest.approx(1.2e-3), 1 << 20),)
     assert recorded.jitter == 0.0
-
-
-def test_profiles_are_read_again(tmp_path):
-    rates = DeviceRates(1e11, 1e10, 1e-6, 0.25)
-    between = LinkRates(2, 1e-5, 1e9, (Sample(4, 1e-4),), 0.5)
-    profile = Profile("here", "2", 2, "gloo", rates, None, between)
-    profile.dump(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
-    assert between.link().scatter == 0.5
-    (tmp_path / "q.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"--profile: .*is no profile"):
-        Profile.load(tmp_path / "q.json")

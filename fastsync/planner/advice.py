@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from fastsync.planner.devices import Device
 from fastsync.planner.quantities import gigabytes, shown_seconds
-from fastsync.planner.scenario import Candidate
+from fastsync.planner.remedies import remedy
+from fastsync.planner.scenario import Candidate, Scenario
 
 __all__ = ["Advice", "advise"]
 
@@ -36,11 +37,19 @@ def _rank(candidate: Candidate, fastest: float) -> tuple[float, bool, int, float
     return alike, strategy.wire != "fp32", strategy.stage, slower
 
 
-def advise(candidates: Sequence[Candidate], device: Device) -> Advice:
-    """Compares strategies for the same batch on the same ranks."""
+def advise(
+    candidates: Sequence[Candidate], device: Device, scenario: Scenario | None = None
+) -> Advice:
+    """Compares strategies for the same batch on the same ranks.
+
+    Args:
+        scenario: with which remedies are planned where nothing fits; None: none is named.
+    """
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return Advice(None, None, tuple(_remedies(candidates, device)))
+        reasons = [_nothing_fits(candidates, device)]
+        reasons += [remedy(candidates, scenario)] if scenario is not None else []
+        return Advice(None, None, tuple(reasons))
     fastest = min(candidate.time.mean for candidate in fitting)
     ranked = sorted(fitting, key=lambda candidate: _rank(candidate, fastest))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
@@ -90,34 +99,15 @@ def _quicker_but_too_large(
     ]
 
 
-def _remedies(candidates: Sequence[Candidate], device: Device) -> list[str]:
+def _nothing_fits(candidates: Sequence[Candidate], device: Device) -> str:
     least = min(candidates, key=lambda candidate: candidate.memory.total)
     item = least.memory.largest()
     over = least.memory.total - device.memory
-    sentences = [
+    return (
         f"Nothing fits: {least.strategy.name} needs least, {gigabytes(least.memory.total)}, which "
         f"is {gigabytes(over)} more than there is; "
         f"{_share(least.memory.items[item], least.memory.total)} of it are {item}."
-    ]
-    if item == "activations":
-        most = max(candidates, key=lambda candidate: candidate.largest_batch)
-        if most.largest_batch:
-            sentences.append(
-                f"Change the batch first: {most.strategy.name} fits with {most.largest_batch} "
-                "samples per GPU; accumulate gradients over more backwards instead."
-            )
-        else:
-            sentences.append(
-                "Shorten the sequences or shrink the model first: one sample is too much."
-            )
-        return sentences
-    if least.strategy.shards > 1 or least.strategy.stage == 3:
-        sentences.append(
-            "Change the number of GPUs first: with twice as many, each holds half of the shards."
-        )
-    else:
-        sentences.append("Change the strategy first: allow zero=3 with --strategies.")
-    return sentences
+    )
 
 
 def _share(part: float, whole: float) -> str:

@@ -15,18 +15,15 @@ import torch
 from torch import nn
 
 from fastsync.plan.policy import BucketPolicy
-from fastsync.planner.compute import from_run
-from fastsync.planner.devices import Device, device_named
-from fastsync.planner.links import Cluster, Link, sent_bytes
-from fastsync.planner.plan import Plan, plan_of_run
+from fastsync.planner.devices import DEVICES, Device, device_named, kind_of_gpu
+from fastsync.planner.links import Cluster, Link
 from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
-from fastsync.planner.tracing import TraceError, trace_model, trace_optimizer
-from fastsync.timeline.data import Run, by_step, load
+from fastsync.planner.tracing import Loss, StepError, TraceError, trace_model, trace_optimizer
 
-__all__ = ["cluster_of", "device_of", "recorded_plan", "scenario_of", "wants_time"]
+__all__ = ["cluster_of", "device_of", "profile_of", "scenario_of"]
 
 # What a rank's links carry by the makers, and the shares of it that NCCL counts on in its own
 # tables: 370 of 450 GB/s on an H100, 240 of 300 on an A100; networks come closer.
@@ -44,62 +41,86 @@ _LOCAL, _SLOW = 1e9, 1.25e9  # Gloo inside a machine; 10 Gbit/s
 _TCP_LATENCY = 50e-6
 
 
-def wants_time(args: argparse.Namespace) -> bool:
-    """Whether there is enough for more than the formulas.
+def profile_of(args: argparse.Namespace) -> Profile | None:
+    """What --profile names.
 
     Raises:
-        ValueError: it is not said what is trained, or too much is said about it.
+        ValueError: it cannot be read, or is of another machine or backend than is asked for.
     """
-    given = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
-    if len(given) != 1:
-        raise ValueError("say what is trained: exactly one of --model, --params and --from")
-    if args.model and not args.batch:
-        raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
-    if args.params and args.batch and len(args.batch) != 2:
-        raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
-    if args.params and not args.batch and args.html:
-        raise ValueError("--html shows times, too: add --batch SAMPLESxTOKENS to --params")
-    return not args.params or args.batch is not None
+    if args.profile is None:
+        return None
+    try:
+        profile = Profile.load(args.profile)
+    except OSError as error:
+        raise ValueError(f"--profile: {args.profile} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--profile: {error}") from error
+    kind = _kind_of(profile)
+    if args.device and device_named(args.device).name != kind:
+        raise ValueError(
+            f"--profile {args.profile} was measured on {profile}, which is no --device "
+            f"{args.device}; leave --device out, or measure there with --measure"
+        )
+    if args.backend and args.backend != profile.backend:
+        raise ValueError(
+            f"--profile {args.profile} was measured on {profile}, not over --backend "
+            f"{args.backend}; leave --backend and --device out, or measure there with --measure"
+        )
+    return profile
 
 
-def device_of(args: argparse.Namespace) -> Device:
+def _kind_of(profile: Profile) -> str | None:
+    """The --device that it was measured on; None: one that no data sheet here is of."""
+    machine = profile.machine
+    return kind_of_gpu(machine.gpu, machine.memory) if machine.gpu else "cpu"
+
+
+def device_of(args: argparse.Namespace, profile: Profile | None, default: str = "h100") -> Device:
     """The device, with what the user knows better.
 
+    Args:
+        default: the one that is taken where none is named or measured.
+
     Raises:
-        ValueError: there is no such device, or the profile is of a machine of another kind.
+        ValueError: there is no such device.
     """
-    profile = Profile.load(args.profile) if args.profile else None
-    on_cpu = profile is not None and profile.backend == "gloo"
-    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
-    if profile is not None and device.on_cpu != on_cpu:
-        raise ValueError(
-            f"--profile {args.profile} was measured on another kind of machine ({profile.machine}, "
-            f"over {profile.backend}) than --device {device.name}; leave --device out, or measure "
-            "there with --measure"
-        )
+    device = device_named(args.device or default) if profile is None else _measured(profile)
     if args.memory:
         device = replace(device, memory=args.memory)
     if args.efficiency:
         device = replace(device, efficiency=args.efficiency)
-    if profile is not None:
-        rates = profile.device
-        device = replace(device, narrow=rates.flops, wide=rates.flops, bandwidth=rates.bandwidth)
-        device = replace(device, efficiency=1.0, streaming=1.0)
-        device = replace(device, overhead=rates.overhead)
-        device = replace(device, sending=rates.sending, launching=rates.launching)
     return device
 
 
-def cluster_of(args: argparse.Namespace, device: Device) -> Cluster:
+def _measured(profile: Profile) -> Device:
+    rates, machine = profile.device, profile.machine
+    kind = _kind_of(profile)
+    sheet = device_named(kind) if kind else DEVICES["h100"]
+    return replace(
+        sheet,
+        name=sheet.name if kind else machine.gpu,
+        narrow=rates.flops,
+        wide=rates.flops,
+        bandwidth=rates.bandwidth,
+        memory=machine.memory or sheet.memory,
+        efficiency=1.0,
+        streaming=1.0,
+        overhead=rates.overhead,
+        sending=rates.sending,
+        launching=rates.launching,
+    )
+
+
+def cluster_of(args: argparse.Namespace, device: Device, profile: Profile | None) -> Cluster:
     """Ranks and links; what is not given follows from the device.
 
     Raises:
-        ValueError: the GPUs do not fill nodes, or no profile can be read.
+        ValueError: the GPUs do not fill nodes, or the profile lacks links.
     """
     backend = args.backend or ("gloo" if device.on_cpu else "nccl")
     world, per_node = args.gpus[0], args.per_node
-    if args.profile:
-        return _profiled(args, Profile.load(args.profile))
+    if profile is not None:
+        return _profiled(args, profile)
     on_tcp = backend == "gloo"
     latency = args.latency if args.latency is not None else (_TCP_LATENCY if on_tcp else None)
     intra = Link(
@@ -135,10 +156,15 @@ def _profiled(args: argparse.Namespace, profile: Profile) -> Cluster:
             )
         known = rates or profile.inside or profile.between
         assert known is not None
-        latency = known.latency if args.latency is None else args.latency
-        links.append(Link(known.rate if rate is None else rate, latency, "net"))
+        link = known.link(profile.backend)
+        link = link if rate is None else Link(rate, link.latency, "net")
+        links.append(link if args.latency is None else replace(link, latency=args.latency))
     intra, inter = links
-    return Cluster(world, per_node, intra, inter, "gloo")
+    return Cluster(world, per_node, intra, inter, profile.backend)
+
+
+class _OptionError(TraceError):
+    """Says itself which option is wrong."""
 
 
 def _imported(name: str, option: str) -> Callable[..., object]:
@@ -155,7 +181,7 @@ def _imported(name: str, option: str) -> Callable[..., object]:
             path = Path(place).resolve()
             spec = importlib.util.spec_from_file_location(path.stem, path)
             if spec is None or spec.loader is None or not path.is_file():
-                raise ValueError(f"{option}: there is no file {place}")
+                raise _OptionError(f"{option}: there is no file {place}")
             module = importlib.util.module_from_spec(spec)
             sys.path.insert(0, str(path.parent))
             sys.modules[path.stem] = module
@@ -163,8 +189,12 @@ def _imported(name: str, option: str) -> Callable[..., object]:
         else:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
-    except ImportError as error:
-        raise ValueError(f"{option}: {place} cannot be imported: {error}") from error
+    except _OptionError:
+        raise
+    except Exception as error:
+        raise _OptionError(
+            f"{option}: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"{option}: {place} has no function {attribute!r}")
@@ -177,10 +207,29 @@ def _build(name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         module = function()
         if not isinstance(module, nn.Module):
-            raise ValueError(f"--model {name}: returned a {type(module).__name__}, no nn.Module")
+            raise _OptionError(f"--model {name}: returned a {type(module).__name__}, no nn.Module")
         return module
 
     return build
+
+
+def _loss_of(name: str | None) -> Loss | None:
+    """The function that --loss names, whose errors name it."""
+    if name is None:
+        return None
+    function = _imported(name, "--loss")
+
+    def loss(output: object, batch: torch.Tensor) -> torch.Tensor:
+        try:
+            value = function(output, batch)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise _OptionError(f"--loss {name}: {type(error).__name__}: {first}") from error
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise _OptionError(f"--loss {name} returned no number that has a gradient")
+        return value
+
+    return loss
 
 
 def _progress(args: argparse.Namespace, doing: str) -> None:
@@ -202,7 +251,7 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
         optimizer = adam_by_formula
     else:
         build = _build(args.model)
-        loss = _imported(args.loss, "--loss") if args.loss else None
+        loss = _loss_of(args.loss)
 
         def trace(samples: int, checkpointing: bool) -> Record:
             _progress(args, f"tracing {args.model}, {samples} samples")
@@ -210,10 +259,18 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
                 return trace_model(
                     build,
                     (samples, *sizes),
-                    loss=cast(Callable[[object, torch.Tensor], torch.Tensor] | None, loss),
+                    loss=loss,
                     dtype=dtype,
                     checkpointing=checkpointing,
                 )
+            except _OptionError:
+                raise
+            except StepError as error:
+                typed, traced = ("x".join(map(str, b)) for b in (args.batch, (samples, *sizes)))
+                raise ValueError(
+                    f"--batch {typed} does not go through --model {args.model}: with {traced}, "
+                    f"{error}"
+                ) from error
             except TraceError as error:
                 raise ValueError(f"--model {args.model}: {error}") from error
 
@@ -237,27 +294,3 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
         jitter=args.jitter,
         buckets=None if args.bucket_cap_mb is None else BucketPolicy.from_mb(args.bucket_cap_mb),
     )
-
-
-def recorded_plan(args: argparse.Namespace) -> Plan:
-    """What --from asks for. Links that are not given are as fast as the recorded ones were."""
-    run = load(args.run)
-    recorded = from_run(run)
-    on_cpu = run.device.startswith("cpu")
-    device = device_named(args.device or ("cpu" if on_cpu else "h100"))
-    cluster = cluster_of(args, device)
-    if args.intra is None and args.inter is None and args.profile is None:
-        link = _seen(run)
-        cluster = replace(cluster, intra=link, inter=link, backend="gloo" if on_cpu else "nccl")
-    title = f"{run.model}, recorded on {run.world_size} ranks"
-    return plan_of_run(recorded, title, device, cluster, args.gpus)
-
-
-def _seen(run: Run) -> Link:
-    """The rate of the recorded collectives, all buckets of all steps together."""
-    steps = [step for ranks in by_step(run).values() for step in ranks]
-    busy = sum(step.communicating for step in steps)
-    nbytes = sum(bucket.bytes for step in steps for bucket in step.buckets)
-    if not busy or run.world_size < 2:
-        raise ValueError("--from: the recording has no collectives; give --intra and --inter")
-    return Link(sent_bytes("all_reduce", float(nbytes), run.world_size) / busy, 0.0, "net")

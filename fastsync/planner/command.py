@@ -3,6 +3,7 @@
     python -m fastsync.plan --model train.py:build_model --batch 8x1024 --gpus 64 --device h100
     python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8      # the arithmetic alone
     python -m fastsync.plan --from run.json --gpus 8,64,512,4096     # from a recorded timeline
+    python -m fastsync.plan --from run.json --model train.py:build_model --batch 8x1024
     torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
 
 --model names a function without arguments that returns the nn.Module; it is built and traced
@@ -14,16 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from fastsync.planner import quantities as q
 from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.asked import cluster_of, device_of, recorded_plan, scenario_of, wants_time
+from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of
+from fastsync.planner.checks import check_ranks, wants_time
 from fastsync.planner.held import held_by
 from fastsync.planner.plan import Plan, make_plan_of
+from fastsync.planner.recorded import recorded_plan
 from fastsync.planner.views import held_json, held_text, html_page, plan_json, plan_text
 from fastsync.wire.formats import make_codec
 
@@ -70,11 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is trained").add_argument
     what("--model", help="file.py:function or package.module:function that returns the model")
     what("--params", type=_typed(q.count), help="a transformer of so many parameters: 70e9, 7B")
-    what("--from", dest="run", type=Path, help="a timeline that FastDDP has recorded")
+    what(
+        "--from",
+        dest="run",
+        type=Path,
+        help="a timeline that FastDDP has recorded, with --model of that model",
+    )
     what("--batch", type=_typed(q.shape), help="of one rank: 8x1024 tokens, 32x3x224x224")
     what("--loss", help="file.py:function of output and batch (default: by the output's form)")
     what("--dtype", type=_typed(q.dtype), help="of parameters: fp32, bf16, fp16")
-    what("--optimizer", default="adamw", help="of torch.optim (default: adamw)")
+    what("--optimizer", default="adamw", help="of torch.optim, with --model (default: adamw)")
     what("--master-weights", action="store_true", help="fp32 masters of 16-bit parameters")
     what("--accumulate", type=_typed(q.whole), default=1, help="backwards per step")
     where = parser.add_argument_group("where").add_argument
@@ -87,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     where("--inter", type=_typed(q.rate), help="a rank's link between nodes: 50GB/s, 10Gbit/s")
     where("--latency", type=_typed(q.seconds), help="of a hop, instead of NCCL's tables: 20us")
     where("--backend", choices=("nccl", "gloo"), help="default: nccl, on a cpu gloo")
-    where("--profile", type=Path, help="what --measure has written; replaces the links' figures")
+    where("--profile", type=Path, help="what --measure has written: device, links")
     where(
         "--jitter",
         type=_typed(q.spread),
@@ -110,8 +119,11 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> Plan:
     if args.run is not None:
         return recorded_plan(args)
-    device = device_of(args)
-    return make_plan_of(scenario_of(args, device, cluster_of(args, device)), args.gpus)
+    profile = profile_of(args)
+    device = device_of(args, profile)
+    asked = scenario_of(args, device, cluster_of(args, device, profile))
+    plan = make_plan_of(asked, args.gpus)
+    return replace(plan, sources=() if profile is None else (f"profile: {profile}",))
 
 
 def _arithmetic(args: argparse.Namespace) -> None:
@@ -127,43 +139,50 @@ def _arithmetic(args: argparse.Namespace) -> None:
     if not args.quiet:
         print(held_text(title, tables))
     if args.json:
-        _write_json(args.json, held_json(title, tables), args.quiet)
+        _write_json(args, held_json(title, tables))
 
 
-def _write_json(path: Path, document: object, quiet: bool) -> None:
-    _write(path, json.dumps(document, indent=1) + "\n", quiet)
+def _write_json(args: argparse.Namespace, document: object) -> None:
+    _write(args.json, json.dumps(document, indent=1) + "\n", "--json", args.quiet)
 
 
-def _write(path: Path, text: str, quiet: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def _write(path: Path, text: str, option: str, quiet: bool) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from error
     if not quiet:
         print(f"wrote {path}")
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, given: Collection[str]) -> None:
     if args.measure is not None:
         from fastsync.planner.measure import measure_to
 
         measure_to(args.measure)
         return
-    if not wants_time(args):
+    timed = wants_time(args, given)
+    check_ranks(args, timed)
+    if not timed:
         _arithmetic(args)
         return
     plan = _plan(args)
     if not args.quiet:
         print(plan_text(plan))
     if args.json:
-        _write_json(args.json, plan_json(plan), args.quiet)
+        _write_json(args, plan_json(plan))
     if args.html:
-        _write(args.html, html_page(plan), args.quiet)
+        _write(args.html, html_page(plan), "--html", args.quiet)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     try:
-        _run(args)
+        _run(args, given)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -47,6 +47,22 @@ class Compute:
             self.between,
             self.source,
             self.launches,
+        )
+
+    def recomputed(self, factor: float) -> Compute:
+        """The same with a backward `factor` as long, as checkpointing makes it."""
+        ready = tuple(at * factor for at in self.ready)
+        return replace(self, backward=self.backward * factor, ready=ready)
+
+    def as_recorded(self, recorded: Compute) -> Compute:
+        """This traced one, as long as the recorded passes: its gradients keep their order."""
+        factor = recorded.backward / self.backward if self.backward else 1.0
+        return replace(
+            self.recomputed(factor),
+            forward=recorded.forward,
+            backward=recorded.backward,
+            between=max(0.0, recorded.between - self.update),
+            source=f"{recorded.source}; order of gradients and the optimizer's step: traced",
         )
 
 

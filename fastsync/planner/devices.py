@@ -6,13 +6,16 @@ recorded timeline or a measured profile replaces them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["DEVICES", "Device", "device_named"]
+__all__ = ["DEVICES", "Device", "device_named", "kind_of_gpu"]
 
 _TERA = 1e12
+_GPU = re.compile(r"\b(V100|A100|H100|H200|B200)\b", re.IGNORECASE)
+_HALF = 60e9  # bytes; an A100 with fewer is the one of 40 GB
 
 
 @dataclass(frozen=True)
@@ -82,3 +85,12 @@ def device_named(name: str) -> Device:
     if device is None:
         raise ValueError(f"unknown --device {name!r}; choose one of {', '.join(DEVICES)}")
     return replace(device)
+
+
+def kind_of_gpu(name: str, memory: float) -> str | None:
+    """Which of `DEVICES` a GPU is, by the name that its driver gives it; None: none of them."""
+    found = _GPU.search(name)
+    if found is None:
+        return None
+    kind = found[1].lower()
+    return "a100-40" if kind == "a100" and memory < _HALF else kind

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-__all__ = ["Cluster", "Collective", "Link", "collective_seconds", "sent_bytes"]
+__all__ = ["Cluster", "Collective", "Link", "collective_seconds", "hop_beside_base", "sent_bytes"]
 
 _US = 1e-6
 # Microseconds by protocol (LL, LL128, Simple), and the share of the rate that it carries.
@@ -146,6 +146,11 @@ def _over_tcp(kind: Collective, nbytes: float, cluster: Cluster) -> float:
     steps = _ROUNDS[kind] * (cluster.world - 1)
     rate = cluster.rate * (1.0 if kind == "all_reduce" else link.scatter)
     return steps * (link.latency or 0.0) + _factor(kind, cluster.world) * nbytes / rate
+
+
+def hop_beside_base(latency: float, ranks: int) -> float:
+    """Seconds of a hop without its share of what every all-reduce of NCCL takes beside hops."""
+    return max(0.0, latency - _US * min(_BASE["ring"]) / (2 * (ranks - 1)))
 
 
 def _carried(algorithm: str, protocol: int, cluster: Cluster) -> float:

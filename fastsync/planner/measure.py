@@ -34,7 +34,7 @@ from fastsync.ddp import FastDDP
 from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
-from fastsync.planner.profile import DeviceRates, LinkRates, Profile, Sample
+from fastsync.planner.profile import DeviceRates, LinkRates, Machine, Profile, Sample
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.simulate import Job, simulate
 from fastsync.planner.strategy import named
@@ -72,7 +72,12 @@ def measure_to(path: Path) -> None:
         device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
         profile = measure(device)
         if dist.get_rank() == 0:
-            profile.dump(path)
+            try:
+                profile.dump(path)
+            except OSError as error:
+                raise ValueError(
+                    f"--measure: {path} cannot be written: {error.strerror}"
+                ) from error
             print(f"wrote {path}: {_words(profile)}")
     finally:
         dist.destroy_process_group()
@@ -91,13 +96,31 @@ def measure(device: torch.device) -> Profile:
     inside, between = (places.rates(kind, device) for kind in (places.machine, places.seats))
     rates = _device_rates(device)
     backend = dist.get_backend()
-    links = [each.link() for each in (inside, between) if each is not None]
-    cluster = Cluster(world, places.per_machine, links[0], links[-1], "gloo")
+    links = [each.link(backend) for each in (inside, between) if each is not None]
+    cluster = Cluster(world, places.per_machine, links[0], links[-1], backend)
     if device.type == "cpu":
         sending, launching = _host_costs(device, rates, cluster)
         rates = replace(rates, sending=sending, launching=launching)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
-    return Profile(machine, torch.__version__, world, backend, rates, inside, between)
+    return Profile(_machine(device), torch.__version__, world, backend, rates, inside, between)
+
+
+def _machine(device: torch.device) -> Machine:
+    """What this rank runs on."""
+    names = (line.partition(":") for line in _lines(Path("/proc/cpuinfo")))
+    models = (value.strip() for key, _, value in names if key.strip() == "model name")
+    processor = next(models, platform.processor() or platform.machine())
+    cores = os.cpu_count() or 1
+    if device.type != "cuda":
+        return Machine(processor, cores)
+    gpu = torch.cuda.get_device_properties(device)
+    return Machine(processor, cores, gpu.name, float(gpu.total_memory))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _words(profile: Profile) -> str:
@@ -110,7 +133,7 @@ def _words(profile: Profile) -> str:
     device = profile.device
     return (
         f"{', '.join(links)}, {device.flops / 1e9:.3g} GFLOP/s, "
-        f"{device.bandwidth / 1e9:.3g} GB/s of memory"
+        f"{device.bandwidth / 1e9:.3g} GB/s of memory; {profile}"
     )
 
 

@@ -42,6 +42,7 @@ class Plan:
         title: model and batch.
         candidates: on as many GPUs as were asked for; empty for recorded runs.
         scaling: over numbers of GPUs; `bandwidth`: over rates of the links.
+        sources: where figures of links and devices come from, if from no data sheet.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Plan:
     advice: Advice | None
     scaling: tuple[Point, ...]
     bandwidth: tuple[Point, ...]
+    sources: tuple[str, ...] = ()
 
 
 def _label(strategy: Strategy) -> str:
@@ -79,7 +81,7 @@ def make_plan_of(scenario: Scenario, worlds: Sequence[int]) -> Plan:
         compute=scenario.compute,
         tokens_per_sample=record.tokens / record.samples,
         candidates=tuple(candidates),
-        advice=advise(candidates, scenario.device),
+        advice=advise(candidates, scenario.device, scenario),
         scaling=tuple(_over_worlds(scenario, shown, worlds)),
         bandwidth=tuple(_over_rates(scenario, shown)),
     )

@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastsync.planner.links import Link
+from fastsync.planner.links import Link, hop_beside_base
+from fastsync.planner.quantities import gigabytes
 
-__all__ = ["DeviceRates", "LinkRates", "Profile", "Sample", "fit"]
+__all__ = ["DeviceRates", "LinkRates", "Machine", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
-VERSION = 5
+VERSION = 6  # until 5, files did not say which GPU had measured
+_HOW = "write one with torchrun --nproc-per-node N -m fastsync.plan --measure FILE"
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,32 @@ class LinkRates:
         samples = tuple(Sample(**sample) for sample in document.pop("samples"))
         return cls(samples=samples, **document)
 
-    def link(self) -> Link:
-        """What clusters are made of."""
-        return Link(self.rate, self.latency, "net", scatter=self.scatter)
+    def link(self, backend: str) -> Link:
+        """What clusters over this backend are made of."""
+        latency = self.latency
+        if backend == "nccl":
+            latency = hop_beside_base(latency, self.ranks)
+        return Link(self.rate, latency, "net", scatter=self.scatter)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank ran on.
+
+    Attributes:
+        processor: its name, and `cores` of it.
+        gpu: its name; empty where ranks computed on the processor.
+        memory: bytes of the GPU.
+    """
+
+    processor: str
+    cores: int
+    gpu: str = ""
+    memory: float = 0.0
+
+    def __str__(self) -> str:
+        processor = f"{self.processor}, {self.cores} cores"
+        return f"{self.gpu} of {gigabytes(self.memory)}, {processor}" if self.gpu else processor
 
 
 @dataclass(frozen=True)
@@ -80,18 +105,22 @@ class Profile:
     """Rates of one machine, or cluster.
 
     Attributes:
+        machine: of rank 0.
         world: ranks that measured.
         inside: links inside a machine; `between`: links between machines. None: not measured, as
             no machine had two ranks, or there was one machine alone.
     """
 
-    machine: str
+    machine: Machine
     torch: str
     world: int
     backend: str
     device: DeviceRates
     inside: LinkRates | None = None
     between: LinkRates | None = None
+
+    def __str__(self) -> str:
+        return f"{self.machine}, torch {self.torch}, {self.world} ranks over {self.backend}"
 
     def dump(self, path: Path) -> None:
         """Writes it as JSON; the folder is made."""
@@ -108,16 +137,23 @@ class Profile:
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            if document.pop("format") != FORMAT or document.pop("version") != VERSION:
+            if document.pop("format") != FORMAT:
                 raise ValueError
-            device = DeviceRates(**document.pop("device"))
-            inside, between = (LinkRates.read(document.pop(n)) for n in ("inside", "between"))
-            return cls(device=device, inside=inside, between=between, **document)
+            version = document.pop("version")
+            if version == VERSION:
+                return cls._of(document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"--profile: {path} is no profile that this fastsync has measured; write one with "
-                "torchrun --nproc-per-node N -m fastsync.plan --measure FILE"
-            ) from error
+            raise ValueError(f"{path} is no profile that fastsync has measured; {_HOW}") from error
+        raise ValueError(
+            f"{path} is a profile of format {version}; this fastsync reads {VERSION}, which says "
+            f"what the ranks ran on; {_HOW}"
+        )
+
+    @classmethod
+    def _of(cls, document: dict[str, Any]) -> Profile:
+        machine, device = Machine(**document.pop("machine")), DeviceRates(**document.pop("device"))
+        inside, between = (LinkRates.read(document.pop(n)) for n in ("inside", "between"))
+        return cls(machine, device=device, inside=inside, between=between, **document)
 
 
 def fit(samples: Sequence[Sample], world: int) -> tuple[float, float]:

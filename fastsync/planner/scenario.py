@@ -11,6 +11,7 @@ import torch
 from fastsync.plan.buckets import BucketPlan
 from fastsync.plan.policy import BucketPolicy
 from fastsync.plan.topology import Network
+from fastsync.planner.batches import Traces, largest_batch
 from fastsync.planner.compute import Compute, from_record
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster
@@ -30,8 +31,7 @@ class Candidate:
     """A strategy with what it needs.
 
     Attributes:
-        largest_batch: samples per rank that fit, by the memory of this batch and of twice as many;
-            0: none does.
+        largest_batch: the most samples per rank that fit, see batches.py; 0: one is too much.
         samples: that all ranks process in a step.
     """
 
@@ -59,7 +59,7 @@ class Scenario:
         kinds: strategies to try: "0", "1", "2", "3", "hsdp".
         wires: wire formats to try with stage 0.
         checkpointing: whether to try it, and to go without it.
-        measured: computing times that replace traced ones.
+        measured: computing times without checkpointing that replace traced ones.
         jitter: of a rank's speed, see simulate.py.
     """
 
@@ -76,14 +76,18 @@ class Scenario:
     jitter: float = 0.0
     buckets: BucketPolicy | None = None
     measured: Compute | None = None
-    _records: dict[tuple[int, bool], Record] = field(default_factory=dict, compare=False)
+    _traces: dict[bool, Traces] = field(default_factory=dict, compare=False)
+
+    def traces(self, checkpointing: bool) -> Traces:
+        """Those of every batch, with or without checkpointing."""
+        if checkpointing not in self._traces:
+            made = Traces(lambda samples: self.trace(samples, checkpointing))
+            self._traces[checkpointing] = made
+        return self._traces[checkpointing]
 
     def record(self, samples: int, checkpointing: bool) -> Record:
         """The trace with so many samples; made once."""
-        key = samples, checkpointing
-        if key not in self._records:
-            self._records[key] = self.trace(*key)
-        return self._records[key]
+        return self.traces(checkpointing).record(samples)
 
     @property
     def first(self) -> Record:
@@ -116,21 +120,23 @@ class Scenario:
         """Memory and time of one.
 
         Args:
-            with_batch: find the largest batch as well, which traces the model once more.
+            with_batch: find the largest batch as well, which traces the model a few times more.
         """
-        phases = self._phases(strategy, self.samples)
-        memory = peak_of(phases)
+        memory = self.memory(strategy)
         fits = memory.total <= self.device.memory
-        largest = self._largest_batch(strategy, phases) if with_batch else 0
+        largest = self.largest_batch(strategy) if with_batch else 0
         samples = self.samples * strategy.world * strategy.accumulate
         return Candidate(strategy, memory, self.time(strategy), fits, largest, samples)
 
-    def _phases(self, strategy: Strategy, samples: int) -> tuple[Memory, Memory]:
-        """The peaks of a rank with a batch of `samples`."""
-        record = self.record(samples, strategy.checkpointing)
+    def memory(self, strategy: Strategy) -> Memory:
+        """Of a rank at its peak, with the batch that was asked for."""
+        return self._peak(strategy, self.record(self.samples, strategy.checkpointing))
+
+    def _peak(self, strategy: Strategy, record: Record) -> Memory:
+        """Of a rank with the batch of a record."""
         planned, carrier = self._planned(record, strategy), self._carrier(strategy)
         framework = self.device.framework
-        return phases_of(record, strategy, planned, self.optimizer, carrier, framework)
+        return peak_of(phases_of(record, strategy, planned, self.optimizer, carrier, framework))
 
     def _planned(self, record: Record, strategy: Strategy) -> tuple[BucketPlan, list[Unit]]:
         network, carrier = self._network(strategy), self._carrier(strategy)
@@ -155,9 +161,15 @@ class Scenario:
         return job_of(record, strategy, plan, compute, cluster, self.device)
 
     def _compute(self, strategy: Strategy) -> Compute:
-        if self.measured is not None:
+        if self.measured is None:
+            return self._traced_compute(strategy.checkpointing)
+        if not strategy.checkpointing:
             return self.measured
-        record = self.record(self.samples, strategy.checkpointing)
+        plain, again = (self._traced_compute(again) for again in (False, True))
+        return self.measured.recomputed(again.backward / plain.backward)
+
+    def _traced_compute(self, checkpointing: bool) -> Compute:
+        record = self.record(self.samples, checkpointing)
         moved = self.optimizer(_shapes(record)).moved
         return from_record(record, self.device, moved)
 
@@ -174,15 +186,14 @@ class Scenario:
         factor = 2 * (cluster.world - 1) / cluster.world
         return Network(cluster.rate / factor, cluster.inter.latency or 0.0)
 
-    def _largest_batch(self, strategy: Strategy, phases: tuple[Memory, Memory]) -> int:
-        """Each phase grows with the batch along a line of its own."""
-        found = []
-        twice = self._phases(strategy, 2 * self.samples)
-        for phase, larger in zip(phases, twice, strict=True):
-            per_sample = (larger.total - phase.total) / self.samples
-            rest = self.device.memory - (phase.total - per_sample * self.samples)
-            found.append(int(rest / per_sample) if per_sample > 0 else 0)
-        return max(0, min(found))
+    def largest_batch(self, strategy: Strategy) -> int:
+        """The most samples per rank that fit; 0: one is too much."""
+
+        def peak(record: Record) -> float:
+            return self._peak(strategy, record).total
+
+        traces = self.traces(strategy.checkpointing)
+        return largest_batch(peak, traces, self.device.memory, self.samples)
 
 
 def _shapes(record: Record) -> list[tuple[tuple[int, ...], torch.dtype]]:

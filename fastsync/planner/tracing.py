@@ -13,6 +13,7 @@ decide it.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 import weakref
@@ -30,7 +31,7 @@ from fastsync.planner.record import Allocations, Mark, Record, TracedParam
 from fastsync.planner.unit_marks import ROOT, note_units, units_of
 from fastsync.torch_private.tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
 
-__all__ = ["TraceError", "find_blocks", "trace_model", "trace_optimizer"]
+__all__ = ["Loss", "StepError", "TraceError", "find_blocks", "trace_model", "trace_optimizer"]
 
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
 _CHANNELS = 8  # of a block, at least
@@ -38,6 +39,10 @@ _CHANNELS = 8  # of a block, at least
 
 class TraceError(ValueError):
     """The model, its loss or its optimizer cannot be run on tensors without memory."""
+
+
+class StepError(TraceError):
+    """The model cannot be run on such a batch."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -137,7 +142,9 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, kind: type[TraceError] = TraceError) -> Iterator[None]:
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # repeats what the error says
+    before, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # copies of fake tensors have pointers looked at
@@ -146,7 +153,9 @@ def _explained(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
-        raise TraceError(f"{what} cannot be traced: {type(error).__name__}: {first}") from error
+        raise kind(f"{what} cannot be traced: {type(error).__name__}: {first}") from error
+    finally:
+        log.disabled = before
 
 
 def _without_memory(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -235,7 +244,7 @@ def trace_model(
         hooks = _note_gradients(recorder, [p for _, p in trained.values()])
         held = [*module.parameters(), *module.buffers(), given]
         recorder.ignore(held)
-        with _explained("a step of the model"), recorder:
+        with _explained("a step of the model", StepError), recorder:
             _step(module, given, loss or _default_loss, recorder)
         del hooks
         return _record(module, units, len(blocks), given, recorder.marks)

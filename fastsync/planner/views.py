@@ -102,7 +102,7 @@ def _row(candidate: Candidate, tokens: float) -> tuple[str, ...]:
 
 def plan_text(plan: Plan) -> str:
     """The plan as lines of a terminal."""
-    lines = [plan.title, _cluster_text(plan.cluster), plan.compute.source, ""]
+    lines = [plan.title, _cluster_text(plan.cluster), *plan.sources, plan.compute.source, ""]
     if plan.candidates:
         unit = "tokens/s" if plan.tokens_per_sample else "samples/s"
         headers = (
@@ -147,6 +147,7 @@ def plan_json(plan: Plan) -> Json:
         "device": asdict(plan.device),
         "cluster": asdict(plan.cluster),
         "compute": {**asdict(plan.compute), "ready": len(plan.compute.ready)},
+        "sources": list(plan.sources),
         "tokens_per_sample": plan.tokens_per_sample,
         "candidates": [_candidate_json(candidate) for candidate in plan.candidates],
         "advice": _advice_json(plan),
@@ -184,5 +185,5 @@ def _advice_json(plan: Plan) -> Json:
 
 def html_page(plan: Plan) -> str:
     """The plan as one HTML page that needs nothing else."""
-    data = {**plan_json(plan), "where": _cluster_text(plan.cluster)}
+    data = {**plan_json(plan), "where": "  ·  ".join((_cluster_text(plan.cluster), *plan.sources))}
     return make_page(_PAGE, f"fastsync plan: {plan.title}", data)

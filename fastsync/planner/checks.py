@@ -1,0 +1,87 @@
+"""Whether options go together; what does not is an error that names the option."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterable
+
+__all__ = ["check_ranks", "wants_time"]
+
+_BY_FORMULA = ("adam", "adamw")
+_OF_TIME = (
+    *("device", "memory", "efficiency", "intra", "inter", "latency", "backend", "profile"),
+    *("jitter", "accumulate", "wires", "bucket_cap_mb", "no_checkpointing"),
+)
+_OF_MODELS = (
+    *("batch", "loss", "dtype", "optimizer", "master_weights", "accumulate", "strategies"),
+    *("wires", "bucket_cap_mb", "no_checkpointing", "memory", "efficiency", "jitter"),
+)
+
+
+def wants_time(args: argparse.Namespace, given: Collection[str]) -> bool:
+    """Whether there is enough for more than the formulas.
+
+    Args:
+        given: options that are not as they are by default.
+
+    Raises:
+        ValueError: it is not said what is trained, too much is said about it, or something that
+            changes nothing.
+    """
+    named = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
+    if len(named) != 1 and named != ["model", "run"]:
+        raise ValueError(
+            "say what is trained: exactly one of --model, --params and --from, or --model and the "
+            "--from of its run"
+        )
+    if args.model and not args.batch:
+        raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
+    if args.run and not args.model:
+        _refuse(_OF_MODELS, given, "with --from alone; add --model")
+    if args.params:
+        _check_params(args, given)
+    return not args.params or args.batch is not None
+
+
+def _check_params(args: argparse.Namespace, given: Collection[str]) -> None:
+    if args.batch and len(args.batch) != 2:
+        raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
+    _refuse(("loss",), given, "with --params; plan your own model with --model")
+    if args.optimizer.lower() not in _BY_FORMULA:
+        raise ValueError(
+            f"--optimizer {args.optimizer} says nothing with --params, where states are Adam's by "
+            "formula; plan your own model with --model"
+        )
+    if args.batch:
+        return
+    if args.html:
+        raise ValueError("--html shows times, too: add --batch SAMPLESxTOKENS to --params")
+    _refuse(_OF_TIME, given, "with --params alone; add --batch SAMPLESxTOKENS")
+
+
+def _refuse(options: Iterable[str], given: Collection[str], why: str) -> None:
+    for name in options:
+        if name in given:
+            raise ValueError(f"--{name.replace('_', '-')} says nothing {why}")
+
+
+def check_ranks(args: argparse.Namespace, timed: bool) -> None:
+    """Whether ranks fill nodes, and strategies have enough of them.
+
+    Raises:
+        ValueError: they do not, or wires are given to none.
+    """
+    several = (n for n in args.gpus if n > args.per_node and n % args.per_node)
+    wrong = next(several, None) if timed else None
+    if wrong:
+        raise ValueError(
+            f"--gpus: {wrong} do not fill nodes of {args.per_node}; choose a multiple of --per-node"
+        )
+    if args.wires != ("fp32",) and "0" not in args.strategies:
+        raise ValueError("--wires are tried with zero=0, which --strategies leaves out")
+    compared = args.gpus[:1] if timed else args.gpus
+    if set(args.strategies) == {"hsdp"} and min(compared) <= args.per_node:
+        raise ValueError(
+            f"--strategies hsdp shares inside a node and repeats between nodes, but --gpus "
+            f"{min(compared)} with --per-node {args.per_node} make one node"
+        )
