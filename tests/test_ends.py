@@ -3,12 +3,15 @@
 And what that line says of an exception.
 """
 
+import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -58,13 +61,36 @@ def told(path):
 
 
 # Python's own modules that come with the interpreter have no file.
-@pytest.mark.parametrize("path", ["<frozen os>", torch.__file__, fastsync.__file__])
+@pytest.mark.parametrize(
+    "path",
+    ["<frozen os>", torch.__file__, fastsync.__file__, json.__file__, numpy.__file__],
+    ids=["frozen", "torch", "fastsync", "json", "numpy"],
+)
 def test_an_exception_is_where_the_script_met_it(path):
     assert re.fullmatch(r"ValueError: bad batch \(test_ends\.py:\d+ in told\)", told(path))
 
 
 def test_an_exception_is_in_the_last_of_the_scripts_frames():
     assert told("data/train.py") == "ValueError: bad batch (train.py:1 in <module>)"
+
+
+def test_an_exception_is_where_the_script_called_a_library():
+    """Through frames that Python and numpy make themselves."""
+    for calls in (lambda: json.loads("{bad"), lambda: numpy.stack([])):
+        try:
+            calls()
+        except ValueError as error:
+            assert re.search(r" \(test_ends\.py:\d+ in <lambda>\)$", in_words(error))
+
+
+def test_an_exception_of_an_installed_script_is_in_the_last_of_its_frames():
+    """Not in torch, which it calls."""
+    path = Path(numpy.__file__).with_name("train.py")
+    try:
+        exec(compile("import torch\ntorch.empty(2, 3).view(7)", path, "exec"), {})
+    except RuntimeError as error:
+        trace = error.__traceback__.tb_next  # without this file
+        assert in_words(error.with_traceback(trace)).endswith(" (train.py:2 in <module>)")
 
 
 def test_long_texts_of_exceptions_are_cut():
