@@ -43,6 +43,7 @@ __all__ = [
     "explained",
     "gather_watched",
     "lend_watch",
+    "looker",
     "looks_out",
     "meeting_place",
     "open_watch",
@@ -343,6 +344,16 @@ def _is_over(work: dist.Work) -> bool:
             return False
         work.wait()
     return True
+
+
+def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
+    """What raises a `SyncFault` where a rank has ended, for a thread that waits for the others.
+
+    Args:
+        place: what it is in, as it should read in the error.
+    """
+    visit = _visit(group, place, "apart")
+    return (lambda: None) if visit is None else visit.look
 
 
 def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:

@@ -58,6 +58,11 @@ class MeetingPlace:
             with needing_store(group, "meetings of the ranks"):
                 self._name = f"{base}-{self._store.add(f'{base}/{self._rank}', 1)}"
 
+    @property
+    def name(self) -> str:
+        """Of the place, which no other has."""
+        return self._name
+
     def meet(self, reason: str, said: str = "", remedy: str = _REMEDY) -> bool:
         """Returns once every rank has come.
 
