@@ -1,4 +1,4 @@
-"""Trainings that torchrun starts and a test signals."""
+"""Trainings that a launcher starts and a test signals."""
 
 import os
 import signal
@@ -9,21 +9,27 @@ from contextlib import contextmanager, suppress
 
 from tests.scripts import ROOT, environment
 
+TORCHRUN = ("torch.distributed.run", "--standalone")
+ELASTIC = ("fastsync.elastic",)
 LONGEST = 120  # seconds that a job may take to get anywhere
 
 
 class Job:
-    """A module that torchrun runs on some ranks; each leaves its process number in the folder.
+    """A module that runs on some ranks; each leaves its process number in the folder.
+
+    Args:
+        launcher: the module that starts the ranks, and what it is always given.
+        options: of that, too.
 
     Attributes:
-        output: what all have printed, torchrun too.
-        launcher: torchrun.
+        output: what all have printed, the launcher too.
+        launcher: its process.
     """
 
-    def __init__(self, folder, ranks, module, *arguments, options=()):
+    def __init__(self, folder, ranks, module, *arguments, launcher=TORCHRUN, options=()):
         self.folder, self.ranks = folder, range(ranks)
         self.output = folder / "output"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable, "-m", *launcher]
         command += ["--nproc-per-node", str(ranks), *options, "-m", module, str(folder)]
         with self.output.open("w") as file:
             self.launcher = subprocess.Popen(
@@ -38,13 +44,17 @@ class Job:
     def text(self):
         return self.output.read_text()
 
+    @property
+    def over(self):
+        return self.launcher.poll() is not None
+
     def process(self, rank):
         return int((self.folder / f"process {rank}").read_text())
 
     def wait_until(self, condition):
         deadline = time.monotonic() + LONGEST
         while not condition():
-            assert self.launcher.poll() is None and time.monotonic() < deadline, self.text
+            assert not self.over and time.monotonic() < deadline, self.text
             time.sleep(0.01)
 
     def wait_for_files(self, *names):
@@ -70,9 +80,9 @@ class Job:
 
 
 @contextmanager
-def launched(folder, ranks, module, *arguments, options=()):
-    """A job that has ended afterwards, in any case."""
-    job = Job(folder, ranks, module, *arguments, options=options)
+def launched(folder, ranks, module, *arguments, **options):
+    """A `Job` that has ended afterwards, in any case."""
+    job = Job(folder, ranks, module, *arguments, **options)
     try:
         yield job
     finally:

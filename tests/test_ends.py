@@ -6,8 +6,6 @@ And what that line says of an exception.
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,38 +15,28 @@ import torch
 
 import fastsync
 from fastsync.ranks.farewell import in_words
-from tests.scripts import ROOT, environment
+from tests.launched import launched
 
-RANKS = 2
+RANKS = 3
 LINES = {
     signal.SIGINT: "fastsync: KeyboardInterrupt (ending_script.py:",
     signal.SIGTERM: "ends: SIGTERM",
 }
+PLACES = {"forward": 0, "backward": 1, "vote": 1, "meeting": 0}  # with what zero=
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", LINES, ids=lambda number: number.name)
-def test_a_signal_ends_all_ranks_with_a_line_each(number, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "-m", "tests.ending_script"]
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while output.read_text().count("waiting") < RANKS and time.monotonic() < deadline:
-            assert launcher.poll() is None, output.read_text()
-            time.sleep(0.05)
-        time.sleep(0.5)  # so that rank 0 is in the wait itself
-        launcher.send_signal(number)
-        # torchrun kills ranks that have not ended after 30 seconds.
-        launcher.wait(timeout=100)
-    finally:
-        launcher.kill()
-    text = output.read_text()
+def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):
+    """One rank is in that place, and the others wait for it."""
+    with launched(tmp_path, RANKS, "tests.ending_script", place, PLACES[place]) as job:
+        job.wait_for_files(*(f"comes {rank}" for rank in job.ranks))
+        time.sleep(0.5)  # so that the others are in the wait itself
+        job.launcher.send_signal(number)
+        text = job.end()
     assert text.count(LINES[number]) == RANKS, text
-    assert "terminate called" not in text
+    assert len(re.findall(r"^fastsync: ", text, re.MULTILINE)) == RANKS, text
+    assert "terminate called" not in text and "Fatal" not in text, text
     assert "SyncFault" not in text, "they end by the signal, not by each other"
 
 

@@ -12,6 +12,7 @@ import signal
 import site
 import sys
 import sysconfig
+import time
 import traceback
 import weakref
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ _NEAREST = (*_WITHOUT_FILE, f"{_TORCH}{os.sep}", f"{_FASTSYNC}{os.sep}")
 _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _PLACES |= {str(Path(os.__file__).parent), *site.getsitepackages(), site.getusersitepackages()}
 _LIBRARIES = (*_NEAREST, *(f"{place}{os.sep}" for place in sorted(_PLACES)))
+_UNTIL_ALL = 0.3  # seconds in which Ctrl-C reaches all ranks: each ends by it, not by another's end
 _LONGEST = 500  # characters of an exception's text
 
 
@@ -63,14 +65,16 @@ def _leavers() -> weakref.WeakSet[Leaver]:
     others = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt) and len(leavers) > 0
+        if interrupted:
+            print(f"fastsync: {in_words(error)}", file=sys.stderr, flush=True)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends this process at once
+            time.sleep(_UNTIL_ALL)
         for leaver in list(leavers):
             how = "gives up" if isinstance(error, SyncFault) else "raises"
             leaver.leave(how, in_words(error))
-        if issubclass(kind, KeyboardInterrupt) and len(leavers):
-            print(f"fastsync: {in_words(error)}", file=sys.stderr)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends this process at once
-            return
-        others(kind, error, trace)
+        if not interrupted:
+            others(kind, error, trace)
 
     sys.excepthook = hook
     return leavers
