@@ -40,6 +40,19 @@ def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):
     assert "SyncFault" not in text, "they end by the signal, not by each other"
 
 
+def test_the_cause_is_what_torchrun_and_every_rank_say(tmp_path):
+    options = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
+    with launched(tmp_path, RANKS, "tests.ending_script", "raises", 0, options=options) as job:
+        text = job.end()
+    cause = text.partition("Root Cause")[2]
+    assert "rank      : 1 (local_rank: 1)" in cause, text
+    for rank in job.ranks:
+        (file,) = (tmp_path / "logs").glob(f"**/{rank}/stderr.log")
+        lines = file.read_text()
+        said = "ValueError: bad batch" if rank == 1 else "rank 1 raised ValueError: bad batch ("
+        assert said in lines, lines
+
+
 def told(path):
     """What is said of an exception that code in this file raises."""
     try:
