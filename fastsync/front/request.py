@@ -28,6 +28,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
+from fastsync.ranks.meeting import UnreachableStoreError
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer, is_registered
 from fastsync.tune.policy import TunePolicy, check_tunable, describe_tuning
@@ -139,16 +140,21 @@ class Request:
         group = self._group()
         try:
             result, settings = check()
-        except Exception as error:
-            meet(str(error))
-            try:
-                self._agree(group, {}, str(error), failure)
-            except consensus.RankMismatchError as report:
-                raise error from report
-            raise
-        meet("")
-        self._agree(group, settings, "", failure)
-        return result
+            error = None
+        except Exception as own:
+            error = own
+        try:
+            meet("" if error is None else str(error))
+        except UnreachableStoreError as lost:
+            error = lost if error is None else error
+        if error is None:
+            self._agree(group, settings, "", failure)
+            return result
+        try:
+            self._agree(group, {}, str(error), failure)
+        except consensus.RankMismatchError as report:
+            raise error from report
+        raise error
 
     def _wire_settings(self, wire: Wire) -> dict[str, str]:
         """What ranks must agree on.
