@@ -16,10 +16,12 @@ from fastsync.front.elastic import Membership
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.front.replicas import ReplicaError
 from fastsync.plan.elastic import ElasticPolicy
+from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.leaving import guard_exit
+from fastsync.ranks.preemption import outlive_preemption
 from fastsync.replacing import replace_where_asked
 from fastsync.sharded import ShardedDDP as ShardedDDP
 from fastsync.timeline.policy import TimelinePolicy
@@ -41,6 +43,7 @@ __all__ = [
     "Membership",
     "NonFiniteGradientError",
     "PowerSGD",
+    "PreemptionPolicy",
     "RankMismatchError",
     "ReplicaError",
     "ReplicaPolicy",
@@ -57,6 +60,7 @@ __all__ = [
     "include_dir",
     "load_codec",
     "log_to_tensorboard",
+    "outlive_preemption",
     "register_codec",
     "register_fsdp_forward_method",
 ]

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fastsync.build.env import Env
 from fastsync.engine import checkpoint
 from fastsync.engine.engine import Engine
 from fastsync.engine.watch import explained
@@ -29,11 +28,12 @@ from fastsync.front.skipping import Skips
 from fastsync.front.torch_faces import FrontLogger, FrontReducer, in_lockstep
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.shard.norms import clip_norm
 from fastsync.shard.optimizer import ShardedOptimizers
 from fastsync.timeline.policy import TimelinePolicy
-from fastsync.timeline.recorder import Recorder, record_steps
+from fastsync.timeline.recorder import record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
     BuiltinCommHookType,
@@ -94,6 +94,8 @@ class FastDDP(ReturningFront):
             later runs, too. A `TunePolicy` says more; see docs/tuning.md.
         on_skip: "average_others" lets ranks leave out steps that fail: `skipping()`.
         elastic: True or an `ElasticPolicy`: ranks go on when others die; see docs/faults.md.
+        on_preemption: called without arguments on every rank, after the same step, once any rank
+            gets SIGTERM; then all end. A `PreemptionPolicy` names other signals.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -138,9 +140,10 @@ class FastDDP(ReturningFront):
         tune: bool | TunePolicy = False,
         on_skip: str = "raise",
         elastic: bool | ElasticPolicy = False,
+        on_preemption: Callable[[], object] | PreemptionPolicy | None = None,
     ) -> None:
         request = Request(module, process_group, device_mesh, device_ids, output_device)
-        self._buckets, self._policy, self._timeline, self._tune = request.settle(
+        self._buckets, self._policy, self._timeline, self._tune, self._saves = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
                 wire=Wire.of(wire),
@@ -158,17 +161,14 @@ class FastDDP(ReturningFront):
                 elastic=ElasticPolicy.of(elastic),
             ),
             lambda: TimelinePolicy.of(timeline),
-            lambda: TunePolicy.of(tune),
+            lambda: (TunePolicy.of(tune), PreemptionPolicy.of(on_preemption)),
         )
         self._buffer_watch, self._units = BufferWatch(), None if units is None else list(units)
         with request.wrapping():
             super().__init__(
                 module,
-                device_ids=device_ids,
-                output_device=output_device,
                 dim=dim,
                 init_sync=init_sync,
-                process_group=process_group,
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=bool(find_unused_parameters),
                 check_reduction=check_reduction,
@@ -176,9 +176,9 @@ class FastDDP(ReturningFront):
                 static_graph=static_graph,
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
-                device_mesh=device_mesh,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params,
                 bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
+                **request.placed,
                 **buffer_arguments(broadcast_buffers, forward_sync_buffers),
             )
         self._complete(mixed_precision, forward_sync_buffers)
@@ -194,6 +194,7 @@ class FastDDP(ReturningFront):
             cast_buffers(self.module, ignored, self._policy.mixed.buffer)
         if self._policy.elastic is not None:
             self._become_elastic(self._engine, self._policy.elastic)
+        self._expect_preemption()
 
     def _ddp_init_helper(
         self,
@@ -226,10 +227,6 @@ class FastDDP(ReturningFront):
     def _engine(self) -> Engine:
         return cast(FrontReducer, self.reducer).engine
 
-    @property
-    def _recorder(self) -> Recorder | None:
-        return cast(FrontReducer, self.reducer).recorder
-
     def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Asked while torch.compile splits a graph of the module."""
         return self._engine.graph_buckets(ready)
@@ -237,6 +234,7 @@ class FastDDP(ReturningFront):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         check_join(self._policy, self._join_config.enable)  # torch's Join does not call join()
+        self._come_between_steps()
         with explained(self.process_group, "the start of a forward"):
             return super()._pre_forward(*inputs, **kwargs)
 
@@ -430,19 +428,3 @@ class FastDDP(ReturningFront):
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
         steps, pace = recorder.steps() if recorder is not None else [], engine.pace.measured()
         return make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)
-
-    def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has been recorded so far; every rank calls it.
-
-        Args:
-            path: as in `TimelinePolicy`: rank 0 writes this file; with "{rank}", each its own.
-
-        Raises:
-            RuntimeError: nothing is recorded.
-        """
-        if self._recorder is None:
-            raise RuntimeError(
-                "write_timeline() finds no recording; wrap the model with "
-                "FastDDP(model, timeline=True), on every rank"
-            )
-        self._recorder.write(os.fspath(path), Env.read().agree_timeout)

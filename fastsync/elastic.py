@@ -29,7 +29,7 @@ from fastsync.torch_private import PrefixStore, Store, TCPStore
 __all__ = ["main"]
 
 _PAUSE = 0.05
-_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_GRACE = 2.5  # seconds between SIGTERM and SIGKILL
 _HERE = "127.0.0.1"
 
 

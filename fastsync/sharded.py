@@ -90,6 +90,7 @@ class ShardedDDP(FastDDP, zero=3):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         """Rank 0's buffers, and the inputs where the module is."""
+        self._come_between_steps()
         if self.modules_buffers and self.forward_sync_buffers:
             with explained(self.process_group, "the broadcast of buffers"):
                 self._sync_buffers()

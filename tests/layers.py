@@ -46,21 +46,23 @@ MODULE_LAYERS = {
     "front": [
         ["survivable"],
         [
-            *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "request"),
-            *("seat", "stages"),
+            *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "seat"),
+            "stages",
         ],
         ["guards", "torch_faces", "wrapped"],
-        ["skipping"],
+        ["recorded"],
+        ["preemption"],
+        ["request", "skipping"],
         ["elastic"],
         ["returning"],
     ],
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
-        ["arrivals", "farewell", "meeting", "newcomers", "survivors"],
+        ["arrivals", "farewell", "meeting", "newcomers", "preemption", "survivors"],
     ],
     "plan": [
         ["layout", "switch", "topology"],
-        ["elastic", "replicas"],
+        ["elastic", "preemption", "replicas"],
         ["policy"],
         ["buckets", "sizes"],
     ],

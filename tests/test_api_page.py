@@ -77,6 +77,7 @@ def another_value(name, group):
         "parameter_wire": {"zero": 1, "parameter_wire": "int8"},
         "on_nonfinite": {"on_nonfinite": "raise"},
         "on_skip": {"on_skip": "average_others"},
+        "on_preemption": {"on_preemption": lambda: None},
     }
     values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]
     flag = inspect.signature(fastsync.FastDDP).parameters[name].default

@@ -3,50 +3,54 @@
 And what that line says of an exception.
 """
 
+import json
 import re
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import fastsync
 from fastsync.ranks.farewell import in_words
-from tests.scripts import ROOT, environment
+from tests.launched import launched
 
-RANKS = 2
+RANKS = 3
 LINES = {
     signal.SIGINT: "fastsync: KeyboardInterrupt (ending_script.py:",
     signal.SIGTERM: "ends: SIGTERM",
 }
+PLACES = {"forward": 0, "backward": 1, "vote": 1, "meeting": 0}  # with what zero=
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", LINES, ids=lambda number: number.name)
-def test_a_signal_ends_all_ranks_with_a_line_each(number, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "-m", "tests.ending_script"]
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while output.read_text().count("waiting") < RANKS and time.monotonic() < deadline:
-            assert launcher.poll() is None, output.read_text()
-            time.sleep(0.05)
-        time.sleep(0.5)  # so that rank 0 is in the wait itself
-        launcher.send_signal(number)
-        # torchrun kills ranks that have not ended after 30 seconds.
-        launcher.wait(timeout=100)
-    finally:
-        launcher.kill()
-    text = output.read_text()
+def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):
+    """One rank is in that place, and the others wait for it."""
+    with launched(tmp_path, RANKS, "tests.ending_script", place, PLACES[place]) as job:
+        job.wait_for_files(*(f"comes {rank}" for rank in job.ranks))
+        time.sleep(0.5)  # so that the others are in the wait itself
+        job.launcher.send_signal(number)
+        text = job.end()
     assert text.count(LINES[number]) == RANKS, text
-    assert "terminate called" not in text
+    assert len(re.findall(r"^fastsync: ", text, re.MULTILINE)) == RANKS, text
+    assert "terminate called" not in text and "Fatal" not in text, text
     assert "SyncFault" not in text, "they end by the signal, not by each other"
+
+
+def test_the_cause_is_what_torchrun_and_every_rank_say(tmp_path):
+    options = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
+    with launched(tmp_path, RANKS, "tests.ending_script", "raises", 0, options=options) as job:
+        text = job.end()
+    cause = text.partition("Root Cause")[2]
+    assert "rank      : 1 (local_rank: 1)" in cause, text
+    for rank in job.ranks:
+        (file,) = (tmp_path / "logs").glob(f"**/{rank}/stderr.log")
+        lines = file.read_text()
+        said = "ValueError: bad batch" if rank == 1 else "rank 1 raised ValueError: bad batch ("
+        assert said in lines, lines
 
 
 def told(path):
@@ -58,13 +62,36 @@ def told(path):
 
 
 # Python's own modules that come with the interpreter have no file.
-@pytest.mark.parametrize("path", ["<frozen os>", torch.__file__, fastsync.__file__])
+@pytest.mark.parametrize(
+    "path",
+    ["<frozen os>", torch.__file__, fastsync.__file__, json.__file__, numpy.__file__],
+    ids=["frozen", "torch", "fastsync", "json", "numpy"],
+)
 def test_an_exception_is_where_the_script_met_it(path):
     assert re.fullmatch(r"ValueError: bad batch \(test_ends\.py:\d+ in told\)", told(path))
 
 
 def test_an_exception_is_in_the_last_of_the_scripts_frames():
     assert told("data/train.py") == "ValueError: bad batch (train.py:1 in <module>)"
+
+
+def test_an_exception_is_where_the_script_called_a_library():
+    """Through frames that Python and numpy make themselves."""
+    for calls in (lambda: json.loads("{bad"), lambda: numpy.stack([])):
+        try:
+            calls()
+        except ValueError as error:
+            assert re.search(r" \(test_ends\.py:\d+ in <lambda>\)$", in_words(error))
+
+
+def test_an_exception_of_an_installed_script_is_in_the_last_of_its_frames():
+    """Not in torch, which it calls."""
+    path = Path(numpy.__file__).with_name("train.py")
+    try:
+        exec(compile("import torch\ntorch.empty(2, 3).view(7)", path, "exec"), {})
+    except RuntimeError as error:
+        trace = error.__traceback__.tb_next  # without this file
+        assert in_words(error.with_traceback(trace)).endswith(" (train.py:2 in <module>)")
 
 
 def test_long_texts_of_exceptions_are_cut():

@@ -34,7 +34,7 @@ from fastsync.ranks.arrivals import Arrivals, LastWords
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import own_address, process_space
-from fastsync.ranks.meeting import MeetingPlace, needing_store
+from fastsync.ranks.meeting import MeetingPlace, UnreachableStoreError, needing_store
 from fastsync.torch_private import Store, gather_objects, group_store, is_gloo, talks_by_gloo
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "explained",
     "gather_watched",
     "lend_watch",
+    "looker",
     "looks_out",
     "meeting_place",
     "open_watch",
@@ -151,6 +152,7 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
 
     Raises:
         SyncFault: a rank has not come in time, or has ended before.
+        UnreachableStoreError: this rank has lost the store; the others know that it is here.
     """
     store = group_store(group)
     if group.size() == 1 or store is None or group in _lookouts():
@@ -178,13 +180,21 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
         warn_after = Env.read().stall_warn
     except ValueError:  # which is an obstacle
         warn_after = Env.stall_warn
-    with needing_store(group, _WRAPPING):
-        me = (group.group_name, group.rank(), group.size())
-        visit = Arrivals(store, me, warn_after, core.process_has_ended)
+    me, visit, lost = (group.group_name, group.rank(), group.size()), None, None
+    try:
+        with needing_store(group, _WRAPPING):
+            visit = Arrivals(store, me, warn_after, core.process_has_ended)
+    except UnreachableStoreError as error:
+        # The others would say that this rank has not come, so it tells them in the group.
+        mine, lost = _Offer(None, mine.process, mine.machine, str(error)), error
     if talks_by_gloo(group):
-        return _gather(mine, group, partial(_wait, visit))
-    with _explained_by(visit):
-        return gather_objects(mine, group)
+        offers = _gather(mine, group, partial(_wait, visit))
+    else:
+        with _explained_by(visit):
+            offers = gather_objects(mine, group)
+    if lost is not None:
+        raise lost
+    return offers
 
 
 def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContextManager[None]:
@@ -255,11 +265,12 @@ def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = F
         start().wait()
 
 
-def _wait(visit: _Visit, start: Start) -> None:
+def _wait(visit: _Visit | None, start: Start) -> None:
     with _explained_by(visit):
         work = start()
         while not _is_over(work):
-            visit.look()
+            if visit is not None:
+                visit.look()
 
 
 def come_together(group: dist.ProcessGroup, place: str) -> None:
@@ -343,6 +354,16 @@ def _is_over(work: dist.Work) -> bool:
             return False
         work.wait()
     return True
+
+
+def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
+    """What raises a `SyncFault` where a rank has ended, for a thread that waits for the others.
+
+    Args:
+        place: what it is in, as it should read in the error.
+    """
+    visit = _visit(group, place, "apart")
+    return (lambda: None) if visit is None else visit.look
 
 
 def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,14 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
 from fastsync.engine.watch import open_watch, watched, wrapping
+from fastsync.front.preemption import check_preemption
 from fastsync.front.survivable import check_on_gpus
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
+from fastsync.ranks.meeting import UnreachableStoreError
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer, is_registered
 from fastsync.tune.policy import TunePolicy, check_tunable, describe_tuning
@@ -35,7 +38,9 @@ from fastsync.wire.plugins import check_device
 __all__ = ["Request", "check_hook", "check_join", "named_params"]
 
 T = TypeVar("T")
-Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, TunePolicy | None]
+Settled = tuple[
+    BucketPolicy, SyncPolicy, TimelinePolicy | None, TunePolicy | None, PreemptionPolicy | None
+]
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,14 @@ class Request:
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
         timeline: Callable[[], TimelinePolicy | None],
-        tune: Callable[[], TunePolicy | None],
+        extras: Callable[[], tuple[TunePolicy | None, PreemptionPolicy | None]],
     ) -> Settled:
         """Checks the arguments and agrees on them with all ranks."""
 
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
-            caps, settled, recorded, tuned = buckets(), policy(), timeline(), tune()
+            caps, settled, recorded, (tuned, saves) = buckets(), policy(), timeline(), extras()
+            check_preemption(saves, settled, self._group())
             check_tunable(tuned, caps, settled)
             self._check_elastic(settled, recorded, tuned)
             wire_settings = self._wire_settings(settled.wire)
@@ -86,14 +92,21 @@ class Request:
                 "elastic": str(settled.elastic),
                 "shared_memory": str(settled.shared_memory),
                 "tune": describe_tuning(tuned),
+                "on_preemption": str(saves and saves.signals),
             }
-            return (caps, settled, recorded, tuned), settings
+            return (caps, settled, recorded, tuned, saves), settings
 
         failure = "FastDDP cannot be built on every rank;"
         settled = self._together(check, failure, partial(open_watch, self._group()))
         with self.wrapping():
             self._probe(settled[1].wire)
         return settled
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """Where torch's front is to find ranks and devices."""
+        names = ("process_group", "device_mesh", "device_ids", "output_device")
+        return {name: getattr(self, name) for name in names}
 
     def wrapping(self) -> AbstractContextManager[None]:
         """Names ranks that end while the model is wrapped."""
@@ -127,16 +140,21 @@ class Request:
         group = self._group()
         try:
             result, settings = check()
-        except Exception as error:
-            meet(str(error))
-            try:
-                self._agree(group, {}, str(error), failure)
-            except consensus.RankMismatchError as report:
-                raise error from report
-            raise
-        meet("")
-        self._agree(group, settings, "", failure)
-        return result
+            error = None
+        except Exception as own:
+            error = own
+        try:
+            meet("" if error is None else str(error))
+        except UnreachableStoreError as lost:
+            error = lost if error is None else error
+        if error is None:
+            self._agree(group, settings, "", failure)
+            return result
+        try:
+            self._agree(group, {}, str(error), failure)
+        except consensus.RankMismatchError as report:
+            raise error from report
+        raise error
 
     def _wire_settings(self, wire: Wire) -> dict[str, str]:
         """What ranks must agree on.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fastsync.engine.engine import Engine
 from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.front.buffers import BufferWatch
-from fastsync.front.wrapped import WrappedFront
+from fastsync.front.preemption import PreemptedFront
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.ranks.faults import SyncFault
 
@@ -108,7 +108,7 @@ def _weigh(skips: weakref.ref[Skips], givers: Sequence[int]) -> None:
         alive.weigh(givers)
 
 
-class SkippingFront(WrappedFront):
+class SkippingFront(PreemptedFront):
     """A front some of whose steps a rank may leave out."""
 
     _skips: Skips | None = None

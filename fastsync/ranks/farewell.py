@@ -9,9 +9,13 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import site
 import sys
+import sysconfig
+import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +27,14 @@ from fastsync.ranks.faults import SyncFault
 
 __all__ = ["Leaver", "before_leaving", "in_words"]
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen ")
+# Where the frame of an exception is not the script's: its line says what broke, not why.
+_WITHOUT_FILE = ("<frozen ", "<__array_function__")  # modules of Python's, code of older numpy's
+_TORCH, _FASTSYNC = Path(torch.__file__).parent, Path(__file__).parents[1]
+_NEAREST = (*_WITHOUT_FILE, f"{_TORCH}{os.sep}", f"{_FASTSYNC}{os.sep}")
+_PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_PLACES |= {str(Path(os.__file__).parent), *site.getsitepackages(), site.getusersitepackages()}
+_LIBRARIES = (*_NEAREST, *(f"{place}{os.sep}" for place in sorted(_PLACES)))
+_UNTIL_ALL = 0.3  # seconds in which Ctrl-C reaches all ranks: each ends by it, not by another's end
 _LONGEST = 500  # characters of an exception's text
 
 
@@ -54,14 +65,16 @@ def _leavers() -> weakref.WeakSet[Leaver]:
     others = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt) and len(leavers) > 0
+        if interrupted:
+            print(f"fastsync: {in_words(error)}", file=sys.stderr, flush=True)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends this process at once
+            time.sleep(_UNTIL_ALL)
         for leaver in list(leavers):
             how = "gives up" if isinstance(error, SyncFault) else "raises"
             leaver.leave(how, in_words(error))
-        if issubclass(kind, KeyboardInterrupt) and len(leavers):
-            print(f"fastsync: {in_words(error)}", file=sys.stderr)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends this process at once
-            return
-        others(kind, error, trace)
+        if not interrupted:
+            others(kind, error, trace)
 
     sys.excepthook = hook
     return leavers
@@ -82,10 +95,16 @@ def in_words(error: BaseException) -> str:
     """An exception and where the script met it: "ValueError: bad batch (train.py:88 in step)"."""
     lines = str(error).splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
-    if not own:
-        return text
-    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})"
+    at = _frame_of_script(traceback.extract_tb(error.__traceback__))
+    return text if at is None else f"{text} ({Path(at.filename).name}:{at.lineno} in {at.name})"
+
+
+def _frame_of_script(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The last one outside of libraries. A script that is itself installed has none such."""
+    for libraries in (_LIBRARIES, _NEAREST, ()):
+        own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+        if own:
+            return own[-1]
+    return None

@@ -7,6 +7,7 @@ Where ranks have to change course together, they first meet here, through the re
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,11 +17,16 @@ import torch.distributed as dist
 from fastsync.ranks.machines import served_at
 from fastsync.torch_private import Store, group_store
 
-__all__ = ["MeetingPlace", "needing_store"]
+__all__ = ["MeetingPlace", "UnreachableStoreError", "needing_store"]
 
 _REMEDY = "Every rank has to make that change before the same forward"
 _FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others, which become rarer
+_ANSWERS = 1.0  # seconds for a store to take a connection
 Visit = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
+
+
+class UnreachableStoreError(RuntimeError):
+    """A rank has lost its connection to the rendezvous store, which it needs."""
 
 
 @contextlib.contextmanager
@@ -57,6 +63,11 @@ class MeetingPlace:
             base = f"fastsync/{group.group_name}/{name}"
             with needing_store(group, "meetings of the ranks"):
                 self._name = f"{base}-{self._store.add(f'{base}/{self._rank}', 1)}"
+
+    @property
+    def name(self) -> str:
+        """Of the place, which no other has."""
+        return self._name
 
     def meet(self, reason: str, said: str = "", remedy: str = _REMEDY) -> bool:
         """Returns once every rank has come.
@@ -125,7 +136,7 @@ def needing_store(group: dist.ProcessGroup, reason: str) -> Iterator[None]:
         reason: what this rank needs the store for.
 
     Raises:
-        RuntimeError: the store cannot be reached.
+        UnreachableStoreError: the store cannot be reached.
     """
     try:
         yield
@@ -133,11 +144,20 @@ def needing_store(group: dist.ProcessGroup, reason: str) -> Iterator[None]:
         store = group_store(group)
         served = None if store is None else served_at(store)
         place = "" if served is None else f" at {served[0]}:{served[1]}"
-        raise RuntimeError(
+        raise UnreachableStoreError(
             f"rank {group.rank()} cannot reach the rendezvous store{place}, which it needs for "
-            f"{reason} ({error}). The process that serves it, rank 0 or the launcher, has ended, "
-            "or its machine cannot be reached: restart from a checkpoint"
+            f"{reason} ({error}). {_why_unreachable(served)}: restart from a checkpoint"
         ) from error
+
+
+def _why_unreachable(served: tuple[str, int] | None) -> str:
+    if served is not None:
+        with contextlib.suppress(OSError), socket.create_connection(served, timeout=_ANSWERS):
+            return "The store takes new connections, so only the one of this rank has been lost"
+    return (
+        "The process that serves it, rank 0 or the launcher, has ended, or its machine cannot be "
+        "reached"
+    )
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:

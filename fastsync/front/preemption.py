@@ -1,0 +1,134 @@
+"""Saves when the machines of a training are taken away: `FastDDP(model, on_preemption=save)`.
+
+fastsync/ranks/preemption.py tells how the ranks agree where. The places where they may save are
+those before a forward that follows a step of an optimizer: what the script does after such a step
+on its own account is done, too, and every rank has the same weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fastsync.build.env import Env
+from fastsync.engine.steps import StepWatcher, params_of, watch_steps
+from fastsync.engine.watch import looker, meeting_place
+from fastsync.front.recorded import RecordedFront
+from fastsync.plan.policy import SyncPolicy
+from fastsync.plan.preemption import PreemptionPolicy
+from fastsync.ranks.farewell import before_leaving
+from fastsync.ranks.preemption import Preemption, check_handlers
+from fastsync.torch_private import group_store
+
+__all__ = ["PreemptedFront", "check_preemption"]
+
+
+def check_preemption(
+    wanted: PreemptionPolicy | None, policy: SyncPolicy, group: dist.ProcessGroup
+) -> None:
+    """Whether the ranks of `group` can save together.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if wanted is None:
+        return
+    check_handlers(wanted.numbers)
+    if policy.elastic is not None:
+        raise ValueError(
+            "on_preemption does not go with elastic yet, where ranks leave one by one; leave one "
+            "of them out"
+        )
+    if group.size() > 1 and group_store(group) is None:
+        raise ValueError(
+            "on_preemption has the ranks agree through the store of their process group, but "
+            "torch.distributed did not make this one; use one of init_process_group() or "
+            "new_group()"
+        )
+
+
+class _Places(StepWatcher):
+    """Where this rank may save, and does.
+
+    Args:
+        policy: what is called.
+        group: whose ranks save.
+        params: that optimizers step on.
+    """
+
+    def __init__(
+        self,
+        policy: PreemptionPolicy,
+        group: dist.ProcessGroup,
+        params: Iterable[torch.Tensor],
+    ) -> None:
+        self._save, self._ours = policy.save, {id(param) for param in params}
+        self._stepped = False
+        self._exit = meeting_place(group, "preemption", Env.read().agree_timeout)
+        store = group_store(group) if group.size() > 1 else None
+        me = (group.rank(), group.size())
+        look_out = partial(looker, group, "the agreement on a step to save after")
+        self._preemption = Preemption(f"{self._exit.name}/agreement", store, me, look_out)
+        self._preemption.begin(policy.numbers)
+        before_leaving(self._preemption)
+        weakref.finalize(self, self._preemption.close).atexit = False
+        watch_steps(self)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """What belongs to a step has been made."""
+        self._stepped = self._stepped or any(id(p) in self._ours for p in params_of(optimizer))
+
+    def before_forward(self) -> None:
+        """Saves, and ends this process, if that is what the ranks have agreed on.
+
+        Raises:
+            SyncFault: a rank has ended without having saved.
+        """
+        if not self._stepped or not torch.is_grad_enabled():
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a step that is captured into a CUDA graph does not come to where on_preemption is "
+                "called; leave one of them out"
+            )
+        self._stepped = False
+        if self._preemption.comes():
+            self._save()
+            self._exit.meet("all ranks to have saved", remedy="on_preemption has to return")
+            self._preemption.end_saved()
+
+
+class PreemptedFront(RecordedFront):
+    """A front whose ranks may save together when they are told to end."""
+
+    _saves: PreemptionPolicy | None = None
+    _places: _Places | None = None
+
+    def _expect_preemption(self) -> None:
+        """Once all else is there."""
+        if self._saves is not None:
+            params = cast(Callable[[], Iterable[torch.Tensor]], cast(Any, self).parameters)
+            self._places = _Places(self._saves, self.process_group, params())
+
+    def _come_between_steps(self) -> None:
+        """Before each forward."""
+        if self._places is None:
+            return
+        if cast(Any, self)._join_config.enable:
+            raise ValueError(
+                "a rank that has run out of inputs does not come to where on_preemption is called; "
+                "leave it out with join(), or give all ranks as many inputs"
+            )
+        self._places.before_forward()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = cast(Any, super()).__getstate__()
+        state.pop("_places", None)
+        state.pop("_saves", None)
+        return state
