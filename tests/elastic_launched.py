@@ -1,8 +1,8 @@
 """What `python -m fastsync.elastic` starts in test_elastic_launcher.py: a rank that may die.
 
-`python -m tests.elastic_launched STEPS VICTIM [last]`: rank VICTIM kills itself in its third
-forward. If it comes back, the training ends three steps after that; with `last` the others kill
-themselves then, and it ends three steps later.
+`python -m tests.elastic_launched STEPS VICTIM [last | joined]`: rank VICTIM kills itself in its
+third forward. If it comes back, the training ends three steps after that; with `last` the others
+kill themselves then, and it ends three steps later. With `joined` it ends once a rank has joined.
 """
 
 import os
@@ -31,11 +31,13 @@ def main():
     model = fastsync.FastDDP(nn.Linear(4, 4), elastic=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = model.catch_up(optimizer)
+    how = sys.argv[3] if sys.argv[3:] else ""
+    enough = {"last": 1, "joined": 4}.get(how, 3)
     for step in range(done, steps):
         if model.elastic.since > 3 and step > model.elastic.since + 2:
-            if model.elastic.size == 3 and sys.argv[3:] and rank != victim:
+            if model.elastic.size == 3 and how == "last" and rank != victim:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if model.elastic.size == (1 if sys.argv[3:] else 3):
+            if model.elastic.size == enough:
                 break
         if step == 2 and rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)

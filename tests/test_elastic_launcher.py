@@ -36,7 +36,7 @@ def test_who_is_back_may_be_the_last_to_train():
 
 def test_who_is_back_too_late_ends_and_the_training_has_succeeded():
     output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 6, 1)
-    assert "the training has ended before rank 1 was back in it" in output
+    assert "the training has ended before it had taken rank 1 in" in output
     assert len(re.findall(r"rank \d of \(0, 2\)", output)) == 2, output
 
 
@@ -63,18 +63,42 @@ def test_restarts_are_a_number_of_them():
 
 def test_a_signal_ends_all_ranks():
     launcher = start("fastsync.elastic", *LAUNCH, *SCRIPT, 100000, -1)
-    pids = []
-    while len(pids) < 3:
-        line = launcher.stdout.readline()
-        assert line, "the launcher has ended"
-        if found := re.search(r"trains (\d+)", line):
-            pids.append(int(found.group(1)))
+    pids = trains(launcher)
     launcher.send_signal(signal.SIGTERM)
     finish(launcher, code=128 + signal.SIGTERM, timeout=30)
     deadline = time.monotonic() + 5
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def trains(launcher):
+    """The processes of all three ranks, once each has made a step."""
+    pids = []
+    while len(pids) < 3:
+        line = launcher.stdout.readline()
+        assert line, "the launcher has ended"
+        if found := re.search(r"trains (\d+)", line):
+            pids.append(int(found.group(1)))
+    return pids
+
+
+def test_a_signal_has_a_rank_join():
+    launcher = start("fastsync.elastic", *LAUNCH, "--max-ranks", 4, *SCRIPT, 100000, -1, "joined")
+    trains(launcher)
+    for answer in ("rank 3 joins; 4 are running", "no rank joins: 4 of 4 are running"):
+        launcher.send_signal(signal.SIGUSR1)
+        lines = iter(launcher.stdout.readline, "")
+        assert next(line for line in lines if "fastsync.elastic" in line).endswith(f"{answer}\n")
+    output = finish(launcher, timeout=60)
+    assert "rank 3 has joined. Ranks [0, 1, 2, 3] go on with step" in output
+    sums = re.findall(r"rank \d of \(0, 1, 2, 3\): (\S+)", output)
+    assert len(sums) == 4 and len(set(sums)) == 1, output
+
+
+def test_more_ranks_cannot_be_fewer():
+    output = run_module("fastsync.elastic", *LAUNCH, "--max-ranks", 2, *SCRIPT, 1, 1, code=2)
+    assert "--max-ranks must be at least --nproc-per-node, 3, but is 2" in output
 
 
 def is_running(pid):

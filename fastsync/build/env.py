@@ -96,9 +96,10 @@ class Env:
             buffers that they travel in may take before others are gathered ahead of time (default:
             None, no limit).
         elastic_rank: ``FASTSYNC_ELASTIC_RANK``, as `python -m fastsync.elastic` sets it: which rank
-            of the training this process is, and of how many, such as ``2/4`` (default: None).
+            of the training this process is, and how many began it, such as ``2/4``; ``4/4`` has
+            joined (default: None).
         restarts: ``TORCHELASTIC_RESTART_COUNT``, as torchrun sets it, and `fastsync.elastic` on
-            ranks that come back: another number on each (default: 0).
+            ranks that come back or join: another number on each (default: 0).
         nccl_lets_live: ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT`` are
             ``0``: torch does not end a process because a collective of NCCL has failed.
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
@@ -281,8 +282,8 @@ def _place(environ: Mapping[str, str], name: str) -> tuple[int, int] | None:
     if not text:
         return None
     rank, _, ranks = text.partition("/")
-    if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
-        raise ValueError(f"{name}={text!r} is not a rank and how many there are, such as 2/4")
+    if not (rank.isdigit() and ranks.isdigit() and int(ranks)):
+        raise ValueError(f"{name}={text!r} is not a rank and how many began, such as 2/4")
     return int(rank), int(ranks)
 
 

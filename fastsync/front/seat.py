@@ -16,17 +16,16 @@ ELASTIC_STORE = "fastsync/elastic"  # what the launcher's store holds of the tra
 
 @dataclass(frozen=True)
 class Seat:
-    """One process of a training whose ranks may die and come back.
+    """One process of a training whose ranks may die and come back, and which others may join.
 
     Attributes:
-        rank: as it was counted at the start.
+        rank: as it was counted at the start, or the next number, where it has joined since.
         started: how many ranks began the training.
-        members: by rank, what process groups call it here: its rank in the default group. In a
-            process that came back that group has one rank, and the others have none.
+        members: ranks of the start in the default group; none in a process that was started later.
         store: that all ranks reach under the same names.
         lasting: it is the launcher's, where ranks that come back find the others.
-        returns: this process came back.
-        process: another number on each process that `python -m fastsync.elastic` has started again.
+        returns: this process was started later: it comes back or joins.
+        process: another number on each of those that `python -m fastsync.elastic` has started.
     """
 
     rank: int
@@ -37,6 +36,16 @@ class Seat:
     returns: bool = False
     process: int = 0
 
+    def member(self, rank: int) -> int:
+        """What process groups call a rank here: its rank in the default group.
+
+        In a process that was started later that group has one rank. Who is not in it has a number
+        beyond it.
+        """
+        if self.returns:
+            return 0 if rank == self.rank else rank + 1
+        return self.members[rank] if rank < self.started else rank
+
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Seat | None:
         """None where there is nobody to go on with: the training began with one rank."""
@@ -46,8 +55,7 @@ class Seat:
         launched, lasting = env.elastic_rank, PrefixStore(ELASTIC_STORE, root_store(store))
         if launched is not None and env.restarts and group.size() == 1:
             rank, started = launched
-            members = [0 if r == rank else r + 1 for r in range(started)]
-            return cls(rank, started, tuple(members), lasting, True, True, env.restarts)
+            return cls(rank, started, (), lasting, True, True, env.restarts)
         if group.size() == 1:
             return None
         members = dist.get_process_group_ranks(group)
