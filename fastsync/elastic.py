@@ -13,6 +13,7 @@ the ranks that join with `--max-ranks`, one for each SIGUSR1. All ranks run on t
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -98,22 +99,26 @@ class _Ranks:
     _restarted: int = 0
     _later: int = 0  # how many processes have been started after the others
     _again: dict[int, int] = field(default_factory=dict)  # running ranks, and the how manieth
+    _alone: dict[int, TCPStore] = field(default_factory=dict)  # the stores of their groups
     _ends: bool = False  # a rank has come to its end
 
     def start(self) -> None:
         self.ranks = self.world
         for rank in range(self.world):
-            self.running[rank] = self._process(rank, rank, self.world)
+            self.running[rank] = self._process(rank, rank, self.world, self.server)
 
-    def _process(self, rank: int, group_rank: int, group_size: int) -> subprocess.Popen[bytes]:
-        """Who comes back or joins is the only rank of a group of its own until it has caught up."""
+    def _process(
+        self, rank: int, group_rank: int, group_size: int, server: TCPStore
+    ) -> subprocess.Popen[bytes]:
         place = {"RANK": group_rank, "LOCAL_RANK": rank, "WORLD_SIZE": group_size, "GROUP_RANK": 0}
-        place |= {"LOCAL_WORLD_SIZE": self.world, "MASTER_PORT": self.server.port}
+        place |= {"LOCAL_WORLD_SIZE": self.world, "MASTER_PORT": server.port}
         variables = {name: str(value) for name, value in place.items()}
         # As torchrun tells its ranks that the store is there already.
         variables |= {"MASTER_ADDR": _HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         variables["TORCHELASTIC_RESTART_COUNT"] = str(self._later)
         variables["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
+        if server is not self.server:
+            variables["FASTSYNC_ELASTIC_STORE"] = f"{_HERE}:{self.server.port}"
         environment = {**NCCL_LETS_LIVE, **inherited(variables)}
         return subprocess.Popen(self.command, env=environment)
 
@@ -129,6 +134,7 @@ class _Ranks:
                 continue
             del self.running[rank]
             self._again.pop(rank, None)
+            self._alone.pop(rank, None)
             if code == 0 and not self._ends:
                 self._ends = True
                 self._store.set(ENDED, "")
@@ -163,7 +169,9 @@ class _Ranks:
     def _start_later(self, rank: int) -> None:
         self._later += 1
         self._again[rank] = self._later
-        self.running[rank] = self._process(rank, 0, 1)
+        # It is the only rank of its default group, whose keys would be those of the others' rank 0.
+        self._alone[rank] = _serve()
+        self.running[rank] = self._process(rank, 0, 1, self._alone[rank])
 
     def _trains(self, rank: int) -> bool:
         again = self._again.get(rank, 0)
@@ -194,6 +202,10 @@ class _Ranks:
         self.asked += 1
 
 
+def _serve() -> TCPStore:
+    return TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
+
+
 def _words(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
@@ -222,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if most > world == 1:
         parser.error("--max-ranks: ranks join a training that has begun with at least 2")
     # As long as this process lives, so does the store.
-    store = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
+    store = _serve()
     command = [sys.executable, *(["-m"] if asked.module else []), asked.program, *asked.arguments]
     ranks = _Ranks(command, world, store, asked.restarts, most)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -230,6 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, ranks.on_request)
     try:
         ranks.start()
+        if most > world:
+            words = f"send SIGUSR1 to process {os.getpid()} for each rank that is to join"
+            print(f"fastsync.elastic: {words}", file=sys.stderr)
         while ranks.running and not ranks.signalled and ranks.ranks - len(ranks.failed) >= least:
             ranks.look()
             ranks.take_in()

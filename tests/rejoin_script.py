@@ -330,6 +330,7 @@ class Team:
     def __init__(self, folder, name, job, training):
         self.folder, self.name, self.job, self.training = folder, name, job, training
         self.server = Server()
+        self.servers = [self.server]  # and one for the group of each process that starts later
         self.running, self.codes, self.attempts = {}, [], 0
         for rank in range(job.world):
             self.fork(rank, 0)
@@ -341,10 +342,15 @@ class Team:
         self.fork(rank, self.attempts)
 
     def fork(self, rank, attempt):
+        if attempt:
+            self.servers.append(Server())
+        own = self.servers[-1] if attempt else self.server
         pid = os.fork()
         if pid == 0:
             place = {"RANK": 0 if attempt else rank, "WORLD_SIZE": 1 if attempt else self.job.world}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.server.port}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": own.port}
+            if attempt:
+                place["FASTSYNC_ELASTIC_STORE"] = f"127.0.0.1:{self.server.port}"
             place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
             place |= {"FASTSYNC_ELASTIC_RANK": f"{rank}/{self.job.world}"}
             place |= {"FASTSYNC_SHM": int(self.job.memory)}
@@ -371,7 +377,8 @@ class Team:
             os.kill(pid, signal.SIGABRT if "-v" in sys.argv else signal.SIGKILL)
             os.waitpid(pid, 0)
             self.codes.append([rank, attempt, None])
-        self.server.kill()
+        for server in self.servers:
+            server.kill()
 
 
 def main(job_class=Job, training=Training):

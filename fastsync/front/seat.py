@@ -1,13 +1,26 @@
-"""Which rank of a training this process is: as the launcher says, or the process group."""
+"""Which rank of a training this process is: as the launcher says, or the process group.
+
+A process that the launcher starts while others train makes a default group of its own, in a store
+of its own. In the others' store it would be a second rank 0, under the keys of the first one, which
+ranks that begin at that moment would connect with instead.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from fastsync.build.env import Env
-from fastsync.torch_private import PrefixStore, Store, group_store, root_store
+from fastsync.torch_private import (
+    PrefixStore,
+    Store,
+    connect_store,
+    group_store,
+    group_timeout,
+    root_store,
+)
 
 __all__ = ["ELASTIC_STORE", "Seat"]
 
@@ -52,13 +65,14 @@ class Seat:
         env, store = Env.read(), group_store(group)
         if store is None:
             return None
-        launched, lasting = env.elastic_rank, PrefixStore(ELASTIC_STORE, root_store(store))
-        if launched is not None and env.restarts and group.size() == 1:
-            rank, started = launched
-            return cls(rank, started, (), lasting, True, True, env.restarts)
+        launched = env.elastic_rank
         if group.size() == 1:
-            return None
+            if launched is None or env.elastic_store is None:
+                return None
+            timeout = group_timeout(group) or timedelta(minutes=30)
+            theirs = PrefixStore(ELASTIC_STORE, connect_store(*env.elastic_store, timeout))
+            return cls(*launched, (), theirs, True, True, env.restarts)
         members = dist.get_process_group_ranks(group)
         whole = launched is not None and launched[1] == group.size()
-        place = lasting if whole else store
+        place = PrefixStore(ELASTIC_STORE, root_store(store)) if whole else store
         return cls(group.rank(), group.size(), tuple(members), place, whole)
