@@ -43,6 +43,7 @@ class Job:
 
     Attributes:
         joins: how many ranks come that have not begun the training.
+        joins_after: seconds until each of them is started; empty: it is at once.
         began: of a training without deaths: how many ranks its twin began with.
         deaths: rank, step and place of each, of processes of the start.
         changes: of a training without deaths: from which step on which ranks train.
@@ -59,6 +60,7 @@ class Job:
 
     world: int = 3
     joins: int = 0
+    joins_after: list = field(default_factory=list)
     began: int = 0
     deaths: list = field(default_factory=list)
     changes: list = field(default_factory=list)
@@ -334,8 +336,10 @@ class Team:
         self.running, self.codes, self.attempts = {}, [], 0
         for rank in range(job.world):
             self.fork(rank, 0)
-        for rank in range(job.world, job.most):
-            self.start_later(rank)
+        began = time.monotonic()
+        times = job.joins_after or [0.0] * job.joins
+        self.due = [(began + after, job.world + n) for n, after in enumerate(times)]
+        self.look()
 
     def start_later(self, rank):
         self.attempts += 1
@@ -360,6 +364,9 @@ class Team:
         self.running[pid] = (rank, attempt)
 
     def look(self):
+        for due in [due for due in self.due if due[0] <= time.monotonic()]:
+            self.due.remove(due)
+            self.start_later(due[1])
         for pid, (rank, attempt) in list(self.running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:

@@ -83,17 +83,70 @@ def trains(launcher):
     return pids
 
 
+def joinable(most, *arguments):
+    """A launcher that takes in ranks, once it has started those of the start."""
+    launcher = start("fastsync.elastic", *LAUNCH, "--max-ranks", most, *arguments)
+    assert says(launcher) == f"send SIGUSR1 to process {launcher.pid} for each rank that is to join"
+    return launcher
+
+
+def says(launcher):
+    """The next that the launcher itself does."""
+    lines = iter(launcher.stdout.readline, "")
+    return next(line for line in lines if "fastsync.elastic: " in line).split(": ", 1)[1].strip()
+
+
+def ask(launcher):
+    launcher.send_signal(signal.SIGUSR1)
+    return says(launcher)
+
+
+def check_all(output, ranks):
+    """All end with the same."""
+    sums = re.findall(rf"rank \d of {re.escape(str(tuple(ranks)))}: (\S+)", output)
+    assert len(sums) == len(ranks) and len(set(sums)) == 1, output
+
+
 def test_a_signal_has_a_rank_join():
-    launcher = start("fastsync.elastic", *LAUNCH, "--max-ranks", 4, *SCRIPT, 100000, -1, "joined")
+    launcher = joinable(4, *SCRIPT, 100000, -1, "joined")
     trains(launcher)
-    for answer in ("rank 3 joins; 4 are running", "no rank joins: 4 of 4 are running"):
-        launcher.send_signal(signal.SIGUSR1)
-        lines = iter(launcher.stdout.readline, "")
-        assert next(line for line in lines if "fastsync.elastic" in line).endswith(f"{answer}\n")
+    assert ask(launcher) == "rank 3 joins; 4 are running"
+    assert ask(launcher) == "no rank joins: 4 of 4 are running"
     output = finish(launcher, timeout=60)
     assert "rank 3 has joined. Ranks [0, 1, 2, 3] go on with step" in output
-    sums = re.findall(r"rank \d of \(0, 1, 2, 3\): (\S+)", output)
-    assert len(sums) == 4 and len(set(sums)) == 1, output
+    check_all(output, range(4))
+
+
+def test_a_rank_that_joins_does_not_take_the_place_of_one_that_still_begins(tmp_path):
+    """Rank 3 makes its process group while rank 0 waits for ranks 1 and 2 in that of the start."""
+    launcher = joinable(4, *SCRIPT, 100000, -1, "early", tmp_path)
+    assert ask(launcher) == "rank 3 joins; 4 are running"
+    check_all(finish(launcher, timeout=60), range(4))
+
+
+def test_two_ranks_join_at_once():
+    launcher = joinable(5, *SCRIPT, 100000, -1, "two")
+    assert [ask(launcher), ask(launcher)] == [
+        f"rank {r} joins; {r + 1} are running" for r in (3, 4)
+    ]
+    check_all(finish(launcher, timeout=60), range(5))
+
+
+def test_a_rank_that_joins_and_dies_is_started_again():
+    launcher = joinable(4, "--restarts", 1, *SCRIPT, 100000, -1, "dies")
+    assert ask(launcher) == "rank 3 joins; 4 are running"
+    output = finish(launcher, timeout=60)
+    assert "rank 3 was ended by SIGKILL; 3 ranks are running; it is started again" in output
+    assert len(re.findall("rank 3 has joined. Ranks \\[0, 1, 2, 3\\] go on", output)) == 2, output
+    check_all(output, range(4))
+
+
+def test_a_rank_joins_while_one_comes_back():
+    launcher = joinable(4, "--restarts", 1, *SCRIPT, 100000, 1, "joined")
+    assert ask(launcher) == "rank 3 joins; 4 are running"
+    output = finish(launcher, timeout=60)
+    assert "rank 1 was ended by SIGKILL" in output
+    check_all(output, range(4))
 
 
 def test_more_ranks_cannot_be_fewer():

@@ -226,6 +226,22 @@ def test_deaths_and_returns_at_any_time(tmp_path):
         assert not outcome.errors, outcome.said
 
 
+def drawn_joins(seed):
+    """Up to two ranks that join, at any time, and perhaps a death."""
+    draw = random.Random(seed)
+    deaths = [(draw.randrange(2), draw.randrange(1, 6), round(draw.uniform(0, 15), 1))]
+    times = [round(draw.uniform(0, 1.5), 2) for _ in range(draw.choice((1, 2)))]
+    options = {"memory": draw.random() < 0.5, "buffers": draw.random() < 0.5}
+    joins = {"joins": len(times), "joins_after": times}
+    return draw.choice((2, 3)), deaths[: draw.choice((0, 1))], {**joins, **options}
+
+
+def test_ranks_join_at_any_time(tmp_path):
+    for outcome in outcomes_of(tmp_path, {f"{s}": drawn_joins(s) for s in range(6)}).values():
+        outcome.check()
+        assert not outcome.errors, outcome.said
+
+
 def given():
     draw = torch.Generator().manual_seed(0)
     large = [torch.randn(600, 700 + i, generator=draw) for i in range(5)]

@@ -27,6 +27,7 @@ CASES = {
     "masters": (3, [(1, 2, "between")], {"masters": True}),
     "wire-to-one": (2, [(1, 2, "between")], {"wire": "int8", "halves": True}),
     "wire-masters-gloo": (3, [(0, 2, "between")], {**GLOO, "wire": "int8", "masters": True}),
+    "joins": (2, [], {"joins": 1, "zero": 1, "halves": True}),
     "joins-gloo": (3, [(0, 3, "between")], {**GLOO, "joins": 1, "zero": 2}),
     "wrapped-gloo": (3, [(1, 2, "between")], {**GLOO, "passes": "wrapped", "every": 3}),
     "used-before": (3, [(1, 2, "between")], {"used": True, "halves": True}),
