@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 import fastsync
 from fastsync.build import extension
+from fastsync.engine.state import Carried, Progress
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.newcomers import ENDED
 from fastsync.torch_private import group_store, make_group
@@ -41,6 +42,9 @@ class Job:
     """One training.
 
     Attributes:
+        joins: how many ranks come that have not begun the training.
+        joins_after: seconds until each of them is started; empty: it is at once.
+        began: of a training without deaths: how many ranks its twin began with.
         deaths: rank, step and place of each, of processes of the start.
         changes: of a training without deaths: from which step on which ranks train.
         steps: likewise, how many; 0: until all are back.
@@ -55,6 +59,9 @@ class Job:
     """
 
     world: int = 3
+    joins: int = 0
+    joins_after: list = field(default_factory=list)
+    began: int = 0
     deaths: list = field(default_factory=list)
     changes: list = field(default_factory=list)
     steps: int = 0
@@ -70,6 +77,11 @@ class Job:
     freezes: int = -1
     elastic: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
+
+    @property
+    def most(self):
+        """How many ranks there are in the end."""
+        return self.world + self.joins
 
     @property
     def ends(self):
@@ -176,7 +188,7 @@ class Training:
             return step >= self.job.steps
         now = self.model.elastic
         last = max((when for _, when, _ in self.job.deaths), default=-1)
-        whole = now.size == self.job.world and now.since > last + 1
+        whole = now.size == self.job.most and now.since > last + 1
         if self.job.again:  # a death makes an epoch, and so does a return
             whole = whole and now.epoch >= 2 * self.job.ends
         return whole and step + 1 >= now.since + AFTER
@@ -212,7 +224,7 @@ class Training:
     def die_again(self, step):
         """Decides about it in the first step in which all are there again."""
         now = self.model.elastic
-        if now is None or not now.epoch or now.size < self.job.world or self.is_doomed:
+        if now is None or not now.epoch or now.size < self.job.most or self.is_doomed:
             return
         self.is_doomed = True
         for rank, attempt, steps, place in self.job.again:
@@ -225,7 +237,7 @@ class Training:
         if self.job.changes and alone and self.job.elastic.get("rescale") == "sum_of_start":
             for param in self.net.parameters():
                 if param.grad is not None:
-                    param.grad.mul_(1 / self.job.world)
+                    param.grad.mul_(1 / (self.job.began or self.job.world))
 
     def note_members(self):
         now = [self.model.elastic.since, list(self.model.elastic.ranks)]
@@ -243,9 +255,11 @@ class Training:
                 for place, newcomer in enumerate(sorted(set(ranks) - set(before))):
                     giver = ranks.index(givers[place % len(givers)])
                     self.take_over(group, giver, self.rank == newcomer)
-                self.model._update_process_group(group)
+                self.model.process_group = group
+                # Who has joined makes no plan of its own after its first step.
+                self.model._engine.use_group(group, agreed=not self.job.began)
                 if self.job.elastic.get("rescale") == "sum_of_start":
-                    self.model._engine.core.set_divisor(self.job.world)
+                    self.model._engine.core.set_divisor(self.job.began or self.job.world)
         present = [ranks for since, ranks in self.job.changes if since <= step + 1]
         return not present or self.rank in present[-1]
 
@@ -257,14 +271,19 @@ class Training:
 
     def take_over(self, group, giver, lacks):
         engine = self.model._engine
-        held = [engine.wire, engine.core.steps(), self.net.state_dict()]
+        order = [engine.params[i].name for i in engine.next_order()]
+        held = [engine.wire, engine.core.steps(), order, self.net.state_dict()]
         held += [each.state_dict() for each in self.states]
         dist.broadcast_object_list(held, group_src=giver, group=group)
         if lacks:
             engine.policy = replace(engine.policy, wire=held[0])
             engine.core.resume(held[1])
             engine.core.load_states({"residual": [None] * len(engine.params)})
-            for each, state in zip((self.net, *self.states), held[2:], strict=True):
+            if self.job.began:
+                engine.use_group(self.make_group(f"{held[1]}-{self.rank}", [self.rank]))
+                progress = Progress(held[1], held[2], engine.measured())
+                engine.resume(progress, Carried({"residual": {}, "factor": {}}), follows=True)
+            for each, state in zip((self.net, *self.states), held[3:], strict=True):
                 each.load_state_dict(state)
 
 
@@ -313,16 +332,29 @@ class Team:
     def __init__(self, folder, name, job, training):
         self.folder, self.name, self.job, self.training = folder, name, job, training
         self.server = Server()
+        self.servers = [self.server]  # and one for the group of each process that starts later
         self.running, self.codes, self.attempts = {}, [], 0
         for rank in range(job.world):
-            self.fork(rank)
+            self.fork(rank, 0)
+        began = time.monotonic()
+        times = job.joins_after or [0.0] * job.joins
+        self.due = [(began + after, job.world + n) for n, after in enumerate(times)]
+        self.look()
 
-    def fork(self, rank):
-        attempt = self.attempts
+    def start_later(self, rank):
+        self.attempts += 1
+        self.fork(rank, self.attempts)
+
+    def fork(self, rank, attempt):
+        if attempt:
+            self.servers.append(Server())
+        own = self.servers[-1] if attempt else self.server
         pid = os.fork()
         if pid == 0:
             place = {"RANK": 0 if attempt else rank, "WORLD_SIZE": 1 if attempt else self.job.world}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.server.port}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": own.port}
+            if attempt:
+                place["FASTSYNC_ELASTIC_STORE"] = f"127.0.0.1:{self.server.port}"
             place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
             place |= {"FASTSYNC_ELASTIC_RANK": f"{rank}/{self.job.world}"}
             place |= {"FASTSYNC_SHM": int(self.job.memory)}
@@ -332,6 +364,9 @@ class Team:
         self.running[pid] = (rank, attempt)
 
     def look(self):
+        for due in [due for due in self.due if due[0] <= time.monotonic()]:
+            self.due.remove(due)
+            self.start_later(due[1])
         for pid, (rank, attempt) in list(self.running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:
@@ -341,16 +376,16 @@ class Team:
             self.codes.append([rank, attempt, code])
             if code == 0:
                 self.server.say_ended()
-            elif self.attempts < self.job.ends:
-                self.attempts += 1
-                self.fork(rank)
+            elif self.attempts < self.job.ends + self.job.joins:
+                self.start_later(rank)
 
     def kill(self):
         for pid, (rank, attempt) in self.running.items():
             os.kill(pid, signal.SIGABRT if "-v" in sys.argv else signal.SIGKILL)
             os.waitpid(pid, 0)
             self.codes.append([rank, attempt, None])
-        self.server.kill()
+        for server in self.servers:
+            server.kill()
 
 
 def main(job_class=Job, training=Training):

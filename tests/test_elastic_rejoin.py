@@ -47,7 +47,8 @@ def run(folder, jobs, script=SCRIPT):
     codes = json.loads(output.splitlines()[-1])
     seen = {}
     for name, arguments in jobs:
-        logs = [folder / f"{name}-{rank}.log" for rank in range(arguments["world"])]
+        ranks = arguments["world"] + arguments.get("joins", 0)
+        logs = [folder / f"{name}-{rank}.log" for rank in range(ranks)]
         found = {}
         for file in folder.glob("*.json"):
             job, rank, attempt = file.stem.rsplit("-", 2)
@@ -69,6 +70,11 @@ class Outcome:
     expected: "Outcome | None" = None
 
     @property
+    def world(self):
+        """All ranks that there have been."""
+        return list(range(self.job["world"] + self.job.get("joins", 0)))
+
+    @property
     def members(self):
         """From which step on which ranks train, as the rank saw it that was there longest."""
         return max((it.get("members", []) for it in self.seen.values()), key=len)
@@ -83,9 +89,8 @@ class Outcome:
 
     def check(self):
         """All ranks end in it, with the weights of a training without deaths."""
-        world = list(range(self.job["world"]))
-        assert self.ended_well == world, (self.codes, self.said)
-        assert self.members[-1][1] == world, self.members
+        assert self.ended_well == self.world, (self.codes, self.said)
+        assert self.members[-1][1] == self.world, self.members
         for (rank, attempt), seen in self.seen.items():
             known = self.expected.seen[rank, 0]["weights"]
             for step, weights in seen.get("weights", {}).items():
@@ -110,7 +115,10 @@ def outcomes_of(folder, cases, script=SCRIPT, plain=None):
     for name, it in found.items():
         steps = 1 + max(int(s) for seen in it.seen.values() for s in seen.get("weights", {0: 0}))
         changed = {"deaths": [], "odd": {}, "again": [], "giver_dies": False, **(plain or {})}
-        changed |= {"changes": it.members[1:], "steps": steps}
+        began = it.job["world"]
+        if len(it.world) > began:
+            changed |= {"world": len(it.world), "joins": 0, "began": began}
+        changed |= {"changes": it.members[len(it.world) == began :], "steps": steps}
         twins.append((f"{name}.twin", it.job | changed))
     known = run(folder, twins, script)
     for name, it in found.items():
@@ -133,6 +141,28 @@ def test_weights_are_those_of_a_training_with_as_many_ranks(outcomes, case):
         back = [it for (who, attempt), it in outcome.seen.items() if who == rank and attempt]
         first = min(int(step) for step in back[0]["weights"])
         assert first + 1 in [since for since, _ in outcome.members[2:]]
+
+
+JOINS = {
+    "one-joins": (2, [], {"joins": 1, "buffers": True}),
+    "two-join-gloo": (2, [], {"joins": 2, "memory": False}),
+    "joins-and-dies": (2, [], {"joins": 1, "again": [(2, 1, 2, "between")]}),
+    "joins-and-sums": (2, [(0, 3, "after")], {"joins": 1, "elastic": {"rescale": "sum_of_start"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory, request):
+    return outcomes_of(tmp_path_factory.mktemp("joins"), cases_asked_for(request, JOINS))
+
+
+@pytest.mark.parametrize("case", JOINS)
+def test_ranks_that_join_have_the_weights_of_a_training_with_as_many(joined, case):
+    outcome = joined[case]
+    outcome.check()
+    assert not outcome.errors
+    for rank in outcome.world[outcome.job["world"] :]:
+        assert f"rank {rank} has joined" in outcome.said
 
 
 ODD = {
@@ -169,7 +199,9 @@ def test_another_model_is_refused_on_the_rank_that_brings_it(odd):
     outcome = odd["other-model"]
     outcome.check()
     (error,) = outcome.errors
-    assert error.startswith("RankMismatchError: rank 1 has come back, but differs"), error
+    assert error.startswith(
+        "RankMismatchError: rank 1 was started while others train, but differs"
+    ), error
     assert "'layers.0.weight'" in error and "(24, 24)" in error
 
 
@@ -190,6 +222,22 @@ def drawn(seed):
 
 def test_deaths_and_returns_at_any_time(tmp_path):
     for outcome in outcomes_of(tmp_path, {f"{s}": drawn(s) for s in range(4)}).values():
+        outcome.check()
+        assert not outcome.errors, outcome.said
+
+
+def drawn_joins(seed):
+    """Up to two ranks that join, at any time, and perhaps a death."""
+    draw = random.Random(seed)
+    deaths = [(draw.randrange(2), draw.randrange(1, 6), round(draw.uniform(0, 15), 1))]
+    times = [round(draw.uniform(0, 1.5), 2) for _ in range(draw.choice((1, 2)))]
+    options = {"memory": draw.random() < 0.5, "buffers": draw.random() < 0.5}
+    joins = {"joins": len(times), "joins_after": times}
+    return draw.choice((2, 3)), deaths[: draw.choice((0, 1))], {**joins, **options}
+
+
+def test_ranks_join_at_any_time(tmp_path):
+    for outcome in outcomes_of(tmp_path, {f"{s}": drawn_joins(s) for s in range(6)}).values():
         outcome.check()
         assert not outcome.errors, outcome.said
 

@@ -137,6 +137,9 @@ RETURNS = {
     "int8-one-by-one": (3, [(1, 2, "between"), (2, 5, "between")], {**INT8, **GLOO}),
     "int8-at-random": (3, [(1, 3, "after")], wire("int8", stochastic=True)),
     "int8-loads": (3, [(1, 3, "between")], {**INT8, "odd": {"1": "loads a checkpoint"}}),
+    "int8-joins": (2, [], {**INT8, "joins": 1}),
+    "e4m3-join-and-back": (3, [(0, 3, "between")], {**E4M3, **GLOO, "joins": 2, "buffers": True}),
+    "other-wire-joins": (2, [], {**INT8, "wires": {"2": {"format": "int4"}}, "joins": 1}),
     "other-wire": (3, [(1, 4, "between")], {**INT8, "wires": {"2": {"format": "int4"}}}),
 }
 

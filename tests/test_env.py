@@ -32,6 +32,7 @@ def test_every_variable():
             "FASTSYNC_STRAGGLER_WARN": "0.25",
             "FASTSYNC_UNIT_MEMORY_MB": "0.5",
             "FASTSYNC_ELASTIC_RANK": "2/4",
+            "FASTSYNC_ELASTIC_STORE": "127.0.0.1:29400",
             "TORCHELASTIC_RESTART_COUNT": "5",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -42,7 +43,8 @@ def test_every_variable():
         expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25
     )
     placed = replace(watching, unit_memory_mb=0.5, elastic_rank=(2, 4), restarts=5)
-    assert env == replace(placed, nccl_lets_live=True)
+    met = replace(placed, elastic_store=("127.0.0.1", 29400))
+    assert env == replace(met, nccl_lets_live=True)
     assert not Env.read({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}).nccl_lets_live
     assert Env.read({"XDG_CACHE_HOME": "/elsewhere"}).cache_dir == Path("/elsewhere/fastsync")
 
@@ -66,8 +68,10 @@ def test_every_variable():
         ("FASTSYNC_AGREE_TIMEOUT", "soon"),
         ("FASTSYNC_AGREE_TIMEOUT", "nan"),
         ("RANK", "first"),
-        ("FASTSYNC_ELASTIC_RANK", "4/4"),
+        ("FASTSYNC_ELASTIC_RANK", "4/0"),
         ("FASTSYNC_ELASTIC_RANK", "2"),
+        ("FASTSYNC_ELASTIC_STORE", "29400"),
+        ("FASTSYNC_ELASTIC_STORE", "127.0.0.1:any"),
         ("TORCHELASTIC_RESTART_COUNT", "many"),
     ],
 )

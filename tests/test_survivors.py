@@ -119,7 +119,7 @@ def test_who_has_stopped_counting_is_not_seen():
 def test_who_waits_for_a_training_that_has_ended_is_told():
     store = HashStore()
     store.set(ENDED, "")
-    with pytest.raises(SyncFault, match="has ended before rank 1 was back"):
+    with pytest.raises(SyncFault, match="has ended before it had taken rank 1 in"):
         Waiting(store, 1, timeout=20).training()
 
 

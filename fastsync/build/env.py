@@ -96,9 +96,12 @@ class Env:
             buffers that they travel in may take before others are gathered ahead of time (default:
             None, no limit).
         elastic_rank: ``FASTSYNC_ELASTIC_RANK``, as `python -m fastsync.elastic` sets it: which rank
-            of the training this process is, and of how many, such as ``2/4`` (default: None).
+            of the training this process is, and how many began it, such as ``2/4``; ``4/4`` has
+            joined (default: None).
+        elastic_store: ``FASTSYNC_ELASTIC_STORE``, as `fastsync.elastic` sets it on ranks that come
+            back or join: host and port of the store where those that train meet (default: None).
         restarts: ``TORCHELASTIC_RESTART_COUNT``, as torchrun sets it, and `fastsync.elastic` on
-            ranks that come back: another number on each (default: 0).
+            ranks that come back or join: another number on each (default: 0).
         nccl_lets_live: ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT`` are
             ``0``: torch does not end a process because a collective of NCCL has failed.
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
@@ -120,6 +123,7 @@ class Env:
     straggler_warn: float = 0.1
     unit_memory_mb: float | None = None
     elastic_rank: tuple[int, int] | None = None
+    elastic_store: tuple[str, int] | None = None
     restarts: int = 0
     replace_ddp: Mapping[str, Any] | None = None
     nccl_lets_live: bool = False
@@ -149,6 +153,7 @@ class Env:
             straggler_warn=_share(environ, "FASTSYNC_STRAGGLER_WARN", cls.straggler_warn),
             unit_memory_mb=_mebibytes(environ, "FASTSYNC_UNIT_MEMORY_MB"),
             elastic_rank=_place(environ, "FASTSYNC_ELASTIC_RANK"),
+            elastic_store=_address(environ, "FASTSYNC_ELASTIC_STORE"),
             restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", cls.restarts),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
             nccl_lets_live=all(environ.get(n) == v for n, v in NCCL_LETS_LIVE.items()),
@@ -281,9 +286,19 @@ def _place(environ: Mapping[str, str], name: str) -> tuple[int, int] | None:
     if not text:
         return None
     rank, _, ranks = text.partition("/")
-    if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
-        raise ValueError(f"{name}={text!r} is not a rank and how many there are, such as 2/4")
+    if not (rank.isdigit() and ranks.isdigit() and int(ranks)):
+        raise ValueError(f"{name}={text!r} is not a rank and how many began, such as 2/4")
     return int(rank), int(ranks)
+
+
+def _address(environ: Mapping[str, str], name: str) -> tuple[str, int] | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ValueError(f"{name}={text!r} is not a host and a port, such as 127.0.0.1:29400")
+    return host, int(port)
 
 
 def _positive(environ: Mapping[str, str], name: str, default: float) -> float:

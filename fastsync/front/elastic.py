@@ -77,7 +77,8 @@ class Membership:
 
     Attributes:
         rank: this one's place among them, from 0.
-        ranks: those of the start that are left or have come back, as they were counted then.
+        ranks: those of the start that are left or have come back, as they were counted then; and
+            those that have joined since, whose numbers follow.
         epoch: 0 at the start; each death makes a later one, and each return.
         since: the first step, from 1, whose averages are theirs alone.
         group: their process group. That of the start is broken once a rank has died.
@@ -314,7 +315,7 @@ class Elastic:
         old = self._engine.group
         break_group(old)
         self._engine.shares.outlive()
-        members = [self.seat.members[rank] for rank in ranks]
+        members = [self.seat.member(rank) for rank in ranks]
         name, backend = f"{self.place.name}-{self._epoch}", renewed_backend(old) or "gloo"
         me = ranks.index(self._me)
         return make_group(self.seat.store, me, members, name, _PATIENCE, backend)
@@ -354,17 +355,18 @@ class Elastic:
         if self.now.rank != min(self.now.ranks.index(rank) for rank in self._decided.survivors):
             return
         lost = self._losses(before.ranks, self.now.ranks)
-        back = [rank for rank in self.now.ranks if rank not in before.ranks]
-        said = [lost, *(f"rank {rank} is back" for rank in back)]
-        words = "; ".join(filter(None, said)) or "a rank that was coming back has ended"
+        new = [rank for rank in self.now.ranks if rank not in before.ranks]
+        verbs = ("is back" if rank < self._started else "has joined" for rank in new)
+        said = [lost, *(f"rank {rank} {verb}" for rank, verb in zip(new, verbs, strict=True))]
+        words = "; ".join(filter(None, said)) or "a rank that was being taken in has ended"
         left, step = list(self.now.ranks), self.now.since
         _log.warning("fastsync: %s. Ranks %s go on with step %d", words, left, step)
 
 
 def _refuse(reducer: Reducer) -> None:
-    """Before a forward of a rank that has come back, and is alone."""
+    """Before a forward of a rank that comes back or joins, and is alone."""
     raise RuntimeError(
-        "this rank has come back to a training that goes on, and does not know what the others do: "
+        "this rank was started while others train, and does not know what they do: "
         "call model.catch_up(optimizer) before the first step, on every rank"
     )
 

@@ -1,4 +1,4 @@
-"""Ranks that come back to a training that goes on: `model.catch_up(optimizer)`.
+"""Ranks that come back to a training that goes on, or join it: `model.catch_up(optimizer)`.
 
 One return, with four ranks of which rank 2 was killed in step 7:
 
@@ -13,6 +13,8 @@ One return, with four ranks of which rank 2 was killed in step 7:
 4. All four make a group and look out for each other. Rank 0 gives rank 2 what it has after step 30;
    the others wait for them, with a plan for four ranks.
 5. catch_up() returns 30 on rank 2. Step 31 is an average over four ranks.
+
+A rank that joins does the same. It has a number that no rank has had.
 
 A rank that ends on the way back is left out: those that train meet again, without it. So is one
 that was coming back when another died; it announces itself again.
@@ -126,14 +128,14 @@ class Returns(StepWatcher):
         difference = find_difference(training.statement, self._statement(settings))
         if difference:
             raise RankMismatchError(
-                f"rank {seat.rank} has come back, but differs from the ranks that train: "
+                f"rank {seat.rank} was started while others train, but differs from them: "
                 f"{difference}"
             )
         elastic.place.name = training.place
         alone = self._engine.group
         while not self._joined(waiting.admitted()):
             _log.warning(
-                "fastsync: rank %d was coming back when others ended (%s); it tries again",
+                "fastsync: rank %d was being taken in when others ended (%s); it tries again",
                 seat.rank,
                 elastic.obstacle,
             )
@@ -248,8 +250,8 @@ class ReturningFront(ElasticFront):
     def catch_up(self, *states: Stateful) -> int:
         """Where this rank begins: call it on every rank, before the first step.
 
-        A rank that `python -m fastsync.elastic` has started again gets everything from those that
-        train, between two of their steps: parameters, buffers, and `states`.
+        A rank that `python -m fastsync.elastic` has started again, or that joins, gets everything
+        from those that train, between two of their steps: parameters, buffers, and `states`.
 
         Args:
             states: optimizers, schedulers and whatever else has `state_dict` and `load_state_dict`;

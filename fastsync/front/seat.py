@@ -1,13 +1,26 @@
-"""Which rank of a training this process is: as the launcher says, or the process group."""
+"""Which rank of a training this process is: as the launcher says, or the process group.
+
+A process that the launcher starts while others train makes a default group of its own, in a store
+of its own. In the others' store it would be a second rank 0, under the keys of the first one, which
+ranks that begin at that moment would connect with instead.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from fastsync.build.env import Env
-from fastsync.torch_private import PrefixStore, Store, group_store, root_store
+from fastsync.torch_private import (
+    PrefixStore,
+    Store,
+    connect_store,
+    group_store,
+    group_timeout,
+    root_store,
+)
 
 __all__ = ["ELASTIC_STORE", "Seat"]
 
@@ -16,17 +29,16 @@ ELASTIC_STORE = "fastsync/elastic"  # what the launcher's store holds of the tra
 
 @dataclass(frozen=True)
 class Seat:
-    """One process of a training whose ranks may die and come back.
+    """One process of a training whose ranks may die and come back, and which others may join.
 
     Attributes:
-        rank: as it was counted at the start.
+        rank: as it was counted at the start, or the next number, where it has joined since.
         started: how many ranks began the training.
-        members: by rank, what process groups call it here: its rank in the default group. In a
-            process that came back that group has one rank, and the others have none.
+        members: ranks of the start in the default group; none in a process that was started later.
         store: that all ranks reach under the same names.
         lasting: it is the launcher's, where ranks that come back find the others.
-        returns: this process came back.
-        process: another number on each process that `python -m fastsync.elastic` has started again.
+        returns: this process was started later: it comes back or joins.
+        process: another number on each of those that `python -m fastsync.elastic` has started.
     """
 
     rank: int
@@ -37,20 +49,30 @@ class Seat:
     returns: bool = False
     process: int = 0
 
+    def member(self, rank: int) -> int:
+        """What process groups call a rank here: its rank in the default group.
+
+        In a process that was started later that group has one rank. Who is not in it has a number
+        beyond it.
+        """
+        if self.returns:
+            return 0 if rank == self.rank else rank + 1
+        return self.members[rank] if rank < self.started else rank
+
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Seat | None:
         """None where there is nobody to go on with: the training began with one rank."""
         env, store = Env.read(), group_store(group)
         if store is None:
             return None
-        launched, lasting = env.elastic_rank, PrefixStore(ELASTIC_STORE, root_store(store))
-        if launched is not None and env.restarts and group.size() == 1:
-            rank, started = launched
-            members = [0 if r == rank else r + 1 for r in range(started)]
-            return cls(rank, started, tuple(members), lasting, True, True, env.restarts)
+        launched = env.elastic_rank
         if group.size() == 1:
-            return None
+            if launched is None or env.elastic_store is None:
+                return None
+            timeout = group_timeout(group) or timedelta(minutes=30)
+            theirs = PrefixStore(ELASTIC_STORE, connect_store(*env.elastic_store, timeout))
+            return cls(*launched, (), theirs, True, True, env.restarts)
         members = dist.get_process_group_ranks(group)
         whole = launched is not None and launched[1] == group.size()
-        place = lasting if whole else store
+        place = PrefixStore(ELASTIC_STORE, root_store(store)) if whole else store
         return cls(group.rank(), group.size(), tuple(members), place, whole)

@@ -1,6 +1,6 @@
-"""Where ranks that come back wait until those that train take them in: through the store.
+"""Where ranks that come back or join wait until those that train take them in: through the store.
 
-All keys lie in one place of the store, and a rank that comes back makes an announcement with a
+All keys lie in one place of the store, and each of these ranks makes an announcement with a
 number of its own. While it waits it counts a number up, so that who looks can tell whether it still
 lives: those that train would wait for a dead one when they connect.
 """
@@ -23,7 +23,7 @@ _TRAINING = "training"
 
 
 def back_key(attempt: int) -> str:
-    """Set once a process that the launcher has started again trains."""
+    """Set once a process that the launcher has started after the others trains."""
     return f"back/{attempt}"
 
 
@@ -99,7 +99,7 @@ class Doorway:
 
 @dataclass
 class Waiting:
-    """A rank that comes back, before those that train have taken it in.
+    """A rank that comes back or joins, before those that train have taken it in.
 
     Args:
         store: the place of the training.
@@ -136,11 +136,11 @@ class Waiting:
         while not self.store.check([key]):
             if self.store.check([ENDED]):
                 raise SyncFault(
-                    f"fastsync: the training has ended before rank {self.rank} was back in it"
+                    f"fastsync: the training has ended before it had taken rank {self.rank} in"
                 )
             if time.monotonic() > deadline:
                 raise SyncFault(
-                    f"fastsync: rank {self.rank} has come back and waited {self.timeout:g} s, but "
+                    f"fastsync: rank {self.rank} was started, and waited {self.timeout:g} s, but "
                     "the ranks that train did not take it in. They do so before a forward that "
                     "follows a step of an optimizer, if every rank has called catch_up()"
                 )

@@ -30,6 +30,7 @@ __all__ = [
     "backend_name",
     "break_group",
     "connect_group",
+    "connect_store",
     "default_group",
     "gather_objects",
     "gloo_threads",
@@ -88,6 +89,18 @@ def root_store(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def connect_store(host: str, port: int, timeout: timedelta) -> Store:
+    """A store that another process serves.
+
+    Args:
+        timeout: for connecting, and for each of its operations.
+
+    Raises:
+        RuntimeError: nobody serves one there.
+    """
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def resolvable_name(group: dist.ProcessGroup) -> str:
