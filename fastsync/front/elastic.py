@@ -79,7 +79,7 @@ class Membership:
         rank: this one's place among them, from 0.
         ranks: those of the start that are left or have come back, as they were counted then; and
             those that have joined since, whose numbers follow.
-        epoch: 0 at the start; each death makes a later one, and each return.
+        epoch: 0 at the start; each death makes a later one, and so do ranks that come back or join.
         since: the first step, from 1, whose averages are theirs alone.
         group: their process group. That of the start is broken once a rank has died.
     """
