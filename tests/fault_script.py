@@ -1,12 +1,14 @@
 """Trains on forked ranks of which one has a fault, and prints how each ended. See test_faults.py.
 
 A job is (fault, place, wrapper, world). Rank 1 has the fault in its third step, or where the place
-is earlier. A rank writes what it has seen to `<folder>/<job>-<rank>.json`; the script prints, as
-JSON, how the processes ended.
+is earlier. A rank writes what it has seen to `<folder>/<job>-<rank>.json`, and as it goes, to
+`.notes`, a digest of the weights after each step, and when its fault begins. The script prints, as
+JSON, which processes had to be ended.
 """
 
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -27,6 +29,7 @@ import fastsync.engine.engine as engine
 import fastsync.engine.groups as groups
 import fastsync.engine.watch as watch
 from fastsync.build import extension
+from fastsync.shard.delivery import Delivery
 from fastsync.torch_private import TCPStore
 
 LIMIT = 60.0  # seconds for a job
@@ -74,6 +77,26 @@ class Halves(fastsync.Codec):
         values.copy_(wire.view(torch.float16))
 
 
+def note(**what):
+    """Keeps a line, which no end of this process loses."""
+    file = os.open(os.environ["FAULT_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, (json.dumps(what) + "\n").encode())
+    os.close(file)
+
+
+def note_fault():
+    note(struck=time.time())
+
+
+def note_step(model, wrapper):
+    """That a step is over, with what this rank's weights are after it; none where it has a part."""
+    if wrapper not in ("zero3", "blind3", "fsdp"):
+        digest = hashlib.blake2b(digest_size=8)
+        for param in model.parameters():
+            digest.update(param.detach().numpy().tobytes())
+        note(weights=digest.hexdigest())
+
+
 def end_connections():
     """As the system does where a process ends, but this one goes on."""
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -85,6 +108,7 @@ def end_connections():
 def fail(fault):
     """What happens to the faulty rank, some beats after the others have heard where it is."""
     time.sleep(0.3)
+    note_fault()
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "store":
@@ -119,15 +143,25 @@ class Net(nn.Module):
         # Reached when the buckets of half of the layers have been sent.
         self.layers[LAYERS // 2].weight.register_hook(self.in_backward)
         self.last = []  # nodes of autograd that are held for their hooks
+        self.waits = False  # in the middle of the backward in which another rank has its fault
 
     def due(self, place):
         return self.fault is not None and place == self.place and self.step == AT
 
     def in_backward(self, grad):
+        if self.waits and self.step == AT:
+            time.sleep(1)
         if self.fault == "nan" and self.due("backward"):
+            note_fault()
             return grad * float("nan")
         if self.due("backward"):
-            fail(self.fault)
+            self.fail()
+
+    def fail(self):
+        if self.fault != "flip":
+            return fail(self.fault)
+        note_fault()
+        self.layers[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
 
     def at_the_end(self):
         """Has the fault happen once this rank has sent all its buckets in the next backward."""
@@ -149,10 +183,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         if (self.fault == "nan" and self.due("forward")) or self.due("nonfinite"):
+            note_fault()
             x = x * float("nan")
         for index, layer in enumerate(self.layers):
             if index == LAYERS // 2 and self.fault != "nan" and self.due("forward"):
-                fail(self.fault)
+                self.fail()
             if index == LAYERS // 2 and self.shared:
                 x.register_hook(self.in_backward)
             x = layer(x).tanh()
@@ -196,6 +231,8 @@ def check_again(model, x):
 
 def differ(net, fault):
     """What this rank has alone."""
+    if fault in ("shapes", "order", "settings"):
+        note_fault()
     if fault == "shapes":
         net.layers[0] = nn.Linear(WIDTH, WIDTH + 1)
     elif fault == "order":
@@ -216,13 +253,36 @@ def vote_and_fail(fault):
     engine.agree_on_plan = fail_and_vote
 
 
+def fail_between(net, wrapper, rank):
+    """Has the fault happen when the first collective of a bucket is over, and not the second.
+
+    With `zero` that is before the parameters of the first bucket are sent. In a wire format another
+    rank holds up its next bucket, on which the faulty one's worker waits before it goes on with
+    those that it has begun; then nobody needs its training thread any more.
+    """
+    if wrapper.startswith("zero"):
+        start = Delivery.start
+
+        def fail_and_start(*args):
+            if net.due("pieces"):
+                fail(net.fault)
+            start(*args)
+
+        Delivery.start = fail_and_start
+    net.waits = wrapper == "int8" and rank == 0
+
+
 def train(rank, fault, place, wrapper):
     mine = fault if rank == FAULTY else None
     options = dict(WRAPPERS[wrapper] or {})
     if fault == "nan":
         options["on_nonfinite"] = "raise"
+    if fault == "flip":
+        options["check_replicas"] = fastsync.ReplicaPolicy(every=1)
     net = Net(mine, place)
     options.update(differ(net, mine))
+    if place == "pieces":
+        fail_between(net, wrapper, rank)
     all_thaw = (fault, place) == ("store", "vote")  # for which ranks meet in the store
     if fault == "thaw" or all_thaw:
         net.layers[0].weight.requires_grad_(False)
@@ -256,8 +316,10 @@ def train(rank, fault, place, wrapper):
             fail(fault)
         if net.step == AT and (mine == "thaw" or all_thaw):
             net.layers[0].weight.requires_grad_(True)
+            if mine == "thaw":
+                note_fault()
         optimizer.zero_grad()
-        if net.due("skips"):
+        if net.due("skips") or (wrapper == "int8" and net.due("pieces")):
             net.at_the_end()
         try:
             model(x).backward()
@@ -272,9 +334,12 @@ def train(rank, fault, place, wrapper):
         if net.due("between") or net.due("nonfinite"):
             fail(fault)
         optimizer.step()
+        note_step(model, wrapper)
         if net.due("checkpoint"):
             fail(fault)
         optimizer.state_dict()  # which all ranks collect, where they share it
+    if mine == "fewer":
+        note_fault()
     return [float(p.detach().double().sum()) for p in net.parameters()]
 
 
@@ -297,6 +362,7 @@ def serve_store():
 
 def run(folder, name, rank, job, served):
     fault, place, wrapper, world = job
+    os.environ["FAULT_NOTES"] = f"{folder}/{name}-{rank}.notes"
     start = {"init_method": f"file://{folder}/{name}.store"}
     if served is not None:
         port, process = served
