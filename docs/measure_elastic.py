@@ -48,6 +48,7 @@ from fastsync.torch_private import TCPStore
 
 # Name, width, layers, rows of a batch.
 MODELS = {"wide": (1024, 8, 64), "deep": (128, 40, 64)}
+HERE = "127.0.0.1"
 LIMIT = 300.0  # seconds that ranks of a return wait for each other
 _CLONE_NEWNET = 0x40000000  # for setns(2), which os has from Python 3.12 on
 
@@ -141,7 +142,7 @@ def enter(seat: Seat | None) -> None:
 def serve(port: Connection, seat: Seat | None) -> None:
     """A store that outlives every rank."""
     enter(seat)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
     port.send(store.port)
     signal.pause()
 
@@ -184,21 +185,26 @@ class Return:
     port: int
     seats: Sequence[Seat | None]
 
-    def begin(self, rank: int, attempt: int) -> None:
-        """Has this process be that rank, for the first time or again."""
+    def begin(self, rank: int, attempt: int) -> TCPStore | None:
+        """Has this process be that rank, for the first time or again: then in a group of its own,
+        whose store is returned."""
         seat = self.seats[rank]
         enter(seat)
-        place: dict[str, object] = {"MASTER_ADDR": "127.0.0.1"}
+        place: dict[str, object] = {"MASTER_ADDR": HERE}
         if seat is not None:
             place = {**seat.placement(0, 1).environment, "FASTSYNC_SHM": 0}
-        place |= (
-            {"RANK": 0, "WORLD_SIZE": 1} if attempt else {"RANK": rank, "WORLD_SIZE": self.world}
-        )
-        place |= {"MASTER_PORT": self.port, "FASTSYNC_ELASTIC_RANK": f"{rank}/{self.world}"}
+        place |= {"RANK": rank, "WORLD_SIZE": self.world, "MASTER_PORT": self.port}
+        alone = None
+        if attempt:
+            place["FASTSYNC_ELASTIC_STORE"] = f"{place['MASTER_ADDR']}:{self.port}"
+            alone = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+            place |= {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": alone.port}
+        place["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
         place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
         os.environ |= {name: str(value) for name, value in place.items()}
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+        return alone
 
     def is_over(self, now: fastsync.Membership | None, done: int) -> bool:
         assert now is not None
@@ -214,7 +220,7 @@ class Return:
 
 def come_back(training: Return, rank: int, attempt: int) -> None:
     """Trains until the last rank, which dies in its sixth step, has been back for three."""
-    training.begin(rank, attempt)
+    alone = training.begin(rank, attempt)
     last = training.world - 1
     net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(int(8 * training.link.scale))])
     model = fastsync.FastDDP(net, elastic=True)
@@ -237,7 +243,7 @@ def come_back(training: Return, rank: int, attempt: int) -> None:
         steps.append(time.perf_counter() - start)
         if attempt and len(steps) == 1:
             back = time.perf_counter() - began
-    assert model.elastic is not None
+    assert model.elastic is not None and (alone is not None) == bool(attempt)
     state = 3 * sum(param.nbytes for param in net.parameters())  # AdamW keeps two numbers for each
     if rank == 0:
         message_seconds(model.elastic.group, 0, last, state)
