@@ -185,26 +185,24 @@ class Return:
     port: int
     seats: Sequence[Seat | None]
 
-    def begin(self, rank: int, attempt: int) -> TCPStore | None:
+    def begin(self, rank: int, attempt: int) -> None:
         """Has this process be that rank, for the first time or again: then in a group of its own,
-        whose store is returned."""
+        whose store it serves itself."""
         seat = self.seats[rank]
         enter(seat)
         place: dict[str, object] = {"MASTER_ADDR": HERE}
         if seat is not None:
             place = {**seat.placement(0, 1).environment, "FASTSYNC_SHM": 0}
         place |= {"RANK": rank, "WORLD_SIZE": self.world, "MASTER_PORT": self.port}
-        alone = None
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
         if attempt:
             place["FASTSYNC_ELASTIC_STORE"] = f"{place['MASTER_ADDR']}:{self.port}"
-            alone = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-            place |= {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": alone.port}
+            place |= {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": 0}
+            place["TORCHELASTIC_USE_AGENT_STORE"] = False
         place["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
         os.environ |= {name: str(value) for name, value in place.items()}
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
-        return alone
 
     def is_over(self, now: fastsync.Membership | None, done: int) -> bool:
         assert now is not None
@@ -220,7 +218,7 @@ class Return:
 
 def come_back(training: Return, rank: int, attempt: int) -> None:
     """Trains until the last rank, which dies in its sixth step, has been back for three."""
-    alone = training.begin(rank, attempt)
+    training.begin(rank, attempt)
     last = training.world - 1
     net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(int(8 * training.link.scale))])
     model = fastsync.FastDDP(net, elastic=True)
@@ -243,7 +241,7 @@ def come_back(training: Return, rank: int, attempt: int) -> None:
         steps.append(time.perf_counter() - start)
         if attempt and len(steps) == 1:
             back = time.perf_counter() - began
-    assert model.elastic is not None and (alone is not None) == bool(attempt)
+    assert model.elastic is not None
     state = 3 * sum(param.nbytes for param in net.parameters())  # AdamW keeps two numbers for each
     if rank == 0:
         message_seconds(model.elastic.group, 0, last, state)
