@@ -12,106 +12,47 @@ from pathlib import Path
 import pytest
 
 from tests import test_faults
+from tests.fault_places import FAULTS, PLACES, REASONS, WAYS, WHERE, WORLDS, in_matrix, jobs
 from tests.random_faults.schedule import PLACES as DRAWN_PLACES
 from tests.random_faults.schedule import Schedule
+from tests.test_full_disk import WAYS as DISK_WAYS
 
-WAYS = ("fp32", "int8", "zero1", "zero2")
-WORLDS = (2, 3, 4)
-# "pieces": between two collectives of a bucket.
-PLACES = ("forward", "backward", "pieces", "vote", "wrap", "checkpoint")
-# As the jobs of tests/test_faults.py call them.
-FAULTS = {
-    "kill -9": ("kill",),
-    "SIGSTOP": ("stop",),
-    "sleep": ("sleep",),
-    "exception": ("raise",),
-    "early exit": ("exit", "leave", "fade"),
-    "skipped batch": ("skip",),
-    "one step fewer": ("fewer",),
-    "thaw alone": ("thaw",),
-    "other shapes": ("shapes",),
-    "other order": ("order",),
-    "other settings": ("settings",),
-    "NaN": ("nan",),
-    "flipped bit": (),
-    "cut link": (),
-    "full disk": (),
-    "no store": ("store",),
-}
 ENDS = ("kill", "raise", "exit")
 DRAWN = 1100  # schedules
-# Tests beside tests/test_faults.py: of which fault, where, and with what.
+# Tests beside tests/test_faults.py, and what each of their cases shows: fault, place, way, ranks.
 ELSEWHERE = {
-    "tests/test_replicas.py::test_a_flipped_bit_of_a_weight_is_found_at_the_next_comparison": (
-        "flipped bit",
-        ("forward",),
-        WAYS,
-        (3, 4),
-    ),
-    "tests/test_replicas.py::test_a_repair_leaves_no_trace": (
-        "flipped bit",
-        ("backward",),
-        ("fp32", "int8", "zero1"),
-        (3,),
-    ),
-    "tests/test_replicas.py::test_two_ranks_have_no_majority": (
-        "flipped bit",
-        ("forward",),
-        ("fp32",),
-        (2,),
-    ),
-    "tests/test_cut_link.py::test_the_rank_that_cannot_be_reached_is_named": (
-        "cut link",
-        ("forward", "backward"),
-        WAYS,
-        (3,),
-    ),
-    "tests/test_full_disk.py::test_every_rank_learns_whose_disk_is_full_and_trains_on": (
-        "full disk",
-        ("checkpoint",),
-        WAYS,
-        WORLDS,
-    ),
+    "tests/test_replicas.py::test_a_flipped_bit_of_a_weight_is_found_at_the_next_comparison": [
+        ("flipped bit", "forward", "fp32", 4),
+        ("flipped bit", "forward", "int8", 3),
+        ("flipped bit", "forward", "zero1", 3),
+        ("flipped bit", "forward", "zero2", 4),
+    ],
+    "tests/test_replicas.py::test_a_repair_leaves_no_trace": [
+        ("flipped bit", "backward", "fp32", 3),
+        ("flipped bit", "backward", "int8", 3),
+        ("flipped bit", "backward", "zero1", 3),
+        ("flipped bit", "backward", "zero2", 3),
+    ],
+    "tests/test_replicas.py::test_two_ranks_have_no_majority": [
+        ("flipped bit", "forward", "fp32", 2),
+    ],
+    "tests/test_cut_link.py::test_the_rank_that_cannot_be_reached_is_named": [
+        ("cut link", "forward", way, 3) for way in WAYS
+    ],
+    "tests/test_full_disk.py::test_every_rank_learns_whose_disk_is_full_and_trains_on": [
+        ("full disk", "checkpoint", way, world) for way, (world, *_) in DISK_WAYS.items()
+    ],
 }
-_COMPARED = "settings and parameters are compared where the model is wrapped"
-_LOOP = "a script leaves out a batch in its forward or backward"
-_NO_GRADIENT = "no gradient is computed there"
-_ONCE = "what flips at any time is found at the next comparison, which comes behind a backward"
-_STOPPED = "to the others that rank has stopped, and they see a stop at this place"
-# Cells that cannot be, or are others under another name; `None`: at any other place.
-REASONS = {
-    ("skipped batch", None): _LOOP,
-    ("one step fewer", None): "a script leaves its loop between two steps",
-    ("thaw alone", None): "a thaw takes effect in the vote on a plan",
-    ("other shapes", None): _COMPARED,
-    ("other order", None): _COMPARED,
-    ("other settings", None): _COMPARED,
-    ("NaN", None): _NO_GRADIENT,
-    ("flipped bit", None): _ONCE,
-    ("cut link", None): _STOPPED,
-    (
-        "cut link",
-        2,
-    ): "either of two ranks is cut off from the other: the errors are those of a stop",
+# Numbers of ranks that a fault needs no test with.
+ENOUGH = {
+    ("cut link", 2): "either of two ranks is cut off from the other: it looks like a stop",
     ("cut link", 4): "as with three",
-    ("full disk", None): "nothing else writes to a disk",
-    ("no store", "forward"): "nobody needs the store there, as in a backward",
-    ("no store", "pieces"): "nobody needs the store there, as in a backward",
 }
 
 
 def cells():
     """Fault, and where, with which way, or among how many ranks."""
     return list(itertools.product(FAULTS, (*PLACES, *WAYS, *WORLDS)))
-
-
-def in_matrix(value):
-    """What a job calls "between" or "loop" makes the others wait in the next forward."""
-    renamed = {"between": "forward", "loop": "forward", "groups": "wrap", "before": "wrap"}
-    renamed |= {"arrived": "wrap", "unlinked": "wrap", "connect": "wrap"}
-    renamed |= {"wrapped": "wrap"}
-    renamed |= {"nonfinite": "vote", "skips": "vote", "codec": "int8"}
-    return renamed.get(value, value)
 
 
 @cache
@@ -123,15 +64,17 @@ def known_tests():
         job = "-".join(map(str, (short, *others)))
         for other in others:
             found.setdefault((names[short], in_matrix(other)), []).append(job)
-    for test, (fault, *lists) in ELSEWHERE.items():
-        for other in itertools.chain(*lists):
-            found.setdefault((fault, other), []).append(test)
+    for test, shown in ELSEWHERE.items():
+        for fault, *others in shown:
+            for other in others:
+                found.setdefault((fault, other), []).append(test)
     return found
 
 
 def reason(fault, other):
-    place = None if other in PLACES else other
-    return REASONS.get((fault, other)) or REASONS.get((fault, place))
+    """Why there is no such cell, or need be none."""
+    impossible = other in PLACES and other not in WHERE.get(fault, PLACES)
+    return REASONS[fault] if impossible else ENOUGH.get((fault, other))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -141,9 +84,18 @@ def test_every_cell_has_a_test_or_cannot_be(fault):
 
 
 def test_no_reason_is_given_for_what_is_tested():
-    named = [pair for pair in REASONS if pair[1] is not None]
-    assert not [pair for pair in named if pair in known_tests()]
-    assert {fault for fault, _ in REASONS} <= set(FAULTS)
+    assert not [pair for pair in known_tests() if reason(*pair)]
+    assert set(REASONS) == set(WHERE) <= set(FAULTS)
+
+
+def test_a_cell_of_each_pair_is_among_those_that_are_run():
+    """By tests/fault_cells.py, all of them."""
+    run = {(job[0], other) for job in jobs() for other in map(in_matrix, job[1:])}
+    names = {short: fault for fault, shorts in FAULTS.items() for short in shorts}
+    pairs = {(names[short], other) for short, other in run}
+    elsewhere = {"cut link", "full disk"}
+    wanted = {cell for cell in cells() if not reason(*cell) and cell[0] not in elsewhere}
+    assert pairs == wanted
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -1,0 +1,156 @@
+"""Runs every fault at every place, in every way to synchronise, among 2, 3 and 4 ranks.
+
+    python -m tests.fault_cells --json cells.json --seconds 250 --at-once 2
+
+Adds to what FILE holds of earlier runs, so that it can be run in slices. The exit code is 1 if a
+cell has ended in another way than it should: if a rank hangs, an error does not name the rank or
+the bucket, or ranks have unequal weights after a step.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from threading import Lock
+
+import torch
+
+from examples.common.machine import command_line, commit, environment, write_json
+from examples.common.ranks import Group
+from tests import fault_places
+from tests.fault_endings import Ending, check_place, check_state, check_text, name_of
+from tests.scripts import run_jobs
+
+AT_A_TIME = 6  # jobs of one process
+LIMIT = 600  # seconds for them
+CHECKS = {"rank": check_text, "place": check_place, "weights": check_state}
+HEADINGS = {"pieces": "between collectives"}
+
+
+def waits(ending):
+    """Seconds of each survivor from the fault to its error, or from when it came to wait."""
+    struck = ending.struck()
+    errors = [seen for seen in ending.others if seen and "error" in seen]
+    if struck is None:
+        return []
+    return [min(s["at"] - struck, s.get("seconds") or s["at"] - struck) for s in errors]
+
+
+def outcome(job, ending):
+    """What a cell has shown."""
+    found = {"job": job, "wrong": {}}
+    for name, check in CHECKS.items():
+        try:
+            check(*((ending,) if check is check_state else (job, ending)))
+        except (AssertionError, ValueError, TypeError, KeyError) as error:
+            found["wrong"][name] = f"{type(error).__name__}: {error}"
+    found["seconds"] = [round(seconds, 4) for seconds in waits(ending)]
+    found["warned"] = [seconds[0] for seconds in ending.warnings() if seconds]
+    found["steps"] = [len(weights) for weights in ending.weights()]
+    return found
+
+
+class Cells:
+    """Those that have been run, by name, in a file."""
+
+    def __init__(self, path):
+        self.path, self.lock = path, Lock()
+        self.found = json.loads(path.read_text()) if path.exists() else {}
+
+    def run(self, jobs, until):
+        """Those that have not been run, a few at a time."""
+        if time.monotonic() > until or not jobs:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            ((_, stuck),) = run_jobs("tests.fault_script", folder, jobs, LIMIT, at_once=1)
+            seen = {name_of(j): outcome(j, Ending(folder, j, stuck[name_of(j)])) for j in jobs}
+        with self.lock:
+            self.found |= seen
+            self.path.write_text(json.dumps(self.found, indent=0))
+            for name, cell in seen.items():
+                print(f"{len(self.found):4} {name}: {describe(cell)}", flush=True)
+
+
+def describe(cell):
+    for what, text in cell["wrong"].items():
+        return f"WRONG {what}: {text}"
+    return " ".join(f"{seconds:.2f} s" for seconds in cell["seconds"]) or "no error"
+
+
+def spread(seconds):
+    return f"{median(seconds):.2f} / {max(seconds):.2f}" if seconds else "-"
+
+
+def rows(cells):
+    """Of the table: a fault by place; for those that are warned of, the warnings, too."""
+    for fault, names in fault_places.FAULTS.items():
+        mine = [cell for cell in cells if cell["job"][0] in names]
+        if not mine:
+            continue
+        failed = sum(bool(cell["wrong"]) for cell in mine)
+        yield [fault, str(len(mine)), str(failed), *by_place(mine, "seconds")]
+        if any(cell["warned"] for cell in mine) and fault in ("SIGSTOP", "sleep"):
+            yield [f"{fault}: the warning", "", "", *by_place(mine, "warned")]
+
+
+def by_place(cells, what):
+    for place in fault_places.PLACES:
+        here = [cell for cell in cells if fault_places.in_matrix(cell["job"][1]) == place]
+        yield spread([seconds for cell in here for seconds in cell[what]])
+
+
+def report(cells, path):
+    possible = len(list(fault_places.jobs()))
+    failed = sum(bool(cell["wrong"]) for cell in cells)
+    title = (
+        "seconds from a fault to the error on every survivor, or from when it came to wait, median "
+        "/ worst; for a stall also to its warning, whose threshold is 1 s, and the group's timeout "
+        f"5 s. {len(cells)} of {possible} cells, {failed} of them failed; -: no such error"
+    )
+    headings = [f"{HEADINGS.get(place, place)}, s" for place in fault_places.PLACES]
+    facts = environment(Group(0, max(fault_places.WORLDS), torch.device("cpu")))
+    result = {
+        "kind": "table",
+        "schema": 1,
+        "command": command_line(),
+        "environment": facts | {"ranks": "2 to 4", "threads_per_rank": 1, "commit": commit()},
+        "title": title,
+        "headers": ["fault", "cells", "failed", *headings],
+        "rows": list(rows(cells)),
+    }
+    write_json(result, path)
+
+
+def parser():
+    made = argparse.ArgumentParser("tests.fault_cells", description=__doc__.partition("\n")[0])
+    made.add_argument("--json", type=Path, required=True, help="adds the cells to this file")
+    made.add_argument("--only", help="faults, with commas in between: kill,stop,...")
+    made.add_argument("--at-once", type=int, default=1, help="trainings at the same time")
+    made.add_argument("--seconds", type=float, default=1e9, help="begin no more after this long")
+    made.add_argument("--again", action="store_true", help="those that have failed, too")
+    made.add_argument("--report", type=Path, help="write a table for python -m bench report")
+    return made
+
+
+def main():
+    args = parser().parse_args()
+    until, cells = time.monotonic() + args.seconds, Cells(args.json)
+    chosen = args.only.split(",") if args.only else None
+    done = {n for n, cell in cells.found.items() if not (args.again and cell["wrong"])}
+    left = [j for j in fault_places.jobs() if name_of(j) not in done]
+    left = [job for job in left if chosen is None or job[0] in chosen]
+    shares = [left[first : first + AT_A_TIME] for first in range(0, len(left), AT_A_TIME)]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(lambda share: cells.run(share, until), shares))
+    failed = [name for name, cell in cells.found.items() if cell["wrong"]]
+    print(f"{len(cells.found)} cells have been run, {len(failed)} failed: {', '.join(failed)}")
+    if args.report:
+        report(list(cells.found.values()), args.report)
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
