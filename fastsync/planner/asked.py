@@ -292,5 +292,6 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
         accumulate=args.accumulate,
         masters=args.master_weights,
         jitter=args.jitter,
+        straggler=args.straggler,
         buckets=None if args.bucket_cap_mb is None else BucketPolicy.from_mb(args.bucket_cap_mb),
     )

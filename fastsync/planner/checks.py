@@ -10,11 +10,12 @@ __all__ = ["check_ranks", "wants_time"]
 _BY_FORMULA = ("adam", "adamw")
 _OF_TIME = (
     *("device", "memory", "efficiency", "intra", "inter", "latency", "backend", "profile"),
-    *("jitter", "accumulate", "wires", "bucket_cap_mb", "no_checkpointing"),
+    *("jitter", "straggler", "accumulate", "wires", "bucket_cap_mb", "no_checkpointing"),
 )
 _OF_MODELS = (
     *("batch", "loss", "dtype", "optimizer", "master_weights", "accumulate", "strategies"),
-    *("wires", "bucket_cap_mb", "no_checkpointing", "memory", "efficiency", "jitter"),
+    *("wires", "bucket_cap_mb", "no_checkpointing", "memory", "efficiency"),
+    *("jitter", "straggler"),
 )
 
 

@@ -103,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="spread of ranks' speeds, 0.02 for 2 %%",
     )
+    where(
+        "--straggler",
+        type=_typed(q.factor),
+        default=1.0,
+        help="one rank always takes so many times as long: 1.2",
+    )
     what = parser.add_argument_group("what is tried").add_argument
     what("--strategies", type=_typed(partial(_choices, known=_KINDS)), default=_KINDS)
     what("--wires", type=_typed(_wires), default=("fp32",), help="fp32,bf16,int8 with zero=0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -10,6 +11,7 @@ __all__ = [
     "DTYPES",
     "count",
     "dtype",
+    "factor",
     "gigabytes",
     "nbytes",
     "rate",
@@ -97,6 +99,17 @@ def ratio(text: str) -> float:
 def spread(text: str) -> float:
     """A standard deviation of speeds: 0, or as a share."""
     return 0.0 if text in ("0", "0.0") else ratio(text)
+
+
+def factor(text: str) -> float:
+    """A multiple of a time, at least 1: 1.2."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < math.inf:
+        raise ValueError(f"{text!r} is no multiple: give a number from 1 on, such as 1.2")
+    return found
 
 
 def shape(text: str) -> tuple[int, ...]:

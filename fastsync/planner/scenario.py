@@ -74,6 +74,7 @@ class Scenario:
     accumulate: int = 1
     masters: bool = False
     jitter: float = 0.0
+    straggler: float = 1.0
     buckets: BucketPolicy | None = None
     measured: Compute | None = None
     _traces: dict[bool, Traces] = field(default_factory=dict, compare=False)
@@ -150,7 +151,7 @@ class Scenario:
 
     def time(self, strategy: Strategy) -> StepTime:
         """The step of all ranks."""
-        return simulate(self.job(strategy), self.jitter)
+        return simulate(self.job(strategy), self.jitter, self.straggler)
 
     def job(self, strategy: Strategy) -> Job:
         """That step, ready to be simulated."""

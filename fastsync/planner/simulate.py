@@ -7,14 +7,16 @@ with a speed of its own in this step: a factor s on everything it computes, draw
 distribution. So the slowest rank is the same for all buckets, and the step of N ranks is that of
 one rank with the largest of N draws. Its distribution is known: P(max < x) = P(s < x)^N, so 16,384
 ranks cost no more than two. Means are over equally likely quantiles of that distribution.
+A straggler's draws are multiplied: P(max < x) = P(s < x / f) P(s < x)^(N-1).
 
     stage 0      forward, backward | all-reduces                     , update
     stages 1, 2  forward, backward | reduce-scatters                 , update / N, all-gathers
     stage 3      forward | all-gathers, backward | all-gathers and reduce-scatters, update / N
 
 "|" runs beside. Stage 2 reduces after each backward that accumulates; the others after the last.
-In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute.
-The root's parameters stay from forward to backward, and are gathered once.
+In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute, or
+before, where the engine gathers several units ahead (fastsync/units/depth.py). The root's
+parameters stay from forward to backward, and are gathered once.
 With groups that share (HSDP), collectives are those of a group, and an all-reduce of each rank's
 shard across groups follows each reduce-scatter.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -35,10 +37,13 @@ from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
 from fastsync.planner.unit_marks import ROOT
+from fastsync.units.depth import Stop, depths, limit_of
+from fastsync.units.lookahead import FEWEST_UNITS
 
 __all__ = ["Job", "StepTime", "job_of", "job_of_messages", "simulate"]
 
 _DRAWS = 25  # quantiles
+_HALVINGS = 50
 _CODE_PASSES = 4.0  # over a coded bucket's gradients in memory: encode, sum, encode, decode
 
 
@@ -64,6 +69,8 @@ class Job:
         costs: seconds of each bucket's collectives, in order; `ready`: when its gradients are.
         after: seconds of collectives after the optimizer's step.
         units: in the order of use in the forward; stage 3 alone.
+        ahead: how many units are gathered ahead at each place of the forward, and of the backward;
+            empty: one.
         sent: bytes that a rank sends in a step; `launched`: its collectives; `handled`: tensors
             that are packed or unpacked for them.
         host: seconds of computing that sending costs, where both share a processor; `packing`:
@@ -81,6 +88,7 @@ class Job:
     handled: int
     host: float
     packing: float
+    ahead: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @property
     def update(self) -> float:
@@ -243,27 +251,62 @@ def _in_units(
         handled += collectives * rounds * tensors[unit]
     host = device.sending * sent + device.launching * launched
     lost = (sent, launched, handled, host, device.handling * handled)
-    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), *lost)
+    bytes_of = [int(sizes[unit]) for unit in backward_order]
+    far = device.on_cpu and group.nodes > 1 and len(units) >= FEWEST_UNITS
+    ahead = _ahead(units, bytes_of) if far else ((), ())
+    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), *lost, ahead)
 
 
-def _slowest(world: int, jitter: float) -> list[float]:
-    """Equally likely values of the largest of `world` lognormal speeds with median 1."""
-    if jitter == 0:
-        return [1.0]
+def _ahead(units: Sequence[_Unit], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many units ahead the engine gathers over links between CPUs.
+
+    Args:
+        units: in the order of the backward, as sizes are, in bytes.
+    """
+    pairs = list(zip(units, sizes, strict=True))
+    first = [Stop(unit.forward, unit.gathers[0], size) for unit, size in reversed(pairs)]
+    second = [Stop(unit.backward, unit.gathers[1], size, size) for unit, size in pairs]
+    limit = limit_of(second)
+    return depths(first, limit), depths(second, limit)
+
+
+def _slowest(world: int, jitter: float, straggler: float) -> list[float]:
+    """Equally likely values of the largest of `world` lognormal speeds with median 1, of which one
+    is multiplied by `straggler`."""
+    if jitter == 0 or (straggler > 1 and world == 1):
+        return [straggler]
     normal = NormalDist()
-    quantiles = ((draw + 0.5) / _DRAWS for draw in range(_DRAWS))
-    each = (min(q ** (1 / world), 1 - 1e-15) for q in quantiles)
-    return [math.exp(jitter * normal.inv_cdf(q)) for q in each]
+    quantiles = [(draw + 0.5) / _DRAWS for draw in range(_DRAWS)]
+    if straggler == 1:
+        each = (min(q ** (1 / world), 1 - 1e-15) for q in quantiles)
+        return [math.exp(jitter * normal.inv_cdf(q)) for q in each]
+
+    def below(log: float) -> float:
+        """The share of steps in which all ranks are faster."""
+        alone = normal.cdf((log - math.log(straggler)) / jitter)
+        return alone * normal.cdf(log / jitter) ** (world - 1)
+
+    most = math.log(straggler) + 10 * jitter
+    return [math.exp(_crossing(below, q, -10 * jitter, most)) for q in quantiles]
 
 
-def simulate(job: Job, jitter: float = 0.0) -> StepTime:
+def _crossing(rising: Callable[[float], float], level: float, low: float, high: float) -> float:
+    """Where a rising function comes to `level`, by bisection."""
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < level else (low, middle)
+    return (low + high) / 2
+
+
+def simulate(job: Job, jitter: float = 0.0, straggler: float = 1.0) -> StepTime:
     """The step of all ranks.
 
     Args:
         jitter: standard deviation of the logarithm of a rank's speed, from step to step.
+        straggler: what one rank always takes, in times of the others'.
     """
     step = _of_units if job.units else _of_buckets
-    lengths = [step(job, slow) for slow in _slowest(job.strategy.world, jitter)]
+    lengths = [step(job, slow) for slow in _slowest(job.strategy.world, jitter, straggler)]
     mean = sum(lengths) / len(lengths)
     own = job.strategy.accumulate * (job.compute.forward + job.compute.backward)
     computing = own + job.update + job.compute.between
@@ -302,21 +345,24 @@ def _of_buckets(job: Job, slow: float) -> float:
 
 
 def _of_units(job: Job, slow: float) -> float:
-    one = _walk(job.units, slow, backward=False)
-    one += _walk(tuple(reversed(job.units)), slow, backward=True)
+    one = _walk(job.units, slow, job.ahead[0])
+    one += _walk(tuple(reversed(job.units)), slow, job.ahead[1], backward=True)
     return job.strategy.accumulate * one + slow * (job.update + job.compute.between)
 
 
-def _walk(units: Sequence[_Unit], slow: float, backward: bool) -> float:
+def _walk(
+    units: Sequence[_Unit], slow: float, ahead: Sequence[int] = (), backward: bool = False
+) -> float:
     """A forward or backward of units in this order: one lane computes, one communicates."""
-    computed = link = begun = reduce = 0.0
-    for unit in units:
-        gathered = 0.0
-        if unit.gathers[backward]:  # asked for when the one before began
-            link = gathered = max(link, begun) + unit.gathers[backward]
-        if reduce:
-            link = max(link, computed) + reduce  # what the one before left
-        begun = max(computed, gathered)
+    computed = link = units[0].gathers[backward]
+    arrived = [link]  # when each is there whose gather has begun
+    for at, unit in enumerate(units):
+        begun = max(computed, arrived[at])
+        for later in units[len(arrived) : at + (ahead[at] if ahead else 1) + 1]:
+            gather = later.gathers[backward]
+            link = max(link, begun) + gather if gather else link
+            arrived.append(link if gather else 0.0)
         computed = begun + slow * (unit.backward if backward else unit.forward)
-        reduce = unit.reduce if backward else 0.0
-    return max(link, computed) + reduce if reduce else computed
+        if backward and unit.reduce:
+            link = max(link, computed) + unit.reduce
+    return max(link, computed) if backward else computed
