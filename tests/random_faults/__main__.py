@@ -13,18 +13,28 @@ from pathlib import Path
 import torch
 import torch._dynamo  # wrapping a module would import it in each rank
 
+from examples.common.machine import command_line, environment, write_json
+from examples.common.ranks import Group
 from fastsync.build import extension
+from tests.random_faults.schedule import PLACES
 from tests.random_faults.team import Runner, Tally
 
 
+def parser():
+    made = argparse.ArgumentParser("tests.random_faults", description=__doc__)
+    made.add_argument("--case", type=int, help="run this one only")
+    made.add_argument("--start", type=int, default=0, help="the first one")
+    made.add_argument("--count", type=int, default=1 << 60, help="begin no more than so many")
+    made.add_argument(
+        "--tally", type=Path, help="leaves out what this file holds of earlier runs, and adds to it"
+    )
+    made.add_argument("--seconds", type=float, default=60, help="begin no more after this long")
+    made.add_argument("--report", type=Path, help="write a table for python -m bench report")
+    return made
+
+
 def main():
-    parser = argparse.ArgumentParser("tests.random_faults", description=__doc__)
-    parser.add_argument("--case", type=int, help="run this one only")
-    parser.add_argument("--start", type=int, default=0, help="the first one")
-    parser.add_argument("--count", type=int, default=1 << 60, help="begin no more than so many")
-    parser.add_argument("--tally", type=Path, help="adds to what this file holds of earlier runs")
-    parser.add_argument("--seconds", type=float, default=60, help="begin no more after this long")
-    args = parser.parse_args()
+    args = parser().parse_args()
     torch.set_num_threads(1)
     os.environ.update(FASTSYNC_STALL_WARN="1", FASTSYNC_AGREE_TIMEOUT="3")
     extension.load()
@@ -38,18 +48,51 @@ def main():
         shutil.rmtree(folder)
         if args.tally:
             tally.write(args.tally)
+    if args.report:
+        report(tally, args.report)
 
 
 def run(runner, numbers, deadline):
-    last = None
+    begun = runner.tally.count
     for number in numbers:
         if time.monotonic() > deadline:
             break
+        if runner.tally.has(number):
+            continue
         runner.check(number)
-        last = number
         if runner.tally.count % 50 == 0:
-            print(f"schedules {numbers[0]} to {number} passed", flush=True)
-    print(f"schedules {numbers[0]} to {last} passed; with those of earlier runs {runner.tally}")
+            print(f"all schedules up to {number} passed", flush=True)
+    passed = runner.tally.count - begun
+    print(f"{passed} schedules passed; with those of earlier runs {runner.tally}")
+
+
+def report(tally, path):
+    title = (
+        f"{tally.count + len(tally.wrong)} trainings with a fault that is drawn: how many at which "
+        "place, how often a rank hung, had other weights than without the fault, or ended in "
+        "another way than it should; seconds from the fault to the errors of the other ranks"
+    )
+    places = (*PLACES[:-1], "optimizer's step", "after some time")
+    wrong = ("hangs", "other weights", "other failures")
+    facts = environment(Group(0, 4, torch.device("cpu")))
+    result = {
+        "kind": "table",
+        "schema": 1,
+        "command": command_line(),
+        "environment": facts | {"ranks": "2 to 4", "threads_per_rank": 1},
+        "title": title,
+        "headers": [
+            "fault",
+            "trainings",
+            *places,
+            *wrong,
+            "median, s",
+            "95 % within, s",
+            "worst, s",
+        ],
+        "rows": list(tally.rows()),
+    }
+    write_json(result, path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["AFTER", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
+__all__ = ["AFTER", "FAULTS", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
 
 STEPS = 24
 EARLY = 3  # steps in which process groups and plans are made, and every other fault happens

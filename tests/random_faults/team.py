@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.random_faults.rank import run
-from tests.random_faults.schedule import AFTER, STEPS, Schedule
+from tests.random_faults.schedule import AFTER, FAULTS, PLACES, STEPS, Schedule
 
 __all__ = ["Runner", "Tally"]
 
 LIMIT = 40.0  # seconds for a training
 BEAT = 0.005
+HANGS, OTHER_WEIGHTS = "hangs", "other weights"
 SIGNALS = {
     "kill": signal.SIGKILL,
     "terminate": signal.SIGTERM,
@@ -27,10 +28,17 @@ SIGNALS = {
 
 @dataclass
 class Tally:
-    """What has been run, and by fault the seconds until survivors had their error."""
+    """What has been run.
+
+    Attributes:
+        numbers: schedules that have passed.
+        waits: by fault the seconds until survivors had their error.
+        wrong: by the number of a schedule that has failed, what was wrong.
+    """
 
     numbers: list[int] = field(default_factory=list)
     waits: dict[str, list[float]] = field(default_factory=dict)
+    wrong: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path):
@@ -44,17 +52,40 @@ class Tally:
     def count(self):
         return len(self.numbers)
 
+    def has(self, number):
+        """Whether it has been run."""
+        return number in self.numbers or str(number) in self.wrong
+
+    def rows(self):
+        """For each fault: schedules by place, what was wrong, and how soon others knew."""
+        run = [Schedule.draw(n) for n in {*self.numbers, *map(int, self.wrong)}]
+        for fault in dict.fromkeys(FAULTS):
+            mine = [schedule for schedule in run if schedule.fault == fault]
+            places = [sum(s.place == place for s in mine) for place in (*PLACES, AFTER)]
+            wrong = [w for s in mine for w in self.wrong.get(str(s.number), ())]
+            hang, other = ([w for w in wrong if words in w] for words in (HANGS, OTHER_WEIGHTS))
+            rest = len(wrong) - len(hang) - len(other)
+            counts = (len(mine), *places, len(hang), len(other), rest)
+            yield [fault, *map(str, counts), *_spread(self.waits.get(fault, ()))]
+
     def __str__(self):
         rows = [f"{self.count} schedules"]
         for fault, waits in sorted(self.waits.items()):
-            ordered = sorted(waits)
-            middle, most = ordered[len(ordered) // 2], ordered[-1]
-            nearly = ordered[math.ceil(0.95 * len(ordered)) - 1]
+            middle, nearly, most = _spread(waits)
             rows.append(
-                f"  {fault}: {len(ordered)} errors, median after {middle:.2f} s, 95 % within "
-                f"{nearly:.2f} s, the last after {most:.2f} s"
+                f"  {fault}: {len(waits)} errors, median after {middle} s, 95 % within "
+                f"{nearly} s, the last after {most} s"
             )
         return "\n".join(rows)
+
+
+def _spread(waits):
+    """Median, what 95 % stay within, and the longest."""
+    if not waits:
+        return ["-"] * 3
+    ordered = sorted(waits)
+    nearly = math.ceil(0.95 * len(ordered)) - 1
+    return [f"{ordered[place]:.2f}" for place in (len(ordered) // 2, nearly, -1)]
 
 
 class Job:
@@ -152,12 +183,13 @@ class Runner:
         stuck = job.wait()
         allowed = {schedule.victim} if schedule.fault == "stop" else set()
         seen = [job.lines(rank) for rank in range(schedule.world)]
-        wrong = [f"rank {rank} hangs" for rank in sorted(stuck - allowed)]
+        wrong = [f"rank {rank} {HANGS}" for rank in sorted(stuck - allowed)]
         for rank, lines in enumerate(seen):
             wrong += _other_weights(rank, lines, wanted[rank])
             if rank != schedule.victim or schedule.passes:
                 wrong += self._wrong_end(schedule, job, rank, lines)
         if wrong:
+            self.tally.wrong[str(number)] = wrong
             logs = "".join(
                 f"\n{p.read_text()}" for p in sorted(self.folder.glob(f"{number}-*.txt"))
             )
@@ -210,7 +242,7 @@ def _other_weights(rank, lines, wanted):
     """Steps after which the rank held others than without a fault."""
     steps = {line["step"]: line["weights"] for line in lines if "step" in line}
     return [
-        f"rank {rank} has other weights after step {step}"
+        f"rank {rank} has {OTHER_WEIGHTS} after step {step}"
         for step, weights in steps.items()
         if weights != wanted[step]
     ]
