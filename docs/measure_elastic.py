@@ -321,16 +321,21 @@ def result_of(asked: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
     return {**head, "title": title, "headers": ["", "ranks", "measured"], "rows": list(rows)}
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--rounds", type=int, default=60, help="steps of each kind")
+    made.add_argument("--deaths", type=int, default=5)
+    made.add_argument("--ranks", type=int, default=4, help="of the trainings with a death")
+    made.add_argument("--returns", type=int, default=3, help="over each link")
+    made.add_argument("--links", type=parse_links, default="loopback", help="see bench links")
+    made.add_argument("--json", type=Path, help="write what was found to this file")
+    made.add_argument("--only", choices=("returns", "deaths"), help="default: both")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, help="steps of each kind")
-    parser.add_argument("--deaths", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=4, help="of the trainings with a death")
-    parser.add_argument("--returns", type=int, default=3, help="over each link")
-    parser.add_argument("--links", type=parse_links, default="loopback", help="see bench links")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    parser.add_argument("--only", choices=("returns", "deaths"), help="default: both")
-    asked = parser.parse_args()
+    asked = parser().parse_args()
     torch.set_num_threads(1)
     kinds = {"deaths": rows_of_deaths, "returns": rows_of_returns}
     rows: list[Row] = []
