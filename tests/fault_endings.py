@@ -260,8 +260,9 @@ def check_thaw(job, ending):
 
 
 def check_store(job, ending):
-    """By the rank that needs it, and the others repeat it. A training in between needs none."""
-    if job[1] == "backward" or (job[1] == "checkpoint" and not sharded(job)):
+    """By the rank that needs it, and the others repeat it. A training in between needs none, but to
+    write what zero shares."""
+    if job[1] in ("backward", "checkpoint") and not sharded(job):
         assert all(seen["weights"] == ending.ranks[0]["weights"] for seen in ending.ranks)
         assert all(len(weights) == STEPS for weights in ending.weights()), str(ending)
         return
