@@ -91,7 +91,7 @@ def joinable(most, *arguments):
 
 
 def says(launcher):
-    """The next that the launcher itself does."""
+    """What the launcher itself says next."""
     lines = iter(launcher.stdout.readline, "")
     return next(line for line in lines if "fastsync.elastic: " in line).split(": ", 1)[1].strip()
 
@@ -107,12 +107,11 @@ def check_all(output, ranks):
     assert len(sums) == len(ranks) and len(set(sums)) == 1, output
 
 
-def test_a_signal_has_a_rank_join():
+def test_a_signal_has_a_rank_join_a_training_that_goes_on():
     launcher = joinable(4, *SCRIPT, 100000, -1, "joined")
     trains(launcher)
     assert ask(launcher) == "rank 3 joins; 4 are running"
-    assert ask(launcher) == "no rank joins: 4 of 4 are running"
-    output = finish(launcher, timeout=60)
+    output = finish(launcher)
     assert "rank 3 has joined. Ranks [0, 1, 2, 3] go on with step" in output
     check_all(output, range(4))
 
@@ -121,7 +120,8 @@ def test_a_rank_that_joins_does_not_take_the_place_of_one_that_still_begins(tmp_
     """Rank 3 makes its process group while rank 0 waits for ranks 1 and 2 in that of the start."""
     launcher = joinable(4, *SCRIPT, 100000, -1, "early", tmp_path)
     assert ask(launcher) == "rank 3 joins; 4 are running"
-    check_all(finish(launcher, timeout=60), range(4))
+    assert ask(launcher) == "no rank joins: 4 of 4 are running"
+    check_all(finish(launcher), range(4))
 
 
 def test_two_ranks_join_at_once():
@@ -129,13 +129,13 @@ def test_two_ranks_join_at_once():
     assert [ask(launcher), ask(launcher)] == [
         f"rank {r} joins; {r + 1} are running" for r in (3, 4)
     ]
-    check_all(finish(launcher, timeout=60), range(5))
+    check_all(finish(launcher), range(5))
 
 
 def test_a_rank_that_joins_and_dies_is_started_again():
     launcher = joinable(4, "--restarts", 1, *SCRIPT, 100000, -1, "dies")
     assert ask(launcher) == "rank 3 joins; 4 are running"
-    output = finish(launcher, timeout=60)
+    output = finish(launcher)
     assert "rank 3 was ended by SIGKILL; 3 ranks are running; it is started again" in output
     assert len(re.findall("rank 3 has joined. Ranks \\[0, 1, 2, 3\\] go on", output)) == 2, output
     check_all(output, range(4))
@@ -144,7 +144,7 @@ def test_a_rank_that_joins_and_dies_is_started_again():
 def test_a_rank_joins_while_one_comes_back():
     launcher = joinable(4, "--restarts", 1, *SCRIPT, 100000, 1, "joined")
     assert ask(launcher) == "rank 3 joins; 4 are running"
-    output = finish(launcher, timeout=60)
+    output = finish(launcher)
     assert "rank 1 was ended by SIGKILL" in output
     check_all(output, range(4))
 
