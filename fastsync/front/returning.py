@@ -2,8 +2,8 @@
 
 One return, with four ranks of which rank 2 was killed in step 7:
 
-1. The launcher starts rank 2 again, as the only rank of a process group of its own. It imports its
-   modules, wraps its model and makes its optimizer; the others know nothing of that.
+1. The launcher starts rank 2 again, as the only rank of a process group in a store of its own. It
+   imports its modules, wraps its model and makes its optimizer; the others know nothing of that.
 2. In catch_up() it reads what those that train have said of the training. With another model or
    other settings it raises an error, alone. Else it announces itself through the store, and waits.
 3. Rank 0, or the first of those that are left, looks at the store a few times per second. It finds
