@@ -122,6 +122,7 @@ void bind_watch(py::module_& m) {
       .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
       .def("visit", &visit, py::arg("kind"), py::arg("place"), py::arg("ranks"))
       .def("gone", &FaultWatch::gone, release)
+      .def("survive", &FaultWatch::survive)
       .def(
           "leave",
           [](FaultWatch& watch, const std::string& how, const std::string& why) {

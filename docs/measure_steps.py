@@ -12,6 +12,7 @@ what `bench links` needs. docs/planner_steps.py shows the result.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import time
 from collections.abc import Iterator
@@ -41,7 +42,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero=1": {"zero": 1},
     "zero=3": {"zero": 3},
 }
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 PROBES, PROBE_SECONDS, LARGEST = 5, 0.05, 1 << 24  # all-reduces of each size; bytes
+
+
+def keep_pages() -> None:
+    """Has the C library keep what is freed, as the allocators do that torch recommends on CPUs.
+
+    Ways take turns in one process. Otherwise which of them pays for the pages that another one has
+    returned to the system is chance, and the same step takes a third longer in another run.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is None or not (tune(M_TRIM_THRESHOLD, 2**31 - 1) and tune(M_MMAP_MAX, 0)):
+        raise SystemExit("needs glibc, whose malloc can be told to keep its pages")
 
 
 def scale_on(link: LinkName) -> float:
@@ -120,6 +133,7 @@ def measure(
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Those of the links that this rank's place allows."""
+    keep_pages()
     here = Link.here(group.world)
     for link in here.these(args.links):
         for name in args.models:

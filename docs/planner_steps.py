@@ -34,9 +34,6 @@ CPU = replace(device_named("cpu"), efficiency=1.0, streaming=1.0, overhead=5e-6)
 SENDING = (0.0, 2e-10, 4e-10, 8e-10, 1.2e-9, 1.6e-9, 2.4e-9, 3.2e-9)  # s of computing per byte
 LAUNCHING = (0.0, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 4.8e-3)  # and per collective
 HANDLING = (0.0, 5e-6, 1e-5, 2e-5, 4e-5)  # and per tensor
-# Seconds of computing saved per byte of gradients that are packed into pages which stay, where
-# alone they take new ones. While ranks wait for a network it does not show.
-FRESH = (0.0, 4e-10, 8e-10, 1.2e-9)
 HOST = (SENDING, LAUNCHING, HANDLING)
 REACHED = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the rate of bare all-reduces
 SCATTER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)  # of that, where it is no all-reduce
@@ -52,14 +49,13 @@ class Constants:
     Attributes:
         reached, scatter: on each link, for each number of ranks.
         sending, launching, handling: seconds of computing per byte sent, per collective, and per
-            tensor; `fresh`: saved per byte of gradients; `coding`: bytes per second of a pass. For
-            each number of ranks, on all links between machines, and inside one.
+            tensor; `coding`: bytes per second of a pass. For each number of ranks, on all links
+            between machines, and inside one.
     """
 
     sending: float = 0.0
     launching: float = 0.0
     handling: float = 0.0
-    fresh: float = 0.0
     coding: float = PASSES[-1]
     reached: float = 1.0
     scatter: float = 1.0
@@ -111,7 +107,7 @@ class Cell:
 
     def job(self, way: str, constants: Constants) -> Job:
         """A step that only coding costs the processor anything."""
-        rates = replace(constants, sending=0.0, launching=0.0, handling=0.0, fresh=0.0)
+        rates = replace(constants, sending=0.0, launching=0.0, handling=0.0)
         if (way, rates) not in self._jobs:
             self._jobs[way, rates] = self._job(way, rates)
         return self._jobs[way, rates]
@@ -135,7 +131,6 @@ class Cell:
         job = self.job(way, constants)
         host = constants.sending * job.sent + constants.launching * job.launched
         packing = constants.handling * job.handled
-        packing -= constants.fresh * (0.0 if way == INT8 else self.record.nbytes)
         time = simulate(replace(job, host=job.host + host, packing=packing))
         return time.mean - min(time.exposed, burst_seconds(self.link))
 
@@ -203,8 +198,7 @@ def fitted(cells: Iterable[Cell]) -> dict[str, Constants]:
             found[link] = min(grid, key=lambda c, link=link: off(link, c, PLAIN))
         return sum(off(link, c, PLAIN) for link, c in found.items()), found
 
-    grids = (*HOST, FRESH if all(cell.inside for cell in own) else (0.0,))
-    _, plain = min(map(best, product(*grids)), key=lambda each: each[0])
+    _, plain = min(map(best, product(*HOST)), key=lambda each: each[0])
 
     def coded(rate: float) -> float:
         return sum(off(link, replace(c, coding=rate), [INT8]) for link, c in plain.items())

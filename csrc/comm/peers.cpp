@@ -161,6 +161,20 @@ void Peers::flood(const std::string& news) {
   wake();
 }
 
+void Peers::flush(std::chrono::milliseconds patience) {
+  const auto end = Clock::now() + patience;
+  while (has_unsent() && Clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+bool Peers::has_unsent() {
+  const std::lock_guard<std::mutex> links(links_mutex_);
+  const std::lock_guard<std::mutex> queue(queue_mutex_);
+  return !queued_.empty() || std::any_of(links_.begin(), links_.end(),
+                                         [](const Link& link) { return !link.out.empty(); });
+}
+
 void Peers::wake() const {
   const uint64_t one = 1;
   if (::write(wake_, &one, sizeof one) < 0) return;  // it is awake
@@ -243,11 +257,11 @@ void Peers::beat() {
 
 void Peers::take_queued() {
   std::deque<std::string> queued;
+  const std::lock_guard<std::mutex> lock(links_mutex_);
   {
-    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    const std::lock_guard<std::mutex> queue(queue_mutex_);
     queued.swap(queued_);
   }
-  const std::lock_guard<std::mutex> lock(links_mutex_);
   for (const std::string& body : queued) {
     heard_.emplace(value_at<int64_t>(body, 0), value_at<int64_t>(body, 8));
     pass_on(body);

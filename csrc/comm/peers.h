@@ -53,6 +53,8 @@ class Peers {
                                Listener listener);
   // Has every rank hear it, this one excepted. Any thread.
   void flood(const std::string& news);
+  // Returns once what was to be sent has been handed to the system, or after `patience`. Any thread but the own one.
+  void flush(std::chrono::milliseconds patience);
   // Sends what is to be sent, for a moment at most, and ends all connections.
   void close();
   // In a process that was forked: lets go of the connections, which would stay open as long as the child lives.
@@ -76,6 +78,7 @@ class Peers {
   void run();
   void wake() const;
   bool is_all_sent() const;
+  bool has_unsent();
   void beat();
   void take_queued();
   void accept_all();
@@ -96,7 +99,8 @@ class Peers {
   std::thread thread_;
   std::atomic<bool> stop_{false};
 
-  std::mutex links_mutex_;  // held by the thread while it looks at them, for abandon()
+  std::mutex
+      links_mutex_;  // held by the thread while it looks at them, for abandon(); before the queue's
   std::vector<Link> links_;
   std::set<std::pair<int64_t, int64_t>> heard_;  // the thread's: origin and number of news
   std::deque<std::string> recent_;  // the thread's: news, for neighbours that come late

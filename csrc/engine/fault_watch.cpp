@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <initializer_list>
+#include <set>
 #include <thread>
 #include <utility>
 
 #include "../check.h"
+#include "backend_error.h"
 #include "process.h"
 
 namespace fastsync::engine {
@@ -21,6 +22,7 @@ constexpr milliseconds kDeathGrace{100};
 constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
 constexpr milliseconds kSilence{1500};      // of a neighbour's beats
 constexpr milliseconds kUnheard{500};       // likewise, where the system can tell more
+constexpr milliseconds kWordsLeave{100};    // at most, until what a rank says is on its way
 constexpr int kDistance = 3;                // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
@@ -32,25 +34,6 @@ std::string rounded(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f s", seconds);
   return text;
-}
-
-bool holds_any(const std::string& text, std::initializer_list<const char*> words) {
-  return std::any_of(words.begin(), words.end(),
-                     [&](const char* word) { return text.find(word) != std::string::npos; });
-}
-
-bool tells_of_time(const std::string& error) {
-  return holds_any(error, {"imed out", "imeout", "did not come"});
-}
-
-// Who shares memory with a rank sees that it has ended. Then its neighbours will hear of it, too.
-bool tells_of_death(const std::string& error) { return holds_any(error, {" ended while"}); }
-
-// Whether another rank may be the reason: this one's own error blames nobody else.
-bool is_networks(const std::string& error) {
-  return tells_of_time(error) ||
-         holds_any(error, {"onnect", "peer", "roken pipe", "socket", "NCCL"}) ||
-         tells_of_death(error);
 }
 
 // A rank that has ended may not have sent what it had issued.
@@ -371,8 +354,8 @@ void FaultWatch::warn(const Wanted& wanted, double waited) const {
   const auto is_late = [&](const Report& report) { return report.news.about == speaker; };
   while (!wants(wanted, speaker) || std::any_of(reports.begin(), reports.end(), is_late)) ++speaker;
   if (speaker != rank_) return;
-  std::string text =
-      concat("fastsync: rank ", rank_, " has waited ", rounded(waited), " in ", wanted.place, "\n");
+  std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
+  text += concat(" in ", wanted.place, "\n");
   for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
     text += concat("fastsync:   ", words_for(reports[i].news, wanted.model), "\n");
     if (reports[i].news.kind == News::Kind::kLate) text += reports[i].news.text;
@@ -391,14 +374,17 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
   Fault fault;
   std::vector<std::string> descriptions;
   std::string stacks;
+  std::set<int64_t> ranks;
   for (const Report& report : reports) {
-    fault.ranks.push_back(report.news.about);
+    const std::vector<int64_t> causes = causes_of(report.news, rank_);
+    ranks.insert(causes.begin(), causes.end());
     if (descriptions.size() == kMostNamed) continue;
     descriptions.push_back(words_for(report.news, wanted.model));
     if (report.news.kind == News::Kind::kLate && !report.news.text.empty()) {
       stacks += concat("\nRank ", report.news.about, ":\n", report.news.text);
     }
   }
+  fault.ranks.assign(ranks.begin(), ranks.end());
   if (reports.size() > kMostNamed) {
     descriptions.push_back(concat(reports.size() - kMostNamed, " more ranks likewise"));
   }
@@ -413,12 +399,19 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
   fault.parameters = wanted.parameters;
   fault.seconds = waited;
   fault.reason = first.kind == News::Kind::kLate ? "is late" : first.text;
-  if (!raised_) {
-    fault_ = fault;
-    raised_ = true;
-  }
+  if (!raised_) give_up(fault);
   interpreter_.raise(fault);
   throw std::runtime_error(fault.text);
+}
+
+// A script may catch the error and end by itself. Then the others would find one that ended without a word.
+void FaultWatch::give_up(const Fault& fault) {
+  fault_ = fault;
+  raised_ = true;
+  if (survives_) return;
+  tell({News::Kind::kGaveUp, rank_, 0, 0, standings(),
+        concat("SyncFault: ", fault.text.substr(0, fault.text.find('\n'))), fault.ranks});
+  peers_.flush(kWordsLeave);
 }
 
 std::string FaultWatch::words_for(const News& news, size_t model) const {
@@ -433,7 +426,10 @@ void FaultWatch::leave(Leaving how, const std::string& why) {
   if (process_ != getpid()) return;
   News news{News::Kind::kEnded, rank_, 0, 0, standings(), why};
   if (how == Leaving::kRaises) news.kind = News::Kind::kRaised;
-  if (how == Leaving::kGivesUp) news.kind = News::Kind::kGaveUp;
+  if (how == Leaving::kGivesUp) {
+    news.kind = News::Kind::kGaveUp;
+    if (raised_) news.blames = fault_.ranks;
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(left_, true)) return;

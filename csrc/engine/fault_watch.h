@@ -101,6 +101,8 @@ class FaultWatch {
   Patience new_patience() const { return {options_.warn_after, false}; }
   // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
   void explain(const Wanted& wanted, const std::string& error, double waited);
+  // From now on ranks may go on after an error of this watch. Who cannot, tells the others at once that it gives up.
+  void survive() { survives_ = true; }
   // Throws where an error of this watch has been raised before: the ranks no longer agree.
   void check_agreement() const;
 
@@ -151,6 +153,7 @@ class FaultWatch {
   void warn(const Wanted& wanted, double waited) const;
   [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
                           const std::string& error);
+  void give_up(const Fault& fault);
   std::string words_for(const News& news, size_t model) const;
 
   Options options_;
@@ -170,6 +173,7 @@ class FaultWatch {
   std::atomic<bool> disturbed_{false};  // there are ends
   std::atomic<bool> raised_{false};
   std::atomic<bool> interrupted_{false};
+  std::atomic<bool> survives_{false};
   Fault fault_;  // that was raised first
 
   comm::Peers peers_;  // whose thread ends first

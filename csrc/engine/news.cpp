@@ -1,5 +1,8 @@
 #include "news.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "../check.h"
 #include "words.h"
 
@@ -101,6 +104,13 @@ const char* remedy_for(News::Kind kind, bool joins) {
   }
 }
 
+std::vector<int64_t> causes_of(const News& news, int64_t hearer) {
+  std::vector<int64_t> causes;
+  std::copy_if(news.blames.begin(), news.blames.end(), std::back_inserter(causes),
+               [hearer](int64_t rank) { return rank != hearer; });
+  return causes.empty() ? std::vector<int64_t>{news.about} : causes;
+}
+
 std::string describe(const News& news, const Standing* at, const Names& names) {
   const std::string where = at == nullptr ? "" : concat(" ", activity(*at, names));
   const std::string rank = concat("rank ", news.about);
@@ -179,7 +189,10 @@ std::string encode(const News& news) {
        {static_cast<int64_t>(news.kind), news.about, news.model, news.issued}) {
     put_word(bytes, value);
   }
-  return bytes + encode(news.standings) + news.text;
+  bytes += encode(news.standings);
+  put_word(bytes, static_cast<int64_t>(news.blames.size()));
+  for (const int64_t rank : news.blames) put_word(bytes, rank);
+  return bytes + news.text;
 }
 
 News decode_news(const std::string& bytes) {
@@ -190,7 +203,10 @@ News decode_news(const std::string& bytes) {
   news.model = take_word(bytes, at);
   news.issued = take_word(bytes, at);
   news.standings = take_standings(bytes, at);
-  news.text = bytes.substr(at);
+  for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
+    news.blames.push_back(take_word(bytes, at));
+  }
+  news.text = bytes.substr(std::min(at, bytes.size()));
   return news;
 }
 

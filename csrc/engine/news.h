@@ -28,6 +28,7 @@ struct News {
   int64_t issued = 0;
   std::vector<Standing> standings;  // of that rank's models
   std::string text;
+  std::vector<int64_t> blames{};  // of one that gave up: ranks that it names
 };
 
 // What neighbours tell each other ten times a second.
@@ -54,6 +55,8 @@ std::string describe(const News& news, const Standing* at, const Names& names);
 std::string activity(const Standing& at, const Names& names);
 // "forward", "backward", ...
 const char* name_of(int64_t phase);
+// The ranks to blame, as `hearer` sees it. Who gave up waited in vain for those that it names, perhaps for the hearer.
+std::vector<int64_t> causes_of(const News& news, int64_t hearer);
 // What to do about it, for the first of those that are to blame. `joins`: the model has join().
 const char* remedy_for(News::Kind kind, bool joins);
 

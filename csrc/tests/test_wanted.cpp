@@ -1,5 +1,6 @@
-// Who is to blame of those that are late: not one that waits itself.
+// Who is to blame: of those that are late not one that waits itself, and whom one that gave up names.
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "../engine/wanted.h"
@@ -42,6 +43,23 @@ void who_waits_in_a_place_waits_for_those_in_a_step() {
   FS_CHECK(!waits(News{}, in_model(kPlaces)), "nobody knows");
 }
 
+void who_gave_up_passes_on_whom_it_blames() {
+  News news = in(Phase::kBetweenSteps, Phase::kWaiting);
+  news.kind = News::Kind::kGaveUp;
+  news.about = 3;
+  news.text = "SyncFault";
+  news.blames = {1, 2};
+  const News heard = decode_news(encode(news));
+  FS_CHECK(heard.text == news.text && heard.about == 3 && heard.standings.size() == 2, "whole");
+  FS_CHECK(causes_of(heard, 0) == news.blames, "both");
+  FS_CHECK(causes_of(heard, 2) == std::vector<int64_t>{1}, "the other one");
+  news.blames = {2};
+  FS_CHECK(causes_of(decode_news(encode(news)), 2) == std::vector<int64_t>{3}, "who gave up");
+  news.text = "";
+  const std::string bytes = encode(news);
+  for (size_t size = 0; size < bytes.size(); ++size) decode_news(bytes.substr(0, size));
+}
+
 }  // namespace
 }  // namespace fastsync::engine
 
@@ -51,6 +69,7 @@ int main(int argc, char** argv) {
       {
           {"step", who_waits_in_a_step_waits_for_those_in_a_place},
           {"place", who_waits_in_a_place_waits_for_those_in_a_step},
+          {"blame", who_gave_up_passes_on_whom_it_blames},
       },
       argc, argv);
 }

@@ -211,6 +211,7 @@ class Elastic:
             keep_for_good(group)  # its end would abort it, while others may still use it
         watch = watch_of(group)
         if watch is not None:
+            watch.survive()
             self._watches.append((watch, dict(enumerate(ranks))))
 
     def _gone(self) -> dict[int, str]:

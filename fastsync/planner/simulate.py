@@ -273,7 +273,7 @@ def _ahead(units: Sequence[_Unit], sizes: Sequence[int]) -> tuple[tuple[int, ...
 def _slowest(world: int, jitter: float, straggler: float) -> list[float]:
     """Equally likely values of the largest of `world` lognormal speeds with median 1, of which one
     is multiplied by `straggler`."""
-    if jitter == 0 or (straggler > 1 and world == 1):
+    if jitter == 0:
         return [straggler]
     normal = NormalDist()
     quantiles = [(draw + 0.5) / _DRAWS for draw in range(_DRAWS)]
