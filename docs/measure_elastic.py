@@ -35,11 +35,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from bench.measure.benchmark import TABLE
 from bench.measure.netns import Link, LinkName, Seat, missing_rights, network, parse_links
-from examples.common.machine import command_line, environment, write_json
-from examples.common.ranks import Group
-from examples.common.rounds import SCHEMA
+from docs.tables import write_table
 from examples.common.text import Row
 from fastsync.engine import handover
 from fastsync.front import returning
@@ -313,14 +310,6 @@ def rows_of_deaths(asked: argparse.Namespace) -> Iterator[Row]:
             yield f"a step of `{name}` {way}", "2", found
 
 
-def result_of(asked: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
-    """As `bench report` shows it."""
-    title = "steps after deaths, returns, and what elastic=True costs when nothing happens"
-    about = environment(Group(0, asked.ranks, torch.device("cpu")))
-    head = {"kind": TABLE, "schema": SCHEMA, "command": command_line(), "environment": about}
-    return {**head, "title": title, "headers": ["", "ranks", "measured"], "rows": list(rows)}
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -345,7 +334,8 @@ def main() -> None:
                 print("; ".join(row), flush=True)
                 rows.append(row)
     if asked.json:
-        write_json(result_of(asked, rows), asked.json)
+        title = "steps after deaths, returns, and what elastic=True costs when nothing happens"
+        write_table(asked.json, title, ["", "ranks", "measured"], rows, ranks=asked.ranks)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ from pathlib import Path
 from statistics import median
 from threading import Lock
 
-import torch
-
-from examples.common.machine import command_line, commit, environment, write_json
-from examples.common.ranks import Group
+from docs.tables import write_table
 from tests import fault_places
-from tests.fault_endings import Ending, check_place, check_state, check_text, name_of
+from tests.fault_endings import WARN_AFTER, Ending, check_place, check_state, check_text, name_of
+from tests.fault_script import STALLED
 from tests.scripts import run_jobs
 
 AT_A_TIME = 6  # jobs of one process
@@ -107,21 +105,13 @@ def report(cells, path):
     failed = sum(bool(cell["wrong"]) for cell in cells)
     title = (
         "seconds from a fault to the error on every survivor, or from when it came to wait, median "
-        "/ worst; for a stall also to its warning, whose threshold is 1 s, and the group's timeout "
-        f"5 s. {len(cells)} of {possible} cells, {failed} of them failed; -: no such error"
+        f"/ worst; for a stall also to its warning, whose threshold is {WARN_AFTER:g} s, and the "
+        f"group's timeout {STALLED:g} s. {len(cells)} of {possible} cells, {failed} of them "
+        "failed; -: no such error"
     )
     headings = [f"{HEADINGS.get(place, place)}, s" for place in fault_places.PLACES]
-    facts = environment(Group(0, max(fault_places.WORLDS), torch.device("cpu")))
-    result = {
-        "kind": "table",
-        "schema": 1,
-        "command": command_line(),
-        "environment": facts | {"ranks": "2 to 4", "threads_per_rank": 1, "commit": commit()},
-        "title": title,
-        "headers": ["fault", "cells", "failed", *headings],
-        "rows": list(rows(cells)),
-    }
-    write_json(result, path)
+    about = {"ranks": "2 to 4", "threads_per_rank": 1}
+    write_table(path, title, ["fault", "cells", "failed", *headings], rows(cells), **about)
 
 
 def parser():

@@ -33,6 +33,7 @@ from fastsync.shard.delivery import Delivery
 from fastsync.torch_private import TCPStore
 
 LIMIT = 60.0  # seconds for a job
+STALLED = 5.0  # seconds: the group's timeout where a rank stops or sleeps
 FAULTY = 1
 STEPS = 5
 AT = 2  # the third step
@@ -372,7 +373,7 @@ def run(folder, name, rank, job, served):
         "gloo",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=5 if fault in ("stop", "sleep") else 60),
+        timeout=timedelta(seconds=STALLED if fault in ("stop", "sleep") else 60),
         **start,
     )
     try:

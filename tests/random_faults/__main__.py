@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # wrapping a module would import it in each rank
 
-from examples.common.machine import command_line, environment, write_json
-from examples.common.ranks import Group
+from docs.tables import write_table
 from fastsync.build import extension
 from tests.random_faults.schedule import PLACES
 from tests.random_faults.team import Runner, Tally
@@ -74,25 +73,9 @@ def report(tally, path):
     )
     places = (*PLACES[:-1], "optimizer's step", "after some time")
     wrong = ("hangs", "other weights", "other failures")
-    facts = environment(Group(0, 4, torch.device("cpu")))
-    result = {
-        "kind": "table",
-        "schema": 1,
-        "command": command_line(),
-        "environment": facts | {"ranks": "2 to 4", "threads_per_rank": 1},
-        "title": title,
-        "headers": [
-            "fault",
-            "trainings",
-            *places,
-            *wrong,
-            "median, s",
-            "95 % within, s",
-            "worst, s",
-        ],
-        "rows": list(tally.rows()),
-    }
-    write_json(result, path)
+    seconds = ("median, s", "95 % within, s", "worst, s")
+    headers = ("fault", "trainings", *places, *wrong, *seconds)
+    write_table(path, title, headers, tally.rows(), ranks="2 to 4", threads_per_rank=1)
 
 
 if __name__ == "__main__":
