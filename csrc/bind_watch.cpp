@@ -59,10 +59,12 @@ FaultWatch::Interpreter interpreter_of(py::function make_error) {
   return result;
 }
 
-std::shared_ptr<FaultWatch> make_watch(const std::string& host, double warn_after, int stack_file,
-                                       int stack_signal, py::function make_error) {
+std::shared_ptr<FaultWatch> make_watch(const std::string& host, double warn_after,
+                                       double lost_after, int stack_file, int stack_signal,
+                                       py::function make_error) {
   FaultWatch::Options options;
   options.warn_after = warn_after;
+  options.lost_after = lost_after;
   options.stack_file = stack_file;
   options.stack_signal = stack_signal;
   return std::make_shared<FaultWatch>(host, options, interpreter_of(std::move(make_error)));
@@ -112,8 +114,8 @@ void bind_watch(py::module_& m) {
       },
       release, py::arg("seconds"));
   py::class_<FaultWatch, std::shared_ptr<FaultWatch>>(m, "FaultWatch")
-      .def(py::init(&make_watch), py::arg("host"), py::arg("warn_after"), py::arg("stack_file"),
-           py::arg("stack_signal"), py::arg("make_error"))
+      .def(py::init(&make_watch), py::arg("host"), py::arg("warn_after"), py::arg("lost_after"),
+           py::arg("stack_file"), py::arg("stack_signal"), py::arg("make_error"))
       .def("address",
            [](const FaultWatch& watch) {
              const comm::PeerAddress& at = watch.address();

@@ -294,6 +294,7 @@ class FaultWatch:
         self,
         host: str,
         warn_after: float,
+        lost_after: float,
         stack_file: int,
         stack_signal: int,
         make_error: Callable[..., BaseException],

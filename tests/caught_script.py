@@ -18,7 +18,6 @@ from torch import nn
 import fastsync
 
 FAILS_AT = 3  # steps after which
-TIMEOUT = 6.0  # seconds
 LATE = 1.0  # seconds by which rank 1 waits later than rank 0 for one that stops
 
 
@@ -49,7 +48,7 @@ def main():
     how, options = sys.argv[1], json.loads(sys.argv[2])
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     place = os.environ.get("MEETS_AT", "env://")
-    patience = timedelta(seconds=TIMEOUT)
+    patience = timedelta(seconds=float(os.environ.get("TIMEOUT", "6")))
     dist.init_process_group("gloo", place, patience, world_size=world, rank=rank)
     began = time.monotonic()
     try:

@@ -165,6 +165,7 @@ CPP_LAYERS = [
     ["engine/news", "engine/pace_board"],
     ["engine/wanted"],
     ["engine/fault_watch"],
+    ["engine/fault_wait"],
     ["engine/visit"],
     [
         "engine/autograd_hooks",

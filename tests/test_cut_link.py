@@ -15,6 +15,7 @@ from tests.scripts import ROOT, environment
 MISSING = netns.missing_rights()
 needs_links = pytest.mark.skipif(MISSING is not None, reason=f"links: {MISSING}")
 WORLD = 3
+UNSHARE = ("unshare", "--uts", "sh", "-c")
 
 
 def start(how, rank, options, variables, prefix=()):
@@ -29,6 +30,30 @@ def start(how, rank, options, variables, prefix=()):
     )
 
 
+def train_apart(how, options, variables=None, own_names=False):
+    """Each rank on a machine of its own. Returns what each has seen, and its log.
+
+    Args:
+        own_names: machines have them, so that ranks cannot ask for each other's processes.
+    """
+    with netns.network(WORLD) as seats:
+        ranks = []
+        for rank, seat in enumerate(seats):
+            place = seat.placement(0, 1)
+            named = (*UNSHARE, f'hostname machine{rank}; exec "$@"', "sh") if own_names else ()
+            environ = {**place.environment, **(variables or {})}
+            ranks.append(start(how, rank, options, environ, (*place.prefix, *named)))
+        try:
+            printed = [rank.communicate(timeout=120) for rank in ranks[: WORLD - (how == "stop")]]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    seen = [json.loads(out.splitlines()[-1]) for out, _ in printed]
+    logs = [log for _, log in printed]
+    print(*seen, *logs, sep="\n")
+    return seen, logs
+
+
 @needs_links
 @pytest.mark.parametrize(
     "options",
@@ -37,21 +62,33 @@ def start(how, rank, options, variables, prefix=()):
 )
 def test_the_rank_that_cannot_be_reached_is_named(options):
     """First in a warning, then at the group's timeout. It says itself whom it cannot reach."""
-    with netns.network(WORLD) as seats:
-        places = [seat.placement(0, 1) for seat in seats]
-        ranks = [
-            start("cut", rank, options, place.environment, place.prefix)
-            for rank, place in enumerate(places)
-        ]
-        printed = [rank.communicate(timeout=120) for rank in ranks]
-    seen = [json.loads(out.splitlines()[-1]) for out, _ in printed]
-    print(*seen, *(log for _, log in printed), sep="\n")
+    seen, logs = train_apart("cut", options)
     for rank in range(WORLD - 1):
         assert seen[rank]["error"] == "SyncFault"
         assert seen[rank]["ranks"] == [WORLD - 1]
     assert seen[-1]["error"] == "SyncFault"
     assert set(seen[-1]["ranks"]) <= {0, 1}
-    assert "rank 2 does not answer" in printed[0][1]
+    assert "rank 2 does not answer" in logs[0]
+
+
+@needs_links
+def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout():
+    """On both sides."""
+    seen, _ = train_apart("cut", {}, {"FASTSYNC_LOST_AFTER": "2", "TIMEOUT": "100"}, own_names=True)
+    for rank in range(WORLD):
+        assert seen[rank]["error"] == "SyncFault"
+        assert "ended without a word, or its machine cannot be reached" in seen[rank]["text"]
+        assert "The backend says" not in seen[rank]["text"]
+    assert seen[0]["ranks"] == seen[1]["ranks"] == [WORLD - 1]
+    assert set(seen[-1]["ranks"]) <= {0, 1}
+
+
+@needs_links
+def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
+    seen, _ = train_apart("stop", {}, {"FASTSYNC_LOST_AFTER": "1"}, own_names=True)
+    for rank in range(WORLD - 1):
+        assert seen[rank]["ranks"] == [WORLD - 1]
+        assert f"rank {WORLD - 1} does not answer" in seen[rank]["text"]
 
 
 @pytest.mark.parametrize("options", [{}, {"zero": 2}], ids=["fp32", "zero2"])

@@ -29,6 +29,7 @@ def test_every_variable():
             "FASTSYNC_SHM": "0",
             "FASTSYNC_WATCH": "0",
             "FASTSYNC_STALL_WARN": "30",
+            "FASTSYNC_LOST_AFTER": "5",
             "FASTSYNC_STRAGGLER_WARN": "0.25",
             "FASTSYNC_UNIT_MEMORY_MB": "0.5",
             "FASTSYNC_ELASTIC_RANK": "2/4",
@@ -39,9 +40,8 @@ def test_every_variable():
         }
     )
     expected = Env(Path("/there"), "0", ("80", "90a"), "thread", True, True, 2.5, 3)
-    watching = replace(
-        expected, shared_memory=False, watch=False, stall_warn=30.0, straggler_warn=0.25
-    )
+    watching = replace(expected, shared_memory=False, watch=False, stall_warn=30.0, lost_after=5.0)
+    watching = replace(watching, straggler_warn=0.25)
     placed = replace(watching, unit_memory_mb=0.5, elastic_rank=(2, 4), restarts=5)
     met = replace(placed, elastic_store=("127.0.0.1", 29400))
     assert env == replace(met, nccl_lets_live=True)
@@ -57,6 +57,7 @@ def test_every_variable():
         ("FASTSYNC_SHM", "yes"),
         ("FASTSYNC_WATCH", "yes"),
         ("FASTSYNC_STALL_WARN", "0"),
+        ("FASTSYNC_LOST_AFTER", "-1"),
         ("FASTSYNC_STRAGGLER_WARN", "10"),
         ("FASTSYNC_STRAGGLER_WARN", "nan"),
         ("FASTSYNC_UNIT_MEMORY_MB", "0"),

@@ -72,6 +72,7 @@ STALLS = [
     ("sleep", "forward", "int8", 3),
     ("stop", "between", "zero2", 4),
     ("sleep", "backward", "zero2", 4),
+    ("sleep", "backward", "int8", 3),
     ("stop", "forward", "zero1", 3),
     ("stop", "pieces", "codec", 3),
     ("sleep", "wrap", "fp32", 3),
@@ -98,7 +99,7 @@ MEETINGS = [
     ("sleep", "nonfinite", "finite", 3),
 ]
 # Who sleeps there looks to the others like one that waits.
-QUIET_SLEEPS = [("sleep", "pieces", "codec", 3), ("sleep", "backward", "int8", 3)]
+QUIET_SLEEPS = [("sleep", "pieces", "codec", 3)]
 ALIKE = [
     *(
         (fault, "wrap", way, world)

@@ -1,10 +1,11 @@
 """A meeting ends when all have come, or says who has not."""
 
 import time
+from itertools import islice
 
 import torch.distributed as dist
 
-from fastsync.ranks.meeting import MeetingPlace
+from fastsync.ranks.meeting import MeetingPlace, looks
 from fastsync.testing import run_ranks
 from fastsync.torch_private import group_store
 
@@ -30,6 +31,14 @@ def test_some_do_not():
         assert f"rank {rank} waited 1 s for nothing in particular" in text
         assert "ranks [1, 3] did not come" in text
     assert results[1] == results[3] == ""
+
+
+def test_few_ranks_look_often_and_many_leave_the_store_in_peace():
+    assert set(islice(looks(8), 50)) == {0.1}
+    for world in (300, 1000, 3000, 100_000):
+        pauses = list(islice(looks(world), 20))
+        assert pauses == sorted(pauses) and pauses[0] == 0.1
+        assert pauses[-1] == 2.0 or world / pauses[-1] <= 2000
 
 
 def meet_in_groups(rank, world):

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <optional>
 #include <random>
@@ -22,9 +23,11 @@ namespace fastsync::comm {
 namespace {
 
 constexpr std::chrono::milliseconds kBeat{100};
-constexpr std::chrono::milliseconds kFlush{300};     // for last words
-constexpr std::chrono::milliseconds kConnect{2000};  // for a neighbour to be reached
-constexpr size_t kLongest = 1 << 20;                 // of a message: longer ones are no peer's
+constexpr std::chrono::milliseconds kSilence{1500};   // of a neighbour, from which on
+constexpr std::chrono::milliseconds kRareBeat{5000};  // it hears so rarely
+constexpr std::chrono::milliseconds kFlush{300};      // for last words
+constexpr std::chrono::milliseconds kConnect{2000};   // for a neighbour to be reached
+constexpr size_t kLongest = 1 << 20;                  // of a message: longer ones are no peer's
 constexpr size_t kRecent = 64;
 constexpr int kBacklog = 256;
 constexpr char kHello = 'H';
@@ -50,13 +53,24 @@ int open_socket() {
   return fd;
 }
 
-void hasten(int fd) {
+void set_tcp(int fd, int option, int value) {
+  setsockopt(fd, IPPROTO_TCP, option, &value, sizeof value);
+}
+
+// A process that is stopped does not read, but its machine acknowledges what comes, and what only asks for that.
+void prepare(int fd, std::chrono::milliseconds lost_after) {
+  set_tcp(fd, TCP_NODELAY, 1);
+  if (lost_after.count() <= 0) return;
+  const auto milliseconds = static_cast<int>(std::min<int64_t>(lost_after.count(), INT_MAX));
   const int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  set_tcp(fd, TCP_KEEPIDLE, std::max(1, milliseconds / 4000));
+  set_tcp(fd, TCP_KEEPINTVL, std::max(1, milliseconds / 4000));
+  set_tcp(fd, TCP_USER_TIMEOUT, milliseconds);
 }
 
 // -1: it cannot be reached.
-int call(const PeerAddress& address) {
+int call(const PeerAddress& address, std::chrono::milliseconds lost_after) {
   const sockaddr_in to = socket_address(address);
   const int fd = open_socket();
   int error = 0;
@@ -70,7 +84,7 @@ int call(const PeerAddress& address) {
     }
   }
   if (error == 0) {
-    hasten(fd);
+    prepare(fd, lost_after);
     return fd;
   }
   close(fd);
@@ -98,7 +112,8 @@ std::string framed(char kind, const std::string& body) {
 
 }  // namespace
 
-Peers::Peers(const std::string& host) : process_(getpid()) {
+Peers::Peers(const std::string& host, std::chrono::milliseconds lost_after)
+    : process_(getpid()), lost_after_(lost_after) {
   std::random_device random;
   address_ = {host, 0, (uint64_t{random()} << 32) | random()};
   listening_ = open_socket();
@@ -144,12 +159,13 @@ std::vector<int64_t> Peers::connect(const std::vector<PeerAddress>& all, int64_t
   for (const int64_t other : called_by(rank, ranks)) {
     callers_.erase(other);
     const PeerAddress& address = all[static_cast<size_t>(other)];
-    const int fd = call(address);
+    const int fd = call(address, lost_after_);
     if (fd < 0) {
       missing.push_back(other);
       continue;
     }
-    links_.push_back({fd, other, "", framed(kHello, bytes_of(address.key) + bytes_of(rank))});
+    const std::string hello = framed(kHello, bytes_of(address.key) + bytes_of(rank));
+    links_.push_back({fd, other, "", hello, Clock::now(), {}});
   }
   thread_ = std::thread([this] { run(); });
   return missing;
@@ -244,12 +260,17 @@ bool Peers::is_all_sent() const {
                      [](const Link& link) { return link.out.empty(); });
 }
 
+// What one that is stopped does not read fills its machine's buffer. When that is full, TCP gives up as on a machine that is
+// lost, so a silent one hears less: an hour's beats fit.
 void Peers::beat() {
   const std::string message = framed(kBeatMessage, listener_.beat());
+  const auto now = Clock::now();
   for (Link& link : links_) {
+    const bool due = now - link.heard < kSilence || now - link.told >= kRareBeat;
     // One that does not read hears of this later.
-    if (link.rank >= 0 && link.out.empty()) {
+    if (link.rank >= 0 && link.out.empty() && due) {
       link.out = message;
+      link.told = now;
       write(link);
     }
   }
@@ -282,8 +303,8 @@ void Peers::accept_all() {
   while (true) {
     const int fd = accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0) return;
-    hasten(fd);
-    links_.push_back({fd, -1, "", ""});
+    prepare(fd, lost_after_);
+    links_.push_back({fd, -1, "", "", Clock::now(), {}});
   }
 }
 
@@ -292,6 +313,7 @@ void Peers::read(Link& link) {
   while (link.fd >= 0) {
     const ssize_t got = recv(link.fd, buffer, sizeof buffer, 0);
     if (got > 0) {
+      link.heard = Clock::now();
       link.in.append(buffer, static_cast<size_t>(got));
       continue;
     }

@@ -40,8 +40,9 @@ class Peers {
     std::function<void(int64_t rank)> on_closed;
   };
 
-  // Listens on an address of this machine. Throws std::runtime_error with the system's reason.
-  explicit Peers(const std::string& host);
+  // Listens on an address of this machine. Throws std::runtime_error with the system's reason. `lost_after`: how long a
+  // neighbour's machine may acknowledge nothing until its connection counts as closed; 0: until the system gives up.
+  explicit Peers(const std::string& host, std::chrono::milliseconds lost_after = {});
   ~Peers() { close(); }
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
@@ -73,6 +74,8 @@ class Peers {
     int64_t rank = -1;  // -1: it has not said yet
     std::string in;
     std::string out;
+    Clock::time_point heard;  // from it, last
+    Clock::time_point told;   // its last beat
   };
 
   void run();
@@ -91,6 +94,7 @@ class Peers {
   void pass_on(const std::string& body);
 
   int64_t process_ = 0;  // this one's, to tell a forked one
+  std::chrono::milliseconds lost_after_;
   int64_t rank_ = 0;
   PeerAddress address_;
   int listening_ = -1;

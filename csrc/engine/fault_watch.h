@@ -69,6 +69,7 @@ class FaultWatch {
 
   struct Options {
     double warn_after = 10;  // seconds of waiting
+    double lost_after = 30;  // seconds in which another machine may acknowledge nothing
     int stack_file =
         -1;  // that a handler of `stack_signal` writes the main thread's Python stack to
     int stack_signal = 0;
@@ -150,6 +151,7 @@ class FaultWatch {
   void ask(const Wanted& wanted);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
   std::vector<Report> late(const Wanted& wanted) const;
+  Wanted newest_of(Wanted wanted) const;
   void warn(const Wanted& wanted, double waited) const;
   [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
                           const std::string& error);

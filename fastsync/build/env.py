@@ -90,6 +90,8 @@ class Env:
             1).
         stall_warn: ``FASTSYNC_STALL_WARN``, in seconds. How long a rank waits for another before it
             warns (default: 10).
+        lost_after: ``FASTSYNC_LOST_AFTER``, in seconds. How long the machine of a rank may
+            acknowledge nothing until the rank counts as ended (default: 30).
         straggler_warn: ``FASTSYNC_STRAGGLER_WARN``. The share of the step, 0 to 1, from which on
             rank 0 warns of a rank that the others wait for in every step (default: 0.1).
         unit_memory_mb: ``FASTSYNC_UNIT_MEMORY_MB``, in MiB. What whole parameters of zero=3 and the
@@ -120,6 +122,7 @@ class Env:
     shared_memory: bool = True
     watch: bool = True
     stall_warn: float = 10.0
+    lost_after: float = 30.0
     straggler_warn: float = 0.1
     unit_memory_mb: float | None = None
     elastic_rank: tuple[int, int] | None = None
@@ -150,6 +153,7 @@ class Env:
             shared_memory=_choice(environ, "FASTSYNC_SHM", ("1", "0")) == "1",
             watch=_choice(environ, "FASTSYNC_WATCH", ("1", "0")) == "1",
             stall_warn=_positive(environ, "FASTSYNC_STALL_WARN", cls.stall_warn),
+            lost_after=_positive(environ, "FASTSYNC_LOST_AFTER", cls.lost_after),
             straggler_warn=_share(environ, "FASTSYNC_STRAGGLER_WARN", cls.straggler_warn),
             unit_memory_mb=_mebibytes(environ, "FASTSYNC_UNIT_MEMORY_MB"),
             elastic_rank=_place(environ, "FASTSYNC_ELASTIC_RANK"),

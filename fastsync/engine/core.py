@@ -316,19 +316,22 @@ def process_has_ended(process: int) -> bool:
     return _C.process_has_ended(process)
 
 
-def make_watch(host: str, warn_after: float, stack_file: int, stack_signal: int) -> FaultWatch:
+def make_watch(
+    host: str, warn_after: float, lost_after: float, stack_file: int, stack_signal: int
+) -> FaultWatch:
     """What tells the other ranks of this one's end, and the other way; it listens.
 
     Args:
         host: address of this machine to listen on.
         warn_after: seconds after which a rank that waits warns of the others.
+        lost_after: seconds in which another rank's machine may acknowledge nothing.
         stack_file: that a handler of `stack_signal` writes the main thread's Python stack to; -1:
             there is none.
 
     Raises:
         RuntimeError: it cannot listen there.
     """
-    return _C.FaultWatch(host, warn_after, stack_file, stack_signal, SyncFault)
+    return _C.FaultWatch(host, warn_after, lost_after, stack_file, stack_signal, SyncFault)
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:

@@ -391,7 +391,8 @@ def _make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, _O
         return None, _Offer(None, process, machine, "FASTSYNC_WATCH is 0")
     try:
         stacks = _Stacks.of_main_thread()
-        watch = core.make_watch(own_address(store), env.stall_warn, stacks.file, stacks.signal)
+        patience = (env.stall_warn, env.lost_after)
+        watch = core.make_watch(own_address(store), *patience, stacks.file, stacks.signal)
     except (OSError, RuntimeError) as error:
         return None, _Offer(None, process, machine, str(error))
     return watch, _Offer(watch.address(), process, machine)

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from fastsync.ranks.machines import served_at
 from fastsync.torch_private import Store, group_store
 
-__all__ = ["MeetingPlace", "UnreachableStoreError", "needing_store"]
+__all__ = ["MeetingPlace", "UnreachableStoreError", "looks", "needing_store"]
 
 _REMEDY = "Every rank has to make that change before the same forward"
-_FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others, which become rarer
+_FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others
+_ASKING = 2000.0  # ranks that may ask the store in a second, once they have waited for long
 _ANSWERS = 1.0  # seconds for a store to take a connection
 Visit = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
 
@@ -111,9 +112,9 @@ class MeetingPlace:
 
     def _absent(self, store: Store, place: str, look: Callable[[], None]) -> list[int]:
         """Waits. Returns who has not come in time."""
-        start, waited, pause = time.monotonic(), 0.0, _FIRST_LOOK
-        while not _comes(store, f"{place}/all", min(pause, self._timeout - waited)):
-            waited, pause = time.monotonic() - start, min(2 * pause, _LAST_LOOK)
+        start, waited, pauses = time.monotonic(), 0.0, looks(self._world)
+        while not _comes(store, f"{place}/all", min(next(pauses), self._timeout - waited)):
+            waited = time.monotonic() - start
             look()
             if waited >= self._timeout:
                 return [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
@@ -158,6 +159,15 @@ def _why_unreachable(served: tuple[str, int] | None) -> str:
         "The process that serves it, rank 0 or the launcher, has ended, or its machine cannot be "
         "reached"
     )
+
+
+def looks(world: int) -> Iterator[float]:
+    """Seconds until each next look. One asks the store: among many ranks they become rarer."""
+    rarest = min(max(_FIRST_LOOK, world / _ASKING), _LAST_LOOK)
+    pause = _FIRST_LOOK
+    while True:
+        yield pause
+        pause = min(2 * pause, rarest)
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:

@@ -1,0 +1,281 @@
+// How a rank waits for the others: whom it looks for, whom it blames, and what it says. See fault_watch.h.
+#include <algorithm>
+#include <cstdio>
+#include <set>
+#include <thread>
+
+#include "../check.h"
+#include "backend_error.h"
+#include "fault_watch.h"
+
+namespace fastsync::engine {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kSlice{50};     // between two looks at the others
+constexpr milliseconds kAnswers{300};  // for answers to a question to come
+// A collective may still arrive after the end of a rank that had sent all of its part.
+constexpr milliseconds kDeathGrace{100};
+constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
+constexpr milliseconds kUnheard{500};       // likewise, where the system can tell more
+constexpr milliseconds kWordsLeave{100};    // at most, until what a rank says is on its way
+constexpr int kDistance = 3;                // each warning comes so many times later
+constexpr size_t kMostNamed = 8;
+
+double seconds_of(FaultWatch::Clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+std::string rounded(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+// A rank that has ended may not have sent what it had issued.
+Wanted anything_of(Wanted wanted) {
+  wanted.issued = kUncounted;
+  return wanted;
+}
+
+std::string join(const std::vector<std::string>& parts, const char* between) {
+  std::string result;
+  for (const std::string& part : parts) result += (result.empty() ? "" : between) + part;
+  return result;
+}
+
+}  // namespace
+
+// Those for which it is time.
+std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
+                                                  Clock::duration grace) const {
+  std::vector<Report> first;
+  std::vector<Report> secondary;
+  if (!disturbed_) return first;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : ends_) {
+    const auto since = Clock::now() - report.came;
+    const bool missing = lacks(report.news, wanted);
+    if (report.news.kind == News::Kind::kGaveUp) {
+      if (missing && since >= 2 * grace) secondary.push_back(report);
+    } else if (report.news.kind == News::Kind::kDied) {
+      if (since >= grace) first.push_back(report);
+    } else if (missing || since >= kIssuedGrace) {
+      first.push_back(report);
+    }
+  }
+  return first.empty() ? secondary : first;
+}
+
+// Who waits itself is late because of another; it is named only where there is nobody else. Where all have issued what is
+// wanted, one that lacks what this rank has issued since may hold it up: collectives of several buckets take turns.
+std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
+  std::vector<Report> causes;
+  std::vector<Report> waiting;
+  std::vector<Report> behind;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Wanted newest = newest_of(wanted);
+  for (const auto& [rank, report] : late_) {
+    if (!wants(wanted, rank)) continue;
+    const bool waits_too = waits(report.news, wanted);
+    if (report.news.kind == News::Kind::kSilent) {
+      causes.push_back(report);
+    } else if (is_counted(wanted) && lacks(report.news, wanted)) {
+      (waits_too ? waiting : causes).push_back(report);
+    } else if (is_counted(wanted) && lacks(report.news, newest) && !waits_too) {
+      behind.push_back(report);
+    }
+  }
+  if (!causes.empty()) return causes;
+  return waiting.empty() ? behind : waiting;
+}
+
+// Under `mutex_`: the same, of all that this rank has issued.
+Wanted FaultWatch::newest_of(Wanted wanted) const {
+  if (is_counted(wanted) && wanted.model < models_.size()) {
+    const int64_t issued = models_[wanted.model].progress->now().issued;
+    wanted.issued = std::max(wanted.issued, issued);
+  }
+  return wanted;
+}
+
+void FaultWatch::ask(const Wanted& wanted) {
+  News question{News::Kind::kAsked, rank_, static_cast<int64_t>(wanted.model), 0, {}, ""};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    late_.clear();
+    question.issued = newest_of(wanted).issued;
+  }
+  tell(question);
+  answer(question);
+}
+
+void FaultWatch::wait(const Wanted& wanted, const std::function<bool(milliseconds)>& arrives) {
+  const auto start = Clock::now();
+  Patience patience = new_patience();
+  while (!arrives(kSlice)) {
+    try {
+      interpreter_.check_signals();
+    } catch (...) {
+      interrupted_ = true;
+      throw;
+    }
+    look(wanted, seconds_of(Clock::now() - start), patience);
+  }
+}
+
+// One that ends before it has been connected has no connection that closes, so neighbours that have not been heard for so long
+// are looked for, too. Returns whether the end of one is to be expected: its connection has closed, and its process lives.
+bool FaultWatch::find_ended(Clock::duration unheard) {
+  std::vector<int64_t> doubtful;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [rank, neighbour] : neighbours_) {
+      const bool silent = Clock::now() - neighbour.heard >= unheard;
+      if ((neighbour.closed || silent) && is_here(rank)) doubtful.push_back(rank);
+    }
+  }
+  for (const int64_t rank : doubtful) find_end(rank);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(doubtful.begin(), doubtful.end(), [&](int64_t rank) {
+    return neighbours_[rank].closed && ends_.count(rank) == 0;
+  });
+}
+
+void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
+  find_ended(kUnheard);
+  const std::vector<Report> gone = ended(wanted, kDeathGrace);
+  if (!gone.empty()) raise(gone, wanted, waited, "");
+  if (waited >= patience.next && !patience.asked) {
+    ask(wanted);
+    patience.asked = true;
+  } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
+    warn(wanted, waited);
+    patience = {patience.next * kDistance, false};
+  }
+}
+
+// Throws once the end of a rank is known. Waits for a moment, and longer where one is to be expected.
+void FaultWatch::await_end(const Wanted& wanted, const std::string& error, double waited) {
+  const auto start = Clock::now();
+  milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
+  for (Clock::duration passed{}; passed < patience; passed = Clock::now() - start) {
+    // The words of a rank come before its end is seen, if it has left any.
+    const bool silence_tells = passed >= kDeathGrace;
+    if (find_ended(silence_tells ? Clock::duration{} : kUnheard)) patience = kIssuedGrace;
+    std::vector<Report> gone = ended(wanted, Clock::duration{});
+    if (gone.empty() && silence_tells) gone = ended(anything_of(wanted), Clock::duration{});
+    const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
+    if (known) raise(gone, wanted, waited, error);
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+}
+
+void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
+  if (!is_networks(error)) return;
+  ask(wanted);
+  await_end(wanted, error, waited);
+  std::vector<Report> found = ended(anything_of(wanted), Clock::duration{});
+  const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
+  // A rank whose time is over closes its connections, which looks like a death to those whose time is not.
+  if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {
+    std::vector<Report> causes = late(wanted);
+    if (!causes.empty()) found = std::move(causes);
+  }
+  if (!found.empty()) raise(found, wanted, waited, error);
+}
+
+void FaultWatch::check_agreement() const {
+  if (!raised_) return;
+  Fault fault = fault_;
+  fault.text =
+      concat("an earlier step has failed, so that the ranks no longer agree: ", fault.text);
+  interpreter_.raise(fault);
+}
+
+std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
+  std::vector<std::pair<int64_t, std::string>> ranks;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : ends_) {
+    const bool is_certain =
+        report.news.kind != News::Kind::kDied || Clock::now() - report.came >= kDeathGrace;
+    if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}));
+  }
+  return ranks;
+}
+
+// One rank speaks for all that wait: the first that is not late itself.
+void FaultWatch::warn(const Wanted& wanted, double waited) const {
+  const std::vector<Report> reports = late(wanted);
+  int64_t speaker = 0;
+  const auto is_late = [&](const Report& report) { return report.news.about == speaker; };
+  while (!wants(wanted, speaker) || std::any_of(reports.begin(), reports.end(), is_late)) ++speaker;
+  if (speaker != rank_) return;
+  std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
+  text += concat(" in ", wanted.place, "\n");
+  for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
+    text += concat("fastsync:   ", words_for(reports[i].news, wanted.model), "\n");
+    if (reports[i].news.kind == News::Kind::kLate) text += reports[i].news.text;
+  }
+  if (reports.size() > kMostNamed) {
+    text += concat("fastsync:   and ", reports.size() - kMostNamed, " more ranks\n");
+  }
+  if (reports.empty())
+    text += "fastsync:   every rank has come: the network or the backend is slow\n";
+  std::fputs(text.c_str(), stderr);
+}
+
+void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
+                       const std::string& error) {
+  const News& first = reports.front().news;
+  Fault fault;
+  std::vector<std::string> descriptions;
+  std::string stacks;
+  std::set<int64_t> ranks;
+  for (const Report& report : reports) {
+    const std::vector<int64_t> causes = causes_of(report.news, rank_);
+    ranks.insert(causes.begin(), causes.end());
+    if (descriptions.size() == kMostNamed) continue;
+    descriptions.push_back(words_for(report.news, wanted.model));
+    if (report.news.kind == News::Kind::kLate && !report.news.text.empty()) {
+      stacks += concat("\nRank ", report.news.about, ":\n", report.news.text);
+    }
+  }
+  fault.ranks.assign(ranks.begin(), ranks.end());
+  if (reports.size() > kMostNamed) {
+    descriptions.push_back(concat(reports.size() - kMostNamed, " more ranks likewise"));
+  }
+  fault.text =
+      concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ", rounded(waited),
+             " in ", wanted.place, ". ", remedy_for(first.kind, wanted.joins), ".",
+             error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
+  size_t model = wanted.model;
+  const Standing* at = standing_of(first, model);
+  fault.phase = at == nullptr ? "" : name_of(at->phase);
+  fault.bucket = wanted.bucket;
+  fault.parameters = wanted.parameters;
+  fault.seconds = waited;
+  fault.reason = first.kind == News::Kind::kLate ? "is late" : first.text;
+  if (!raised_) give_up(fault);
+  interpreter_.raise(fault);
+  throw std::runtime_error(fault.text);
+}
+
+// A script may catch the error and end by itself. Then the others would find one that ended without a word.
+void FaultWatch::give_up(const Fault& fault) {
+  fault_ = fault;
+  raised_ = true;
+  if (survives_) return;
+  tell({News::Kind::kGaveUp, rank_, 0, 0, standings(),
+        concat("SyncFault: ", fault.text.substr(0, fault.text.find('\n'))), fault.ranks});
+  peers_.flush(kWordsLeave);
+}
+
+std::string FaultWatch::words_for(const News& news, size_t model) const {
+  const Standing* at = standing_of(news, model);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return describe(news, at, model < models_.size() ? models_[model].names : Names());
+}
+
+}  // namespace fastsync::engine
