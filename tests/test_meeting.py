@@ -37,7 +37,7 @@ def test_few_ranks_look_often_and_many_leave_the_store_in_peace():
     assert set(islice(looks(8), 50)) == {0.1}
     for world in (300, 1000, 3000, 100_000):
         pauses = list(islice(looks(world), 20))
-        assert pauses == sorted(pauses) and pauses[0] == 0.1
+        assert pauses == sorted(pauses) and pauses[0] <= 0.2
         assert pauses[-1] == 2.0 or world / pauses[-1] <= 2000
 
 

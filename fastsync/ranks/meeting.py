@@ -20,7 +20,8 @@ from fastsync.torch_private import Store, group_store
 __all__ = ["MeetingPlace", "UnreachableStoreError", "looks", "needing_store"]
 
 _REMEDY = "Every rank has to make that change before the same forward"
-_FIRST_LOOK, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others
+_OFTEN, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others
+_FIRST_NAP, _LAST_NAP = 0.001, 0.03  # and between questions whether they have come
 _ASKING = 2000.0  # ranks that may ask the store in a second, once they have waited for long
 _ANSWERS = 1.0  # seconds for a store to take a connection
 Visit = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
@@ -163,18 +164,28 @@ def _why_unreachable(served: tuple[str, int] | None) -> str:
 
 def looks(world: int) -> Iterator[float]:
     """Seconds until each next look. One asks the store: among many ranks they become rarer."""
-    rarest = min(max(_FIRST_LOOK, world / _ASKING), _LAST_LOOK)
-    pause = _FIRST_LOOK
+    rarest = min(world / _ASKING, _LAST_LOOK)
+    pause = _OFTEN
     while True:
+        pause = min(2 * pause, rarest) if rarest > _OFTEN else _OFTEN
         yield pause
-        pause = min(2 * pause, rarest)
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:
+    """Whether a key does. A wait in vain takes some stores a second, and others write that on
+    stderr, so short ones ask instead."""
     deadline = time.monotonic() + seconds
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        if seconds > _OFTEN:
+            store.wait([key], timedelta(seconds=seconds))
+            return True
+        nap = _FIRST_NAP
+        while not store.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(nap, _LAST_NAP))
+            nap *= 2
+        return True
     except RuntimeError:  # each kind of store has its own
         time.sleep(max(0.0, deadline - time.monotonic()))  # a store that has gone fails at once
         return False
-    return True
