@@ -89,6 +89,8 @@ def predicted_steps(profile: Profile, name: str, times: list[float]) -> tuple[fl
         overhead=rates.overhead,
         sending=rates.sending,
         launching=rates.launching,
+        handling=rates.handling,
+        coding=rates.coding,
     )
     asked = Scenario(
         trace=lambda samples, checkpointing: record,

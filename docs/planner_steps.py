@@ -120,7 +120,7 @@ class Cell:
             trace=lambda samples, checkpointing: self.record,
             samples=self.record.samples,
             optimizer=adam_by_formula,
-            device=replace(CPU, bandwidth=constants.coding),
+            device=replace(CPU, coding=constants.coding),
             cluster=Cluster(self.ranks, per_node, link, link, "gloo"),
             measured=self.compute,
         )

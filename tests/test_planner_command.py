@@ -242,6 +242,7 @@ def measured(rank, world, path):
     if rank == 0:
         profile.dump(path)
     assert profile.between is None  # there is one machine
+    assert profile.device.coding > 0 and profile.device.handling >= 0
     return profile.inside.rate
 
 

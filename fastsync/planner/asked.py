@@ -108,6 +108,8 @@ def _measured(profile: Profile) -> Device:
         overhead=rates.overhead,
         sending=rates.sending,
         launching=rates.launching,
+        handling=rates.handling,
+        coding=rates.coding,
     )
 
 

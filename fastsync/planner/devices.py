@@ -33,6 +33,7 @@ class Device:
         sending: seconds of computing lost per byte that is sent beside it, where both need the
             same processor; `launching`: per collective; `handling`: per tensor that is packed or
             unpacked for one.
+        coding: bytes of gradients per second that a pass of coding reads; 0: what operators reach.
     """
 
     name: str
@@ -47,6 +48,12 @@ class Device:
     sending: float = 0.0
     launching: float = 0.0
     handling: float = 0.0
+    coding: float = 0.0
+
+    @property
+    def code_rate(self) -> float:
+        """Bytes of gradients per second of a pass of coding."""
+        return self.coding or self.bandwidth * self.streaming
 
     @property
     def on_cpu(self) -> bool:

@@ -14,7 +14,7 @@ from fastsync.planner.quantities import gigabytes
 __all__ = ["DeviceRates", "LinkRates", "Machine", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
-VERSION = 6  # until 5, files did not say which GPU had measured
+VERSION = 7  # until 6, files did not say what tensors and codes cost
 _HOW = "write one with torchrun --nproc-per-node N -m fastsync.plan --measure FILE"
 
 
@@ -25,7 +25,8 @@ class DeviceRates:
     Attributes:
         overhead: seconds that an operator takes at least.
         sending: seconds of computing lost per byte that is sent beside it; `launching`: per
-            collective.
+            collective; `handling`: per tensor.
+        coding: bytes of gradients per second of a pass of coding.
     """
 
     flops: float
@@ -33,6 +34,8 @@ class DeviceRates:
     overhead: float
     sending: float = 0.0
     launching: float = 0.0
+    handling: float = 0.0
+    coding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Profile:
             raise ValueError(f"{path} is no profile that fastsync has measured; {_HOW}") from error
         raise ValueError(
             f"{path} is a profile of format {version}; this fastsync reads {VERSION}, which says "
-            f"what the ranks ran on; {_HOW}"
+            f"what tensors and codes cost; {_HOW}"
         )
 
     @classmethod

@@ -184,7 +184,7 @@ def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> fl
     if bucket.coded is None:
         return 0.0
     own = sum(record.params[index].nbytes for index in bucket.params)
-    return _CODE_PASSES * own / (device.bandwidth * device.streaming)
+    return _CODE_PASSES * own / device.code_rate
 
 
 def _launched(bucket: PlannedBucket) -> int:
