@@ -74,11 +74,13 @@ def test_the_rank_that_cannot_be_reached_is_named(options):
 @needs_links
 def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout():
     """On both sides."""
-    seen, _ = train_apart("cut", {}, {"FASTSYNC_LOST_AFTER": "2", "TIMEOUT": "100"}, own_names=True)
+    variables = {"FASTSYNC_LOST_AFTER": "2", "TIMEOUT": "100"}
+    seen, logs = train_apart("cut", {}, variables, own_names=True)
+    words = "was lost with its machine, or with the network to it,"
+    assert f"rank {WORLD - 1} {words}" in logs[0], "a warning says so, too"
     for rank in range(WORLD):
         assert seen[rank]["error"] == "SyncFault"
-        assert "ended without a word, or its machine cannot be reached" in seen[rank]["text"]
-        assert "The backend says" not in seen[rank]["text"]
+        assert words in seen[rank]["text"] and "The backend says" not in seen[rank]["text"]
     assert seen[0]["ranks"] == seen[1]["ranks"] == [WORLD - 1]
     assert set(seen[-1]["ranks"]) <= {0, 1}
 

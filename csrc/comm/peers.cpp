@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <random>
 
@@ -67,6 +68,10 @@ void prepare(int fd, std::chrono::milliseconds lost_after) {
   set_tcp(fd, TCP_KEEPIDLE, std::max(1, milliseconds / 4000));
   set_tcp(fd, TCP_KEEPINTVL, std::max(1, milliseconds / 4000));
   set_tcp(fd, TCP_USER_TIMEOUT, milliseconds);
+}
+
+bool tells_of_loss(int error) {
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == EHOSTDOWN;
 }
 
 // -1: it cannot be reached.
@@ -318,6 +323,7 @@ void Peers::read(Link& link) {
       continue;
     }
     const bool later = got < 0 && (errno == EAGAIN || errno == EINTR);
+    link.lost |= got < 0 && tells_of_loss(errno);
     parse(link);
     if (!later && link.fd >= 0) ::close(std::exchange(link.fd, -1));
     return;
@@ -372,20 +378,21 @@ void Peers::write(Link& link) {
       continue;
     }
     if (sent < 0 && errno == EINTR) continue;
+    link.lost |= sent < 0 && tells_of_loss(errno);
     if (sent < 0 && errno != EAGAIN) link.out.clear();  // what it still has said is read first
     return;
   }
 }
 
 void Peers::drop_closed() {
-  std::vector<int64_t> closed;
+  std::map<int64_t, bool> closed;  // and whether they are lost, by rank
   for (const Link& link : links_) {
-    if (link.fd < 0 && link.rank >= 0) closed.push_back(link.rank);
+    if (link.fd < 0 && link.rank >= 0) closed[link.rank] = link.lost;
   }
   links_.erase(
       std::remove_if(links_.begin(), links_.end(), [](const Link& link) { return link.fd < 0; }),
       links_.end());
-  for (const int64_t rank : closed) listener_.on_closed(rank);
+  for (const auto& [rank, lost] : closed) listener_.on_closed(rank, lost);
 }
 
 }  // namespace fastsync::comm

@@ -36,8 +36,8 @@ class Peers {
     std::function<std::string()> beat;  // what neighbours shall know of this rank
     std::function<void(int64_t rank, const std::string& beat)> on_beat;
     std::function<void(const std::string& news)> on_news;
-    // A neighbour's connection has ended.
-    std::function<void(int64_t rank)> on_closed;
+    // A neighbour's connection has ended. `lost`: because nothing has been acknowledged for too long.
+    std::function<void(int64_t rank, bool lost)> on_closed;
   };
 
   // Listens on an address of this machine. Throws std::runtime_error with the system's reason. `lost_after`: how long a
@@ -76,6 +76,7 @@ class Peers {
     std::string out;
     Clock::time_point heard;  // from it, last
     Clock::time_point told;   // its last beat
+    bool lost = false;
   };
 
   void run();

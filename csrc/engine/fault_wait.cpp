@@ -18,9 +18,11 @@ constexpr milliseconds kAnswers{300};  // for answers to a question to come
 // A collective may still arrive after the end of a rank that had sent all of its part.
 constexpr milliseconds kDeathGrace{100};
 constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
-constexpr milliseconds kUnheard{500};       // likewise, where the system can tell more
-constexpr milliseconds kWordsLeave{100};    // at most, until what a rank says is on its way
-constexpr int kDistance = 3;                // each warning comes so many times later
+// Where only the connections between watches are lost, collectives may still arrive.
+constexpr milliseconds kLostGrace{5000};
+constexpr milliseconds kUnheard{500};     // likewise, where the system can tell more
+constexpr milliseconds kWordsLeave{100};  // at most, until what a rank says is on its way
+constexpr int kDistance = 3;              // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
 double seconds_of(FaultWatch::Clock::duration time) {
@@ -48,8 +50,8 @@ std::string join(const std::vector<std::string>& parts, const char* between) {
 }  // namespace
 
 // Those for which it is time.
-std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
-                                                  Clock::duration grace) const {
+std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::duration grace,
+                                                  bool with_lost) const {
   std::vector<Report> first;
   std::vector<Report> secondary;
   if (!disturbed_) return first;
@@ -59,8 +61,9 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted,
     const bool missing = lacks(report.news, wanted);
     if (report.news.kind == News::Kind::kGaveUp) {
       if (missing && since >= 2 * grace) secondary.push_back(report);
-    } else if (report.news.kind == News::Kind::kDied) {
-      if (since >= grace) first.push_back(report);
+    } else if (is_hearsay(report.news.kind)) {
+      const bool counts = with_lost || report.news.kind != News::Kind::kLost;
+      if (since >= grace && counts) first.push_back(report);
     } else if (missing || since >= kIssuedGrace) {
       first.push_back(report);
     }
@@ -136,7 +139,7 @@ bool FaultWatch::find_ended(Clock::duration unheard) {
       if ((neighbour.closed || silent) && is_here(rank)) doubtful.push_back(rank);
     }
   }
-  for (const int64_t rank : doubtful) find_end(rank);
+  for (const int64_t rank : doubtful) find_end(rank, /*lost=*/false);
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::any_of(doubtful.begin(), doubtful.end(), [&](int64_t rank) {
     return neighbours_[rank].closed && ends_.count(rank) == 0;
@@ -145,7 +148,8 @@ bool FaultWatch::find_ended(Clock::duration unheard) {
 
 void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
   find_ended(kUnheard);
-  const std::vector<Report> gone = ended(wanted, kDeathGrace);
+  const bool long_ago = waited >= seconds_of(kLostGrace);
+  const std::vector<Report> gone = ended(wanted, kDeathGrace, long_ago);
   if (!gone.empty()) raise(gone, wanted, waited, "");
   if (waited >= patience.next && !patience.asked) {
     ask(wanted);
@@ -199,7 +203,7 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [rank, report] : ends_) {
     const bool is_certain =
-        report.news.kind != News::Kind::kDied || Clock::now() - report.came >= kDeathGrace;
+        !is_hearsay(report.news.kind) || Clock::now() - report.came >= kDeathGrace;
     if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}));
   }
   return ranks;
@@ -207,7 +211,8 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
 
 // One rank speaks for all that wait: the first that is not late itself.
 void FaultWatch::warn(const Wanted& wanted, double waited) const {
-  const std::vector<Report> reports = late(wanted);
+  std::vector<Report> reports = late(wanted);
+  if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost: what it sent may arrive
   int64_t speaker = 0;
   const auto is_late = [&](const Report& report) { return report.news.about == speaker; };
   while (!wants(wanted, speaker) || std::any_of(reports.begin(), reports.end(), is_late)) ++speaker;

@@ -44,7 +44,7 @@ std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t ra
   listener.beat = [this] { return beat(); };
   listener.on_beat = [this](int64_t other, const std::string& beat) { on_beat(other, beat); };
   listener.on_news = [this](const std::string& news) { on_news(news); };
-  listener.on_closed = [this](int64_t other) { on_closed(other); };
+  listener.on_closed = [this](int64_t other, bool lost) { on_closed(other, lost); };
   announce_termination(concat("fastsync: rank ", rank, " ends: SIGTERM\n"));
   return peers_.connect(addresses, rank, std::move(listener));
 }
@@ -81,17 +81,17 @@ void FaultWatch::on_beat(int64_t rank, const std::string& bytes) {
   neighbours_[rank] = {std::move(beat.standings), Clock::now()};
 }
 
-void FaultWatch::on_closed(int64_t rank) {
+void FaultWatch::on_closed(int64_t rank, bool lost) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     neighbours_[rank].closed = true;
   }
-  find_end(rank);
+  find_end(rank, lost);
 }
 
 // A process of this machine may have lost a connection only, or end a moment after it has closed it.
-void FaultWatch::find_end(int64_t rank) {
-  News news{News::Kind::kDied, rank, 0, 0, {}, ""};
+void FaultWatch::find_end(int64_t rank, bool lost) {
+  News news{News::Kind::kDied, rank, 0, 0, {}, "ended without a word"};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (left_ || ends_.count(rank) != 0) return;
@@ -100,9 +100,10 @@ void FaultWatch::find_end(int64_t rank) {
   if (is_here(rank)) {
     const ProcessEnd end = end_of_process(members_[static_cast<size_t>(rank)].process);
     if (end.lives) return;
-    news.text = end.how.empty() ? "ended without a word" : end.how;
-  } else {
-    news.text = "ended without a word, or its machine cannot be reached";
+    if (!end.how.empty()) news.text = end.how;
+  } else if (lost) {
+    news.kind = News::Kind::kLost;
+    news.text = "was lost with its machine, or with the network to it,";
   }
   note(news);
   tell(news);
@@ -112,7 +113,7 @@ void FaultWatch::on_news(const std::string& bytes) {
   News news = decode_news(bytes);
   if (news.kind == News::Kind::kAsked) {
     answer(news);
-  } else if (news.kind == News::Kind::kDied && news.about == rank_) {
+  } else if (is_hearsay(news.kind) && news.about == rank_) {
     tell({News::Kind::kAlive, rank_, 0, 0, {}, ""});
   } else {
     note(std::move(news));
@@ -154,7 +155,7 @@ void FaultWatch::note(News news) {
   } else if (is_end(news.kind)) {
     const auto known = ends_.find(rank);
     // What a rank says of itself tells more than its closed connections, and the first thing it says most.
-    const bool better = known == ends_.end() || known->second.news.kind == News::Kind::kDied;
+    const bool better = known == ends_.end() || is_hearsay(known->second.news.kind);
     if (better) ends_[rank] = {std::move(news), Clock::now()};
     disturbed_ = true;
   } else {

@@ -138,18 +138,19 @@ class FaultWatch {
   std::vector<Standing> standings() const;
   std::string beat() const;
   void on_beat(int64_t rank, const std::string& bytes);
-  void on_closed(int64_t rank);
+  void on_closed(int64_t rank, bool lost);
   void on_news(const std::string& bytes);
   void answer(const News& question);
   void tell(News news);
   void note(News news);
   std::string stack() const;
   bool is_here(int64_t rank) const;
-  void find_end(int64_t rank);
+  void find_end(int64_t rank, bool lost);
   bool find_ended(Clock::duration unheard);
   void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
-  std::vector<Report> ended(const Wanted& wanted, Clock::duration grace) const;
+  std::vector<Report> ended(const Wanted& wanted, Clock::duration grace,
+                            bool with_lost = true) const;
   std::vector<Report> late(const Wanted& wanted) const;
   Wanted newest_of(Wanted wanted) const;
   void warn(const Wanted& wanted, double waited) const;

@@ -91,6 +91,8 @@ const char* remedy_for(News::Kind kind, bool joins) {
     case News::Kind::kDied:
       return "Look at what it printed, and in the system's log for the out-of-memory killer; then "
              "restart from a checkpoint";
+    case News::Kind::kLost:
+      return "Look at its machine, and at the network to it; then restart from a checkpoint";
     case News::Kind::kRaised:
       return "Mend that error: it is the cause, and those of the other ranks follow from it";
     case News::Kind::kEnded:
@@ -121,6 +123,7 @@ std::string describe(const News& news, const Standing* at, const Names& names) {
       return concat(rank, " raised ", news.text, where);
     case News::Kind::kGaveUp:
       return concat(rank, " gave up", where, ": ", news.text);
+    case News::Kind::kLost:
     case News::Kind::kDied:
       return concat(rank, " ", news.text, where);
     case News::Kind::kSilent:

@@ -15,6 +15,7 @@ struct News {
     kEnded,
     kRaised,
     kGaveUp,
+    kLost,  // for all that can be told: its machine acknowledges nothing
     kDied,
     kAlive,   // it has not: only a connection was lost
     kAsked,   // who has not issued this collective?
@@ -38,6 +39,10 @@ struct Beat {
 };
 
 inline bool is_end(News::Kind kind) { return kind <= News::Kind::kDied; }
+// Of an end: others tell of it.
+inline bool is_hearsay(News::Kind kind) {
+  return kind == News::Kind::kLost || kind == News::Kind::kDied;
+}
 
 std::string encode(const News& news);
 std::string encode(const Beat& beat);

@@ -33,7 +33,7 @@ class Rank {
       const std::lock_guard<std::mutex> lock(mutex_);
       ++news_[news];
     };
-    listener.on_closed = [this](int64_t from) {
+    listener.on_closed = [this](int64_t from, bool /*lost*/) {
       const std::lock_guard<std::mutex> lock(mutex_);
       closed_.insert(from);
     };
