@@ -70,7 +70,7 @@ MODULE_LAYERS = {
         ["quantities", "held", "devices", "links", "record", "rounds"],
         ["batches", "strategy", "synthetic", "unit_marks", "profile", "compute"],
         ["arithmetic", "tracing", "unit_memory", "simulate"],
-        ["memory"],
+        ["memory", "own_step"],
         ["scenario"],
         ["remedies", "host"],
         ["measure"],

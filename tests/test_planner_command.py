@@ -246,6 +246,62 @@ def measured(rank, world, path):
     return profile.inside.rate
 
 
+def measured_step(rank, world, path, model):
+    from fastsync.planner.asked import training_of
+    from fastsync.planner.command import _parser
+    from fastsync.planner.host import device_rates
+    from fastsync.planner.measure import _machine
+    from fastsync.planner.own_step import measure_step
+    from fastsync.planner.profile import LinkRates
+
+    cpu = __import__("torch").device("cpu")
+    asked = _parser().parse_args(["--model", model, "--batch", "4x16"])
+    step = measure_step(training_of(asked), cpu)
+    rates, machine = device_rates(cpu), _machine(cpu)
+    profile = Profile(machine, "", world, "gloo", rates, LinkRates(2, 1e-5, 1e9, ()), step=step)
+    if rank == 0:
+        profile.dump(path)
+    return step
+
+
+def test_a_step_of_ones_own_model_is_measured_and_planned_with(train, tmp_path, capsys):
+    from fastsync.testing import run_ranks
+
+    path, model = tmp_path / "profile.json", f"{train}:build_model"
+    step, other = run_ranks(measured_step, 2, path, model, timeout=180.0)
+    assert step == other == Profile.load(path).step
+    assert min(step.forward, step.backward, step.update) > 0
+    options = ("--model", model, "--gpus", 2, "--profile", path, "--strategies", "0", "--json")
+    found = []
+    for batch in ("4x16", "8x16", "4x8"):
+        assert plan("--batch", batch, *options, tmp_path / "plan.json") == 0
+        found.append((capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())))
+    (text, plain), (_, doubled), (unlike, _) = found
+    assert "measured: a step of" in text and "4x16" in text
+    assert "not used" in unlike
+    computing = [
+        next(c["time"]["computing"] for c in p["candidates"] if c["name"] == "zero=0")
+        for p in (plain, doubled)
+    ]
+    passes = step.forward + step.backward
+    assert computing[0] == pytest.approx(passes + step.update)
+    assert computing[1] == pytest.approx(2 * passes + step.update)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--model", "a.py:b"), "--batch"),
+        (("--batch", "8x1024"), "--batch"),
+        (("--gpus", 64), "--gpus"),
+        (("--from", "run.json"), "--from"),
+    ],
+)
+def test_what_nothing_measures_is_refused(tmp_path, capsys, options, named):
+    assert plan("--measure", tmp_path / "profile.json", *options) == 2
+    assert named in capsys.readouterr().err
+
+
 def test_what_is_measured_is_planned_with(tmp_path, capsys):
     from fastsync.testing import run_ranks
 

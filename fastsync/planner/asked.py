@@ -17,6 +17,7 @@ from torch import nn
 from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.devices import DEVICES, Device, device_named, kind_of_gpu
 from fastsync.planner.links import Cluster, Link
+from fastsync.planner.own_step import Training
 from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
@@ -232,6 +233,12 @@ def _loss_of(name: str | None) -> Loss | None:
         return value
 
     return loss
+
+
+def training_of(args: argparse.Namespace) -> Training:
+    """What --model asks to be measured."""
+    build, loss = _build(args.model), _loss_of(args.loss)
+    return Training(args.model, build, args.batch, loss, args.dtype, args.optimizer)
 
 
 def _progress(args: argparse.Namespace, doing: str) -> None:

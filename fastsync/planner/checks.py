@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterable
 
-__all__ = ["check_ranks", "wants_time"]
+__all__ = ["check_ranks", "wants_own_step", "wants_time"]
 
+_NEEDS_BATCH = "--model needs --batch, the sizes of one rank's input: --batch 8x1024"
+_OF_STEPS = ("model", "batch", "loss", "dtype", "optimizer")
 _BY_FORMULA = ("adam", "adamw")
 _OF_TIME = (
     *("device", "memory", "efficiency", "intra", "inter", "latency", "backend", "profile"),
@@ -17,6 +19,21 @@ _OF_MODELS = (
     *("wires", "bucket_cap_mb", "no_checkpointing", "memory", "efficiency"),
     *("jitter", "straggler"),
 )
+
+
+def wants_own_step(args: argparse.Namespace, given: Collection[str]) -> bool:
+    """Whether --measure is to measure a step of a model, too.
+
+    Raises:
+        ValueError: it is not said of which batch, or something is asked for that nothing measures.
+    """
+    every = {*given} - {"measure", "quiet", *_OF_STEPS}
+    _refuse(sorted(every), given, "with --measure")
+    if args.model and not args.batch:
+        raise ValueError(_NEEDS_BATCH)
+    if not args.model:
+        _refuse(_OF_STEPS, given, "with --measure alone; add --model")
+    return args.model is not None
 
 
 def wants_time(args: argparse.Namespace, given: Collection[str]) -> bool:
@@ -36,7 +53,7 @@ def wants_time(args: argparse.Namespace, given: Collection[str]) -> bool:
             "--from of its run"
         )
     if args.model and not args.batch:
-        raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
+        raise ValueError(_NEEDS_BATCH)
     if args.run and not args.model:
         _refuse(_OF_MODELS, given, "with --from alone; add --model")
     if args.params:
@@ -63,7 +80,8 @@ def _check_params(args: argparse.Namespace, given: Collection[str]) -> None:
 def _refuse(options: Iterable[str], given: Collection[str], why: str) -> None:
     for name in options:
         if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} says nothing {why}")
+            option = "from" if name == "run" else name.replace("_", "-")
+            raise ValueError(f"--{option} says nothing {why}")
 
 
 def check_ranks(args: argparse.Namespace, timed: bool) -> None:

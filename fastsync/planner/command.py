@@ -5,6 +5,7 @@
     python -m fastsync.plan --from run.json --gpus 8,64,512,4096     # from a recorded timeline
     python -m fastsync.plan --from run.json --model train.py:build_model --batch 8x1024
     torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
+    torchrun ... -m fastsync.plan --measure profile.json --model train.py:build_model --batch 8x1024
 
 --model names a function without arguments that returns the nn.Module; it is built and traced
 without memory. --batch is one rank's: samples x tokens, or samples x the sizes of a sample.
@@ -23,9 +24,10 @@ from typing import TypeVar
 
 from fastsync.planner import quantities as q
 from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of
-from fastsync.planner.checks import check_ranks, wants_time
+from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of, training_of
+from fastsync.planner.checks import check_ranks, wants_own_step, wants_time
 from fastsync.planner.held import held_by
+from fastsync.planner.own_step import with_step
 from fastsync.planner.plan import Plan, make_plan_of
 from fastsync.planner.recorded import recorded_plan
 from fastsync.planner.views import held_json, held_text, html_page, plan_json, plan_text
@@ -128,8 +130,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     profile = profile_of(args)
     device = device_of(args, profile)
     asked = scenario_of(args, device, cluster_of(args, device, profile))
-    plan = make_plan_of(asked, args.gpus)
-    return replace(plan, sources=() if profile is None else (f"profile: {profile}",))
+    sources = () if profile is None else (f"profile: {profile}",)
+    if profile is not None and profile.step is not None and args.model:
+        made = with_step(asked.compute, asked.first, args.optimizer, profile.step)
+        asked, sources = replace(asked, measured=made[0]), (*sources, made[1])
+    return replace(make_plan_of(asked, args.gpus), sources=sources)
 
 
 def _arithmetic(args: argparse.Namespace) -> None:
@@ -166,7 +171,7 @@ def _run(args: argparse.Namespace, given: Collection[str]) -> None:
     if args.measure is not None:
         from fastsync.planner.measure import measure_to
 
-        measure_to(args.measure)
+        measure_to(args.measure, training_of(args) if wants_own_step(args, given) else None)
         return
     timed = wants_time(args, given)
     check_ranks(args, timed)

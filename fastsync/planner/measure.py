@@ -32,6 +32,7 @@ from torch import nn
 from fastsync.ddp import FastDDP
 from fastsync.planner.host import device_rates, host_costs
 from fastsync.planner.links import Cluster
+from fastsync.planner.own_step import Training, measure_step
 from fastsync.planner.profile import LinkRates, Machine, Profile, Sample
 from fastsync.planner.rounds import in_turns, together
 from fastsync.ranks.machines import network_space
@@ -44,11 +45,15 @@ _SCATTERS = (0.2, 2.0)
 _SHORTEST = 1e-6  # seconds that a difference of two figures counts for at least
 
 
-def measure_to(path: Path) -> None:
+def measure_to(path: Path, training: Training | None = None) -> None:
     """Measures these ranks; rank 0 writes the profile. Collective.
 
+    Args:
+        training: whose step is measured, too.
+
     Raises:
-        ValueError: it does not run under torchrun, with at least two ranks.
+        ValueError: it does not run under torchrun, with at least two ranks, or the model makes no
+            step.
     """
     if not dist.is_torchelastic_launched():
         raise ValueError(
@@ -61,6 +66,8 @@ def measure_to(path: Path) -> None:
     try:
         device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
         profile = measure(device)
+        if training is not None:
+            profile = replace(profile, step=measure_step(training, device))
         if dist.get_rank() == 0:
             try:
                 profile.dump(path)
@@ -119,11 +126,12 @@ def _words(profile: Profile) -> str:
         for where, each in classes.items()
         if each is not None
     )
-    device = profile.device
+    device, step = profile.device, profile.step
+    own = "" if step is None else f"{1e3 * (step.forward + step.backward):.3g} ms for {step}; "
     return (
         f"{', '.join(links)}, {device.flops / 1e9:.3g} GFLOP/s, "
         f"{device.bandwidth / 1e9:.3g} GB/s of memory, {device.coding / 1e9:.3g} GB/s of coding, "
-        f"{1e6 * device.handling:.3g} us for a tensor; {profile}"
+        f"{1e6 * device.handling:.3g} us for a tensor; {own}{profile}"
     )
 
 

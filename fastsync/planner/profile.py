@@ -11,7 +11,7 @@ from typing import Any
 from fastsync.planner.links import Link, hop_beside_base
 from fastsync.planner.quantities import gigabytes
 
-__all__ = ["DeviceRates", "LinkRates", "Machine", "Profile", "Sample", "fit"]
+__all__ = ["DeviceRates", "LinkRates", "Machine", "OwnStep", "Profile", "Sample", "fit"]
 
 FORMAT = "fastsync profile"
 VERSION = 7  # until 6, files did not say what tensors and codes cost
@@ -104,6 +104,39 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class OwnStep:
+    """A step of a model of the user's, which each rank made by itself while the others did.
+
+    Attributes:
+        model: its class; `tensors` of it are trained, with `numel` elements.
+        batch: sizes of a rank's input; `sample_bytes`: of one sample of it.
+        optimizer: its class.
+        forward, backward: seconds; `update`: of the optimizer's step on all parameters.
+    """
+
+    model: str
+    tensors: int
+    numel: int
+    batch: tuple[int, ...]
+    sample_bytes: int
+    optimizer: str
+    forward: float
+    backward: float
+    update: float
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.batch))
+        return f"{self.model} with a batch of {sizes} and {self.optimizer}"
+
+    @classmethod
+    def read(cls, document: dict[str, Any] | None) -> OwnStep | None:
+        """From a file."""
+        if document is None:
+            return None
+        return cls(**{**document, "batch": tuple(document["batch"])})
+
+
+@dataclass(frozen=True)
 class Profile:
     """Rates of one machine, or cluster.
 
@@ -112,6 +145,7 @@ class Profile:
         world: ranks that measured.
         inside: links inside a machine; `between`: links between machines. None: not measured, as
             no machine had two ranks, or there was one machine alone.
+        step: of the user's model, if that was measured.
     """
 
     machine: Machine
@@ -121,6 +155,7 @@ class Profile:
     device: DeviceRates
     inside: LinkRates | None = None
     between: LinkRates | None = None
+    step: OwnStep | None = None
 
     def __str__(self) -> str:
         return f"{self.machine}, torch {self.torch}, {self.world} ranks over {self.backend}"
@@ -156,7 +191,8 @@ class Profile:
     def _of(cls, document: dict[str, Any]) -> Profile:
         machine, device = Machine(**document.pop("machine")), DeviceRates(**document.pop("device"))
         inside, between = (LinkRates.read(document.pop(n)) for n in ("inside", "between"))
-        return cls(machine, device=device, inside=inside, between=between, **document)
+        step = OwnStep.read(document.pop("step"))
+        return cls(machine, device=device, inside=inside, between=between, step=step, **document)
 
 
 def fit(samples: Sequence[Sample], world: int) -> tuple[float, float]:

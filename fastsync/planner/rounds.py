@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["in_turns", "together"]
+__all__ = ["in_turns", "rounds", "slowest", "together"]
 
 _SECONDS = 0.6  # for each figure
 _FEWEST = 5
@@ -33,11 +33,16 @@ def in_turns(runs: Sequence[Callable[[], object]], device: torch.device) -> list
 
     for run in runs:
         once(run)
-    until = time.perf_counter() + _SECONDS
-    times = [[once(run) for run in runs]]
-    while _agreed(len(times) < _FEWEST or time.perf_counter() < until, device):
-        times.append([once(run) for run in runs])
-    return [_slowest(median(column), device) for column in zip(*times, strict=True)]
+    times = [[once(run) for run in runs] for _ in rounds(device)]
+    return [slowest(median(column), device) for column in zip(*times, strict=True)]
+
+
+def rounds(device: torch.device) -> Iterator[None]:
+    """As many on every rank as rank 0 has time for."""
+    until, made = time.perf_counter() + _SECONDS, 0
+    while _agreed(made < _FEWEST or time.perf_counter() < until, device):
+        made += 1
+        yield
 
 
 def _agreed(goes_on: bool, device: torch.device) -> bool:
@@ -47,7 +52,8 @@ def _agreed(goes_on: bool, device: torch.device) -> bool:
     return bool(answer.item())
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks'."""
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value.item())

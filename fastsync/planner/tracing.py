@@ -31,7 +31,17 @@ from fastsync.planner.record import Allocations, Mark, Record, TracedParam
 from fastsync.planner.unit_marks import ROOT, note_units, units_of
 from fastsync.torch_private.tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
 
-__all__ = ["Loss", "StepError", "TraceError", "find_blocks", "trace_model", "trace_optimizer"]
+__all__ = [
+    "Loss",
+    "StepError",
+    "TraceError",
+    "default_loss",
+    "find_blocks",
+    "make_batch",
+    "make_optimizer",
+    "trace_model",
+    "trace_optimizer",
+]
 
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
 _CHANNELS = 8  # of a block, at least
@@ -182,7 +192,7 @@ def _without_memory(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return module
 
 
-def _default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
+def default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
     """Next-token cross-entropy for batches of tokens, else the mean square."""
     for name in ("loss", "logits"):
         if isinstance(value := getattr(output, name, None), torch.Tensor):
@@ -199,7 +209,7 @@ def _default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
     return first.pow(2).mean()
 
 
-def _make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+def make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
     """Token numbers where the model begins with an embedding, else numbers of its own dtype."""
     kinds = (m for m in module.modules() if any(True for _ in m.parameters(recurse=False)))
     if isinstance(next(kinds, None), nn.Embedding):
@@ -231,7 +241,7 @@ def trace_model(
     with FakeTensorMode(allow_non_fake_inputs=True):
         with _explained("the model"):
             module = _without_memory(build(), dtype).train()
-            given = _make_batch(module, batch)
+            given = make_batch(module, batch)
         blocks = find_blocks(module)
         if checkpointing:
             _checkpoint(blocks)
@@ -245,7 +255,7 @@ def trace_model(
         held = [*module.parameters(), *module.buffers(), given]
         recorder.ignore(held)
         with _explained("a step of the model", StepError), recorder:
-            _step(module, given, loss or _default_loss, recorder)
+            _step(module, given, loss or default_loss, recorder)
         del hooks
         return _record(module, units, len(blocks), given, recorder.marks)
 
@@ -325,24 +335,43 @@ def trace_optimizer(
     Raises:
         TraceError: torch has no such optimizer, or it cannot be traced.
     """
-    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    kind = kinds.get(name.lower())
-    if kind is None or kind is torch.optim.Optimizer:
-        known = ", ".join(n for n, k in kinds.items() if k is not torch.optim.Optimizer)
-        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
+    kind = _kind_of_optimizer(name)
     recorder = _Recorder()
     with FakeTensorMode(), _explained(f"a step of {kind.__name__}"):
         params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in sizes]
         for param in params:
             param.grad = torch.empty_like(param)
-        extra = {"momentum": 0.9} if name.lower() == "sgd" else {}
-        optimizer = kind(params, lr=1e-3, **_foreach(kind, foreach), **extra)
+        optimizer = make_optimizer(name, params, foreach)
         optimizer.step()  # makes the state
         kept = [t for t in tree_leaves(list(optimizer.state.values())) if _is_tensor(t)]
         recorder.ignore([*params, *(p.grad for p in params if p.grad is not None), *kept])
         with recorder:
             optimizer.step()
         return Allocations.of(recorder.marks, sum(t.nbytes for t in kept))
+
+
+def make_optimizer(
+    name: str, params: Sequence[nn.Parameter], foreach: bool | None = None
+) -> torch.optim.Optimizer:
+    """torch's optimizer of that name; `foreach` None: as torch does by default.
+
+    Raises:
+        TraceError: there is none.
+    """
+    kind = _kind_of_optimizer(name)
+    options: dict[str, Any] = {} if foreach is None else _foreach(kind, foreach)
+    extra = {"momentum": 0.9} if name.lower() == "sgd" else {}
+    made: torch.optim.Optimizer = kind(params, lr=1e-3, **options, **extra)
+    return made
+
+
+def _kind_of_optimizer(name: str) -> type:
+    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kind = kinds.get(name.lower())
+    if kind is None or kind is torch.optim.Optimizer:
+        known = ", ".join(n for n, k in kinds.items() if k is not torch.optim.Optimizer)
+        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
+    return kind
 
 
 def _is_tensor(value: object) -> bool:
