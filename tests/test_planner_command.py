@@ -295,6 +295,7 @@ def test_a_step_of_ones_own_model_is_measured_and_planned_with(train, tmp_path, 
         (("--batch", "8x1024"), "--batch"),
         (("--gpus", 64), "--gpus"),
         (("--from", "run.json"), "--from"),
+        (("--model", "torch:nn", "--batch", "2x2", "--optimizer", "foo"), "--optimizer foo"),
     ],
 )
 def test_what_nothing_measures_is_refused(tmp_path, capsys, options, named):

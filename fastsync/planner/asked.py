@@ -22,7 +22,14 @@ from fastsync.planner.profile import Profile
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
-from fastsync.planner.tracing import Loss, StepError, TraceError, trace_model, trace_optimizer
+from fastsync.planner.tracing import (
+    Loss,
+    StepError,
+    TraceError,
+    kind_of_optimizer,
+    trace_model,
+    trace_optimizer,
+)
 
 __all__ = ["cluster_of", "device_of", "profile_of", "scenario_of"]
 
@@ -236,7 +243,15 @@ def _loss_of(name: str | None) -> Loss | None:
 
 
 def training_of(args: argparse.Namespace) -> Training:
-    """What --model asks to be measured."""
+    """What --model asks to be measured.
+
+    Raises:
+        ValueError: there is no such model, loss or optimizer.
+    """
+    try:
+        kind_of_optimizer(args.optimizer)
+    except TraceError as error:
+        raise ValueError(f"--optimizer {args.optimizer}: {error}") from error
     build, loss = _build(args.model), _loss_of(args.loss)
     return Training(args.model, build, args.batch, loss, args.dtype, args.optimizer)
 

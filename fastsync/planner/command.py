@@ -133,7 +133,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     sources = () if profile is None else (f"profile: {profile}",)
     if profile is not None and profile.step is not None and args.model:
         made = with_step(asked.compute, asked.first, args.optimizer, profile.step)
-        asked, sources = replace(asked, measured=made[0]), (*sources, made[1])
+        asked, sources = replace(asked, measured=made[0]), (*sources, *filter(None, made[1:]))
     return replace(make_plan_of(asked, args.gpus), sources=sources)
 
 

@@ -41,6 +41,7 @@ __all__ = ["measure", "measure_to"]
 
 _SIZES = tuple(1 << power for power in range(12, 25, 2))  # 4 KiB to 16 MiB
 _SHARED = 1 << 22  # bytes whose ranks share what they average
+_FASTEST = 1e13  # bytes per second of a link that can be
 _SCATTERS = (0.2, 2.0)
 _SHORTEST = 1e-6  # seconds that a difference of two figures counts for at least
 
@@ -127,11 +128,14 @@ def _words(profile: Profile) -> str:
         if each is not None
     )
     device, step = profile.device, profile.step
+    known = [each.rate for each in classes.values() if each is not None]
+    busy = max(known) >= _FASTEST
+    again = "; large messages took no longer than small ones: measure on a quiet machine" * busy
     own = "" if step is None else f"{1e3 * (step.forward + step.backward):.3g} ms for {step}; "
     return (
         f"{', '.join(links)}, {device.flops / 1e9:.3g} GFLOP/s, "
         f"{device.bandwidth / 1e9:.3g} GB/s of memory, {device.coding / 1e9:.3g} GB/s of coding, "
-        f"{1e6 * device.handling:.3g} us for a tensor; {own}{profile}"
+        f"{1e6 * device.handling:.3g} us for a tensor; {own}{profile}{again}"
     )
 
 

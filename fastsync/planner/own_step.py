@@ -121,9 +121,9 @@ def _timed_step(
 def with_step(
     traced: Compute, record: Record, optimizer: str, step: OwnStep
 ) -> tuple[Compute | None, str]:
-    """The traced computing times as long as the measured ones, and in words where they come from.
+    """The traced computing times as long as the measured ones.
 
-    None where the step is one of another model; the words say so.
+    None where the step is one of another model, which is said in words.
 
     Args:
         optimizer: that is planned with; where it is another, its step stays as traced.
@@ -137,4 +137,4 @@ def with_step(
     made = traced.as_recorded(Compute(forward, backward, (), 0.0, source=source))
     if optimizer.lower() == step.optimizer.lower():
         made = replace(made, update=step.update, source=f"{source}; order of gradients: traced")
-    return made, source
+    return made, ""

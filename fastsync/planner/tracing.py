@@ -37,6 +37,7 @@ __all__ = [
     "TraceError",
     "default_loss",
     "find_blocks",
+    "kind_of_optimizer",
     "make_batch",
     "make_optimizer",
     "trace_model",
@@ -335,7 +336,7 @@ def trace_optimizer(
     Raises:
         TraceError: torch has no such optimizer, or it cannot be traced.
     """
-    kind = _kind_of_optimizer(name)
+    kind = kind_of_optimizer(name)
     recorder = _Recorder()
     with FakeTensorMode(), _explained(f"a step of {kind.__name__}"):
         params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in sizes]
@@ -358,14 +359,19 @@ def make_optimizer(
     Raises:
         TraceError: there is none.
     """
-    kind = _kind_of_optimizer(name)
+    kind = kind_of_optimizer(name)
     options: dict[str, Any] = {} if foreach is None else _foreach(kind, foreach)
     extra = {"momentum": 0.9} if name.lower() == "sgd" else {}
     made: torch.optim.Optimizer = kind(params, lr=1e-3, **options, **extra)
     return made
 
 
-def _kind_of_optimizer(name: str) -> type:
+def kind_of_optimizer(name: str) -> type:
+    """torch's class of that name, in any case.
+
+    Raises:
+        TraceError: there is none.
+    """
     kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
     kind = kinds.get(name.lower())
     if kind is None or kind is torch.optim.Optimizer:
