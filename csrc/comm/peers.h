@@ -104,8 +104,8 @@ class Peers {
   std::thread thread_;
   std::atomic<bool> stop_{false};
 
-  std::mutex
-      links_mutex_;  // held by the thread while it looks at them, for abandon(); before the queue's
+  // Held by the thread while it looks at them, for abandon(). Locked before the queue's.
+  std::mutex links_mutex_;
   std::vector<Link> links_;
   std::set<std::pair<int64_t, int64_t>> heard_;  // the thread's: origin and number of news
   std::deque<std::string> recent_;  // the thread's: news, for neighbours that come late
