@@ -7,7 +7,16 @@ itself, so that rank 0 may die as well::
 
 The script wraps its model with `FastDDP(model, elastic=True)`. With `--restarts` ranks that die are
 started again, and `model.catch_up(optimizer)` brings them back into the training. It also brings in
-the ranks that join with `--max-ranks`, one for each SIGUSR1. All ranks run on this machine.
+the ranks that join with `--max-ranks`, one for each SIGUSR1.
+
+On several machines it runs on each, with the number of the machine; the first serves the store::
+
+    python -m fastsync.elastic --nnodes 2 --node-rank 0 --master-addr host0 --nproc-per-node 4 ...
+    python -m fastsync.elastic --nnodes 2 --node-rank 1 --master-addr host0 --nproc-per-node 4 ...
+
+A rank that dies is started again on its machine. If a whole machine is lost, the others go on, and
+its launcher, started again, brings its ranks back. The first machine must not be lost: the others
+could not meet.
 """
 
 from __future__ import annotations
@@ -20,17 +29,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from types import FrameType
 
 from fastsync.build.env import NCCL_LETS_LIVE, inherited
 from fastsync.front.seat import ELASTIC_STORE
-from fastsync.ranks.newcomers import ENDED, back_key
-from fastsync.torch_private import PrefixStore, Store, TCPStore
+from fastsync.ranks.launchers import Launchers, Machine
+from fastsync.torch_private import PrefixStore, Store, TCPStore, connect_store
 
 __all__ = ["main"]
 
 _PAUSE = 0.05
 _GRACE = 2.5  # seconds between SIGTERM and SIGKILL
+_PATIENCE = timedelta(seconds=60)  # for machine 0 to be there
 _HERE = "127.0.0.1"
 
 
@@ -39,27 +51,35 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fastsync.elastic",
         description="Starts PROGRAM on several ranks, and leaves the others alone when one dies.",
     )
-    parser.add_argument("--nproc-per-node", type=int, required=True, metavar="N", help="ranks")
+    number = partial(parser.add_argument, type=int, metavar="N")
+    number("--nproc-per-node", required=True, help="ranks of this machine, and of each other one")
+    number("--nnodes", default=1, help="machines (default: 1)")
+    number("--node-rank", default=0, help="which of them this is, from 0 (default: 0)")
+    parser.add_argument(
+        "--master-addr", metavar="HOST", help="machine 0, as all others reach it, with --nnodes"
+    )
+    number("--master-port", default=29500, help="of its store, with --nnodes (default: 29500)")
     parser.add_argument(
         "--min-ranks",
         type=int,
         default=1,
         metavar="N",
-        help="end all ranks, and fail, when fewer are left (default: 1)",
+        help="end all ranks, and fail, when fewer are left on all machines (default: 1)",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="start ranks that die again, N times in all; the script calls catch_up() (default: 0)",
+        help="start ranks that die again, N times in all on this machine; the script calls "
+        "catch_up() (default: 0)",
     )
     parser.add_argument(
         "--max-ranks",
         type=int,
         metavar="N",
-        help="start a rank more on each SIGUSR1, while fewer are running; the script calls "
-        "catch_up() (default: --nproc-per-node)",
+        help="start a rank more on each SIGUSR1, while fewer are running on all machines; the "
+        "script calls catch_up() (default: those of the start)",
     )
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module's name")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or a module")
@@ -69,17 +89,19 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass
 class _Ranks:
-    """Processes, by rank.
+    """Processes of this machine, by rank.
 
     Args:
         command: what each runs.
-        world: how many begin.
-        server: whose store they meet in.
+        world: how many ranks begin, on all machines.
+        each: on each of them.
+        place: host and port of the store that they meet in.
+        launchers: of all machines.
         restarts: of ranks that end badly, in all.
-        most: that run at once; more may join than have begun.
+        most: that run at once on all machines; more may join than have begun.
 
     Attributes:
-        ranks: how many there have been, with those that have joined.
+        ranks: how many there have been here, with those that have joined.
         asked: how often another one has been asked for; written by a signal's handler alone.
         running: those that have not ended.
         failed: exit codes of those that have ended badly for good; negative: the signal.
@@ -87,7 +109,9 @@ class _Ranks:
 
     command: Sequence[str]
     world: int
-    server: TCPStore
+    each: int
+    place: tuple[str, int]
+    launchers: Launchers
     restarts: int = 0
     most: int = 0
     ranks: int = 0
@@ -97,34 +121,42 @@ class _Ranks:
     signalled: int = 0  # this process
     _heard: int = 0  # of what has been asked
     _restarted: int = 0
-    _later: int = 0  # how many processes have been started after the others
     _again: dict[int, int] = field(default_factory=dict)  # running ranks, and the how manieth
     _alone: dict[int, TCPStore] = field(default_factory=dict)  # the stores of their groups
+    _local: dict[int, int] = field(default_factory=dict)  # their numbers on this machine
     _ends: bool = False  # a rank has come to its end
 
     def start(self) -> None:
-        self.ranks = self.world
-        for rank in range(self.world):
-            self.running[rank] = self._process(rank, rank, self.world, self.server)
+        """Where a launcher of this machine has been here before, its ranks come back."""
+        first = self.launchers.node * self.each
+        begins_again = self.launchers.begin()
+        for rank in range(first, first + self.each):
+            self._local[rank] = rank - first
+            if begins_again:
+                self._start_later(rank)
+            else:
+                self.running[rank] = self._process(rank, (rank, self.world), self.place, 0)
+        self.ranks = self.each
 
     def _process(
-        self, rank: int, group_rank: int, group_size: int, server: TCPStore
+        self, rank: int, seat: tuple[int, int], place: tuple[str, int], later: int
     ) -> subprocess.Popen[bytes]:
-        place = {"RANK": group_rank, "LOCAL_RANK": rank, "WORLD_SIZE": group_size, "GROUP_RANK": 0}
-        place |= {"LOCAL_WORLD_SIZE": self.world, "MASTER_PORT": server.port}
-        variables = {name: str(value) for name, value in place.items()}
+        """
+        Args:
+            seat: rank and size of the default group; `place`: of its store.
+            later: the number of a process that is started after the others; 0: of none such.
+        """
+        numbers = {"RANK": seat[0], "WORLD_SIZE": seat[1], "LOCAL_RANK": self._local[rank]}
+        numbers |= {"LOCAL_WORLD_SIZE": self.each, "GROUP_RANK": self.launchers.node}
+        numbers |= {"MASTER_PORT": place[1], "TORCHELASTIC_RESTART_COUNT": later}
+        variables = {name: str(value) for name, value in numbers.items()}
         # As torchrun tells its ranks that the store is there already.
-        variables |= {"MASTER_ADDR": _HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        variables["TORCHELASTIC_RESTART_COUNT"] = str(self._later)
+        variables |= {"MASTER_ADDR": place[0], "TORCHELASTIC_USE_AGENT_STORE": "True"}
         variables["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
-        if server is not self.server:
-            variables["FASTSYNC_ELASTIC_STORE"] = f"{_HERE}:{self.server.port}"
+        if later:
+            variables["FASTSYNC_ELASTIC_STORE"] = f"{self.place[0]}:{self.place[1]}"
         environment = {**NCCL_LETS_LIVE, **inherited(variables)}
         return subprocess.Popen(self.command, env=environment)
-
-    @property
-    def _store(self) -> Store:
-        return PrefixStore(ELASTIC_STORE, self.server)
 
     def look(self, restarts: bool = True) -> None:
         """Notes who has ended, says who has badly, and starts those again that may come back."""
@@ -137,27 +169,49 @@ class _Ranks:
             self._alone.pop(rank, None)
             if code == 0 and not self._ends:
                 self._ends = True
-                self._store.set(ENDED, "")
+                self.launchers.end_training()
             if code != 0:
                 self._note(rank, code, restarts and self._restarted < self.restarts)
+        self.launchers.tell(self.machine())
+        self._ends = self._ends or self.launchers.ends
+
+    def machine(self, done: bool = False) -> Machine:
+        """How they are."""
+        trains = sum(map(self._trains, self.running))
+        return Machine(self.ranks, len(self.running), trains, len(self.failed), done)
+
+    @property
+    def everywhere(self) -> int:
+        """How many are running, on all machines."""
+        return len(self.running) + sum(other.running for other in self.launchers.others)
+
+    @property
+    def left(self) -> int:
+        """How many run or have ended well, on all machines."""
+        return self.machine().left + sum(other.left for other in self.launchers.others)
+
+    def are_enough(self, least: int) -> bool:
+        """Whether as many are left. Who cannot hear of the others goes by its own."""
+        return not self.failed if self.launchers.cut else self.left >= least
 
     def take_in(self) -> None:
         """Starts the ranks that are to join."""
         while self._heard < self.asked:
             self._heard += 1
-            left = len(self.running)
-            if left >= self.most or self._ends:
+            left = self.everywhere
+            if left >= self.most or self._ends or self.launchers.cut:
                 why = "the training ends" if self._ends else f"{left} of {self.most} are running"
+                why = "machine 0 cannot be reached" if self.launchers.cut else why
                 print(f"fastsync.elastic: no rank joins: {why}", file=sys.stderr)
                 continue
-            rank, self.ranks = self.ranks, self.ranks + 1
+            rank, self.ranks = self.launchers.next_rank(), self.ranks + 1
+            self._local[rank] = self.ranks - 1
             self._start_later(rank)
             print(f"fastsync.elastic: rank {rank} joins; {left + 1} are running", file=sys.stderr)
 
     def _note(self, rank: int, code: int, restarts: bool) -> None:
-        left = f"{len(self.running)} ranks are running"
-        # Somebody has to have what it needs.
-        again = restarts and not self._ends and any(map(self._trains, self.running))
+        left = f"{self.everywhere} ranks are running"
+        again = restarts and not self._ends and not self.launchers.cut and self.goes_on
         words = "; it is started again" if again else ""
         print(f"fastsync.elastic: rank {rank} {_words(code)}; {left}{words}", file=sys.stderr)
         if not again:
@@ -167,20 +221,25 @@ class _Ranks:
         self._start_later(rank)
 
     def _start_later(self, rank: int) -> None:
-        self._later += 1
-        self._again[rank] = self._later
+        later = self._again[rank] = self.launchers.next_process()
         # It is the only rank of its default group, whose keys would be those of the others' rank 0.
-        self._alone[rank] = _serve()
-        self.running[rank] = self._process(rank, 0, 1, self._alone[rank])
+        alone = self._alone[rank] = _serve()
+        self.running[rank] = self._process(rank, (0, 1), (_HERE, alone.port), later)
 
     def _trains(self, rank: int) -> bool:
         again = self._again.get(rank, 0)
-        return not again or self._store.check([back_key(again)])
+        return not again or self.launchers.is_back(again)
 
     @property
     def goes_on(self) -> bool:
         """Whether any process has what all need. Those that wait to come back have not."""
-        return self._ends or any(map(self._trains, self.running))
+        here = any(map(self._trains, self.running))
+        return self._ends or here or any(other.trains for other in self.launchers.others)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing runs here, and nothing more will."""
+        return not self.running and (self._ends or not self.launchers.others or not self.goes_on)
 
     def end(self) -> None:
         """Returns when none is running."""
@@ -202,8 +261,9 @@ class _Ranks:
         self.asked += 1
 
 
-def _serve() -> TCPStore:
-    return TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
+def _serve(port: int = 0) -> TCPStore:
+    """On all of this machine's addresses; 0: at a port that is free."""
+    return TCPStore(_HERE, port, is_master=True, wait_for_workers=False)
 
 
 def _words(code: int) -> str:
@@ -215,6 +275,61 @@ def _words(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
+def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """Ends the process where options make no sense."""
+    if asked.nnodes < 1 or asked.nproc_per_node < 1:
+        parser.error("--nnodes and --nproc-per-node must be at least 1")
+    if not 0 <= asked.node_rank < asked.nnodes:
+        parser.error(f"--node-rank must be from 0 to {asked.nnodes - 1}, but is {asked.node_rank}")
+    if asked.nnodes > 1 and not asked.master_addr:
+        parser.error("--master-addr: name machine 0 as all others reach it")
+    world = asked.nnodes * asked.nproc_per_node
+    of = "--nproc-per-node" if asked.nnodes == 1 else "--nnodes x --nproc-per-node"
+    if not 1 <= asked.min_ranks <= world:
+        parser.error(f"--min-ranks must be from 1 to {of}, {world}, but is {asked.min_ranks}")
+    if asked.restarts < 0:
+        parser.error(f"--restarts must not be negative, but is {asked.restarts}")
+    most = world if asked.max_ranks is None else asked.max_ranks
+    if most < world:
+        parser.error(f"--max-ranks must be at least {of}, {world}, but is {most}")
+    if most > world == 1:
+        parser.error("--max-ranks: ranks join a training that has begun with at least 2")
+
+
+def _meet(asked: argparse.Namespace) -> tuple[Store, tuple[str, int]]:
+    """The store that ranks meet in, and its host and port. As long as what serves it, so does it.
+
+    Raises:
+        RuntimeError: it cannot be reached, or not be served.
+    """
+    if asked.nnodes == 1:
+        served = _serve()
+        return served, (_HERE, served.port)
+    place = (asked.master_addr, asked.master_port)
+    if asked.node_rank == 0:
+        return _serve(asked.master_port), place
+    return connect_store(*place, _PATIENCE), place
+
+
+def _run(ranks: _Ranks, least: int) -> None:
+    """Until none is running."""
+    while not ranks.is_through and not ranks.signalled and ranks.are_enough(least):
+        ranks.look()
+        ranks.take_in()
+        if not ranks.goes_on:
+            print("fastsync.elastic: no rank is left that has trained", file=sys.stderr)
+            break
+        time.sleep(_PAUSE)
+
+
+def _see_out(ranks: _Ranks) -> None:
+    """The others need the store, which ends with the launcher of machine 0."""
+    ranks.launchers.tell(ranks.machine(done=True), at_once=True)
+    while ranks.launchers.node == 0 and ranks.launchers.busy and not ranks.signalled:
+        ranks.launchers.tell(ranks.machine(done=True))
+        time.sleep(_PAUSE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`.
 
@@ -223,20 +338,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     asked = parser.parse_args(argv)
-    world, least = asked.nproc_per_node, asked.min_ranks
-    if not 1 <= least <= world:
-        parser.error(f"--min-ranks must be from 1 to --nproc-per-node, {world}, but is {least}")
-    if asked.restarts < 0:
-        parser.error(f"--restarts must not be negative, but is {asked.restarts}")
+    _check(parser, asked)
+    each, world = asked.nproc_per_node, asked.nnodes * asked.nproc_per_node
     most = world if asked.max_ranks is None else asked.max_ranks
-    if most < world:
-        parser.error(f"--max-ranks must be at least --nproc-per-node, {world}, but is {most}")
-    if most > world == 1:
-        parser.error("--max-ranks: ranks join a training that has begun with at least 2")
-    # As long as this process lives, so does the store.
-    store = _serve()
+    try:
+        store, place = _meet(asked)
+    except RuntimeError as error:
+        host = f"--master-addr {asked.master_addr} --master-port {asked.master_port}"
+        parser.error(f"{host}: {error}")
+    launchers = Launchers(PrefixStore(ELASTIC_STORE, store), asked.node_rank, asked.nnodes, each)
     command = [sys.executable, *(["-m"] if asked.module else []), asked.program, *asked.arguments]
-    ranks = _Ranks(command, world, store, asked.restarts, most)
+    ranks = _Ranks(command, world, each, place, launchers, asked.restarts, most)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ranks.on_signal)
     signal.signal(signal.SIGUSR1, ranks.on_request)
@@ -245,18 +357,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if most > world:
             words = f"send SIGUSR1 to process {os.getpid()} for each rank that is to join"
             print(f"fastsync.elastic: {words}", file=sys.stderr)
-        while ranks.running and not ranks.signalled and ranks.ranks - len(ranks.failed) >= least:
-            ranks.look()
-            ranks.take_in()
-            if not ranks.goes_on:
-                print("fastsync.elastic: no rank is left that has trained", file=sys.stderr)
-                break
-            time.sleep(_PAUSE)
+        _run(ranks, asked.min_ranks)
     finally:
         ranks.end()
+    _see_out(ranks)
     if ranks.signalled:
         return 128 + ranks.signalled
-    return 0 if ranks.ranks - len(ranks.failed) >= least else 1
+    return 0 if ranks.are_enough(asked.min_ranks) else 1
 
 
 if __name__ == "__main__":

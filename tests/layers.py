@@ -59,6 +59,7 @@ MODULE_LAYERS = {
     "ranks": [
         ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
         ["arrivals", "farewell", "meeting", "newcomers", "preemption", "survivors"],
+        ["launchers"],
     ],
     "plan": [
         ["layout", "switch", "topology"],

@@ -203,5 +203,5 @@ def _store_gone(rank: int, error: Exception) -> str:
     return (
         f"fastsync: other ranks have died, and rank {rank} cannot meet the survivors: the "
         "rendezvous store has gone with them. Restart from a checkpoint, with `python -m "
-        f"fastsync.elastic`, whose store outlives every rank. ({error})"
+        f"fastsync.elastic`, whose store outlives all but the first machine. ({error})"
     )
