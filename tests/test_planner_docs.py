@@ -28,7 +28,7 @@ def test_the_picture_is_the_one_that_is_drawn():
 def test_commands_of_the_page_are_understood():
     block = re.search(r"```sh\n(.*?)```", PAGE, re.S)[1]
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for words in commands:
         _parser().parse_args(words[words.index("fastsync.plan") + 1 :])
 
