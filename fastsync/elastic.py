@@ -347,6 +347,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         host = f"--master-addr {asked.master_addr} --master-port {asked.master_port}"
         parser.error(f"{host}: {error}")
     launchers = Launchers(PrefixStore(ELASTIC_STORE, store), asked.node_rank, asked.nnodes, each)
+    shape = f"--nnodes {asked.nnodes} --nproc-per-node {each}"
+    if (others := launchers.agreed(shape)) != shape:
+        parser.error(f"{shape}: the launcher of machine 0 was started with {others}")
     command = [sys.executable, *(["-m"] if asked.module else []), asked.program, *asked.arguments]
     ranks = _Ranks(command, world, each, place, launchers, asked.restarts, most)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -111,3 +111,12 @@ def test_a_port_that_is_taken_is_named():
         taken = other.getsockname()[1]
         output = run_module("fastsync.elastic", *TWO, "--master-port", taken, *SCRIPT, 1, 1, code=2)
     assert f"--master-port {taken}: " in output
+
+
+def test_machines_with_other_numbers_of_ranks_are_refused(port):
+    here = launch(port, 0, *SCRIPT, 1, -1)
+    options = (*TWO[:-1], 3, "--master-port", port, "--node-rank", 1)
+    output = run_module("fastsync.elastic", *options, *SCRIPT, 1, -1, code=2)
+    here.terminate()
+    finish(here, code=128 + signal.SIGTERM)
+    assert "was started with --nnodes 2 --nproc-per-node 2" in output

@@ -87,6 +87,12 @@ class Launchers:
         lives = self._ask(lambda: self._store.add(f"lives/{self.node}", 1), 1)
         return lives > 1
 
+    def agreed(self, options: str) -> str:
+        """What the launcher of machine 0 was started with; `options` is what this one was."""
+        if self.node == 0:
+            self._store.set("options", options)
+        return self._store.get("options").decode()
+
     def next_process(self) -> int:
         """Another number for each process that is started after the others."""
         return self._ask(lambda: self._store.add("processes", 1), 0)
