@@ -70,6 +70,7 @@ MODULE_LAYERS = {
     "planner": [
         ["quantities", "held", "devices", "links", "record", "rounds"],
         ["batches", "strategy", "synthetic", "unit_marks", "profile", "compute"],
+        ["unit_codes"],
         ["arithmetic", "tracing", "unit_memory", "simulate"],
         ["memory", "own_step"],
         ["scenario"],

@@ -2,13 +2,15 @@
 
 import math
 import os
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn, optim
 
 from fastsync import FastDDP, Wire
-from fastsync.plan.layout import FlatLayout, region_layout, region_payload
+from fastsync.plan.layout import FlatLayout, outline_regions, region_layout, region_payload
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.shard.layout import cut_by_elements
 from fastsync.testing import run_ranks
@@ -40,6 +42,17 @@ def test_every_element_travels_once_to_its_owner(world, numels, block):
     assert elements == {(slot, i) for slot, numel in enumerate(numels) for i in range(numel)}
     payload = region_payload(found, FORMATS["int8"].coded_bytes)
     assert payload.flags_per_chunk >= 2 * len(numels) + 1 and found.chunks == world
+
+
+def test_outlines_are_layouts_without_their_parts():
+    draw = random.Random(random.SystemRandom().randrange(2**32))
+    for _ in range(500):
+        numels = [draw.choice((0, 1, 16, 17, 500, 5000)) for _ in range(draw.randint(1, 6))]
+        world, block = draw.choice((1, 2, 3, 8, 61)), draw.choice((16, 64, 256))
+        units = cut_by_elements(numels, world)
+        slots = FlatLayout(units.offsets, tuple(numels), -1, units.region * world)
+        whole = region_layout(slots, world, block)
+        assert outline_regions(slots, world, block) == replace(whole, parts=()), (numels, world)
 
 
 def weights_and_shares(rank, world, wire, zero, local):

@@ -35,9 +35,11 @@ __all__ = [
     "ParamSpec",
     "PlannedBucket",
     "ShardSlot",
+    "coded_regions",
     "factor_shape",
     "feeds_back",
     "make_plan",
+    "regions_codec",
     "settled_order",
     "travels_coded",
 ]
@@ -335,18 +337,13 @@ def _sharded(
         -1,
         shards[0].region * world_size,
     )
-    codec = _codec_of(specs, policy)
-    if (codec is _FP32 and node_ranks == 1) or node_ranks == world_size:
-        codec = None  # nothing would become smaller, or leave the node
+    codec = regions_codec(specs, policy, world_size, node_ranks)
     regions = region_layout(slots, world_size, 1 if codec is None else codec.block)
     coded = None
     if codec is None and specs[0].device.type == "cpu":
         regions = replace(regions, chunks=regions.chunks - 1)  # a rank keeps its own
     elif codec is not None:
-        assert not isinstance(codec, PowerSGD)  # see SyncPolicy.shardable
-        layout = region_payload(regions, codec.coded_bytes)
-        feedback = policy.wire.feedback_for(codec)
-        coded = CodedPlan(codec, "scatter", layout, feedback, node_ranks)
+        coded = coded_regions(codec, regions, policy.wire, node_ranks)
     return PlannedBucket(
         params=tuple(spec.index for spec in specs),
         layout=slots,
@@ -357,6 +354,25 @@ def _sharded(
         shards=shards,
         regions=regions,
     )
+
+
+def regions_codec(
+    specs: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int = 1
+) -> AnyCodec | None:
+    """The format of a bucket whose regions ranks own; None where gradients travel as they are."""
+    codec = _codec_of(specs, policy)
+    if (codec is _FP32 and node_ranks == 1) or node_ranks == world_size:
+        return None  # nothing would become smaller, or leave the node
+    return codec
+
+
+def coded_regions(
+    codec: AnyCodec, regions: RegionLayout, wire: Wire, node_ranks: int = 1
+) -> CodedPlan:
+    """How chunks of `regions` travel as codes."""
+    assert not isinstance(codec, PowerSGD)  # see SyncPolicy.shardable
+    layout = region_payload(regions, codec.coded_bytes)
+    return CodedPlan(codec, "scatter", layout, wire.feedback_for(codec), node_ranks)
 
 
 def _native_dtype(spec: ParamSpec, codec: AnyCodec | None, policy: SyncPolicy) -> torch.dtype:

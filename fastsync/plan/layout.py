@@ -28,6 +28,7 @@ __all__ = [
     "dense_layout",
     "flat_layout",
     "low_rank_layout",
+    "outline_regions",
     "payload_layout",
     "region_layout",
     "region_payload",
@@ -218,6 +219,23 @@ def region_layout(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
             ends[rank] = align_up(ends[rank] + size, alignment)
     flags = 2 * len(slots.offsets) + 1
     return RegionLayout(tuple(parts), max(alignment, *ends), flags, ranks, ranks)
+
+
+def outline_regions(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
+    """The same without its parts, of which thousands of ranks have more than memory holds."""
+    alignment, region = math.lcm(block, ALIGNMENT), max(1, slots.numel // ranks)
+    longest, rank, end = alignment, 0, 0  # of the rank whose parts come now
+    for offset, numel in zip(slots.offsets, slots.numels, strict=True):
+        first, last = offset // region, (offset + max(1, numel) - 1) // region
+        if first != rank:
+            rank, end = first, 0
+        if last > first:
+            longest = max(longest, align_up(end + (first + 1) * region - offset, alignment))
+            longest = longest if last == first + 1 else max(longest, align_up(region, alignment))
+            rank, end = last, 0
+        end = align_up(end + min(numel, offset + numel - last * region), alignment)
+        longest = max(longest, end)
+    return RegionLayout((), longest, 2 * len(slots.offsets) + 1, ranks, ranks)
 
 
 def region_payload(regions: RegionLayout, coded_bytes: Callable[[int], int]) -> PayloadLayout:

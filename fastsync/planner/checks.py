@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from fastsync.planner.strategy import named
 
 __all__ = ["check_ranks", "wants_own_step", "wants_time"]
 
@@ -46,8 +49,8 @@ def wants_time(args: argparse.Namespace, given: Collection[str]) -> bool:
         ValueError: it is not said what is trained, too much is said about it, or something that
             changes nothing.
     """
-    named = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
-    if len(named) != 1 and named != ["model", "run"]:
+    asked = [n for n in ("model", "params", "run") if getattr(args, n) is not None]
+    if len(asked) != 1 and asked != ["model", "run"]:
         raise ValueError(
             "say what is trained: exactly one of --model, --params and --from, or --model and the "
             "--from of its run"
@@ -88,7 +91,7 @@ def check_ranks(args: argparse.Namespace, timed: bool) -> None:
     """Whether ranks fill nodes, and strategies have enough of them.
 
     Raises:
-        ValueError: they do not, or wires are given to none.
+        ValueError: they do not, or no strategy can have one of the wires.
     """
     several = (n for n in args.gpus if n > args.per_node and n % args.per_node)
     wrong = next(several, None) if timed else None
@@ -96,8 +99,11 @@ def check_ranks(args: argparse.Namespace, timed: bool) -> None:
         raise ValueError(
             f"--gpus: {wrong} do not fill nodes of {args.per_node}; choose a multiple of --per-node"
         )
-    if args.wires != ("fp32",) and "0" not in args.strategies:
-        raise ValueError("--wires are tried with zero=0, which --strategies leaves out")
+    for wire in args.wires:
+        tried = (replace(named(kind, 1, 1), wire=wire) for kind in args.strategies)
+        if not any(strategy.possible for strategy in tried):
+            stages = ", ".join(args.strategies)
+            raise ValueError(f"--wires: {wire!r} goes with none of --strategies {stages}; add 0")
     compared = args.gpus[:1] if timed else args.gpus
     if set(args.strategies) == {"hsdp"} and min(compared) <= args.per_node:
         raise ValueError(

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what is tried").add_argument
     what("--strategies", type=_typed(partial(_choices, known=_KINDS)), default=_KINDS)
-    what("--wires", type=_typed(_wires), default=("fp32",), help="fp32,bf16,int8 with zero=0")
+    what("--wires", type=_typed(_wires), default=("fp32",), help="of gradients: fp32,bf16,int8")
     what("--bucket-cap-mb", type=float, help="as FastDDP's")
     what("--no-checkpointing", action="store_true", help="do not try to recompute blocks")
     out = parser.add_argument_group("what is written").add_argument

@@ -109,6 +109,7 @@ class _Transports:
         self.there = float(sum(record.params[p].nbytes for p in own)) if accumulates else 0.0
         self.bucket_of = {p: n for n, bucket in enumerate(plan.buckets) for p in bucket.params}
         self.pool = _Pool(keeps=carrier.on_cpu)
+        self.copies = self._copies()
         self.gradients = 0.0  # that are no views of buffers
         self.begin()
 
@@ -128,10 +129,28 @@ class _Transports:
         self.under_way: list[list[int]] = []  # what is sent, and room for what comes
         self.next = 0
 
+    def _copies(self) -> int:
+        """Bytes of what other ranks of this machine read updated parameters from: the last unit's
+        and, as they may still be at that, the one's before. Gradients that travel as they are leave
+        buffers of that size; codes are smaller."""
+        coded = any(bucket.coded is not None for bucket in self.plan.buckets)
+        if self.carrier is not Carrier.MEMORY or not self.scattered or not coded:
+            return 0
+        regions = [b.shards[0].region * b.dtype.itemsize for b in reversed(self.plan.buckets)]
+        pool = _Pool(keeps=True)
+        for _ in range(2):  # the second step finds what the first one has left
+            read = list[int]()
+            for size in regions:
+                read.append(pool.take(size))
+                if len(read) > 1:
+                    pool.give(read.pop(0))
+            pool.give(read.pop())
+        return pool.held
+
     @property
     def held(self) -> float:
         """Bytes of gradients that wait, and of buffers."""
-        return sum(self.waiting) + self.pool.held
+        return sum(self.waiting) + self.left
 
     def gradient(self, param: int, size: float) -> float:
         """One is complete; returns its bytes where it is packed at once, and gone after that."""
@@ -153,7 +172,7 @@ class _Transports:
     @property
     def left(self) -> int:
         """Bytes of buffers that stay after a backward."""
-        return self.pool.held
+        return self.pool.held + self.copies
 
     def end(self) -> None:
         """All averages are there."""
@@ -165,6 +184,8 @@ class _Transports:
             self.pool.give(size)
 
     def _size(self, bucket: PlannedBucket) -> int:
+        if bucket.coded is not None:
+            return bucket.nbytes
         flags = 2 * len(bucket.params) + 1
         chunk = align_up(bucket.layout.numel // self.ranks + flags, ALIGNMENT)
         chunks = self.ranks - 1 if self.carrier.on_cpu else self.ranks  # CPUs keep their own
@@ -179,10 +200,12 @@ class _Transports:
             if len(self.under_way) >= _UNDER_WAY:
                 self._finish()
             self._ensure_sent(number)
-            size = self._size(self.plan.buckets[number])
+            bucket = self.plan.buckets[number]
+            size, coded = self._size(bucket), bucket.coded is not None
             buffers = [self.sent.pop(number)]
-            if self.carrier is not Carrier.MEMORY:
-                buffers.append(self.pool.take(size if self.carrier.on_cpu else size // self.ranks))
+            if coded or self.carrier is not Carrier.MEMORY:
+                whole = coded or self.carrier.on_cpu  # else a device has added up what has come
+                buffers.append(self.pool.take(size if whole else size // self.ranks))
             self.under_way.append(buffers)
         self.waiting[number] = 0.0
 

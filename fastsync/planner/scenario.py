@@ -57,7 +57,7 @@ class Scenario:
         samples: of a rank's batch.
         optimizer: traces its step.
         kinds: strategies to try: "0", "1", "2", "3", "hsdp".
-        wires: wire formats to try with stage 0.
+        wires: wire formats to try, with the stages that can have them.
         checkpointing: whether to try it, and to go without it.
         measured: computing times without checkpointing that replace traced ones.
         jitter: of a rank's speed, see simulate.py.
@@ -104,14 +104,16 @@ class Scenario:
                 base = named(kind, world, self.cluster.per_node)
                 if kind == "hsdp" and not base.hybrid:
                     continue
-                for wire in self.wires if kind == "0" else ("fp32",):
-                    yield replace(
+                for wire in self.wires:
+                    strategy = replace(
                         base,
                         wire=wire,
                         accumulate=self.accumulate,
                         masters=self.masters,
                         checkpointing=checkpointing,
                     )
+                    if strategy.possible:
+                        yield strategy
 
     def candidates(self, world: int, with_batches: bool = True) -> list[Candidate]:
         """Memory and time of every strategy on `world` ranks."""

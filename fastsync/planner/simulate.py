@@ -36,6 +36,7 @@ from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
+from fastsync.planner.unit_codes import coded_units
 from fastsync.planner.unit_marks import ROOT
 from fastsync.units.depth import Stop, depths, limit_of
 from fastsync.units.lookahead import FEWEST_UNITS
@@ -44,7 +45,9 @@ __all__ = ["Job", "StepTime", "job_of", "job_of_messages", "simulate"]
 
 _DRAWS = 25  # quantiles
 _HALVINGS = 50
-_CODE_PASSES = 4.0  # over a coded bucket's gradients in memory: encode, sum, encode, decode
+# Passes of coding over a bucket's gradients in memory: encode, sum, and where every rank gets the
+# averages, encode, decode.
+_CODE_PASSES, _SCATTER_PASSES = 4.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -184,12 +187,13 @@ def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> fl
     if bucket.coded is None:
         return 0.0
     own = sum(record.params[index].nbytes for index in bucket.params)
-    return _CODE_PASSES * own / device.code_rate
+    passes = _SCATTER_PASSES if bucket.coded.form == "scatter" else _CODE_PASSES
+    return passes * own / device.code_rate
 
 
 def _launched(bucket: PlannedBucket) -> int:
     """Collectives of a bucket."""
-    return 1 if bucket.coded is None or bucket.coded.form == "gather" else 2
+    return 1 if bucket.coded is None or bucket.coded.form in ("gather", "scatter") else 2
 
 
 def _bucket_cost(
@@ -209,6 +213,8 @@ def _bucket_cost(
         kinds = [("all_gather", gathered)]
     elif bucket.coded.form == "low_rank":
         kinds = [("all_reduce", nbytes)]
+    elif bucket.coded.form == "scatter":
+        kinds = [("all_to_all", nbytes)]
     else:
         kinds = [("all_to_all", nbytes), ("all_gather", nbytes)]
     travelling = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)
@@ -231,12 +237,19 @@ def _in_units(
         ends[param.unit] = max(ends.get(param.unit, 0.0), compute.ready[index])
     backward_order = sorted(sizes, key=ends.__getitem__)
     group = cluster.of(strategy.shards)
-    units, before, sent, launched, handled = [], 0.0, 0.0, 0, 0
+    codes = coded_units(record, strategy)
+    units, before, sent, coding, launched, handled = [], 0.0, 0.0, 0.0, 0, 0
     rounds = strategy.accumulate
     for unit in backward_order:
         size, seconds = sizes[unit], ends[unit] - before
         before = ends[unit]
         reduce = collective_seconds("reduce_scatter", size, group)
+        leaving = sent_bytes("reduce_scatter", size, strategy.shards)
+        if unit in codes:
+            passing = _SCATTER_PASSES * size / device.code_rate
+            reduce = collective_seconds("all_to_all", codes[unit], group) + passing
+            leaving = sent_bytes("all_to_all", codes[unit], strategy.shards)
+            coding += passing * rounds
         if strategy.hybrid:
             shard = size / strategy.shards
             reduce += collective_seconds("all_reduce", shard, cluster.across())
@@ -246,10 +259,12 @@ def _in_units(
         forward = compute.forward * seconds / max(compute.backward, 1e-12)
         units.append(_Unit(forward, seconds, gathers, reduce))
         collectives = 2 if unit == ROOT else 3
-        sent += collectives * rounds * sent_bytes("all_gather", size, strategy.shards)
+        gathered = sent_bytes("all_gather", size, strategy.shards)
+        sent += rounds * ((collectives - 1) * gathered + leaving)
         launched += collectives * rounds
         handled += collectives * rounds * tensors[unit]
     host = device.sending * sent + device.launching * launched
+    host += coding if device.on_cpu else 0.0
     lost = (sent, launched, handled, host, device.handling * handled)
     bytes_of = [int(sizes[unit]) for unit in backward_order]
     far = device.on_cpu and group.nodes > 1 and len(units) >= FEWEST_UNITS

@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-from fastsync.plan.buckets import BucketPlan, ParamSpec, PlannedBucket, ShardSlot, make_plan
-from fastsync.plan.layout import FlatLayout
+from fastsync.plan.buckets import (
+    BucketPlan,
+    ParamSpec,
+    PlannedBucket,
+    ShardSlot,
+    coded_regions,
+    make_plan,
+    regions_codec,
+)
+from fastsync.plan.layout import FlatLayout, outline_regions
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.topology import Network
 from fastsync.planner.record import Record
@@ -67,6 +75,14 @@ class Strategy:
     def hybrid(self) -> bool:
         """Whether groups that share repeat each other."""
         return self.stage > 0 and self.shards < self.world
+
+    @property
+    def possible(self) -> bool:
+        """Whether the wire can carry what this stage sends: shares are added up by parts, and those
+        of stage 3 have no error feedback."""
+        wire = Wire(self.wire)
+        by_parts = self.stage == 0 or wire.adds_by_parts
+        return by_parts and not (self.stage == 3 and wire.feedback_for(make_codec(self.wire)))
 
     @property
     def name(self) -> str:
@@ -157,24 +173,35 @@ def engine_plan(
     if strategy.stage in (1, 2) and carrier is Carrier.MEMORY:
         caps = caps.in_memory(strategy.masters)
     plan = make_plan(specs, record.order, caps.on(seen), policy, strategy.world)
-    if strategy.stage not in (1, 2) or strategy.wire != "fp32":
+    if strategy.stage not in (1, 2):
         return plan, []
     units = shard_units(record, plan, strategy.shards)
     slots = _slots(units)
-    pairs = zip(plan.buckets, units, strict=True)
-    return BucketPlan(tuple(_shared(record, *pair, slots, strategy) for pair in pairs)), units
+    shared = []
+    for bucket, unit in zip(plan.buckets, units, strict=True):
+        members = [replace(specs[index], shard=slots[index]) for index in unit.params]
+        shared.append(_shared(bucket, unit, members, strategy.shards, policy))
+    return BucketPlan(tuple(shared)), units
 
 
 def _shared(
-    record: Record,
-    bucket: PlannedBucket,
-    unit: Unit,
-    slots: dict[int, ShardSlot],
-    strategy: Strategy,
+    bucket: PlannedBucket, unit: Unit, members: Sequence[ParamSpec], ranks: int, policy: SyncPolicy
 ) -> PlannedBucket:
     """A bucket in its unit's layout. Which part goes to which rank is left out: of thousands of
     ranks that would be more than all the rest."""
-    numels = tuple(record.params[index].numel for index in unit.params)
-    layout = FlatLayout(unit.offsets, numels, -1, unit.region * strategy.shards)
-    shards = tuple(slots[index] for index in unit.params)
-    return replace(bucket, params=unit.params, layout=layout, views=False, shards=shards)
+    numels = tuple(spec.numel for spec in members)
+    layout = FlatLayout(unit.offsets, numels, -1, unit.region * ranks)
+    codec, regions, coded = regions_codec(members, policy, ranks), None, None
+    if codec is not None:
+        regions = outline_regions(layout, ranks, codec.block)
+        coded = coded_regions(codec, regions, policy.wire)
+    return PlannedBucket(
+        params=unit.params,
+        layout=layout,
+        dtype=members[0].dtype,
+        views=False,
+        sparse=bucket.sparse,
+        coded=coded,
+        shards=tuple(spec.shard for spec in members if spec.shard is not None),
+        regions=regions,
+    )

@@ -25,6 +25,7 @@ import torch
 
 from fastsync.planner.record import Mark, Record, TracedParam
 from fastsync.planner.strategy import Carrier, Strategy
+from fastsync.planner.unit_codes import codes_of
 from fastsync.planner.unit_marks import ROOT
 from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
 
@@ -113,6 +114,7 @@ class UnitSizes:
         shard: of the parameters; `whole`: of all ranks' together, as modules compute with them.
         gathering: blocks that a gather needs besides; `reducing`: a reduction.
         sums: averages of the shares, and `gradients`: what stays of them, in the stored dtype.
+        coded: gradients travel as codes.
         packed: parameters whose gradients are copied at once; the others' wait.
         gather_letter, reduce_letter: what is written for ranks of this machine.
     """
@@ -121,6 +123,7 @@ class UnitSizes:
     whole: int
     gathering: tuple[int, ...]
     reducing: tuple[int, ...]
+    coded: bool
     sums: int
     gradients: int
     packed: frozenset[int]
@@ -154,25 +157,36 @@ def _sizes(
     shapes, each = [Shape(param.shape) for param in params], compute.itemsize
     direct = _DIRECT_BYTES // each if carrier.on_cpu else None
     every = range(len(params))
-    gathered, reduced = (lay_out(shapes, every, world, direct, flags) for flags in (False, True))
+    gathered = lay_out(shapes, every, world, direct, flags=False)
+    codes = codes_of(strategy, compute)
+    if codes is None:
+        reduced = lay_out(shapes, every, world, direct, flags=True)
+    else:
+        reduced = lay_out(shapes, every, world, None, True, codes.block)
     in_memory = carrier is Carrier.MEMORY
     lowered = (gathered.chunk * each,) if stored is not compute else ()
     staging = () if in_memory else (world * gathered.packed * each,)
     others = max(0, world - (2 if compute is summed else 1)) if carrier.on_cpu else 1
     if in_memory:
         others = int(world > 2)
+    reducing = (world * reduced.packed * each, others * reduced.chunk * each)
+    letter = _own(reduced, shapes, world) * each
+    if codes is not None:
+        reducing = (codes.nbytes(reduced, world),) * 2
+        letter = reducing[0] // world
     sums = reduced.chunk * summed.itemsize
     values = sum(shape.share(world) for shape in shapes)
     return UnitSizes(
         shard=gathered.chunk * stored.itemsize,
         whole=(whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)) * each,
         gathering=(*lowered, *staging),
-        reducing=(world * reduced.packed * each, others * reduced.chunk * each),
+        reducing=reducing,
+        coded=codes is not None,
         sums=sums,
         gradients=sums if stored is summed else values * stored.itemsize,
         packed=frozenset(i for i, alone in zip(indices, reduced.direct, strict=True) if not alone),
         gather_letter=_own(gathered, shapes, world) * each * in_memory,
-        reduce_letter=(world - 1) * _own(reduced, shapes, world) * each * in_memory,
+        reduce_letter=(world - 1) * letter * in_memory,
     )
 
 
@@ -356,18 +370,18 @@ class Units:
         sizes = self._sizes[unit]
         packed = {index for size in sizes for index in size.packed}
         own = [index for index in self._arrived if self._unit_of[index] == unit]
-        blocks = [self._pool.take(block) for size in sizes for block in size.reducing]
+        blocks = [[self._pool.take(block) for block in size.reducing] for size in sizes]
         self._post("reduce", sum(size.reduce_letter for size in sizes))
         waiting = sum(self._arrived[index] for index in own if index not in packed)
         for index in own:
             del self._arrived[index]
         sending = 0.0
         if self._in_memory:
-            sent = blocks[:: len(sizes[0].reducing)]
-            sending, waiting, blocks = waiting + sum(sent), 0.0, blocks[1 :: len(sizes[0].reducing)]
+            sent = [b.pop(0) for size, b in zip(sizes, blocks, strict=True) if not size.coded]
+            sending, waiting = waiting + sum(sent), 0.0
             for block in sent:
                 self._pool.give(block)
-        self._reducing.append(_Reduction(sizes, blocks, waiting))
+        self._reducing.append(_Reduction(sizes, [b for each in blocks for b in each], waiting))
         self._keep(sizes, are_sums=True)
         return sending
 
