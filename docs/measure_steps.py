@@ -4,8 +4,8 @@
 
 For each link, number of ranks and model: all-reduces of two sizes, the step of a rank that talks to
 nobody, its optimizer's part of that, and steps of every way in turns with it (fp32 and int8 of
-stage 0, stages 1 and 3). Stage 2 makes the same step as stage 1 unless gradients accumulate. Slower
-links have smaller models, so that all takes about twenty minutes. It needs a quiet machine, and
+stages 0, 1 and 3). Stage 2 makes the same step as stage 1 unless gradients accumulate. Slower links
+have smaller models, so that all takes about twenty minutes. It needs a quiet machine, and
 what `bench links` needs. docs/planner_steps.py shows the result.
 """
 
@@ -41,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero=0, int8": {"wire": "int8"},
     "zero=1": {"zero": 1},
     "zero=3": {"zero": 3},
+    "zero=1, int8": {"zero": 1, "wire": "int8"},
+    "zero=3, int8": {"zero": 3, "wire": "int8"},
 }
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 PROBES, PROBE_SECONDS, LARGEST = 5, 0.05, 1 << 24  # all-reduces of each size; bytes
@@ -128,7 +130,7 @@ def measure(
     b.links("loopback,10gbit,1gbit,100mbit"),
     b.ranks("2,4"),
     b.models(",".join((*CALIBRATE, *JUDGE))),
-    *(b.SCALE, b.rounds(9), b.steps(1), b.warmup(3), b.seconds(14.0)),
+    *(b.SCALE, b.rounds(9), b.steps(1), b.warmup(3), b.seconds(21.0)),
     kind="planned steps",
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

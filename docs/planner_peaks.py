@@ -1,5 +1,5 @@
 """Peaks of memory, as planned and as measured: this project's models at every stage, as they are,
-with checkpointing, and in bf16 with fp32 masters; and in wire formats, at stage 0.
+with checkpointing, and in bf16 with fp32 masters; and in the wire formats that a stage can have.
 
 Masters of stages 1 and 2 are those of `FastDDP(master_weights=True)`, of stage 3 those of
 `fully_shard(mp_policy=...)`, whose shares are fp32. Stage 0 has none, so a script keeps them beside
@@ -27,7 +27,7 @@ from fastsync import fully_shard
 from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.memory import Memory, peak_of, phases_of
 from fastsync.planner.record import Record
-from fastsync.planner.strategy import engine_plan, named
+from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.tracing import find_blocks, trace_model, trace_optimizer
 from fastsync.units.choosing import choose_units
 
@@ -63,7 +63,13 @@ def every_case(models: Sequence[str] = MODELS) -> list[Case]:
     ways = ((False, False), (True, False), (False, True), (True, True))
     cases = (Case(m, stage, *way) for m in models for way in ways for stage in STAGES)
     blocks = {model: find_blocks(WORKLOADS[model]().build()) for model in models}
-    wired = [Case(model, 0, wire=wire) for model in models for wire in WIRES]
+    wired = [
+        Case(model, stage, wire=wire)
+        for model in models
+        for wire in WIRES
+        for stage in STAGES
+        if Strategy(stage, RANKS, RANKS, wire=wire).possible
+    ]
     return [case for case in cases if blocks[case.model] or not case.checkpointing] + wired
 
 

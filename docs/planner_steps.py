@@ -38,8 +38,8 @@ HOST = (SENDING, LAUNCHING, HANDLING)
 REACHED = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the rate of bare all-reduces
 SCATTER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)  # of that, where it is no all-reduce
 PASSES = (1e9, 2e9, 3e9, 5e9, 1e10, 2e10)  # bytes per second of a pass of coding
-RING, INT8 = ["zero=0"], "zero=0, int8"
-PLAIN = [way for way in WAYS if way != INT8]
+RING, CODED = ["zero=0"], [way for way in WAYS if "wire" in WAYS[way]]
+PLAIN = [way for way in WAYS if way not in CODED]
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def fitted(cells: Iterable[Cell]) -> dict[str, Constants]:
     _, plain = min(map(best, product(*HOST)), key=lambda each: each[0])
 
     def coded(rate: float) -> float:
-        return sum(off(link, replace(c, coding=rate), [INT8]) for link, c in plain.items())
+        return sum(off(link, replace(c, coding=rate), CODED) for link, c in plain.items())
 
     rate = min(PASSES, key=coded)
     return {link: replace(c, coding=rate) for link, c in plain.items()}

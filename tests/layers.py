@@ -57,7 +57,7 @@ MODULE_LAYERS = {
         ["returning"],
     ],
     "ranks": [
-        ["clocks", "consensus", "faults", "leaving", "links", "machines", "words"],
+        ["clocks", "consensus", "faults", "leaving", "links", "machines", "orphans", "words"],
         ["arrivals", "farewell", "meeting", "newcomers", "preemption", "survivors"],
         ["launchers"],
     ],

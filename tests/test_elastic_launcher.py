@@ -66,10 +66,23 @@ def test_a_signal_ends_all_ranks():
     pids = trains(launcher)
     launcher.send_signal(signal.SIGTERM)
     finish(launcher, code=128 + signal.SIGTERM, timeout=30)
+    assert not left_of(pids)
+
+
+def test_ranks_do_not_outlive_their_launcher():
+    launcher = start("fastsync.elastic", *LAUNCH, *SCRIPT, 100000, -1)
+    pids = trains(launcher)
+    launcher.kill()
+    finish(launcher, code=-signal.SIGKILL, timeout=30)
+    assert not left_of(pids)
+
+
+def left_of(pids):
+    """Those that do not end soon."""
     deadline = time.monotonic() + 5
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [pid for pid in pids if is_running(pid)]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def trains(launcher):

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fastsync.build.env import Env
+from fastsync.ranks.orphans import end_with_parent
 from fastsync.torch_private import (
     PrefixStore,
     Store,
@@ -66,6 +67,8 @@ class Seat:
         if store is None:
             return None
         launched = env.elastic_rank
+        if launched is not None:
+            end_with_parent()
         if group.size() == 1:
             if launched is None or env.elastic_store is None:
                 return None

@@ -12,6 +12,7 @@ What other ranks of a machine have sent is read where it lies, in memory that th
 |---|---|---|
 | all-reduce | flat buffers, whose views are the gradients | a gradient until it is packed |
 | scattered (stages 1, 2) | shards | likewise; what is sent, and received, of three buckets |
+| scattered codes | shards, residuals | likewise, codes; copies of parameters that others read |
 | coded | codes sent and received, residuals, flat copies | gradients, until they are zeroed |
 | units (stage 3) | shards | gathered units, and gradients under way: unit_memory.py |
 
@@ -270,6 +271,7 @@ def _persistent(
         items["parameters"] = record.frozen + record.buffers + items["gradients"] * strategy.shards
         if strategy.stage == 1 and strategy.accumulate > 1:
             items["gradients"] += record.nbytes
+        items["communication buffers"] = float(sum(map(_residual_bytes, plan.buckets)))
         return items
     for bucket in plan.buckets:
         where = "communication buffers" if _has_own_gradients(bucket) else "gradients"
@@ -293,6 +295,13 @@ def _buffer_bytes(bucket: PlannedBucket) -> float:
         found += 4.0 * layout.pieces * layout.chunk_numel
     found += flat if bucket.coded.error_feedback else 0.0
     return found + (0.0 if isinstance(bucket.coded.codec, Format) else flat)
+
+
+def _residual_bytes(bucket: PlannedBucket) -> int:
+    """Of a bucket whose gradients ranks share, which each feeds back as a whole."""
+    if bucket.coded is None or not bucket.coded.error_feedback or bucket.regions is None:
+        return 0
+    return _WIDE * bucket.regions.ranks * bucket.regions.numel
 
 
 def _narrow(record: Record) -> int:
