@@ -69,7 +69,7 @@ def _new_group(
     """Of some `ranks` of `group`, all of whose ranks make one.
 
     Raises:
-        SyncFault: a rank of `group` has ended.
+        SyncFault: a rank of `group` has ended, or has not made it within the group's timeout.
     """
     make: Callable[[], dist.ProcessGroup] = partial(
         dist.new_group,
@@ -86,6 +86,7 @@ def _new_group(
     place = f"the making of a process group ({purpose})"
     come_together(group, place)
     with needing_store(group, place):
-        made = watched_call(group, place, make)
+        # torch itself waits five times as long for a rank that is stopped.
+        made = watched_call(group, place, make, within=group_timeout(group))
     lend_watch(made, group)
     return made

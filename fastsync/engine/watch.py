@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -183,7 +184,8 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
     me, visit, lost = (group.group_name, group.rank(), group.size()), None, None
     try:
         with needing_store(group, _WRAPPING):
-            visit = Arrivals(store, me, warn_after, core.process_has_ended)
+            looks = talks_by_gloo(group)
+            visit = Arrivals(store, me, warn_after, core.process_has_ended, looks)
     except UnreachableStoreError as error:
         # The others would say that this rank has not come, so it tells them in the group.
         mine, lost = _Offer(None, mine.process, mine.machine, str(error)), error
@@ -194,6 +196,8 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
             offers = gather_objects(mine, group)
     if lost is not None:
         raise lost
+    if visit is not None:
+        visit.passed()
     return offers
 
 
@@ -282,7 +286,9 @@ def come_together(group: dist.ProcessGroup, place: str) -> None:
         watched(group, place, partial(dist.barrier, group=group, async_op=True))
 
 
-def watched_call(group: dist.ProcessGroup, place: str, call: Callable[[], T]) -> T:
+def watched_call(
+    group: dist.ProcessGroup, place: str, call: Callable[[], T], within: timedelta | None = None
+) -> T:
     """What `call` returns, which waits for other ranks and cannot look up.
 
     It runs on a thread of its own, which is left to itself where a rank has ended: nobody can end
@@ -290,17 +296,21 @@ def watched_call(group: dist.ProcessGroup, place: str, call: Callable[[], T]) ->
 
     Args:
         place: what this rank is in, as it should read in an error.
+        within: how long ranks that are late are waited for; None: as long as `call` does.
 
     Raises:
-        SyncFault: a rank has ended, or `call` has failed because of one.
+        SyncFault: a rank has ended, is late, or `call` has failed because of one.
     """
     made: Future[T] = Future()
-    visit = _visit(group, place)
+    visit, begun = _visit(group, place), time.monotonic()
     with _explained_by(visit):
         threading.Thread(target=_fulfil, args=(made, call), daemon=True).start()
         while not wait([made], _LOOK.total_seconds()).done:
             if visit is not None:
                 visit.look()
+                if within is not None and time.monotonic() - begun > within.total_seconds():
+                    visit.explain(f"timed out after {within.total_seconds():g} s")
+                    within = None  # nobody is late
         return made.result()
 
 

@@ -1,7 +1,9 @@
 """Who has come to the first meeting of a group, as the rendezvous store knows it.
 
 Until this meeting is over no rank looks out for others. Who waits for a rank that does not come, or
-ends once it has, can still say which one it is, and why, if it has left word.
+ends once it has, can still say which one it is, and why, if it has left word. One that stops once
+it has come is found by asking: whose time is over asks in the store, and all that still wait, or
+are through, say there that they are awake.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from fastsync.torch_private import Store
 __all__ = ["Arrivals", "LastWords"]
 
 _ANSWERS = 0.3  # seconds for ranks that come just now
+_LISTEN = 1.0  # seconds between two looks whether somebody asks, of a thousand ranks at most
 _DISTANCE = 3  # each warning comes so many times later
 
 
@@ -31,6 +34,7 @@ class Arrivals:
         me: a name that all ranks know, this rank, and how many there are.
         warn_after: seconds of waiting.
         has_ended: whether a process of this machine has.
+        answers: ranks look around while they wait, so that they can be asked.
     """
 
     def __init__(
@@ -39,8 +43,10 @@ class Arrivals:
         me: tuple[str, int, int],
         warn_after: float,
         has_ended: Callable[[int], bool],
+        answers: bool,
     ) -> None:
         name, self._rank, self._world = me
+        self._answers, self._listened = answers, time.monotonic()
         self._store, self._place = store, _place_of(name)
         self._since, self._next = time.monotonic(), warn_after
         self._has_ended = has_ended
@@ -50,7 +56,11 @@ class Arrivals:
         self._number = store.add(f"{self._place}/{self._rank}", 1)
 
     def look(self) -> None:
-        """Warns of ranks that are late, when it is time. One rank speaks for all that wait."""
+        """Answers who asks, and warns of ranks that are late, when it is time. One rank speaks for
+        all that wait."""
+        if time.monotonic() - self._listened >= self._pause:
+            self._listened = time.monotonic()
+            self._answer()
         if self._waited() < self._next + _ANSWERS:
             return
         self._next *= _DISTANCE
@@ -65,6 +75,7 @@ class Arrivals:
         Raises:
             SyncFault: names the ranks that have not come, or have ended, if there are any.
         """
+        self._say(self._awake_of(self._rank))
         time.sleep(_ANSWERS)  # one that comes just now is not to blame
         rank, why = self._last_words()
         if why:
@@ -76,12 +87,16 @@ class Arrivals:
                 "the timeout of init_process_group() says how long others wait for them"
             )
             reason = "has not come"
+        elif absent := self._named_as("asleep"):
+            words, reason = self._without_answer(absent)
         elif absent := self._ended():
             words = (
                 f"{name_ranks(absent)} ended without a word where the model is wrapped. Look at "
                 "what it printed, and in the system's log for the out-of-memory killer"
             )
             reason = "ended without a word"
+        elif absent := self._asleep():
+            words, reason = self._without_answer(absent)
         else:
             return
         text = f"fastsync: {words}. (The backend says: {error})"
@@ -89,6 +104,64 @@ class Arrivals:
 
     def end(self, came: bool) -> None:
         """Nobody counts this meeting but the store."""
+
+    def passed(self) -> None:
+        """This rank has heard of all others, and goes on."""
+        self._say(self._awake_of(self._rank))
+
+    @property
+    def _pause(self) -> float:
+        return _LISTEN * max(1.0, self._world / 1000)
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([self._question]):
+                self._say(self._awake_of(self._rank))
+
+    def _say(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may have gone
+            self._store.set(key, "")
+
+    def _asleep(self) -> list[int]:
+        """Ranks that have come and do not say that they are awake, as the first that asked saw it.
+
+        Empty where nobody can answer, or the store does not tell.
+        """
+        if not self._answers:
+            return []
+        self._say(self._question)
+        left = [rank for rank in range(self._world) if rank != self._rank]
+        end = time.monotonic() + 3 * self._pause
+        try:
+            while left and time.monotonic() < end:
+                left = [rank for rank in left if not self._store.check([self._awake_of(rank)])]
+                time.sleep(_ANSWERS / 3)
+            return self._name_as("asleep", left)
+        except RuntimeError:
+            return []
+
+    def _without_answer(self, absent: list[int]) -> tuple[str, str]:
+        have = "has" if len(absent) == 1 else "have"
+        return (
+            f"{name_ranks(absent)} {have} come to where models are wrapped, and {have} not answered"
+            " since: stopped (SIGSTOP, SIGTSTP), frozen with the machine, or cut off from the store"
+        ), "does not answer"
+
+    def _name_as(self, what: str, ranks: list[int]) -> list[int]:
+        """All that ask say what the first one has found, unless it has found nobody."""
+        if not ranks:
+            return []
+        mine = " ".join(map(str, ranks))
+        first = self._store.compare_set(f"{self._place}/{what} {self._number}", "", mine).decode()
+        return [int(rank) for rank in first.split()]
+
+    def _named_as(self, what: str) -> list[int]:
+        place = f"{self._place}/{what} {self._number}"
+        try:
+            known = self._store.check([place])
+            return [int(r) for r in self._store.get(place).decode().split()] if known else []
+        except RuntimeError:
+            return []
 
     def _waited(self) -> float:
         return time.monotonic() - self._since
@@ -111,13 +184,9 @@ class Arrivals:
             told = {r: self._store.get(self._process_of(r)).decode() for r in others}
             found = [(r, *text.partition(" ")[::2]) for r, text in told.items()]
             ended = [r for r, pid, space in found if self._is_over(int(pid), space)]
-            if not ended:
-                return []
-            place, mine = f"{self._place}/ended {self._number}", " ".join(map(str, ended))
-            first = self._store.compare_set(place, "", mine).decode()
+            return self._name_as("ended", ended)
         except RuntimeError:
             return []
-        return [int(rank) for rank in first.split()]
 
     def _is_over(self, process: int, space: str) -> bool:
         return space == self._space and self._has_ended(process)
@@ -132,6 +201,13 @@ class Arrivals:
         except RuntimeError:
             return -1, ""
         return int(rank), why
+
+    @property
+    def _question(self) -> str:
+        return f"{self._place}/question {self._number}"
+
+    def _awake_of(self, rank: int) -> str:
+        return f"{self._place}/{rank}/awake {self._number}"
 
     def _process_of(self, rank: int) -> str:
         return f"{self._place}/{rank}/process"
