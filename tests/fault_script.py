@@ -293,7 +293,7 @@ def train(rank, fault, place, wrapper):
         "groups",
         "unlinked",
     ):  # all have met to make one, and the others wait in torch
-        groups.watched_call = lambda *call: fail(fault)
+        groups.watched_call = lambda *call, **options: fail(fault)
     if mine and place == "connect":
         core.make_unit_links = lambda *links: fail(fault)
     if mine and place == "vote" and fault not in ("thaw", "store"):
