@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.models import WORKLOADS
-from examples.common.costs import peak_memory
+from docs.planner_peaks import CAP_MB, Case, measured, planned, traced
 from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import Variant, fast_ddp
@@ -14,34 +14,30 @@ from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.compute import from_record
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link
-from fastsync.planner.memory import peak_of, phases_of
 from fastsync.planner.simulate import job_of
-from fastsync.planner.strategy import Carrier, Strategy, engine_plan, named
-from fastsync.planner.tracing import trace_model, trace_optimizer
+from fastsync.planner.strategy import Carrier, Strategy, engine_plan
+from fastsync.planner.unit_codes import coded_units
 from fastsync.testing import run_ranks
 
-CAP_MB = 25.0
-BUCKETS = BucketPolicy.from_mb(CAP_MB)
 SETTLED = 4  # steps, after which plans are those of measured orders
 
 
-def traced(name):
-    workload = WORKLOADS[name]()
-    shape = tuple(workload.batch(0, 0).shape)
-    return trace_model(workload.build, shape, loss=lambda out, _: workload.loss(out))
-
-
-def lane_of(name, group, stage, **options):
-    sized = {"bucket_cap_mb": CAP_MB} if stage < 3 else {}
-    variant = Variant("run", fast_ddp(zero=stage, **sized, **options))
-    return make_lane(WORKLOADS[name](), variant, group, "adamw")
+def job(strategy, name="transformer"):
+    """On CPUs that only coding keeps from computing."""
+    record, link = traced(name), Link(1e9, 1e-4, "net")
+    device = replace(device_named("cpu"), sending=0.0, launching=0.0, coding=1e9)
+    buckets = BucketPolicy.from_mb(CAP_MB)
+    plan, _ = engine_plan(record, strategy, carrier=Carrier.MESSAGES, buckets=buckets)
+    cluster = Cluster(strategy.world, 1, link, link, "gloo")
+    return job_of(record, strategy, plan, from_record(record, device, 0.0), cluster, device)
 
 
 def bytes_of_a_step(rank, world, name, stage, wire):
     torch.set_num_threads(1)
+    sized = {"bucket_cap_mb": CAP_MB} if stage < 3 else {}
+    variant = Variant("run", fast_ddp(zero=stage, wire=wire, shared_memory=False, **sized))
     group = Group(rank, world, torch.device("cpu"))
-    lane = lane_of(name, group, stage, wire=wire, shared_memory=False)
-    counts = []
+    lane, counts = make_lane(WORKLOADS[name](), variant, group, "adamw"), []
     for _ in range(SETTLED):
         lane.step()
         counts.append(lane.model.sync_stats().sent_bytes)
@@ -52,32 +48,34 @@ def bytes_of_a_step(rank, world, name, stage, wire):
 @pytest.mark.parametrize("wire", ["int8", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_send_what_is_planned(stage, wire, world):
-    measured = run_ranks(bytes_of_a_step, world, "transformer", stage, wire, timeout=240.0)
-    record, strategy = traced("transformer"), replace(named(str(stage), world, world), wire=wire)
-    device, link = device_named("cpu"), Link(1e9, 1e-4, "net")
-    plan, _ = engine_plan(record, strategy, carrier=Carrier.MESSAGES, buckets=BUCKETS)
-    compute = from_record(record, device, 0.0)
-    cluster = Cluster(world, 1, link, link, "gloo")
-    job = job_of(record, strategy, plan, compute, cluster, device)
-    assert max(measured) == pytest.approx(job.sent, rel=0.01)
+    sent = run_ranks(bytes_of_a_step, world, "transformer", stage, wire, timeout=240.0)
+    assert max(sent) == pytest.approx(job(Strategy(stage, world, world, wire=wire)).sent, rel=0.01)
 
 
-def peak_of_a_step(rank, world, name, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_reduction_is_coded(stage):
+    once, thrice = (job(Strategy(stage, 4, 4, "int8", rounds)).host for rounds in (1, 3))
+    assert thrice == pytest.approx(3 * once) and once > 0
+
+
+def test_a_rank_alone_codes_nothing():
+    record = traced("transformer")
+    assert coded_units(record, Strategy(3, 2, 2, wire="int8"))
+    assert not coded_units(record, Strategy(3, 1, 1, wire="int8"))
+
+
+def peak_of(rank, world, case):
     torch.set_num_threads(1)
-    group = Group(rank, world, torch.device("cpu"))
-    lane_of(name, group, stage).step()
-    return peak_memory(lambda: lane_of(name, group, stage, wire="int8"), group)
+    return measured(case, Group(rank, world, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_peak_is_that_of_a_real_step(stage):
-    (measured, *_) = run_ranks(peak_of_a_step, 2, "gpt2", stage, timeout=240.0)
-    if measured is None:
+    case = Case("gpt2", stage, wire="int8")
+    (real, *_) = run_ranks(peak_of, 2, case, timeout=240.0)
+    if real is None:
         pytest.skip("the allocator cannot be asked")
-    record, strategy = traced("gpt2"), replace(named(str(stage), 2, 2), wire="int8")
-    plan = engine_plan(record, strategy, buckets=BUCKETS)
-    phases = phases_of(record, strategy, plan, lambda of: trace_optimizer("adamw", of, False))
-    assert peak_of(phases).total / record.nbytes == pytest.approx(measured, rel=0.02)
+    assert planned(case).total == pytest.approx(real, rel=0.02)
 
 
 def test_codes_go_where_shares_are_added_up_by_parts():

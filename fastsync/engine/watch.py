@@ -182,14 +182,14 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
     except ValueError:  # which is an obstacle
         warn_after = Env.stall_warn
     me, visit, lost = (group.group_name, group.rank(), group.size()), None, None
+    looks = talks_by_gloo(group)
     try:
         with needing_store(group, _WRAPPING):
-            looks = talks_by_gloo(group)
             visit = Arrivals(store, me, warn_after, core.process_has_ended, looks)
     except UnreachableStoreError as error:
         # The others would say that this rank has not come, so it tells them in the group.
         mine, lost = _Offer(None, mine.process, mine.machine, str(error)), error
-    if talks_by_gloo(group):
+    if looks:
         offers = _gather(mine, group, partial(_wait, visit))
     else:
         with _explained_by(visit):

@@ -231,7 +231,8 @@ def outline_regions(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
             rank, end = first, 0
         if last > first:
             longest = max(longest, align_up(end + (first + 1) * region - offset, alignment))
-            longest = longest if last == first + 1 else max(longest, align_up(region, alignment))
+            if last > first + 1:  # whole regions
+                longest = max(longest, align_up(region, alignment))
             rank, end = last, 0
         end = align_up(end + min(numel, offset + numel - last * region), alignment)
         longest = max(longest, end)

@@ -153,6 +153,7 @@ def job_of(
         handled += len(bucket.params)
     if strategy.stage == 2:
         sent *= strategy.accumulate
+        coding *= strategy.accumulate
         handled *= strategy.accumulate
     whole = record.nbytes
     after = 0.0

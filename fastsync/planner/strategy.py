@@ -195,12 +195,12 @@ def _shared(
     if codec is not None:
         regions = outline_regions(layout, ranks, codec.block)
         coded = coded_regions(codec, regions, policy.wire)
-    return PlannedBucket(
+    return replace(
+        bucket,
         params=unit.params,
         layout=layout,
         dtype=members[0].dtype,
         views=False,
-        sparse=bucket.sparse,
         coded=coded,
         shards=tuple(spec.shard for spec in members if spec.shard is not None),
         regions=regions,

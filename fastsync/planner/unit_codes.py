@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from fastsync.plan.buckets import travels_coded
 from fastsync.plan.layout import align_up
+from fastsync.plan.policy import UnitWires
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
-from fastsync.units.codes import Codes
-from fastsync.wire.formats import PowerSGD, Wire, make_codec
+from fastsync.units.codes import Codes, gradient_codes
+from fastsync.wire.formats import PowerSGD, Wire
 
 __all__ = ["coded_units", "codes_of"]
 
 
 def codes_of(strategy: Strategy, gradients: torch.dtype) -> Codes | None:
     """What gradients travel as; None: as they are."""
-    codec = make_codec(strategy.wire)
-    coded = strategy.wire != "fp32" and travels_coded(codec, gradients)
-    return Codes(codec, Wire(strategy.wire)) if coded else None
+    wires = UnitWires(Wire(strategy.wire))
+    return gradient_codes(wires, strategy.shards, (gradients,), gradients)
 
 
 def coded_units(record: Record, strategy: Strategy) -> dict[int, float]:
@@ -31,7 +30,7 @@ def coded_units(record: Record, strategy: Strategy) -> dict[int, float]:
         elements[param.unit] = elements.get(param.unit, 0) + param.numel
     if codes is None:
         return {}
-    assert not isinstance(codes.codec, PowerSGD)  # see Strategy.possible
+    assert not isinstance(codes.codec, PowerSGD)  # see UnitWires
     block, ranks, found = codes.block, strategy.shards, {}
     for unit, numel in elements.items():
         chunk = align_up(-(-numel // ranks), block)

@@ -60,7 +60,8 @@ class Arrivals:
         all that wait."""
         if time.monotonic() - self._listened >= self._pause:
             self._listened = time.monotonic()
-            self._answer()
+            if self._has_been_said(self._question):
+                self._say(self._awake_of(self._rank))
         if self._waited() < self._next + _ANSWERS:
             return
         self._next *= _DISTANCE
@@ -113,14 +114,22 @@ class Arrivals:
     def _pause(self) -> float:
         return _LISTEN * max(1.0, self._world / 1000)
 
-    def _answer(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([self._question]):
-                self._say(self._awake_of(self._rank))
-
     def _say(self, key: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store may have gone
             self._store.set(key, "")
+
+    def _has_been_said(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+    def _read(self, key: str) -> str:
+        """Empty where nobody has written it, or the store does not tell."""
+        try:
+            return self._store.get(key).decode() if self._has_been_said(key) else ""
+        except RuntimeError:
+            return ""
 
     def _asleep(self) -> list[int]:
         """Ranks that have come and do not say that they are awake, as the first that asked saw it.
@@ -156,12 +165,7 @@ class Arrivals:
         return [int(rank) for rank in first.split()]
 
     def _named_as(self, what: str) -> list[int]:
-        place = f"{self._place}/{what} {self._number}"
-        try:
-            known = self._store.check([place])
-            return [int(r) for r in self._store.get(place).decode().split()] if known else []
-        except RuntimeError:
-            return []
+        return [int(rank) for rank in self._read(f"{self._place}/{what} {self._number}").split()]
 
     def _waited(self) -> float:
         return time.monotonic() - self._since
@@ -193,14 +197,8 @@ class Arrivals:
 
     def _last_words(self) -> tuple[int, str]:
         """Of a rank that has left some; empty if nobody has."""
-        try:
-            place = _last_words_at(self._place)
-            if not self._store.check([place]):
-                return -1, ""
-            rank, _, why = self._store.get(place).decode().partition(" ")
-        except RuntimeError:
-            return -1, ""
-        return int(rank), why
+        rank, _, why = self._read(_last_words_at(self._place)).partition(" ")
+        return int(rank or -1), why
 
     @property
     def _question(self) -> str:

@@ -14,7 +14,6 @@ from fastsync.plan.buckets import CodedPlan, travels_coded
 from fastsync.plan.layout import PayloadLayout, RegionLayout, region_payload
 from fastsync.plan.policy import UnitWires
 from fastsync.units.layout import ChunkLayout
-from fastsync.units.mesh import Place
 from fastsync.wire.formats import FORMATS, AnyCodec, PowerSGD, Wire, make_codec
 
 __all__ = ["Codes", "gradient_codes", "parameter_codes"]
@@ -54,24 +53,25 @@ class Codes:
 
 
 def gradient_codes(
-    wires: UnitWires, place: Place, dtypes: Sequence[torch.dtype], reduce: torch.dtype
+    wires: UnitWires, world: int, dtypes: Sequence[torch.dtype], reduce: torch.dtype
 ) -> Codes | None:
     """What gradients travel as instead of `reduce`; None: that.
 
     Args:
+        world: how many ranks share.
         dtypes: that shares are stored in, and gradients arrive in.
     """
-    if place.world == 1 or wires.gradients.plain or torch.float64 in dtypes:
+    if world == 1 or wires.gradients.plain or torch.float64 in dtypes:
         return None
     codec = make_codec(wires.gradients.format)
     return Codes(codec, wires.gradients) if travels_coded(codec, reduce) else None
 
 
 def parameter_codes(
-    wires: UnitWires, place: Place, stored: torch.dtype, compute: torch.dtype
+    wires: UnitWires, world: int, stored: torch.dtype, compute: torch.dtype
 ) -> Codes | None:
     """What parameters travel as instead of `compute`; None: that."""
-    if place.world == 1 or wires.parameters is None or stored is torch.float64:
+    if world == 1 or wires.parameters is None or stored is torch.float64:
         return None
     format = FORMATS[wires.parameters]
     return Codes(format, Wire()) if travels_coded(format, compute) else None

@@ -90,11 +90,12 @@ class Strand:
 
     def _gathered_as(self) -> Codes | None:
         """What shares travel as to become whole parameters; None: as these are."""
-        return parameter_codes(self.wires, self.place, self.dtype, self.compute)
+        return parameter_codes(self.wires, self.place.world, self.dtype, self.compute)
 
     def _reduced_as(self) -> Codes | None:
         """Likewise gradients; None: as `reduce`."""
-        return gradient_codes(self.wires, self.place, (self.dtype, self.compute), self.reduce)
+        dtypes = (self.dtype, self.compute)
+        return gradient_codes(self.wires, self.place.world, dtypes, self.reduce)
 
     def travels_as(self) -> str:
         dtypes = f"{self.dtype} as {self.compute}, gradients as {self.reduce}"
