@@ -16,11 +16,11 @@ from pathlib import Path
 
 from docs.planner_networks import IMAGES, NETWORKS
 from docs.planner_tables import markdown, signed, summary
-from fastsync.planner.compute import Compute, Message, from_record
+from fastsync.planner.compute import Compute, from_record
 from fastsync.planner.devices import Device, device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds
 from fastsync.planner.record import Record
-from fastsync.planner.simulate import job_of, job_of_messages, simulate
+from fastsync.planner.simulate import Message, job_of, job_of_messages, simulate
 from fastsync.planner.strategy import Carrier, engine_plan, named
 from fastsync.planner.tracing import trace_model
 

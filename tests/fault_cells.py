@@ -19,6 +19,7 @@ from threading import Lock
 from docs.tables import write_table
 from tests import fault_places
 from tests.fault_endings import WARN_AFTER, Ending, check_place, check_state, check_text, name_of
+from tests.fault_outside import cell_of
 from tests.fault_script import STALLED
 from tests.scripts import run_jobs
 
@@ -62,9 +63,17 @@ class Cells:
         """Those that have not been run, a few at a time."""
         if time.monotonic() > until or not jobs:
             return
-        with tempfile.TemporaryDirectory() as folder:
-            ((_, stuck),) = run_jobs("tests.fault_script", folder, jobs, LIMIT, at_once=1)
-            seen = {name_of(j): outcome(j, Ending(folder, j, stuck[name_of(j)])) for j in jobs}
+        outside = [job for job in jobs if job[0] in fault_places.OUTSIDE]
+        for job in outside:
+            self._keep({name_of(job): cell_of(list(job))})
+        inside = [job for job in jobs if job not in outside]
+        if inside:
+            with tempfile.TemporaryDirectory() as folder:
+                ((_, stuck),) = run_jobs("tests.fault_script", folder, inside, LIMIT, at_once=1)
+                names = {name_of(job): job for job in inside}
+                self._keep({n: outcome(j, Ending(folder, j, stuck[n])) for n, j in names.items()})
+
+    def _keep(self, seen):
         with self.lock:
             self.found |= seen
             self.path.write_text(json.dumps(self.found, indent=0))
@@ -90,7 +99,7 @@ def rows(cells):
             continue
         failed = sum(bool(cell["wrong"]) for cell in mine)
         yield [fault, str(len(mine)), str(failed), *by_place(mine, "seconds")]
-        if any(cell["warned"] for cell in mine) and fault in ("SIGSTOP", "sleep"):
+        if any(cell["warned"] for cell in mine) and fault in ("SIGSTOP", "sleep", "cut link"):
             yield [f"{fault}: the warning", "", "", *by_place(mine, "warned")]
 
 

@@ -36,7 +36,7 @@ WHERE = {
     "other settings": ("wrap",),
     "NaN": ("forward", "backward"),
     "flipped bit": ("forward", "backward"),
-    "cut link": ("forward",),
+    "cut link": ("forward", "backward"),
     "full disk": ("checkpoint",),
     "no store": ("backward", "vote", "wrap", "checkpoint"),
 }
@@ -55,8 +55,8 @@ REASONS = {
     "full disk": "nothing else writes to a disk",
     "no store": "nobody needs the store there, as in a backward",
 }
-# Of these another script makes cells.
-OTHER_SCRIPTS = ("cut link", "full disk")
+# Whose cells are those of tests/fault_outside.py.
+OUTSIDE = ("cut", "disk")
 
 
 def has_pieces(way, world):
@@ -65,9 +65,9 @@ def has_pieces(way, world):
 
 
 def jobs():
-    """Each cell that can be, as tests/fault_script.py runs it: fault, place, way, ranks."""
+    """Each cell that can be: fault, place, way, ranks."""
     for fault, place, way, world in itertools.product(FAULTS, PLACES, WAYS, WORLDS):
-        possible = place in WHERE.get(fault, PLACES) and fault not in OTHER_SCRIPTS
+        possible = place in WHERE.get(fault, PLACES)
         if possible and (place != "pieces" or has_pieces(way, world)):
             yield FAULTS[fault][0], "loop" if fault == "one step fewer" else place, way, world
 

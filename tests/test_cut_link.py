@@ -4,52 +4,18 @@ Network namespaces stand for machines.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from bench.measure import netns
-from tests.scripts import ROOT, environment
+from tests.cut_link import WORLD, start, train_apart
 
 MISSING = netns.missing_rights()
 needs_links = pytest.mark.skipif(MISSING is not None, reason=f"links: {MISSING}")
-WORLD = 3
-UNSHARE = ("unshare", "--uts", "sh", "-c")
 
 
-def start(how, rank, options, variables, prefix=()):
-    placed = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-m", "tests.caught_script", how, json.dumps(options)],
-        cwd=ROOT,
-        env={**environment(), **variables, **placed, "FASTSYNC_STALL_WARN": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def train_apart(how, options, variables=None, own_names=False):
-    """Each rank on a machine of its own. Returns what each has seen, and its log.
-
-    Args:
-        own_names: machines have them, so that ranks cannot ask for each other's processes.
-    """
-    with netns.network(WORLD) as seats:
-        ranks = []
-        for rank, seat in enumerate(seats):
-            place = seat.placement(0, 1)
-            named = (*UNSHARE, f'hostname machine{rank}; exec "$@"', "sh") if own_names else ()
-            environ = {**place.environment, **(variables or {})}
-            ranks.append(start(how, rank, options, environ, (*place.prefix, *named)))
-        try:
-            printed = [rank.communicate(timeout=120) for rank in ranks[: WORLD - (how == "stop")]]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    seen = [json.loads(out.splitlines()[-1]) for out, _ in printed]
-    logs = [log for _, log in printed]
+def trained_apart(*job, **options):
+    seen, logs = train_apart(*job, **options)
     print(*seen, *logs, sep="\n")
     return seen, logs
 
@@ -60,9 +26,10 @@ def train_apart(how, options, variables=None, own_names=False):
     [{}, {"wire": "int8"}, {"zero": 1}, {"zero": 2}],
     ids=["fp32", "int8", "zero1", "zero2"],
 )
-def test_the_rank_that_cannot_be_reached_is_named(options):
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_the_rank_that_cannot_be_reached_is_named(options, place):
     """First in a warning, then at the group's timeout. It says itself whom it cannot reach."""
-    seen, logs = train_apart("cut", options)
+    seen, logs = trained_apart(["cut", options, place])
     for rank in range(WORLD - 1):
         assert seen[rank]["error"] == "SyncFault"
         assert seen[rank]["ranks"] == [WORLD - 1]
@@ -75,7 +42,7 @@ def test_the_rank_that_cannot_be_reached_is_named(options):
 def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout():
     """On both sides."""
     variables = {"FASTSYNC_LOST_AFTER": "2", "TIMEOUT": "100"}
-    seen, logs = train_apart("cut", {}, variables, own_names=True)
+    seen, logs = trained_apart(["cut", {}, "forward"], variables, own_names=True)
     words = "was lost with its machine, or with the network to it,"
     assert f"rank {WORLD - 1} {words}" in logs[0], "a warning says so, too"
     for rank in range(WORLD):
@@ -87,7 +54,7 @@ def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout():
 
 @needs_links
 def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
-    seen, _ = train_apart("stop", {}, {"FASTSYNC_LOST_AFTER": "1"}, own_names=True)
+    seen, _ = trained_apart(["stop", {}, "forward"], {"FASTSYNC_LOST_AFTER": "1"}, True)
     for rank in range(WORLD - 1):
         assert seen[rank]["ranks"] == [WORLD - 1]
         assert f"rank {WORLD - 1} does not answer" in seen[rank]["text"]
@@ -97,7 +64,7 @@ def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
 def test_who_catches_its_error_and_exits_is_not_taken_for_the_cause(options, tmp_path):
     """Rank 0's time is over a second before rank 1's, and its process ends at once."""
     variables = {"MEETS_AT": f"file://{tmp_path}/store"}
-    ranks = [start("stop", rank, options, variables) for rank in range(WORLD)]
+    ranks = [start(["stop", options, "forward"], r, WORLD, variables) for r in range(WORLD)]
     try:
         printed = [rank.communicate(timeout=120) for rank in ranks[:-1]]
     finally:

@@ -37,7 +37,7 @@ ELSEWHERE = {
         ("flipped bit", "forward", "fp32", 2),
     ],
     "tests/test_cut_link.py::test_the_rank_that_cannot_be_reached_is_named": [
-        ("cut link", "forward", way, 3) for way in WAYS
+        ("cut link", place, way, 3) for way in WAYS for place in ("forward", "backward")
     ],
     "tests/test_full_disk.py::test_every_rank_learns_whose_disk_is_full_and_trains_on": [
         ("full disk", "checkpoint", way, world) for way, (world, *_) in DISK_WAYS.items()
@@ -93,9 +93,7 @@ def test_a_cell_of_each_pair_is_among_those_that_are_run():
     run = {(job[0], other) for job in jobs() for other in map(in_matrix, job[1:])}
     names = {short: fault for fault, shorts in FAULTS.items() for short in shorts}
     pairs = {(names[short], other) for short, other in run}
-    elsewhere = {"cut link", "full disk"}
-    wanted = {cell for cell in cells() if not reason(*cell) and cell[0] not in elsewhere}
-    assert pairs == wanted
+    assert pairs >= {cell for cell in cells() if not reason(*cell)}
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -75,6 +75,7 @@ STALLS = [
     ("sleep", "backward", "int8", 3),
     ("stop", "forward", "zero1", 3),
     ("stop", "pieces", "codec", 3),
+    ("sleep", "pieces", "codec", 3),
     ("sleep", "wrap", "fp32", 3),
     ("sleep", "wrap", "zero1", 3),
     ("sleep", "wrap", "zero2", 2),
@@ -98,8 +99,6 @@ MEETINGS = [
     ("stop", "checkpoint", "zero1", 3),
     ("sleep", "nonfinite", "finite", 3),
 ]
-# Who sleeps there looks to the others like one that waits.
-QUIET_SLEEPS = [("sleep", "pieces", "codec", 3)]
 ALIKE = [
     *(
         (fault, "wrap", way, world)
@@ -136,7 +135,7 @@ UNITS = [
 ]
 BLIND = [("kill", "forward", "blind3", 2), ("sleep", "backward", "blind3", 2)]
 JOBS = [
-    *(*DEATHS, *RAISES, *LEAVES, *HALF_SKIPS, *STALLS, *ABSENCES, *MEETINGS, *QUIET_SLEEPS),
+    *(*DEATHS, *RAISES, *LEAVES, *HALF_SKIPS, *STALLS, *ABSENCES, *MEETINGS),
     *(*ALIKE, *THAWS, *NO_STORE, *UNITS, *BLIND),
 ]
 
@@ -185,11 +184,6 @@ def test_a_rank_that_does_not_begin_to_wrap_the_model_is_named(endings, job):
 
 @pytest.mark.parametrize("job", MEETINGS, ids=name_of)
 def test_a_rank_that_does_not_come_to_a_meeting_is_named(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.parametrize("job", QUIET_SLEEPS, ids=name_of)
-def test_who_waits_for_a_rank_that_seems_to_wait_gets_an_error_at_the_timeout(endings, job):
     check(job, endings[job])
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def undisturbed(rank, world, stage, options):
 
 
 def saved_in_vain(rank, world, stage, options, folder):
-    """What the error says, and the weights of a training that goes on after it."""
+    """What the error says, the weights of a training that goes on after it, whether the checkpoint
+    seems to be whole, and the seconds until the error."""
     module, model, optimizer = made("adamw", stage, **options)
     train(model, optimizer, range(2), rank, world)
     save(model, optimizer, f"{folder}/earlier")
@@ -40,13 +42,15 @@ def saved_in_vain(rank, world, stage, options, folder):
     if rank == 0:
         fill(f"{folder}/later")
     dist.barrier()
+    began = time.monotonic()
     with pytest.raises(CheckpointException) as caught:
         save(model, optimizer, f"{folder}/later")
+    seconds = time.monotonic() - began
     train(model, optimizer, [3], rank, world)
     weights = weights_of(module)
     load(model, optimizer, f"{folder}/earlier")
     same(optimizer.state_dict(), earlier)
-    return str(caught.value), weights, os.path.exists(f"{folder}/later/.metadata")
+    return str(caught.value), weights, os.path.exists(f"{folder}/later/.metadata"), seconds
 
 
 WAYS = {
@@ -62,7 +66,7 @@ def test_every_rank_learns_whose_disk_is_full_and_trains_on(way, tmp_path):
     world, stage, options = WAYS[way]
     wanted = run_ranks(undisturbed, world, stage, options)
     found = run_ranks(saved_in_vain, world, stage, options, str(tmp_path))
-    for (text, weights, seems_whole), sound in zip(found, wanted, strict=True):
+    for (text, weights, seems_whole, _), sound in zip(found, wanted, strict=True):
         assert f"ranks:dict_keys([{FULL}])" in text and "No space left on device" in text
         assert all(map(torch.equal, weights, sound))
         assert not seems_whole, "a reader could take it for a checkpoint"

@@ -9,9 +9,9 @@ import torch
 
 from fastsync.ddp import FastDDP
 from fastsync.planner.command import main
-from fastsync.planner.compute import from_run
 from fastsync.planner.links import Cluster, Link, collective_seconds
 from fastsync.planner.recorded import link_of_run
+from fastsync.planner.runs import from_run
 from fastsync.testing import run_ranks
 from fastsync.timeline.data import BucketInfo, RankRecord, Run, load
 from fastsync.timeline.moves import UnitInfo
@@ -99,13 +99,92 @@ def test_links_that_are_given_replace_recorded_ones(tmp_path, capsys):
     assert "but for --latency" in text
 
 
-def test_recorded_units_are_named(tmp_path, capsys):
-    run = run_over(Link(2e9, 80e-6, "net"), (1 << 16, 1 << 24))
+MS = 1_000_000  # nanoseconds
+# What a rank computes between the places where it asks for parameters, and hands over gradients:
+# of the root, of "a" and of "b".
+FORWARD, BACKWARD, SIZES = (2, 6, 4), (3, 12, 8), (1 << 16, 1 << 20, 1 << 22)
+
+
+def move(step, unit, kind, started, done, wanted, arrived, sent):
+    times = {"started": started, "done": done, "wanted": wanted, "arrived": arrived}
+    size = {"started": sent}
+    return [(step, f"{kind}_{what}", unit, size.get(what, 0), t) for what, t in times.items()]
+
+
+def units_over(link, world=4, kind="reduction"):
+    """Steps whose units are gathered and reduced over `link`, each while nothing is computed."""
+    at = Cluster(world, world, link, link, "gloo")
+
+    def waits(step, unit, what, now):
+        name = "all_gather" if what == "gather" else "reduce_scatter"
+        through = now + round(1e9 * collective_seconds(name, SIZES[unit], at))
+        sent = SIZES[unit] * (world - 1) // world
+        return move(step, unit, what, now, through, now, through, sent), through
+
+    events = []
+    for step in range(3):
+        now = step * 1000 * MS
+        events.append((step, "forward_start", 0, 0, now))
+        for unit in (0, 1, 2):
+            marks, now = waits(step, unit, "gather", now)
+            events += marks
+            now += FORWARD[unit] * MS
+        events += [(step, "forward_end", 0, 0, now), (step, "backward_start", 0, 0, now)]
+        for unit in (2, 1, 0):
+            if unit:
+                marks, now = waits(step, unit, "gather", now)
+                events += marks
+            now += BACKWARD[unit] * MS
+            marks, now = waits(step, unit, kind, now)
+            events += marks
+        events += [(step, "backward_end", 0, 0, now), (step, "step_end", 0, 0, now)]
+    ranks = tuple(RankRecord(rank, "here", 0, 0, tuple(events)) for rank in range(world))
+    pairs = zip(("root", "a", "b"), SIZES, strict=True)
+    units = tuple(UnitInfo(name, (f"{name}.weight",), size, "float32") for name, size in pairs)
+    return Run("Net", world, "gloo", "cpu", torch.__version__, (), ranks, units=units)
+
+
+def test_units_of_a_recording_compute_and_send_what_they_did():
+    was = Link(2e9, 80e-6, "net")
+    run = units_over(was)
+    recorded = from_run(run)
+    assert recorded.compute.forward == pytest.approx(sum(FORWARD) * 1e-3)
+    assert recorded.compute.backward == pytest.approx(sum(BACKWARD) * 1e-3)
+    assert recorded.messages == ()
+    assert [unit.forward for unit in recorded.units] == pytest.approx([4e-3, 6e-3, 2e-3])
+    assert [unit.backward for unit in recorded.units] == pytest.approx([8e-3, 12e-3, 3e-3])
+    assert [unit.nbytes for unit in recorded.units] == [*reversed(SIZES)]
+    assert [unit.travelling for unit in recorded.units] == [*reversed(SIZES)]
+    assert [unit.stays for unit in recorded.units] == [False, False, True]
+    link, words = link_of_run(run, CPU)
+    assert (link.rate, link.latency) == pytest.approx((was.rate, was.latency), rel=1e-3)
+    assert "fitted to 8 recorded collectives of units" in words
+
+
+def test_units_through_shared_memory_have_sent_nothing():
+    run = units_over(Link(2e9, 80e-6, "net"))
+    ranks = [
+        replace(r, events=tuple((*event[:3], 0, event[4]) for event in r.events)) for r in run.ranks
+    ]
+    recorded = from_run(replace(run, ranks=tuple(ranks)))
+    assert [unit.nbytes for unit in recorded.units] == [*reversed(SIZES)]
+
+
+def test_a_recording_of_units_is_followed(tmp_path, capsys):
     path = tmp_path / "run.json"
-    replace(run, units=(UnitInfo("0", ("w",), 4, "float32"),)).dump(path)
+    units_over(Link(2e9, 80e-6, "net")).dump(path)
+    text, found = scaled(path, capsys)
+    assert re.search(r"^links: .* fitted to 8 recorded collectives of units", text, re.M)
+    assert {p["strategy"] for p in found["scaling"]} == {"zero=3"}
+    exposed = {p["gpus"]: p["exposed"] for p in found["scaling"]}
+    assert exposed[512] > 5 * 511 * 80e-6 > exposed[8] > 0
+
+
+def test_groups_that_have_the_same_shares_are_not_followed(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    units_over(Link(2e9, 80e-6, "net"), kind="sum").dump(path)
     assert plan("--from", path, "--gpus", 8) == 2
-    told = capsys.readouterr().err
-    assert f"--from: {path} holds units of zero=3" in told and "--model" in told
+    assert "sums over ranks that have the same shares (HSDP)" in capsys.readouterr().err
 
 
 MODEL = """
@@ -127,11 +206,13 @@ def larger():
 """
 
 
-def train(rank, world, path):
+def train(rank, world, path, options):
     import runpy
 
     model = runpy.run_path(str(path.with_name("recorded_model.py")))["build_model"]()
-    model = FastDDP(model, timeline=True)
+    if options.get("zero") == 3:
+        options = {**options, "units": [type(model[0])]}
+    model = FastDDP(model, timeline=True, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(6):
         optimizer.zero_grad()
@@ -140,10 +221,11 @@ def train(rank, world, path):
     model.write_timeline(path)
 
 
-def test_a_recorded_model_is_planned_with_its_own_times(tmp_path, capsys):
+@pytest.mark.parametrize("options", [{}, {"zero": 3}], ids=["buckets", "units"])
+def test_a_recorded_model_is_planned_with_its_own_times(options, tmp_path, capsys):
     path, file, data = tmp_path / "run.json", tmp_path / "recorded_model.py", tmp_path / "plan.json"
     file.write_text(MODEL)
-    run_ranks(train, 2, path, timeout=120.0)
+    run_ranks(train, 2, path, options, timeout=120.0)
     options = ("--from", path, "--batch", "16x64", "--gpus", "2", "--json", data, "--model")
     assert plan(*options, f"{file}:build_model") == 0
     text = capsys.readouterr().out

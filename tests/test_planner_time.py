@@ -11,15 +11,17 @@ from torch import nn
 
 from fastsync.plan.buckets import ParamSpec, make_plan
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.planner.compute import Compute, Message, from_record, from_run
+from fastsync.planner.compute import Compute, from_record
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
 from fastsync.planner.profile import Sample, fit
-from fastsync.planner.simulate import _Unit, _walk, job_of, job_of_messages, simulate
+from fastsync.planner.runs import from_run
+from fastsync.planner.simulate import Message, job_of, job_of_messages, simulate
 from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.synthetic import transformer_of
 from fastsync.planner.tracing import trace_model
 from fastsync.planner.unit_marks import ROOT
+from fastsync.planner.unit_steps import UnitCost, walk
 from fastsync.timeline.data import BucketInfo, RankRecord, Run
 from fastsync.units.depth import Stop, depths, length
 
@@ -208,10 +210,10 @@ def test_units_are_gathered_as_far_ahead_as_the_engine_gathers_them():
         spent = [(rng.uniform(0, 1), rng.choice((0.0, rng.uniform(0, 1)))) for _ in range(8)]
         stops = [Stop(computes, gather, 1) for computes, gather in spent]
         found = depths(stops, 8)
-        units = [_Unit(computes, 0.0, (gather, 0.0), 0.0) for computes, gather in spent]
+        units = [UnitCost(computes, 0.0, (gather, 0.0), 0.0) for computes, gather in spent]
         begun = [at + ahead for at, ahead in enumerate(found)]
-        assert _walk(units, 1.0, found) == pytest.approx(spent[0][1] + length(stops, begun))
-        assert _walk(units, 1.0, found) <= _walk(units, 1.0) + 1e-9
+        assert walk(units, 1.0, found) == pytest.approx(spent[0][1] + length(stops, begun))
+        assert walk(units, 1.0, found) <= walk(units, 1.0) + 1e-9
         farther += max(found) > 1
     assert farther > 20
 

@@ -72,9 +72,11 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::d
 }
 
 // Who waits itself is late because of another; it is named only where there is nobody else. Where all have issued what is
-// wanted, one that lacks what this rank has issued since may hold it up: collectives of several buckets take turns.
+// wanted, one whose codec is at work for long holds it up, or one that lacks what this rank has issued since: collectives of
+// several buckets take turns.
 std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   std::vector<Report> causes;
+  std::vector<Report> coding;
   std::vector<Report> waiting;
   std::vector<Report> behind;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -84,14 +86,18 @@ std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
     const bool waits_too = waits(report.news, wanted);
     if (report.news.kind == News::Kind::kSilent) {
       causes.push_back(report);
+    } else if (is_counted(wanted) && codes_long(report.news, wanted)) {
+      coding.push_back(report);
     } else if (is_counted(wanted) && lacks(report.news, wanted)) {
       (waits_too ? waiting : causes).push_back(report);
     } else if (is_counted(wanted) && lacks(report.news, newest) && !waits_too) {
       behind.push_back(report);
     }
   }
-  if (!causes.empty()) return causes;
-  return waiting.empty() ? behind : waiting;
+  for (auto* const some : {&causes, &coding, &waiting}) {
+    if (!some->empty()) return *some;
+  }
+  return behind;
 }
 
 // Under `mutex_`: the same, of all that this rank has issued.

@@ -120,13 +120,14 @@ void FaultWatch::on_news(const std::string& bytes) {
   }
 }
 
-// Says so where this rank is behind, and for neighbours that do not speak, whatever they have issued: who has been stopped
-// may not have sent it.
+// Says so where this rank is behind, or its codec holds it up, and for neighbours that do not speak, whatever they have issued:
+// who has been stopped may not have sent it.
 void FaultWatch::answer(const News& question) {
   const Wanted wanted{static_cast<size_t>(question.model), question.issued, -1, "", {}};
   News mine{News::Kind::kLate, rank_, question.model, question.issued, standings(), ""};
-  if (is_counted(wanted) && lacks(mine, wanted) && question.about != rank_) {
-    mine.text = stack();
+  const bool codes = codes_long(mine, wanted);
+  if (is_counted(wanted) && (codes || lacks(mine, wanted)) && question.about != rank_) {
+    mine.text = stack(codes ? coder_of(wanted.model) : main_thread_);
     tell(mine);
   }
   std::vector<News> silent;
@@ -163,8 +164,13 @@ void FaultWatch::note(News news) {
   }
 }
 
-std::string FaultWatch::stack() const {
-  return stack_of(main_thread_, options_.stack_signal, options_.stack_file);
+pthread_t FaultWatch::coder_of(size_t model) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return models_[model].progress->coder();
+}
+
+std::string FaultWatch::stack(pthread_t thread) const {
+  return stack_of(thread, options_.stack_signal, options_.stack_file);
 }
 
 bool FaultWatch::is_here(int64_t rank) const {

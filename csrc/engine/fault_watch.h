@@ -71,7 +71,7 @@ class FaultWatch {
     double warn_after = 10;  // seconds of waiting
     double lost_after = 30;  // seconds in which another machine may acknowledge nothing
     int stack_file =
-        -1;  // that a handler of `stack_signal` writes the main thread's Python stack to
+        -1;  // that a handler of `stack_signal` writes the Python stack of its thread to
     int stack_signal = 0;
   };
   struct Interpreter {
@@ -143,7 +143,8 @@ class FaultWatch {
   void answer(const News& question);
   void tell(News news);
   void note(News news);
-  std::string stack() const;
+  pthread_t coder_of(size_t model) const;
+  std::string stack(pthread_t thread) const;
   bool is_here(int64_t rank) const;
   void find_end(int64_t rank, bool lost);
   bool find_ended(Clock::duration unheard);

@@ -23,9 +23,7 @@ std::string of_backward(const Standing& at, const Names& names) {
                 at.buckets, " buckets sent");
 }
 
-}  // namespace
-
-std::string activity(const Standing& at, const Names& names) {
+std::string place_of(const Standing& at, const Names& names) {
   const int64_t step = at.step + 1;
   switch (static_cast<Phase>(at.phase)) {
     case Phase::kForward:
@@ -56,6 +54,15 @@ std::string activity(const Standing& at, const Names& names) {
     default:
       return at.step == 0 ? "before the first step" : concat("after step ", at.step);
   }
+}
+
+}  // namespace
+
+std::string activity(const Standing& at, const Names& names) {
+  const std::string place = place_of(at, names);
+  return codes_long(at) ? concat(place, "; its codec has been at work for ", at.coding / 1000, ".",
+                                 at.coding / 100 % 10, " s")
+                        : place;
 }
 
 const char* name_of(int64_t phase) {
@@ -143,7 +150,7 @@ std::string encode(const std::vector<Standing>& standings) {
   put_word(bytes, static_cast<int64_t>(standings.size()));
   for (const Standing& each : standings) {
     for (const int64_t value :
-         {each.step, each.phase, each.bucket, each.buckets, each.param, each.issued}) {
+         {each.step, each.phase, each.bucket, each.buckets, each.param, each.issued, each.coding}) {
       put_word(bytes, value);
     }
   }
@@ -154,8 +161,8 @@ std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
   std::vector<Standing> result;
   for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
     Standing each;
-    for (int64_t* value :
-         {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param, &each.issued}) {
+    for (int64_t* value : {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param,
+                           &each.issued, &each.coding}) {
       *value = take_word(bytes, at);
     }
     result.push_back(each);

@@ -38,6 +38,12 @@ struct Beat {
   std::vector<std::string> paces;   // of pace boards, by model
 };
 
+// Whether a codec of the user's has been at work for so long that others may wait for it alone.
+inline bool codes_long(const Standing& at) {
+  constexpr int64_t kLong = 300;  // milliseconds
+  return at.coding >= kLong;
+}
+
 inline bool is_end(News::Kind kind) { return kind <= News::Kind::kDied; }
 // Of an end: others tell of it.
 inline bool is_hearsay(News::Kind kind) {

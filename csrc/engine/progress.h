@@ -4,8 +4,11 @@
 // plain store; a reader may see a step's number beside the phase of the one before.
 #pragma once
 
+#include <pthread.h>
+
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 
 namespace fastsync::engine {
@@ -35,13 +38,32 @@ struct Standing {
   int64_t param = -1;   // whose gradient came last; -1: none in this step
   int64_t issued =
       0;  // collectives of this model, ever: the same ones in the same order on every rank
+  int64_t coding = 0;  // milliseconds that a codec of the user's has been at work; 0: none is
 };
 
 class Progress {
  public:
+  // While it lives, a codec of the user's is at work on this thread. One at a time.
+  class Coding {
+   public:
+    explicit Coding(Progress& progress) : progress_(progress) {
+      progress_.coder_.store(pthread_self(), std::memory_order_relaxed);
+      progress_.set(kCodingSince, clock_now());
+    }
+    ~Coding() { progress_.set(kCodingSince, 0); }
+    Coding(const Coding&) = delete;
+    Coding& operator=(const Coding&) = delete;
+
+   private:
+    Progress& progress_;
+  };
+
   Standing now() const {
-    return {get(kStep), get(kPhase), get(kBucket), get(kBuckets), get(kParam), get(kIssued)};
+    return {get(kStep),  get(kPhase),  get(kBucket), get(kBuckets),
+            get(kParam), get(kIssued), coding()};
   }
+  // The thread on which a codec was last at work.
+  pthread_t coder() const { return coder_.load(std::memory_order_relaxed); }
 
   void reach(Phase phase) { set(kPhase, static_cast<int64_t>(phase)); }
   void count_steps(int64_t steps) { set(kStep, steps); }
@@ -82,12 +104,22 @@ class Progress {
   }
 
  private:
-  enum Field { kStep, kPhase, kBucket, kBuckets, kParam, kIssued, kFields };
+  enum Field { kStep, kPhase, kBucket, kBuckets, kParam, kIssued, kCodingSince, kFields };
 
   int64_t get(Field field) const { return values_[field].load(std::memory_order_relaxed); }
   void set(Field field, int64_t value) { values_[field].store(value, std::memory_order_relaxed); }
 
+  static int64_t clock_now() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::milliseconds>(since).count();
+  }
+  int64_t coding() const {
+    const int64_t since = get(kCodingSince);
+    return since == 0 ? 0 : clock_now() - since;
+  }
+
   std::array<std::atomic<int64_t>, kFields> values_{};
+  std::atomic<pthread_t> coder_{};
   int64_t before_ = 0;  // issued before this step; the writer's own
 };
 

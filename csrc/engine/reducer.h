@@ -260,6 +260,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
   void await(size_t bucket);
+  void begin_to_await(size_t bucket);
   bool arrives_within(size_t bucket, std::chrono::milliseconds time);
   bool comes_within(size_t bucket, std::chrono::milliseconds patience);
   [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
@@ -329,6 +330,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t watched_as_ = 0;
   std::shared_ptr<PaceBoard> board_;  // null: nobody learns of the ranks' pace
   FaultWatch::Clock::time_point waits_since_;
+  std::pair<int64_t, size_t> waited_for_{-1, 0};  // step and bucket
   RateMeter rate_;
   std::unique_ptr<FlagExchange>
       flags_;  // null where flags travel with the gradients, or not at all

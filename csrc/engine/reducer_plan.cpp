@@ -3,6 +3,7 @@
 
 #include "../check.h"
 #include "reducer.h"
+#include "watched_codec.h"
 
 namespace fastsync::engine {
 namespace {
@@ -11,6 +12,14 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 // A plan that has not been used for so many steps gives its buffers back.
 constexpr int64_t kKeptSteps = 32;
+
+// The same bucket, whose user's codec tells that it is at work.
+BucketSpec watched(BucketSpec spec, const std::shared_ptr<Progress>& progress) {
+  if (spec.coded && spec.coded->codec) {
+    spec.coded->codec = std::make_shared<WatchedCodec>(std::move(spec.coded->codec), progress);
+  }
+  return spec;
+}
 
 }  // namespace
 
@@ -25,7 +34,8 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
       FS_CHECK_VALUE(place.bucket < 0, "the plan holds a parameter twice");
       place = Place{static_cast<int64_t>(b), s};
     }
-    plan.buckets.emplace_back(specs[b], params_, routes_, b, specs.size());
+    plan.buckets.emplace_back(watched(specs[b], log_.progress()), params_, routes_, b,
+                              specs.size());
   }
   plan.until = until;
   plan.number = stats_.plans + 1;

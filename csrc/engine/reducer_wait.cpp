@@ -84,12 +84,18 @@ void Reducer::finish_buckets() {
   watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
+// A rank that gives up, as in make_room(), and comes back has waited all the time.
+void Reducer::begin_to_await(size_t index) {
+  log_.progress()->await(static_cast<int64_t>(index));
+  const std::pair<int64_t, size_t> which{stats_.steps, index};
+  if (std::exchange(waited_for_, which) != which) waits_since_ = FaultWatch::Clock::now();
+}
+
 // Before a bucket is received. Where streams wait for it, and not the host, nobody waits here.
 void Reducer::await(size_t index) {
   Bucket& bucket = plan_.buckets[index];
   if (bucket.state() != BucketState::kInFlight) return;
-  log_.progress()->await(static_cast<int64_t>(index));
-  waits_since_ = FaultWatch::Clock::now();
+  begin_to_await(index);
   if (!faults_ || !bucket.can_be_asked()) return;
   if (arrives_within(index, {})) return;
   faults_->wait(wanted(index),
@@ -99,12 +105,12 @@ void Reducer::await(size_t index) {
 // Whether a bucket arrives meanwhile, looking out for faults.
 bool Reducer::comes_within(size_t index, std::chrono::milliseconds patience) {
   if (!faults_ || !plan_.buckets[index].can_be_asked()) return arrives_within(index, patience);
-  log_.progress()->await(static_cast<int64_t>(index));
-  waits_since_ = FaultWatch::Clock::now();
+  begin_to_await(index);
+  const auto start = FaultWatch::Clock::now();
   bool here = false;
   faults_->wait(wanted(index), [&](std::chrono::milliseconds time) {
     here = arrives_within(index, time);
-    return here || FaultWatch::Clock::now() - waits_since_ >= patience;
+    return here || FaultWatch::Clock::now() - start >= patience;
   });
   return here;
 }

@@ -37,6 +37,10 @@ bool lacks(const News& news, const Wanted& wanted) {
          news.standings[wanted.model].issued < wanted.issued;
 }
 
+bool codes_long(const News& news, const Wanted& wanted) {
+  return wanted.model < news.standings.size() && codes_long(news.standings[wanted.model]);
+}
+
 // Who is waited for in a place of Python's wraps a model, or is somewhere in the step of one.
 const Standing* standing_of(const News& news, size_t& model) {
   const std::vector<Standing>& all = news.standings;

@@ -32,6 +32,8 @@ bool is_counted(const Wanted& wanted);
 bool wants(const Wanted& wanted, int64_t rank);
 // Whether a rank of which these news are may not have issued the collective. One that has never made the model has not.
 bool lacks(const News& news, const Wanted& wanted);
+// Whether a codec of its user's has been at work for long, on something that it has issued.
+bool codes_long(const News& news, const Wanted& wanted);
 // Whether it waits for others.
 bool waits(const News& news, const Wanted& wanted);
 // What it does while others wait for it in `model`, which becomes the model that tells that. Null: nobody knows.

@@ -1,6 +1,10 @@
 // Who is to blame: of those that are late not one that waits itself, and whom one that gave up names.
+#include <pthread.h>
+
+#include <chrono>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../engine/wanted.h"
@@ -60,6 +64,30 @@ void who_gave_up_passes_on_whom_it_blames() {
   for (size_t size = 0; size < bytes.size(); ++size) decode_news(bytes.substr(0, size));
 }
 
+// The time that a codec has been at work travels with where its rank stands.
+void who_codes_for_long_is_told_apart() {
+  Progress progress;
+  progress.reach(Phase::kWaiting);
+  FS_CHECK(progress.now().coding == 0, "nothing is coded");
+  News news = in(Phase::kBetweenSteps, Phase::kWaiting);
+  {
+    const Progress::Coding at_work(progress);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    FS_CHECK(!codes_long(news, in_model(1)), "another rank");
+    news.standings[1] = progress.now();
+    FS_CHECK(news.standings[1].coding >= 20, "milliseconds");
+    FS_CHECK(!codes_long(news, in_model(1)), "as any codec may");
+    FS_CHECK(pthread_equal(progress.coder(), pthread_self()) != 0, "this thread");
+  }
+  FS_CHECK(progress.now().coding == 0, "it is over");
+  news.standings[1].coding = 12345;
+  const News heard = decode_news(encode(news));
+  FS_CHECK(codes_long(heard, in_model(1)), "for long");
+  FS_CHECK(!codes_long(heard, in_model(kPlaces)) && !codes_long(heard, in_model(2)), "elsewhere");
+  const std::string text = activity(heard.standings[1], {});
+  FS_CHECK(text.find("; its codec has been at work for 12.3 s") != std::string::npos, text.c_str());
+}
+
 }  // namespace
 }  // namespace fastsync::engine
 
@@ -70,6 +98,7 @@ int main(int argc, char** argv) {
           {"step", who_waits_in_a_step_waits_for_those_in_a_place},
           {"place", who_waits_in_a_place_waits_for_those_in_a_step},
           {"blame", who_gave_up_passes_on_whom_it_blames},
+          {"codec", who_codes_for_long_is_told_apart},
       },
       argc, argv);
 }

@@ -325,7 +325,7 @@ def make_watch(
         host: address of this machine to listen on.
         warn_after: seconds after which a rank that waits warns of the others.
         lost_after: seconds in which another rank's machine may acknowledge nothing.
-        stack_file: that a handler of `stack_signal` writes the main thread's Python stack to; -1:
+        stack_file: that a handler of `stack_signal` writes the Python stack of its thread to; -1:
             there is none.
 
     Raises:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastsync.planner.advice import Advice, advise
-from fastsync.planner.compute import Compute, Recorded
+from fastsync.planner.compute import Compute
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, Link
+from fastsync.planner.runs import Recorded
 from fastsync.planner.scenario import Candidate, Scenario
-from fastsync.planner.simulate import StepTime, job_of_messages, simulate
+from fastsync.planner.simulate import StepTime, job_of_messages, job_of_units, simulate
 from fastsync.planner.strategy import Strategy
 
 __all__ = ["Plan", "Point", "make_plan_of", "plan_of_run", "saturation"]
@@ -121,14 +122,18 @@ def _faster(cluster: Cluster, scale: float) -> Cluster:
 def plan_of_run(
     recorded: Recorded, title: str, device: Device, cluster: Cluster, worlds: Sequence[int]
 ) -> Plan:
-    """Follows a recorded run over numbers of GPUs: its own computation, buckets and jitter."""
+    """Follows a recorded run over numbers of GPUs: its own computation, buckets or units, and
+    jitter."""
 
     def step(kind: int, at: Cluster) -> StepTime:
         strategy = Strategy(kind, at.world, at.world)
-        job = job_of_messages(recorded.messages, strategy, recorded.compute, at)
+        if kind == 3:
+            job = job_of_units(recorded.units, strategy, recorded.compute, at)
+        else:
+            job = job_of_messages(recorded.messages, strategy, recorded.compute, at)
         return simulate(job, recorded.jitter)
 
-    kinds = (0, 1)
+    kinds = (3,) if recorded.units else (0, 1)
     scaling = [Point(f"zero={k}", n, step(k, cluster.of(n))) for k in kinds for n in worlds]
     at = cluster.of(worlds[0])
     rates = [Point(f"zero={k}", s, step(k, _faster(at, s))) for s in _SCALES for k in kinds]

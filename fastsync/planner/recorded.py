@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of
-from fastsync.planner.compute import Recorded, from_run
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, Link, collective_seconds, sent_bytes
 from fastsync.planner.plan import Plan, make_plan_of, plan_of_run
 from fastsync.planner.profile import Sample, fit
 from fastsync.planner.quantities import gigabytes, shown_seconds
+from fastsync.planner.runs import Recorded, Travel, from_run, travels
 from fastsync.planner.scenario import Scenario
-from fastsync.timeline.data import RankStep, Run, by_step, load
+from fastsync.timeline.data import Run, load
 
 __all__ = ["link_of_run", "recorded_plan"]
 
-_NS = 1e-9
-_APART = 4  # times the smallest bucket, which the largest has where a latency can be told
+_APART = 4  # times the smallest size, which the largest has where a latency can be told
 _FASTEST = 1e13  # bytes per second; what is above comes from a line that falls
 
 
@@ -57,8 +55,9 @@ def _scenario(
         ValueError: the run is of another model.
     """
     asked = scenario_of(args, device, cluster)
-    trained, planned = len(asked.first.params), sum(len(b.parameters) for b in run.plans[-1])
-    if trained != planned:
+    trained, planned = len(asked.first.params), len(_parameters(run))
+    # Units hold what is frozen, too.
+    if trained > planned or (trained < planned and not run.units):
         raise ValueError(
             f"--from: {args.run} is a run of {run.model} with {planned} parameters that are "
             f"trained, but --model {args.model} has {trained}"
@@ -67,14 +66,14 @@ def _scenario(
     return replace(asked, measured=measured, jitter=args.jitter or recorded.jitter)
 
 
+def _parameters(run: Run) -> list[str]:
+    parts = run.units or run.plans[-1]
+    return [name for part in parts for name in part.parameters]
+
+
 def _read(args: argparse.Namespace) -> tuple[Run, Recorded]:
     try:
         run = load(args.run)
-        if run.units:
-            raise ValueError(
-                f"{args.run} holds units of zero=3 or fully_shard, where buckets are followed; "
-                "record zero=0 to 2, or plan the model itself with --model"
-            )
         return run, from_run(run)
     except OSError as error:
         raise ValueError(f"--from: {args.run} cannot be read: {error.strerror}") from error
@@ -96,66 +95,47 @@ def _as_recorded(args: argparse.Namespace, run: Run, given: Cluster) -> tuple[Cl
 
 
 def link_of_run(run: Run, cluster: Cluster) -> tuple[Link, str]:
-    """Latency and rate of the recorded all-reduces, and in words where they come from.
+    """Latency and rate of the recorded collectives, and in words where they come from.
 
     Args:
-        cluster: whose latencies count where buckets of about one size do not tell them.
+        cluster: whose latencies count where collectives of about one size do not tell them.
 
     Raises:
-        ValueError: no bucket has travelled.
+        ValueError: nothing has travelled.
     """
-    samples = _samples(run)
-    if not samples or run.world_size < 2:
+    seen = travels(run)
+    if not seen or run.world_size < 2:
         raise ValueError("--from: the recording has no collectives; give --intra and --inter")
-    sizes = [sample.nbytes for sample in samples]
+    sizes = [travel.nbytes for travel in seen]
     if max(sizes) >= _APART * min(sizes):
+        # A gather or a reduction makes half of the hops of an all-reduce, with half of its bytes.
+        samples = [Sample(t.nbytes, (1 if t.kind == "all_reduce" else 2) * t.seconds) for t in seen]
         latency, rate = fit(samples, run.world_size)
         if latency > 0 and rate < _FASTEST:
             words = (
                 f"links: {gigabytes(rate)}/s and {shown_seconds(latency)} a hop, fitted to "
-                f"{len(samples)} recorded buckets of {gigabytes(min(sizes))} to "
-                f"{gigabytes(max(sizes))}"
+                f"{_described(run, seen)} of {gigabytes(min(sizes))} to {gigabytes(max(sizes))}"
             )
             return Link(rate, latency, "net"), words
-    return _by_tables(samples, run.world_size, cluster)
+    return _by_tables(run, seen, cluster)
 
 
-def _by_tables(samples: Sequence[Sample], world: int, cluster: Cluster) -> tuple[Link, str]:
+def _described(run: Run, seen: Sequence[Travel]) -> str:
+    return f"{len(seen)} recorded {'collectives of units' if run.units else 'buckets'}"
+
+
+def _by_tables(run: Run, seen: Sequence[Travel], cluster: Cluster) -> tuple[Link, str]:
     """The rate that is left where a hop takes what the tables say."""
+    world = run.world_size
     known = Link(_FASTEST, cluster.inter.latency, "net")
     at = Cluster(world, world, known, known, cluster.backend)
-    waiting = len(samples) * collective_seconds("all_reduce", 1.0, at)
-    busy = sum(sample.seconds for sample in samples)
-    sent = sum(sent_bytes("all_reduce", float(sample.nbytes), world) for sample in samples)
+    waiting = sum(collective_seconds(travel.kind, 1.0, at) for travel in seen)
+    busy = sum(travel.seconds for travel in seen)
+    sent = sum(sent_bytes(travel.kind, float(travel.nbytes), world) for travel in seen)
     rate = sent / max(busy - waiting, busy / 2)
     hop = "NCCL's tables" if known.latency is None else f"the usual {shown_seconds(known.latency)}"
     words = (
         f"links: {gigabytes(rate)}/s as recorded, and for a hop {hop}: the sizes and times of "
-        f"{len(samples)} recorded buckets do not tell a latency"
+        f"{_described(run, seen)} do not tell a latency"
     )
     return replace(known, rate=rate), words
-
-
-def _samples(run: Run) -> list[Sample]:
-    """Each bucket of each plan, in the median step."""
-    seen: dict[tuple[int, int], list[Sample]] = {}
-    for ranks in by_step(run).values():
-        for number, sample in _travelled(ranks):
-            seen.setdefault((ranks[0].plan, number), []).append(sample)
-    return [
-        Sample(samples[0].nbytes, median(sample.seconds for sample in samples))
-        for samples in seen.values()
-    ]
-
-
-def _travelled(ranks: Sequence[RankStep]) -> Iterator[tuple[int, Sample]]:
-    """How long each bucket of a step was under way.
-
-    It begins once the last rank has launched it and the one before is through.
-    """
-    through = 0
-    for buckets in zip(*(step.buckets for step in ranks), strict=False):
-        begun = max(through, *(bucket.launched for bucket in buckets))
-        through = max(bucket.done for bucket in buckets)
-        if through > begun:
-            yield buckets[0].bucket, Sample(buckets[0].bytes, _NS * (through - begun))

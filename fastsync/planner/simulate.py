@@ -14,9 +14,7 @@ A straggler's draws are multiplied: P(max < x) = P(s < x / f) P(s < x)^(N-1).
     stage 3      forward | all-gathers, backward | all-gathers and reduce-scatters, update / N
 
 "|" runs beside. Stage 2 reduces after each backward that accumulates; the others after the last.
-In stage 3 a unit's all-gather starts when its predecessor in the order of use begins to compute, or
-before, where the engine gathers several units ahead (fastsync/units/depth.py). The root's
-parameters stay from forward to backward, and are gathered once.
+The passes of stage 3 are those of unit_steps.py.
 With groups that share (HSDP), collectives are those of a group, and an all-reduce of each rank's
 shard across groups follows each reduce-scatter.
 """
@@ -24,44 +22,47 @@ shard across groups follows each reduce-scatter.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
 from fastsync.plan.layout import PayloadLayout
-from fastsync.planner.compute import Compute, Message
+from fastsync.planner.compute import Compute
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
-from fastsync.planner.unit_codes import coded_units
-from fastsync.planner.unit_marks import ROOT
-from fastsync.units.depth import Stop, depths, limit_of
-from fastsync.units.lookahead import FEWEST_UNITS
+from fastsync.planner.unit_steps import (
+    SCATTER_PASSES,
+    Ahead,
+    UnitCost,
+    UnitWork,
+    gather_ahead,
+    traced_units,
+    walk,
+)
 
-__all__ = ["Job", "StepTime", "job_of", "job_of_messages", "simulate"]
+__all__ = ["Job", "Message", "StepTime", "job_of", "job_of_messages", "job_of_units", "simulate"]
 
 _DRAWS = 25  # quantiles
 _HALVINGS = 50
-# Passes of coding over a bucket's gradients in memory: encode, sum, and where every rank gets the
-# averages, encode, decode.
-_CODE_PASSES, _SCATTER_PASSES = 4.0, 2.0
+# Passes of coding over a bucket's gradients in memory, where every rank gets the averages: encode,
+# sum, encode, decode.
+_CODE_PASSES = 4.0
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """What stage 3 gathers at once: seconds of its forward, backward, and of its collectives.
+class Message:
+    """What is handed to collectives at once.
 
     Attributes:
-        gathers: before its forward and before its backward; 0: it stays in between.
+        ready: seconds after the start of the backward.
+        nbytes: of gradients, as they travel.
     """
 
-    forward: float
-    backward: float
-    gathers: tuple[float, float]
-    reduce: float
+    ready: float
+    nbytes: float
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,13 @@ class Job:
     ready: tuple[float, ...]
     costs: tuple[float, ...]
     after: float
-    units: tuple[_Unit, ...]
+    units: tuple[UnitCost, ...]
     sent: float
     launched: int
     handled: int
     host: float
     packing: float
-    ahead: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    ahead: Ahead = ((), ())
 
     @property
     def update(self) -> float:
@@ -140,7 +141,8 @@ def job_of(
         plan: the engine's, for this strategy.
     """
     if strategy.stage == 3:
-        return _in_units(record, strategy, compute, cluster, device)
+        works = traced_units(record, strategy, compute, device)
+        return job_of_units(works, strategy, compute, cluster, device)
     ready, costs, sent, coding, launched, handled = [], [], 0.0, 0.0, 0, 0
     for bucket in plan.buckets:
         ready.append(max(compute.ready[index] for index in bucket.params))
@@ -154,6 +156,7 @@ def job_of(
     if strategy.stage == 2:
         sent *= strategy.accumulate
         coding *= strategy.accumulate
+        launched *= strategy.accumulate
         handled *= strategy.accumulate
     whole = record.nbytes
     after = 0.0
@@ -188,7 +191,7 @@ def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> fl
     if bucket.coded is None:
         return 0.0
     own = sum(record.params[index].nbytes for index in bucket.params)
-    passes = _SCATTER_PASSES if bucket.coded.form == "scatter" else _CODE_PASSES
+    passes = SCATTER_PASSES if bucket.coded.form == "scatter" else _CODE_PASSES
     return passes * own / device.code_rate
 
 
@@ -226,64 +229,35 @@ def _bucket_cost(
     return seconds, sum(sent_bytes(kind, size, world) for kind, size in kinds)
 
 
-def _in_units(
-    record: Record, strategy: Strategy, compute: Compute, cluster: Cluster, device: Device
+def job_of_units(
+    works: Sequence[UnitWork],
+    strategy: Strategy,
+    compute: Compute,
+    cluster: Cluster,
+    device: Device | None = None,
 ) -> Job:
-    """Stage 3: what each unit gathers and reduces, in the order of the forward."""
-    sizes: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    tensors = Counter(param.unit for param in record.params)
-    for index, param in enumerate(record.params):
-        sizes[param.unit] = sizes.get(param.unit, 0.0) + param.nbytes
-        ends[param.unit] = max(ends.get(param.unit, 0.0), compute.ready[index])
-    backward_order = sorted(sizes, key=ends.__getitem__)
-    group = cluster.of(strategy.shards)
-    codes = coded_units(record, strategy)
-    units, before, sent, coding, launched, handled = [], 0.0, 0.0, 0.0, 0, 0
-    rounds = strategy.accumulate
-    for unit in backward_order:
-        size, seconds = sizes[unit], ends[unit] - before
-        before = ends[unit]
-        reduce = collective_seconds("reduce_scatter", size, group)
-        leaving = sent_bytes("reduce_scatter", size, strategy.shards)
-        if unit in codes:
-            passing = _SCATTER_PASSES * size / device.code_rate
-            reduce = collective_seconds("all_to_all", codes[unit], group) + passing
-            leaving = sent_bytes("all_to_all", codes[unit], strategy.shards)
-            coding += passing * rounds
-        if strategy.hybrid:
-            shard = size / strategy.shards
-            reduce += collective_seconds("all_reduce", shard, cluster.across())
-            sent += sent_bytes("all_reduce", shard, cluster.nodes)
-        gather = collective_seconds("all_gather", size, group)
-        gathers = (gather, 0.0 if unit == ROOT else gather)
-        forward = compute.forward * seconds / max(compute.backward, 1e-12)
-        units.append(_Unit(forward, seconds, gathers, reduce))
-        collectives = 2 if unit == ROOT else 3
-        gathered = sent_bytes("all_gather", size, strategy.shards)
-        sent += rounds * ((collectives - 1) * gathered + leaving)
-        launched += collectives * rounds
-        handled += collectives * rounds * tensors[unit]
-    host = device.sending * sent + device.launching * launched
-    host += coding if device.on_cpu else 0.0
-    lost = (sent, launched, handled, host, device.handling * handled)
-    bytes_of = [int(sizes[unit]) for unit in backward_order]
-    far = device.on_cpu and group.nodes > 1 and len(units) >= FEWEST_UNITS
-    ahead = _ahead(units, bytes_of) if far else ((), ())
-    return Job(strategy, compute, (), (), 0.0, tuple(reversed(units)), *lost, ahead)
-
-
-def _ahead(units: Sequence[_Unit], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many units ahead the engine gathers over links between CPUs.
+    """The step of stage 3.
 
     Args:
-        units: in the order of the backward, as sizes are, in bytes.
+        works: in the order of the backward.
+        device: what sending costs it; None: it is a part of what was recorded.
     """
-    pairs = list(zip(units, sizes, strict=True))
-    first = [Stop(unit.forward, unit.gathers[0], size) for unit, size in reversed(pairs)]
-    second = [Stop(unit.backward, unit.gathers[1], size, size) for unit, size in pairs]
-    limit = limit_of(second)
-    return depths(first, limit), depths(second, limit)
+    rounds = strategy.accumulate
+    costs = [work.cost(strategy, cluster) for work in works]
+    sent = rounds * sum(work.sent(strategy, cluster) for work in works)
+    launched = rounds * sum(work.collectives for work in works)
+    handled = rounds * sum(work.collectives * work.tensors for work in works)
+    host = packing = 0.0
+    on_cpu = cluster.backend == "gloo" if device is None else device.on_cpu
+    if device is not None:
+        coding = rounds * sum(work.coding or 0.0 for work in works)
+        host = device.sending * sent + device.launching * launched + (coding if on_cpu else 0.0)
+        packing = device.handling * handled
+    far = on_cpu and cluster.of(strategy.shards).nodes > 1
+    ahead = gather_ahead(works, costs) if far else ((), ())
+    units = tuple(reversed(costs))
+    lost = (sent, launched, handled, host, packing)
+    return Job(strategy, compute, (), (), 0.0, units, *lost, ahead)
 
 
 def _slowest(world: int, jitter: float, straggler: float) -> list[float]:
@@ -361,24 +335,6 @@ def _of_buckets(job: Job, slow: float) -> float:
 
 
 def _of_units(job: Job, slow: float) -> float:
-    one = _walk(job.units, slow, job.ahead[0])
-    one += _walk(tuple(reversed(job.units)), slow, job.ahead[1], backward=True)
+    one = walk(job.units, slow, job.ahead[0])
+    one += walk(tuple(reversed(job.units)), slow, job.ahead[1], backward=True)
     return job.strategy.accumulate * one + slow * (job.update + job.compute.between)
-
-
-def _walk(
-    units: Sequence[_Unit], slow: float, ahead: Sequence[int] = (), backward: bool = False
-) -> float:
-    """A forward or backward of units in this order: one lane computes, one communicates."""
-    computed = link = units[0].gathers[backward]
-    arrived = [link]  # when each is there whose gather has begun
-    for at, unit in enumerate(units):
-        begun = max(computed, arrived[at])
-        for later in units[len(arrived) : at + (ahead[at] if ahead else 1) + 1]:
-            gather = later.gathers[backward]
-            link = max(link, begun) + gather if gather else link
-            arrived.append(link if gather else 0.0)
-        computed = begun + slow * (unit.backward if backward else unit.forward)
-        if backward and unit.reduce:
-            link = max(link, computed) + unit.reduce
-    return max(link, computed) if backward else computed

@@ -18,12 +18,12 @@ class SyncFault(RuntimeError):
         phase: what the first of them was doing when it was last heard of: "forward", "after
             forward", "backward", "waiting" (for others), "gathering" (parameters), "reducing" (a
             unit's gradients), "planning", "comparing" (replicas), "wrapping" (the model) or
-            "between steps"; empty where it had not begun to wrap the model.
+            "between steps"; empty where it had not begun to wrap the model, or nobody knows.
         bucket: that this rank waited for, from 0; -1 where it waited for something else.
         parameters: names of those in that bucket, or unit.
         seconds: that this rank had waited.
         reason: what became of the first of them: "was killed by SIGKILL", the exception that it
-            raised, "is late"; empty where its script had come to its end.
+            raised, "is late", "did not come"; empty where its script had come to its end.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.machines import served_at
 from fastsync.torch_private import Store, group_store
 
@@ -83,8 +84,8 @@ class MeetingPlace:
             Whether all ranks said the same. False where there is no store to say it through.
 
         Raises:
-            RuntimeError: not all ranks came in time; names those that did not. Or there is no store
-                any more.
+            SyncFault: not all ranks came in time; names those that did not.
+            UnreachableStoreError: there is no store any more.
         """
         store, self._meetings = self._store, self._meetings + 1
         if store is None:
@@ -102,9 +103,12 @@ class MeetingPlace:
             store.set(f"{place}/all", "alike" if alike else "unlike")
         with self._visit(f"a meeting for {reason}") as look:
             if absent := self._absent(store, place, look):
-                raise RuntimeError(
+                raise SyncFault(
                     f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks "
-                    f"{absent} did not come. {remedy}"
+                    f"{absent} did not come. {remedy}",
+                    absent,
+                    seconds=self._timeout,
+                    reason="did not come",
                 )
         verdict = store.get(f"{place}/all") == b"alike"
         self._clear(store, f"{self._name}-{self._meetings - 1}", self._said)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
-from tests.random_faults.schedule import LAYERS, STEPS, WRAPPERS
+import fastsync.engine.engine as engine
+from tests.random_faults.schedule import BEFORE, LAYERS, STEPS, WRAPPERS
 
 __all__ = ["run"]
 
@@ -43,6 +44,10 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.reach = reach
 
+    def named_buffers(self, *args, **kwargs):
+        self.reach("wrap")
+        return super().named_buffers(*args, **kwargs)
+
     def forward(self, x):
         for index, layer in enumerate(self.layers):
             self.reach("forward", index)
@@ -55,7 +60,7 @@ class Trainer:
     """One rank's; its fault happens where the schedule says."""
 
     def __init__(self, schedule, rank, log):
-        self.schedule, self.rank, self.log, self.step = schedule, rank, log, -1
+        self.schedule, self.rank, self.log, self.step = schedule, rank, log, BEFORE
 
     def reach(self, place, layer=None):
         at = self.schedule
@@ -77,7 +82,18 @@ class Trainer:
         elif fault == "raise":
             raise BadBatch("bad batch")
 
+    def watch_votes(self):
+        """Has the fault happen where this rank would say what it knows for a plan."""
+        vote = engine.agree_on_plan
+
+        def reach_and_vote(*facts):
+            self.reach("vote")
+            return vote(*facts)
+
+        engine.agree_on_plan = reach_and_vote
+
     def train(self, wrapper):
+        self.watch_votes()
         model = wrap(Net(self.reach), WRAPPERS[wrapper])
         self.log.write(wrapped=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -91,6 +107,8 @@ class Trainer:
             self.reach("between")
             optimizer.step()
             self.log.write(step=self.step, weights=digest(model))
+            self.reach("checkpoint")
+            optimizer.state_dict()  # which all ranks collect, where they share it
 
 
 def wrap(net, options):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["AFTER", "FAULTS", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
+__all__ = ["AFTER", "BEFORE", "FAULTS", "LAYERS", "PLACES", "STEPS", "WRAPPERS", "Schedule"]
 
 STEPS = 24
 EARLY = 3  # steps in which process groups and plans are made, and every other fault happens
@@ -22,10 +22,14 @@ WRAPPERS = {
     "zero3_group": {**UNITS, "shared_memory": False},
     "fsdp": None,
 }
+UNIT_WRAPPERS = ("zero3", "zero3_group", "fsdp")
 ENDS = ("kill", "terminate", "exit", "raise")  # a rank ends
 FAULTS = (*ENDS * 3, "stop", "pause", "pause")
-PLACES = ("batch", "forward", "backward", "between", "step")
+PLACES = ("batch", "forward", "backward", "between", "step", "checkpoint", "wrap", "vote")
+BEFORE = -1  # the step of a fault while the model is wrapped
+VOTED = 0  # the step after which a plan is voted on
 AFTER = "after"  # place of a signal from outside, when some time has passed
+AFTERS = (AFTER,) * 4
 SIGNALLED = ("kill", "terminate", "stop", "pause")
 LONGEST = 0.3  # seconds from the wrapping to such a signal, about what the steps take
 
@@ -55,15 +59,19 @@ class Schedule:
     def draw(cls, number):
         draw = random.Random(number)
         world, fault = draw.choice((2, 2, 3, 4)), draw.choice(FAULTS)
-        places = (*PLACES, AFTER, AFTER, AFTER) if fault in SIGNALLED else PLACES
+        wrapper = draw.choice(tuple(WRAPPERS))
+        # Units need no plan, so nobody votes on one.
+        places = PLACES[:-1] if wrapper in UNIT_WRAPPERS else PLACES
+        place = draw.choice((*places, *AFTERS) if fault in SIGNALLED else places)
+        step = draw.randrange(draw.choice((EARLY, STEPS)))
         return cls(
             number,
             world,
-            draw.choice(tuple(WRAPPERS)),
+            wrapper,
             fault,
             draw.randrange(world),
-            draw.choice(places),
-            draw.randrange(draw.choice((EARLY, STEPS))),
+            place,
+            {"wrap": BEFORE, "vote": VOTED}.get(place, step),
             draw.randrange(LAYERS),
             draw.uniform(0, LONGEST),
             draw.uniform(0.05, 0.6),

@@ -132,9 +132,10 @@ class Job:
     def _strike(self, left, began):
         """Sends the signal when it is due, and ends a pause."""
         schedule = self.schedule
-        if schedule is None or began is None or self._victim not in left:
+        outside = schedule is not None and schedule.place == AFTER
+        if schedule is None or self._victim not in left or (outside and began is None):
             return
-        now, outside = time.monotonic(), schedule.place == AFTER
+        now = time.monotonic()
         if outside and self.struck is None and now >= began + schedule.seconds:
             os.kill(left[self._victim], SIGNALS[schedule.fault])
             self.struck = now
@@ -184,6 +185,8 @@ class Runner:
         allowed = {schedule.victim} if schedule.fault == "stop" else set()
         seen = [job.lines(rank) for rank in range(schedule.world)]
         wrong = [f"rank {rank} {HANGS}" for rank in sorted(stuck - allowed)]
+        if schedule.place != AFTER and job.fault_time() is None:  # a signal may come too late
+            wrong.append("the fault did not happen")
         for rank, lines in enumerate(seen):
             wrong += _other_weights(rank, lines, wanted[rank])
             if rank != schedule.victim or schedule.passes:

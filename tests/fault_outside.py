@@ -1,0 +1,66 @@
+"""Cells of faults outside of a rank's process: its machine's link is cut, or its disk is full."""
+
+import tempfile
+
+from fastsync.testing import run_ranks
+from tests.cut_link import train_apart
+from tests.fault_endings import WARN_AFTER, WARNED
+from tests.test_full_disk import FULL, saved_in_vain, undisturbed
+
+OPTIONS = {"fp32": {}, "int8": {"wire": "int8"}, "zero1": {"zero": 1}, "zero2": {"zero": 2}}
+
+
+def cell_of(job):
+    """What it has shown, as tests/fault_cells.py keeps it."""
+    return {"cut": of_cut_link, "disk": of_full_disk}[job[0]](job)
+
+
+def of_cut_link(job):
+    """The rank that cannot be reached is the last one, and the others say so."""
+    _, place, way, world = job
+    seen, logs = train_apart(["cut", OPTIONS[way], place], world=world)
+    cut, struck = world - 1, seen[-1]["struck"]
+    errors = [each for each in seen if each["error"]]
+    named = [each["ranks"] == [cut] for each in seen[:-1]]
+    named.append(set(seen[-1]["ranks"] or [cut]) <= set(range(cut)))
+    # What the buckets before the cut have sent may still be under way.
+    buckets = {0} if place == "forward" else {0, 1, 2}
+    placed = [way.startswith("zero") or each["bucket"] in buckets for each in seen[:-1]]
+    warned = [float(found[2]) for log in logs[:-1] for found in WARNED.finditer(log)][:1]
+    late = [each for each in warned if not WARN_AFTER <= each <= WARN_AFTER + 1]
+    wrong = {
+        "rank": "" if len(errors) == world and all(named) else f"{seen}",
+        "place": "" if all(placed) else f"{seen}",
+        "warning": "" if warned and not late else f"{logs}",
+        "weights": "" if _equal([each["weights"] for each in seen]) else "unequal weights",
+    }
+    return {
+        "job": job,
+        "wrong": {what: text for what, text in wrong.items() if text},
+        "seconds": [round(min(s["at"] - struck, s["waited"]), 4) for s in seen[:-1]],
+        "warned": warned,
+        "steps": [len(each["weights"]) for each in seen],
+    }
+
+
+def of_full_disk(job):
+    """Every rank gets the error of the one that cannot write, and trains on with equal weights."""
+    _, _, way, world = job
+    options = dict(OPTIONS[way])
+    stage = options.pop("zero", 0)
+    wanted = run_ranks(undisturbed, world, stage, options)
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(saved_in_vain, world, stage, options, folder)
+    wrong = {}
+    for (text, weights, seems_whole, _), sound in zip(found, wanted, strict=True):
+        if f"ranks:dict_keys([{FULL}])" not in text or "No space left" not in text:
+            wrong["rank"] = text
+        if seems_whole or not all((a == b).all() for a, b in zip(weights, sound, strict=True)):
+            wrong["weights"] = "other weights, or what a reader could take for a checkpoint"
+    seconds = [round(seconds, 4) for *_, seconds in found]
+    return {"job": job, "wrong": wrong, "seconds": seconds, "warned": [], "steps": []}
+
+
+def _equal(weights):
+    shortest = min(map(len, weights))
+    return all(each[:shortest] == weights[0][:shortest] for each in weights)
