@@ -1,15 +1,17 @@
 """The most memory that a step with AdamW takes under zero=1, 2 and 3, per parameter."""
 
+import time
 from functools import partial
 
 import pytest
 import torch
 
 from bench.models import WORKLOADS
-from examples.common.costs import live_bytes_reader, peak_memory
+from examples.common.costs import live_bytes_reader, peak_memory, shared_bytes
 from examples.common.ranks import Group
 from examples.common.training import Workload, make_lane
 from examples.common.variants import OURS, Variant, fast_ddp
+from fastsync.shard.delivery import Delivery
 from fastsync.testing import run_ranks
 
 pytestmark = [
@@ -60,6 +62,28 @@ def test_in_bf16_with_masters(world):
     first, second = run_ranks(peaks, world, True, timeout=300.0)[0]
     assert 2 + 14 / world < first <= 4 + 12 / world + SPREAD
     assert 2 + 14 / world < second <= 2 + 14 / world + SPREAD
+
+
+def shared_after(rank, world, lag):
+    """Bytes that a rank shares after some steps in which the last one takes longer to send what it
+    has updated."""
+    start = Delivery.start
+
+    def start_late(*args):
+        time.sleep(lag if rank == world - 1 else 0.0)
+        start(*args)
+
+    Delivery.start = start_late
+    before, group = shared_bytes(), Group(rank, world, torch.device("cpu"))
+    wrap = Variant(OURS, fast_ddp(zero=1, wire="int8", bucket_cap_mb=1))
+    make_lane(WORKLOADS["deep"](), wrap, group, "adamw").steps(6)
+    return shared_bytes() - before
+
+
+def test_memory_does_not_depend_on_who_is_ahead():
+    """A rank makes no second copy for those that have not read its first one."""
+    level, apart = (run_ranks(shared_after, 2, lag, timeout=300.0) for lag in (0.0, 0.03))
+    assert apart == level
 
 
 def peak_of_units(rank, world):

@@ -231,7 +231,10 @@ ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channe
           [memory = memory_](int64_t numel, at::ScalarType dtype, at::Device /*device*/) {
             return memory->make_flat(numel, dtype);
           })) {
-  pool_->reclaim_with([this] { take_back(); });
+  pool_->reclaim_with([this](bool pressed) {
+    if (pressed) await_readers();
+    take_back();
+  });
 }
 
 // [Note: what outlives its collective]
@@ -311,7 +314,7 @@ std::unique_ptr<InFlight> ShmCollective::all_to_all(const at::Tensor& received,
 std::shared_ptr<Incoming> ShmCollective::all_to_others(
     const at::Tensor& sent, const std::shared_ptr<ops::BufferPool>& pool) {
   FS_ASSERT(pool == pool_ && memory_->place_of(sent), "a buffer that is not shared");
-  return std::make_shared<Borrowed>(channel_, post(sent, /*pooled=*/true), rank(), sent);
+  return std::make_shared<Borrowed>(channel_, post(sent, /*pooled=*/true).exchange, rank(), sent);
 }
 
 std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
@@ -345,15 +348,18 @@ std::unique_ptr<InFlight> ShmCollective::exchange(std::vector<Message> /*receive
 std::unique_ptr<InFlight> ShmCollective::show(const at::Tensor& sent,
                                               std::function<void(const Parts&)> read) {
   const bool staged = !memory_->place_of(sent);
-  const Channel::Sum exchange = post(staged ? stage(sent) : sent, /*pooled=*/staged);
-  return std::make_unique<Reading>(channel_, exchange, !staged, std::move(read));
+  const Posted& posted = post(staged ? stage(sent) : sent, /*pooled=*/staged);
+  auto note = [read = std::move(read), has_read = posted.read](const Parts& parts) {
+    read(parts);
+    *has_read = true;
+  };
+  return std::make_unique<Reading>(channel_, posted.exchange, !staged, std::move(note));
 }
 
-Channel::Sum ShmCollective::post(const at::Tensor& shown, bool pooled) {
+const ShmCollective::Posted& ShmCollective::post(const at::Tensor& shown, bool pooled) {
   take_back();
   const auto exchange = channel_->join_exchange(*memory_->place_of(shown), bytes_of(shown));
-  posted_.push_back({exchange, shown, pooled});
-  return exchange;
+  return posted_.emplace_back(Posted{exchange, shown, pooled, std::make_shared<bool>(false)});
 }
 
 // What all have read.
@@ -361,6 +367,18 @@ void ShmCollective::take_back() {
   while (!posted_.empty() && channel_->is_finished(posted_.front().exchange)) {
     if (posted_.front().pooled) pool_->give(posted_.front().shown);
     posted_.pop_front();
+  }
+}
+
+// [Note: one copy instead of two]
+// A rank that is ahead would need memory for one copy more whenever the others have not read its last one. That they are about
+// to: what this rank has read itself all have joined, so they can read it without anything of this rank's. They all wait for
+// the slowest in the end, so a short wait here costs next to nothing, and memory does not depend on who is ahead.
+void ShmCollective::await_readers() const {
+  constexpr std::chrono::milliseconds kMoment{200};
+  const auto end = std::chrono::steady_clock::now() + kMoment;
+  for (const Posted& posted : posted_) {
+    if (!posted.pooled || !*posted.read || !ends_by(end, posted.exchange)) return;
   }
 }
 

@@ -66,13 +66,15 @@ class ShmCollective final : public Collective {
   struct Posted {
     Channel::Sum exchange;
     at::Tensor shown;
-    bool pooled = false;  // it goes back to the pool
+    bool pooled = false;           // it goes back to the pool
+    std::shared_ptr<bool> read{};  // whether this rank has read what the others have shown
   };
 
   void make_progress();
   std::unique_ptr<InFlight> show(const at::Tensor& sent, std::function<void(const Parts&)> read);
-  Channel::Sum post(const at::Tensor& shown, bool pooled);
+  const Posted& post(const at::Tensor& shown, bool pooled);
   void take_back();
+  void await_readers() const;
   at::Tensor stage(const at::Tensor& sent);
   bool ends_by(std::chrono::steady_clock::time_point end, const Channel::Sum& sum) const;
 

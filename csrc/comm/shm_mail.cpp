@@ -76,6 +76,18 @@ bool Mail::is_read(size_t tag, uint64_t number) const {
   return true;
 }
 
+bool Mail::is_read_within(size_t tag, uint64_t number, std::chrono::milliseconds time) {
+  const auto end = Bell::Clock::now() + time;
+  try {
+    for (size_t r = 0; r < ranks(); ++r) {
+      if (!comes_by(end, r, kRead, [&] { return is_done(r, tag, number); })) return false;
+    }
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
 template <class Done>
 bool Mail::comes_by(Bell::Clock::time_point end, size_t rank, const char* what, const Done& done) {
   return Bell(table(0).bell).wait_until(done, end, [&] {

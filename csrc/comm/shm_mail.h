@@ -56,6 +56,10 @@ class Mail {
   void done(size_t tag, uint64_t number);
   // Whether nobody reads any more what this rank has posted, this rank included.
   bool is_read(size_t tag, uint64_t number) const;
+  // The same, after so long at most. False where a rank has ended.
+  bool is_read_within(size_t tag, uint64_t number, std::chrono::milliseconds time);
+  // Whether this rank does not.
+  bool is_done_here(size_t tag, uint64_t number) const { return is_done(rank_, tag, number); }
   size_t rank() const { return rank_; }
   size_t ranks() const { return segments_.size(); }
 

@@ -36,6 +36,7 @@ class SharedMemory {
   // See [Note: warm pages] in shm_segment.h.
   void keep_pages() const { mine_->keep_pages(); }
   void trim() const { mine_->trim(); }
+  bool is_warm(size_t bytes) const { return mine_->is_warm(bytes); }
   // Where a contiguous tensor begins in this rank's segment; nothing if it lies elsewhere.
   std::optional<size_t> place_of(const at::Tensor& tensor) const;
 

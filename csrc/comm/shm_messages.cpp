@@ -60,6 +60,32 @@ std::shared_ptr<Mail> make_mail(const SharedMemory& memory, const at::Tensor& ta
 
 }  // namespace
 
+// What a letter holds, by rank.
+struct ShmMessages::Contents {
+  Contents(const std::vector<Message>& sent, size_t ranks) {
+    size_t end = aligned(ranks * sizeof(Extent));
+    for (size_t r = 0; r < ranks; ++r) {
+      messages.push_back(of_rank(sent, static_cast<int>(r)));
+      const auto twin = std::find_if(written.begin(), written.end(), [&](size_t earlier) {
+        return same(messages[earlier], messages[r]);
+      });
+      if (twin != written.end()) {
+        extents.push_back(extents[*twin]);
+        continue;
+      }
+      written.push_back(r);
+      extents.push_back({end, bytes_of(messages[r])});
+      end += aligned(extents.back().bytes);
+    }
+    bytes = rounded(end, kGrain);
+  }
+
+  std::vector<std::vector<at::Tensor>> messages;
+  std::vector<Extent> extents;
+  std::vector<size_t> written;  // the others are sent the same as one of these
+  size_t bytes = 0;
+};
+
 // What the others have written in one exchange, for this rank to read until it is done with that.
 class ShmMessages::Letters {
  public:
@@ -200,43 +226,44 @@ std::unique_ptr<ShmMessages::Letters> ShmMessages::post(const std::vector<Messag
                                                         size_t box) {
   uint64_t number = 0;
   at::Tensor letter;
+  const Contents contents(sent, static_cast<size_t>(size()));
+  await_readers(contents.bytes);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     take_back();
     number = ++numbers_[box];
-    letter = write(sent);
+    letter = write(contents);
     posted_.push_back({box, number, letter});
   }
   mail_->post(box, number, *memory_->place_of(letter));
   return std::make_unique<Letters>(mail_, box, number);
 }
 
-at::Tensor ShmMessages::write(const std::vector<Message>& sent) {
-  const auto ranks = static_cast<size_t>(size());
-  std::vector<std::vector<at::Tensor>> messages;
-  std::vector<Extent> extents;
-  std::vector<size_t> written;  // the others are sent the same as one of these
-  size_t end = aligned(ranks * sizeof(Extent));
-  for (size_t r = 0; r < ranks; ++r) {
-    messages.push_back(of_rank(sent, static_cast<int>(r)));
-    const auto twin = std::find_if(written.begin(), written.end(), [&](size_t earlier) {
-      return same(messages[earlier], messages[r]);
+// A rank that is far ahead lets the others read before it takes memory that a step has not needed yet: see [Note: one copy
+// instead of two] in shm_collective.cpp. Others read as they compute, so here one letter may be unread without that.
+void ShmMessages::await_readers(size_t bytes) {
+  constexpr std::chrono::milliseconds kMoment{200};
+  constexpr size_t kAhead = 2;
+  std::optional<Posted> oldest;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    take_back();
+    if (posted_.size() < kAhead || memory_->is_warm(bytes)) return;
+    const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Posted& posted) {
+      return mail_->is_done_here(posted.tag, posted.number);
     });
-    if (twin != written.end()) {
-      extents.push_back(extents[*twin]);
-      continue;
-    }
-    written.push_back(r);
-    extents.push_back({end, bytes_of(messages[r])});
-    end += aligned(extents.back().bytes);
+    if (found != posted_.end()) oldest = *found;
   }
-  const auto room = static_cast<int64_t>(rounded(end, kGrain));
-  const at::Tensor letter = memory_->make_flat(room, at::kByte);
+  if (oldest) mail_->is_read_within(oldest->tag, oldest->number, kMoment);
+}
+
+at::Tensor ShmMessages::write(const Contents& contents) {
+  const at::Tensor letter = memory_->make_flat(static_cast<int64_t>(contents.bytes), at::kByte);
   auto* const to = static_cast<std::byte*>(letter.mutable_data_ptr());
-  std::memcpy(to, extents.data(), ranks * sizeof(Extent));
-  for (const size_t r : written) {
-    std::byte* place = to + extents[r].begin;
-    for (const at::Tensor& message : messages[r]) {
+  std::memcpy(to, contents.extents.data(), contents.extents.size() * sizeof(Extent));
+  for (const size_t r : contents.written) {
+    std::byte* place = to + contents.extents[r].begin;
+    for (const at::Tensor& message : contents.messages[r]) {
       const auto* const from = static_cast<const std::byte*>(message.const_data_ptr());
       copy_bytes(place, from, static_cast<int64_t>(message.nbytes()));
       place += message.nbytes();

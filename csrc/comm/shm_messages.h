@@ -64,6 +64,7 @@ class ShmMessages final : public Collective {
   class Letters;
   class Reading;
   class Lent;
+  struct Contents;
   // What others may still read.
   struct Posted {
     size_t tag = 0;
@@ -72,8 +73,9 @@ class ShmMessages final : public Collective {
   };
 
   std::unique_ptr<Letters> post(const std::vector<Message>& sent, size_t box);
-  at::Tensor write(const std::vector<Message>& sent);
+  at::Tensor write(const Contents& contents);
   void take_back();
+  void await_readers(size_t bytes);
 
   std::shared_ptr<Collective> group_;
   std::shared_ptr<SharedMemory> memory_;

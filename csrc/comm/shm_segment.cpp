@@ -182,6 +182,11 @@ size_t Segment::place_for(size_t bytes) {
   return offset;
 }
 
+bool Segment::is_warm(size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return place_for(bytes) + bytes <= warm_;
+}
+
 // Under the lock.
 void Segment::make_pages(size_t begin, size_t end) {
   if (begin >= end) return;

@@ -61,6 +61,8 @@ class Segment {
   void give(size_t offset);
   // From here on blocks that are given back keep their pages, and take() returns what these hold: see [Note: warm pages].
   void keep_pages();
+  // Whether the next block of so many bytes finds pages that are kept.
+  bool is_warm(size_t bytes);
   // Gives back those that have been of no use since the last call.
   void trim();
 

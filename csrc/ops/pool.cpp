@@ -9,14 +9,11 @@ namespace fastsync::ops {
 
 at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device device) {
   if (!device.is_cpu()) return make_scratch({numel}, dtype, device);
-  if (reclaim_) reclaim_();
-  constexpr int64_t kMuchLarger = 4;
-  auto best = free_.end();
-  for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
-    // One that is much larger will be wanted for what it was made for.
-    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel &&
-                      buffer->numel() < kMuchLarger * numel;
-    if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;
+  if (reclaim_) reclaim_(/*pressed=*/false);
+  auto best = find(numel, dtype);
+  if (best == free_.end() && reclaim_) {
+    reclaim_(/*pressed=*/true);
+    best = find(numel, dtype);
   }
   if (best == free_.end()) {
     // What is too small now has served smaller buckets, and would stay for ever.
@@ -28,6 +25,18 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
     free_.erase(best);
   }
   return view_of(lent_.back(), SlotLayout::run(0, numel), dtype);
+}
+
+BufferPool::Free::iterator BufferPool::find(int64_t numel, at::ScalarType dtype) {
+  constexpr int64_t kMuchLarger = 4;
+  auto best = free_.end();
+  for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
+    // One that is much larger will be wanted for what it was made for.
+    const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel &&
+                      buffer->numel() < kMuchLarger * numel;
+    if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;
+  }
+  return best;
 }
 
 at::Tensor BufferPool::make(int64_t numel, at::ScalarType dtype, at::Device device) const {

@@ -18,8 +18,9 @@ class BufferPool {
 
   // `make`: where a CPU's memory comes from, instead of the allocator.
   explicit BufferPool(Make make = nullptr) : make_(std::move(make)) {}
-  // Has `reclaim` called before a buffer is looked for, to give back what nobody uses any more; null: no longer.
-  void reclaim_with(std::function<void()> reclaim) { reclaim_ = std::move(reclaim); }
+  // Has `reclaim` called before a buffer is looked for, to give back what nobody uses any more, and again where none is found:
+  // `pressed`, it may wait for a moment. Null: no longer.
+  void reclaim_with(std::function<void(bool pressed)> reclaim) { reclaim_ = std::move(reclaim); }
 
   // Whatever the memory holds.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -33,13 +34,17 @@ class BufferPool {
   }
 
  private:
+  using Free = std::vector<at::Tensor>;
+
+  // Of those that nobody has, the smallest that fits.
+  Free::iterator find(int64_t numel, at::ScalarType dtype);
   at::Tensor make(int64_t numel, at::ScalarType dtype, at::Device device) const;
   at::Tensor take_back(const at::Tensor& buffer);
 
   Make make_;
-  std::function<void()> reclaim_;
+  std::function<void(bool)> reclaim_;
   std::vector<at::Tensor> lent_;
-  std::vector<at::Tensor> free_;
+  Free free_;
 };
 
 }  // namespace fastsync::ops

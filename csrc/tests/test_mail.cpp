@@ -158,8 +158,22 @@ void a_letter_is_kept_until_all_are_done() {
   EXPECT(!ranks[0].mail->is_read(4, 1), "rank 2 has not read it");
   ranks[2].mail->done(4, 1);  // it never will
   EXPECT(!ranks[0].mail->is_read(4, 1), "rank 0 reads what it has written itself");
+  EXPECT(!ranks[0].mail->is_done_here(4, 1), "likewise");
   ranks[0].mail->done(4, 1);
   EXPECT(ranks[0].mail->is_read(4, 1), "all are done");
+}
+
+void reading_is_waited_for_a_moment() {
+  auto ranks = make_ranks(2);
+  ranks[0].mail->post(4, 1, ranks[0].segment->take(8));
+  ranks[0].mail->done(4, 1);
+  EXPECT(!ranks[0].mail->is_read_within(4, 1, milliseconds(20)), "rank 1 has not read it");
+  std::thread other([&] {
+    std::this_thread::sleep_for(milliseconds(50));
+    ranks[1].mail->done(4, 1);
+  });
+  EXPECT(ranks[0].mail->is_read_within(4, 1, seconds(60)), "meanwhile it has");
+  other.join();
 }
 
 void a_rank_that_does_not_read_is_waited_for() {
@@ -188,6 +202,8 @@ void dead_ranks_are_named() {
   const size_t table = mine->take(sizeof(Mail::Table));
   Mail mail({mine, Segment::open(other.address())}, 0, {table, Segment::kHeaderBytes}, seconds(60));
   other.kill();
+  mail.done(0, 1);
+  EXPECT(!mail.is_read_within(0, 1, seconds(60)), "it never will be");
   const std::string text = testing::message_of<std::runtime_error>([&] { mail.letter(0, 1, 1); });
   EXPECT(
       text.find("rank 1 ended while rank 0 waited for it to send a message") != std::string::npos,
@@ -203,6 +219,7 @@ int main(int argc, char** argv) {
       {{"two", [] { letters_are_those_of_their_tag_and_number(2); }},
        {"three", [] { letters_are_those_of_their_tag_and_number(3); }},
        {"kept", a_letter_is_kept_until_all_are_done},
+       {"moment", reading_is_waited_for_a_moment},
        {"full", a_rank_that_does_not_read_is_waited_for},
        {"absent", a_rank_that_does_not_send_is_named},
        {"dead", dead_ranks_are_named}},

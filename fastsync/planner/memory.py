@@ -41,9 +41,9 @@ ITEMS = (
 )
 # A CPU packs a gradient of so many bytes on arrival (csrc/transport/flat.h).
 _EARLY_BYTES = 512 << 10
-# Buckets of shared gradients at most (at_a_time() in csrc/comm). In memory one is under way and one
-# may still be read by others.
-_UNDER_WAY = 2
+# Buckets of shared gradients at most (at_a_time() in csrc/comm). In memory one is under way. Others
+# may still read one more, but for codes, whose reading is waited for.
+_UNDER_WAY, _CODED_IN_MEMORY = 2, 1
 _MUCH_LARGER = 4  # times as much as is asked for (csrc/ops/pool.cpp)
 _WIDE = torch.float32.itemsize
 
@@ -131,21 +131,16 @@ class _Transports:
         self.next = 0
 
     def _copies(self) -> int:
-        """Bytes of what other ranks of this machine read updated parameters from: the last unit's
-        and, as they may still be at that, the one's before. Gradients that travel as they are leave
-        buffers of that size; codes are smaller."""
+        """Bytes of what other ranks of this machine read updated parameters from, unit by unit.
+        Gradients that travel as they are leave buffers of that size; codes are smaller."""
         coded = any(bucket.coded is not None for bucket in self.plan.buckets)
         if self.carrier is not Carrier.MEMORY or not self.scattered or not coded:
             return 0
         regions = [b.shards[0].region * b.dtype.itemsize for b in reversed(self.plan.buckets)]
         pool = _Pool(keeps=True)
         for _ in range(2):  # the second step finds what the first one has left
-            read = list[int]()
             for size in regions:
-                read.append(pool.take(size))
-                if len(read) > 1:
-                    pool.give(read.pop(0))
-            pool.give(read.pop())
+                pool.give(pool.take(size))
         return pool.held
 
     @property
@@ -198,13 +193,14 @@ class _Transports:
 
     def _launch(self, number: int) -> None:
         if self.scattered:
-            if len(self.under_way) >= _UNDER_WAY:
-                self._finish()
-            self._ensure_sent(number)
             bucket = self.plan.buckets[number]
             size, coded = self._size(bucket), bucket.coded is not None
+            in_memory = self.carrier is Carrier.MEMORY
+            if len(self.under_way) >= (_CODED_IN_MEMORY if coded and in_memory else _UNDER_WAY):
+                self._finish()
+            self._ensure_sent(number)
             buffers = [self.sent.pop(number)]
-            if coded or self.carrier is not Carrier.MEMORY:
+            if coded or not in_memory:
                 whole = coded or self.carrier.on_cpu  # else a device has added up what has come
                 buffers.append(self.pool.take(size if whole else size // self.ranks))
             self.under_way.append(buffers)

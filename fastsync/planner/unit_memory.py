@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastsync.plan.layout import align_up
 from fastsync.planner.record import Mark, Record, TracedParam
 from fastsync.planner.strategy import Carrier, Strategy
 from fastsync.planner.unit_codes import codes_of
@@ -32,6 +33,7 @@ from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
 __all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
 
 _DIRECT_BYTES = 128 << 10  # a share of so many is a message by itself (fastsync/units/strand.py)
+_UNREAD, _GRAIN = 1, 16 << 10  # letters; bytes of which these are multiples
 _LAST_UNITS = 3  # of a backward: what the pool keeps is freed there (fastsync/units/context.py)
 _MOST_FREE = 2  # times the largest request
 
@@ -217,7 +219,7 @@ class Units:
         self._sizes = unit_sizes(record, strategy, carrier)
         self._unit_of = [param.unit for param in record.params]
         self._pool, self._letters = _Blocks(carrier.on_cpu), _Room()
-        self._posted: dict[str, list[int]] = {"gather": [], "reduce": []}
+        self._posted = deque[int]()  # letters that others may still read
         self._last = {m.place: at for at, m in enumerate(record.marks) if m.kind == "through"}
         self._order = [
             m.place for m in record.marks if m.kind == "enter" and m.place in self._sizes
@@ -254,7 +256,7 @@ class Units:
 
     def begin(self) -> None:
         """A forward begins. The optimizer's step lies between, in which others have read."""
-        self._take_back("reduce")
+        self._take_back()
         self._whole: dict[int, list[int]] = {}
         self._gathering: dict[int, list[int]] = {}
         self._reducing: deque[_Reduction] = deque()
@@ -295,7 +297,6 @@ class Units:
                 self._end(unit)
         while self._reducing:
             self._finish()
-        self._take_back("gather")
         self._trim()
 
     def _enter(self, unit: int) -> None:
@@ -326,7 +327,7 @@ class Units:
         if not self._in_memory:
             self._lend(unit)
         blocks = [self._pool.take(block) for size in sizes for block in size.gathering]
-        self._post("gather", sum(size.gather_letter for size in sizes))
+        self._post(sum(size.gather_letter for size in sizes))
         while self._in_memory and blocks:  # what was in them has been written for the others
             self._pool.give(blocks.pop())
         self._gathering[unit] = blocks
@@ -340,19 +341,15 @@ class Units:
         for block in self._gathering.pop(unit, []):
             self._pool.give(block)
 
-    def _take_back(self, kind: str) -> None:
-        while self._posted[kind]:
-            self._letters.give(self._posted[kind].pop())
+    def _take_back(self, but: int = 0) -> None:
+        while len(self._posted) > but:
+            self._letters.give(self._posted.popleft())
 
-    def _post(self, kind: str, size: int) -> None:
-        """Writes a letter. Who has posted the next but one has read this one, and the last two may
-        still be unread; of reductions the last one, as each is waited for before the next."""
-        posted = self._posted[kind]
-        if not size:
-            return
-        while len(posted) > (kind == "gather"):
-            self._letters.give(posted.pop(0))
-        posted.append(self._letters.take(size))
+    def _post(self, size: int) -> None:
+        """Writes a letter. The last one may be unread: see csrc/comm/shm_messages.cpp."""
+        if size:
+            self._take_back(but=_UNREAD)
+            self._posted.append(self._letters.take(align_up(size, _GRAIN)))
 
     def _release(self, unit: int) -> None:
         self._arrive(unit)
@@ -371,7 +368,7 @@ class Units:
         packed = {index for size in sizes for index in size.packed}
         own = [index for index in self._arrived if self._unit_of[index] == unit]
         blocks = [[self._pool.take(block) for block in size.reducing] for size in sizes]
-        self._post("reduce", sum(size.reduce_letter for size in sizes))
+        self._post(sum(size.reduce_letter for size in sizes))
         waiting = sum(self._arrived[index] for index in own if index not in packed)
         for index in own:
             del self._arrived[index]
