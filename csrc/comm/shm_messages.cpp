@@ -17,12 +17,6 @@ constexpr size_t kAlign = 64;
 // Letters of a unit's parameters and of its gradients differ by a few flags: they shall fit into the same memory.
 constexpr size_t kGrain = 16 << 10;
 
-// At the beginning of each letter, by rank: where its messages stand in the letter.
-struct Extent {
-  uint64_t begin = 0;
-  uint64_t bytes = 0;
-};
-
 size_t rounded(size_t bytes, size_t up_to) { return (bytes + up_to - 1) / up_to * up_to; }
 size_t aligned(size_t bytes) { return rounded(bytes, kAlign); }
 
@@ -62,6 +56,12 @@ std::shared_ptr<Mail> make_mail(const SharedMemory& memory, const at::Tensor& ta
 
 // What a letter holds, by rank.
 struct ShmMessages::Contents {
+  // At the beginning of each letter, by rank: where its messages stand in the letter.
+  struct Extent {
+    uint64_t begin = 0;
+    uint64_t bytes = 0;
+  };
+
   Contents(const std::vector<Message>& sent, size_t ranks) {
     size_t end = aligned(ranks * sizeof(Extent));
     for (size_t r = 0; r < ranks; ++r) {
@@ -99,8 +99,8 @@ class ShmMessages::Letters {
   // Where the messages of `sender` stand, one after another. Waits for them.
   const std::byte* from(size_t sender, size_t bytes) {
     const std::byte* const letter = mail_->letter(tag_, number_, sender);
-    Extent mine;
-    std::memcpy(&mine, letter + mail_->rank() * sizeof(Extent), sizeof(Extent));
+    Contents::Extent mine;
+    std::memcpy(&mine, letter + mail_->rank() * sizeof(mine), sizeof(mine));
     FS_CHECK(mine.bytes == bytes, "rank ", mail_->rank(), " expects ", bytes, " bytes of rank ",
              sender, ", which sends ", mine.bytes, "; do they train the same model?");
     return letter + mine.begin;
@@ -260,7 +260,7 @@ void ShmMessages::await_readers(size_t bytes) {
 at::Tensor ShmMessages::write(const Contents& contents) {
   const at::Tensor letter = memory_->make_flat(static_cast<int64_t>(contents.bytes), at::kByte);
   auto* const to = static_cast<std::byte*>(letter.mutable_data_ptr());
-  std::memcpy(to, contents.extents.data(), contents.extents.size() * sizeof(Extent));
+  std::memcpy(to, contents.extents.data(), contents.extents.size() * sizeof(Contents::Extent));
   for (const size_t r : contents.written) {
     std::byte* place = to + contents.extents[r].begin;
     for (const at::Tensor& message : contents.messages[r]) {
