@@ -71,9 +71,9 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::d
   return first.empty() ? secondary : first;
 }
 
-// Who waits itself is late because of another; it is named only where there is nobody else. Where all have issued what is
-// wanted, one whose codec is at work for long holds it up, or one that lacks what this rank has issued since: collectives of
-// several buckets take turns.
+// Who waits itself is late because of another; it is named only where there is nobody else. Who has given up has waited, and
+// said for whom: that counts as an end. Where all have issued what is wanted, one whose codec is at work for long holds it up,
+// or one that lacks what this rank has issued since: collectives of several buckets take turns.
 std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   std::vector<Report> causes;
   std::vector<Report> coding;
@@ -82,7 +82,9 @@ std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Wanted newest = newest_of(wanted);
   for (const auto& [rank, report] : late_) {
-    if (!wants(wanted, rank)) continue;
+    const auto end = ends_.find(rank);
+    const bool gave_up = end != ends_.end() && end->second.news.kind == News::Kind::kGaveUp;
+    if (!wants(wanted, rank) || gave_up) continue;
     const bool waits_too = waits(report.news, wanted);
     if (report.news.kind == News::Kind::kSilent) {
       causes.push_back(report);
