@@ -239,22 +239,28 @@ std::unique_ptr<ShmMessages::Letters> ShmMessages::post(const std::vector<Messag
   return std::make_unique<Letters>(mail_, box, number);
 }
 
-// A rank that is far ahead lets the others read before it takes memory that a step has not needed yet: see [Note: one copy
-// instead of two] in shm_collective.cpp. Others read as they compute, so here one letter may be unread without that.
+// A rank that is ahead lets the others read before it takes memory that a step has not needed yet: see [Note: one copy instead
+// of two] in shm_collective.cpp.
 void ShmMessages::await_readers(size_t bytes) {
   constexpr std::chrono::milliseconds kMoment{200};
-  constexpr size_t kAhead = 2;
-  std::optional<Posted> oldest;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    take_back();
-    if (posted_.size() < kAhead || memory_->is_warm(bytes)) return;
-    const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Posted& posted) {
-      return mail_->is_done_here(posted.tag, posted.number);
-    });
-    if (found != posted_.end()) oldest = *found;
+  const auto end = std::chrono::steady_clock::now() + kMoment;
+  for (auto left = kMoment; left.count() > 0;) {
+    const std::optional<Posted> unread = unread_by_others(bytes);
+    if (!unread || !mail_->is_read_within(unread->tag, unread->number, left)) return;
+    left = std::chrono::duration_cast<std::chrono::milliseconds>(end -
+                                                                 std::chrono::steady_clock::now());
   }
-  if (oldest) mail_->is_read_within(oldest->tag, oldest->number, kMoment);
+}
+
+// The first letter that waiting for makes sense, if the next one, of so many bytes, takes memory.
+std::optional<ShmMessages::Posted> ShmMessages::unread_by_others(size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  take_back();
+  if (posted_.empty() || memory_->is_warm(bytes)) return {};
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Posted& posted) {
+    return mail_->is_done_here(posted.tag, posted.number);
+  });
+  return found == posted_.end() ? std::nullopt : std::make_optional(*found);
 }
 
 at::Tensor ShmMessages::write(const Contents& contents) {

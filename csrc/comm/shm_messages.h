@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -76,6 +77,7 @@ class ShmMessages final : public Collective {
   at::Tensor write(const Contents& contents);
   void take_back();
   void await_readers(size_t bytes);
+  std::optional<Posted> unread_by_others(size_t bytes);
 
   std::shared_ptr<Collective> group_;
   std::shared_ptr<SharedMemory> memory_;

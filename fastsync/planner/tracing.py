@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
+_WIDE = torch.float32.itemsize
 _CHANNELS = 8  # of a block, at least
 
 
@@ -113,7 +114,7 @@ def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
 
     Both directions compute on copies in blocks of channels: the forward on the weight and the
     input, or the output where few channels come in; the backward first on input and gradient, then
-    on the weight's gradient.
+    on the weight's gradient. In 16 bits it adds that up in fp32, beside the other two.
     """
     if func is torch.ops.aten.convolution.default:
         image, weight, _, stride, padding, dilation = args[:6]
@@ -125,7 +126,9 @@ def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
         return int(weight.nbytes + numel * image.itemsize)
     if func is torch.ops.aten.convolution_backward.default:
         gradient, image, weight = args[:3]
-        return int(max(weight.nbytes, image.nbytes + gradient.nbytes))
+        others = image.nbytes + gradient.nbytes
+        narrow = weight.itemsize < _WIDE
+        return int(others + _WIDE * weight.numel() if narrow else max(weight.nbytes, others))
     return 0
 
 

@@ -33,7 +33,7 @@ from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
 __all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
 
 _DIRECT_BYTES = 128 << 10  # a share of so many is a message by itself (fastsync/units/strand.py)
-_UNREAD, _GRAIN = 1, 16 << 10  # letters; bytes of which these are multiples
+_GRAIN = 16 << 10  # bytes, of which letters are multiples
 _LAST_UNITS = 3  # of a backward: what the pool keeps is freed there (fastsync/units/context.py)
 _MOST_FREE = 2  # times the largest request
 
@@ -199,6 +199,7 @@ def _own(layout: ChunkLayout, shapes: Sequence[Shape], world: int) -> int:
 
 @dataclass
 class _Reduction:
+    unit: int
     sizes: list[UnitSizes]
     blocks: list[int]
     waiting: float  # bytes of gradients that are sent from where they lie
@@ -219,7 +220,8 @@ class Units:
         self._sizes = unit_sizes(record, strategy, carrier)
         self._unit_of = [param.unit for param in record.params]
         self._pool, self._letters = _Blocks(carrier.on_cpu), _Room()
-        self._posted = deque[int]()  # letters that others may still read
+        self._posted = dict[tuple[int, str], int]()  # letters, before this rank reads the others'
+        self._read = list[int]()  # and after that
         self._last = {m.place: at for at, m in enumerate(record.marks) if m.kind == "through"}
         self._order = [
             m.place for m in record.marks if m.kind == "enter" and m.place in self._sizes
@@ -327,7 +329,7 @@ class Units:
         if not self._in_memory:
             self._lend(unit)
         blocks = [self._pool.take(block) for size in sizes for block in size.gathering]
-        self._post(sum(size.gather_letter for size in sizes))
+        self._post(unit, "gather", sum(size.gather_letter for size in sizes))
         while self._in_memory and blocks:  # what was in them has been written for the others
             self._pool.give(blocks.pop())
         self._gathering[unit] = blocks
@@ -338,18 +340,24 @@ class Units:
     def _arrive(self, unit: int) -> None:
         if unit in self._gathering and unit not in self._whole:
             self._lend(unit)
+        self._note_read(unit, "gather")
         for block in self._gathering.pop(unit, []):
             self._pool.give(block)
 
-    def _take_back(self, but: int = 0) -> None:
-        while len(self._posted) > but:
-            self._letters.give(self._posted.popleft())
-
-    def _post(self, size: int) -> None:
-        """Writes a letter. The last one may be unread: see csrc/comm/shm_messages.cpp."""
+    def _post(self, unit: int, what: str, size: int) -> None:
+        """Writes a letter. Those of which this rank has read the others' are read before it takes
+        more memory: see csrc/comm/shm_messages.cpp."""
         if size:
-            self._take_back(but=_UNREAD)
-            self._posted.append(self._letters.take(align_up(size, _GRAIN)))
+            self._take_back()
+            self._posted[unit, what] = self._letters.take(align_up(size, _GRAIN))
+
+    def _note_read(self, unit: int, what: str) -> None:
+        if (unit, what) in self._posted:
+            self._read.append(self._posted.pop((unit, what)))
+
+    def _take_back(self) -> None:
+        while self._read:
+            self._letters.give(self._read.pop())
 
     def _release(self, unit: int) -> None:
         self._arrive(unit)
@@ -368,7 +376,7 @@ class Units:
         packed = {index for size in sizes for index in size.packed}
         own = [index for index in self._arrived if self._unit_of[index] == unit]
         blocks = [[self._pool.take(block) for block in size.reducing] for size in sizes]
-        self._post(sum(size.reduce_letter for size in sizes))
+        self._post(unit, "reduce", sum(size.reduce_letter for size in sizes))
         waiting = sum(self._arrived[index] for index in own if index not in packed)
         for index in own:
             del self._arrived[index]
@@ -378,7 +386,8 @@ class Units:
             sending, waiting = waiting + sum(sent), 0.0
             for block in sent:
                 self._pool.give(block)
-        self._reducing.append(_Reduction(sizes, [b for each in blocks for b in each], waiting))
+        every = [block for each in blocks for block in each]
+        self._reducing.append(_Reduction(unit, sizes, every, waiting))
         self._keep(sizes, are_sums=True)
         return sending
 
@@ -389,6 +398,7 @@ class Units:
 
     def _finish(self) -> None:
         reduction = self._reducing.popleft()
+        self._note_read(reduction.unit, "reduce")
         for block in reduction.blocks:
             self._pool.give(block)
         self._keep(reduction.sizes, are_sums=False)
