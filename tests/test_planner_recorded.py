@@ -9,7 +9,9 @@ import torch
 
 from fastsync.ddp import FastDDP
 from fastsync.planner.command import main
+from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds
+from fastsync.planner.plan import plan_of_run
 from fastsync.planner.recorded import link_of_run
 from fastsync.planner.runs import from_run
 from fastsync.testing import run_ranks
@@ -19,8 +21,12 @@ from fastsync.timeline.moves import UnitInfo
 CPU = Cluster(4, 4, Link(1e9, 50e-6, "net"), Link(1e9, 50e-6, "net"), "gloo")
 
 
-def run_over(link, sizes, backend="gloo", world=4):
-    """Steps whose buckets take what `link` says; all but the first wait for their predecessor."""
+def run_over(link, sizes, backend="gloo", world=4, takes=lambda rank, step: 1.0):
+    """Steps whose buckets take what `link` says; all but the first wait for their predecessor.
+
+    Args:
+        takes: what a rank computes for, of 9 us.
+    """
     device = "cpu" if backend == "gloo" else "cuda:0"
     at = Cluster(world, world, link, link, backend)
     ranks = []
@@ -33,7 +39,7 @@ def run_over(link, sizes, backend="gloo", world=4):
                 (step, "forward_start", 0, 0, base),
                 (step, "forward_end", 0, 0, base + 1000),
                 (step, "backward_start", 1, 0, base + 1000),
-                (step, "backward_end", 0, 0, base + 9000),
+                (step, "backward_end", 0, 0, base + round(9000 * takes(rank, step))),
             ]
             begun = base + 2000 + 1000 * (world - 1)
             for number, size in enumerate(sizes):
@@ -69,6 +75,28 @@ def test_buckets_of_one_size_leave_the_latency_to_the_tables():
     link, words = link_of_run(run, nccl)
     assert link.latency is None and "NCCL's tables" in words
     assert link.rate == pytest.approx(10e9, rel=0.05)
+
+
+def test_a_rank_that_is_always_slow_stays_one_among_more_ranks():
+    link = Link(2e9, 80e-6, "net")
+    alike = from_run(run_over(link, (1 << 20,)))
+    slow = from_run(run_over(link, (1 << 20,), takes=lambda rank, step: 1.5 if rank == 2 else 1.0))
+    assert (alike.straggler, slow.straggler) == (1.0, pytest.approx(1.5))
+    assert slow.jitter == alike.jitter == 0.0, "it is as slow in every step"
+    assert slow.compute.backward == alike.compute.backward, "that of the others"
+    assert "rank 2 always took 1.50 times as long" in slow.compute.source
+
+    def seconds(recorded):
+        made = plan_of_run(recorded, "", device_named("cpu"), CPU, (64,))
+        return made.scaling[0].time.mean
+
+    assert seconds(slow) - seconds(alike) >= 0.5 * alike.compute.forward
+
+
+def test_ranks_that_are_slow_in_turn_are_no_stragglers():
+    link = Link(2e9, 80e-6, "net")
+    turns = from_run(run_over(link, (1 << 20,), takes=lambda rank, step: 1 + 0.3 * (rank == step)))
+    assert turns.straggler == 1.0
 
 
 def scaled(path, capsys, *options):

@@ -122,8 +122,8 @@ def _faster(cluster: Cluster, scale: float) -> Cluster:
 def plan_of_run(
     recorded: Recorded, title: str, device: Device, cluster: Cluster, worlds: Sequence[int]
 ) -> Plan:
-    """Follows a recorded run over numbers of GPUs: its own computation, buckets or units, and
-    jitter."""
+    """Follows a recorded run over numbers of GPUs: its own computation, buckets or units, jitter
+    and straggler."""
 
     def step(kind: int, at: Cluster) -> StepTime:
         strategy = Strategy(kind, at.world, at.world)
@@ -131,7 +131,7 @@ def plan_of_run(
             job = job_of_units(recorded.units, strategy, recorded.compute, at)
         else:
             job = job_of_messages(recorded.messages, strategy, recorded.compute, at)
-        return simulate(job, recorded.jitter)
+        return simulate(job, recorded.jitter, recorded.straggler)
 
     kinds = (3,) if recorded.units else (0, 1)
     scaling = [Point(f"zero={k}", n, step(k, cluster.of(n))) for k in kinds for n in worlds]

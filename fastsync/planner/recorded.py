@@ -63,7 +63,9 @@ def _scenario(
             f"trained, but --model {args.model} has {trained}"
         )
     measured = asked.compute.as_recorded(recorded.compute)
-    return replace(asked, measured=measured, jitter=args.jitter or recorded.jitter)
+    straggler = recorded.straggler if args.straggler == 1 else args.straggler
+    jitter = args.jitter or recorded.jitter
+    return replace(asked, measured=measured, jitter=jitter, straggler=straggler)
 
 
 def _parameters(run: Run) -> list[str]:

@@ -1,7 +1,7 @@
 """A recorded run as plans read it: what its ranks compute, and when their buckets or units move.
 
-Medians over steps and ranks. What a rank computes leaves out the times in which it stood still for
-units.
+Medians over steps and ranks, but for a rank that is always slow: it is a straggler of plans, too.
+What a rank computes leaves out the times in which it stood still for units.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fastsync.timeline.moves import Move, Span, common, length
 __all__ = ["Recorded", "Travel", "from_run", "travels"]
 
 _NS = 1e-9
+_CLEARLY = 0.05  # of the others' time, by which a rank is slow
 _COLLECTIVES = {"gather": "all_gather", "reduction": "reduce_scatter"}
 
 
@@ -31,6 +32,7 @@ class Recorded:
         messages: its buckets; `units`: its units, in the order of the backward. One is empty.
         world: ranks of it.
         jitter: standard deviation of a rank's computing time over its median.
+        straggler: what one rank always takes, in times of the others'; 1: none does.
     """
 
     compute: Compute
@@ -38,6 +40,7 @@ class Recorded:
     world: int
     jitter: float
     units: tuple[UnitWork, ...] = ()
+    straggler: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def from_run(run: Run) -> Recorded:
             "the recording holds no step with buckets or units: was it made by one rank?"
         )
     _check_moves(latest)
+    jitter, (slow, straggler) = _jitter(latest), _straggler(latest)
+    latest = [step for step in latest if step.rank != slow]
     backward = median(_computed(s, [_backward(s)]) for s in latest)
     forward = median(_computed(s, s.forwards) for s in latest)
     messages = tuple(_message(latest, number) for number in range(len(latest[0].buckets)))
@@ -76,11 +81,13 @@ def from_run(run: Run) -> Recorded:
         f"recorded: {len(steps)} steps of {run.model} on {run.world_size} ranks, "
         f"{run.backend} on {run.device}"
     )
+    if slow is not None:
+        source += f"; rank {slow} always took {straggler:.2f} times as long as the others"
     between = _between(list(steps.values()))
     ready = tuple(message.ready for message in messages)
     compute = Compute(forward, backward, ready, 0.0, between, source)
     units = tuple(_units(run, latest)) if run.units else ()
-    return Recorded(compute, messages, run.world_size, _jitter(latest), units)
+    return Recorded(compute, messages, run.world_size, jitter, units, straggler)
 
 
 def _check_moves(steps: Sequence[RankStep]) -> None:
@@ -118,11 +125,33 @@ def _between(steps: Sequence[Sequence[RankStep]]) -> float:
     return max(0.0, median(gaps)) if gaps else 0.0
 
 
+def _by_rank(steps: Sequence[RankStep]) -> dict[int, list[float]]:
+    """Seconds of computing."""
+    found: dict[int, list[float]] = {}
+    for step in steps:
+        found.setdefault(step.rank, []).append(step.computing)
+    return found
+
+
 def _jitter(steps: Sequence[RankStep]) -> float:
-    """The median deviation from the median, as the standard deviation of normal numbers."""
-    times = [step.computing for step in steps]
-    middle = median(times)
-    return 1.4826 * median(abs(time - middle) for time in times) / middle if middle else 0.0
+    """The median deviation from the rank's median, as the standard deviation of normal numbers."""
+    apart = [
+        abs(seconds / middle - 1)
+        for times in _by_rank(steps).values()
+        if (middle := median(times)) > 0
+        for seconds in times
+    ]
+    return 1.4826 * median(apart) if apart else 0.0
+
+
+def _straggler(steps: Sequence[RankStep]) -> tuple[int | None, float]:
+    """The rank that takes clearly longer than all others, and in times of theirs; None: nobody."""
+    usual = {rank: median(times) for rank, times in _by_rank(steps).items()}
+    slow = max(usual, key=usual.__getitem__)
+    others = [seconds for rank, seconds in usual.items() if rank != slow]
+    if not others or usual[slow] <= (1 + max(_CLEARLY, _jitter(steps))) * max(others):
+        return None, 1.0
+    return slow, usual[slow] / median(others)
 
 
 # ---- units ------------------------------------------------------------------------------------
