@@ -36,6 +36,7 @@ from types import FrameType
 from fastsync.build.env import NCCL_LETS_LIVE, inherited
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.launchers import Launchers, Machine
+from fastsync.ranks.machines import limit_silence
 from fastsync.torch_private import PrefixStore, Store, TCPStore, connect_store
 
 __all__ = ["main"]
@@ -308,7 +309,9 @@ def _meet(asked: argparse.Namespace) -> tuple[Store, tuple[str, int]]:
     place = (asked.master_addr, asked.master_port)
     if asked.node_rank == 0:
         return _serve(asked.master_port), place
-    return connect_store(*place, _PATIENCE), place
+    store = connect_store(*place, _PATIENCE)
+    limit_silence(store, _PATIENCE.total_seconds())
+    return store, place
 
 
 def _run(ranks: _Ranks, least: int) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
+from fastsync.engine import engine
+from fastsync.shard.delivery import Delivery
 
 LAYERS = 4
 FAILS_AT = 3  # steps after which
@@ -39,30 +41,82 @@ def digest(net):
     return state.hexdigest()
 
 
+def before(call, strike):
+    """Has `strike` happen when `call` is made."""
+
+    def struck(*args, **kwargs):
+        strike()
+        return call(*args, **kwargs)
+
+    return struck
+
+
+def after_all(net, strike):
+    """Has `strike` happen once all gradients of the next backward are there."""
+    arrived = []
+
+    def count(*_):
+        arrived.append(None)
+        if len(arrived) == 2 * LAYERS:
+            strike()
+
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in net.parameters()]
+    for node in nodes:
+        node.register_hook(count)
+    return nodes  # hooks last as long as these
+
+
 def train(rank, world, job, seen):
     how, options, place = job
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
-    model = fastsync.FastDDP(net, bucket_cap_mb=0.01, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    last, held = rank == world - 1, []
 
-    def strike(grad):
+    def strike(*_):
         fail(rank, world, how, seen)
 
+    if place == "wrap" and last:
+        net.named_buffers = before(net.named_buffers, strike)
+    if place == "vote" and last:
+        engine.agree_on_plan = before(engine.agree_on_plan, strike)
+    model = fastsync.FastDDP(net, bucket_cap_mb=0.01, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(100):
         x = torch.randn(4, 64)
-        if step == FAILS_AT:
+        due = step == FAILS_AT
+        if due:
             dist.barrier()
-        if step == FAILS_AT and place == "forward":
-            strike(x)
+        if due and place == "forward":
+            strike()
+        if due and place == "pieces":
+            held = between(net, rank, last, options, strike)
         optimizer.zero_grad()
-        if step == FAILS_AT and place == "backward":  # when the gradients of two layers are there
+        if due and place == "backward":  # when the gradients of two layers are there
             net[LAYERS - 3].register_forward_hook(
                 lambda module, args, output: output.register_hook(strike) and None
             )
         model(x).square().mean().backward()
         optimizer.step()
         seen["weights"].append(digest(net))
+        if due and place == "checkpoint":
+            strike()
+        optimizer.state_dict()  # which all ranks collect, where they share it
+        del held[:]
+
+
+def between(net, rank, last, options, strike):
+    """Has `strike` happen on the last rank between the two collectives of a bucket.
+
+    With `zero` that is before the parameters of the first bucket are sent. In a wire format rank 0
+    holds up its last bucket until that rank has sent all of its own.
+    """
+    if last and "zero" in options:
+        Delivery.start = before(Delivery.start, strike)
+    if "zero" in options:
+        return []
+    if rank == 0:
+        net[0].weight.register_hook(lambda grad: time.sleep(1))
+    return after_all(net, strike) if last else []
 
 
 def main():
@@ -72,7 +126,7 @@ def main():
     patience = timedelta(seconds=float(os.environ.get("TIMEOUT", "6")))
     dist.init_process_group("gloo", place, patience, world_size=world, rank=rank)
     began = time.monotonic()
-    seen = {"error": None, "struck": None, "weights": []}
+    seen = {"rank": rank, "error": None, "struck": None, "weights": []}
     try:
         train(rank, world, job, seen)
     except Exception as error:

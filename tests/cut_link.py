@@ -17,7 +17,13 @@ def start(job, rank, world, variables, prefix=()):
     return subprocess.Popen(
         [*prefix, sys.executable, "-m", "tests.caught_script", json.dumps(job)],
         cwd=ROOT,
-        env={**environment(), **variables, **placed, "FASTSYNC_STALL_WARN": "1"},
+        env={
+            **environment(),
+            **variables,
+            **placed,
+            "FASTSYNC_STALL_WARN": "1",
+            "FASTSYNC_AGREE_TIMEOUT": "3",
+        },
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,8 +3,9 @@
 import tempfile
 
 from fastsync.testing import run_ranks
+from tests.caught_script import LAYERS
 from tests.cut_link import train_apart
-from tests.fault_endings import WARN_AFTER, WARNED
+from tests.fault_endings import TOGETHER, WARN_AFTER, WARNED
 from tests.test_full_disk import FULL, saved_in_vain, undisturbed
 
 OPTIONS = {"fp32": {}, "int8": {"wire": "int8"}, "zero1": {"zero": 1}, "zero2": {"zero": 2}}
@@ -18,14 +19,12 @@ def cell_of(job):
 def of_cut_link(job):
     """The rank that cannot be reached is the last one, and the others say so."""
     _, place, way, world = job
-    seen, logs = train_apart(["cut", OPTIONS[way], place], world=world)
+    seen, logs = train_apart(["cut", OPTIONS[way], place], patience(place, way), world=world)
     cut, struck = world - 1, seen[-1]["struck"]
     errors = [each for each in seen if each["error"]]
     named = [each["ranks"] == [cut] for each in seen[:-1]]
-    named.append(set(seen[-1]["ranks"] or [cut]) <= set(range(cut)))
-    # What the buckets before the cut have sent may still be under way.
-    buckets = {0} if place == "forward" else {0, 1, 2}
-    placed = [way.startswith("zero") or each["bucket"] in buckets for each in seen[:-1]]
+    named.append(says_whom_it_cannot_reach(seen[-1], place, way))
+    placed = [_is_placed(each, place, way) for each in seen[:-1]]
     warned = [float(found[2]) for log in logs[:-1] for found in WARNED.finditer(log)][:1]
     late = [each for each in warned if not WARN_AFTER <= each <= WARN_AFTER + 1]
     wrong = {
@@ -37,10 +36,37 @@ def of_cut_link(job):
     return {
         "job": job,
         "wrong": {what: text for what, text in wrong.items() if text},
-        "seconds": [round(min(s["at"] - struck, s["waited"]), 4) for s in seen[:-1]],
+        "seconds": [round(min(s["at"] - struck, s["waited"] or 0), 4) for s in seen[:-1]],
         "warned": warned,
         "steps": [len(each["weights"]) for each in seen],
     }
+
+
+def needs_store(place, way):
+    """Whether ranks meet in the store when one is cut off, to collect what zero shares."""
+    return place == "checkpoint" and way.startswith("zero")
+
+
+def patience(place, way):
+    """Variables that have a rank give up the store before the timeout of the test."""
+    return {"FASTSYNC_LOST_AFTER": "5"} if needs_store(place, way) else {}
+
+
+def says_whom_it_cannot_reach(seen, place, way):
+    """The rank that is cut off: other ranks, or the store."""
+    if needs_store(place, way):
+        return "cannot reach the rendezvous store at " in seen["text"]
+    others = seen["ranks"] or ()
+    return bool(others) and max(others) < seen["rank"]
+
+
+def _is_placed(seen, place, way):
+    """Whether an error says where its rank waits."""
+    if place in TOGETHER:
+        return f"in {TOGETHER[place][0]}." in seen["text"]
+    # What buckets before the cut have sent may still be under way.
+    buckets = {"backward": {0, 1, 2}, "pieces": set(range(LAYERS))}.get(place, {0})
+    return way.startswith("zero") or seen.get("bucket") in buckets
 
 
 def of_full_disk(job):

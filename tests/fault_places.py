@@ -36,7 +36,6 @@ WHERE = {
     "other settings": ("wrap",),
     "NaN": ("forward", "backward"),
     "flipped bit": ("forward", "backward"),
-    "cut link": ("forward", "backward"),
     "full disk": ("checkpoint",),
     "no store": ("backward", "vote", "wrap", "checkpoint"),
 }
@@ -51,7 +50,6 @@ REASONS = {
     "other settings": _COMPARED,
     "NaN": "no gradient is computed there",
     "flipped bit": "what flips at any time is found at the next comparison, behind a backward",
-    "cut link": "to the others that rank has stopped, and they see a stop at this place",
     "full disk": "nothing else writes to a disk",
     "no store": "nobody needs the store there, as in a backward",
 }

@@ -9,7 +9,18 @@ import pytest
 
 from bench.measure import netns
 from tests.cut_link import WORLD, start, train_apart
+from tests.fault_outside import OPTIONS, needs_store, patience, says_whom_it_cannot_reach
+from tests.fault_places import WAYS
 
+CUTS = [
+    *(("forward", way) for way in WAYS),
+    *(("backward", way) for way in WAYS),
+    ("pieces", "int8"),
+    ("pieces", "zero2"),
+    ("vote", "fp32"),
+    ("wrap", "int8"),
+    ("checkpoint", "zero1"),
+]
 MISSING = netns.missing_rights()
 needs_links = pytest.mark.skipif(MISSING is not None, reason=f"links: {MISSING}")
 
@@ -21,21 +32,15 @@ def trained_apart(*job, **options):
 
 
 @needs_links
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"wire": "int8"}, {"zero": 1}, {"zero": 2}],
-    ids=["fp32", "int8", "zero1", "zero2"],
-)
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_the_rank_that_cannot_be_reached_is_named(options, place):
+@pytest.mark.parametrize(("place", "way"), CUTS)
+def test_the_rank_that_cannot_be_reached_is_named(place, way):
     """First in a warning, then at the group's timeout. It says itself whom it cannot reach."""
-    seen, logs = trained_apart(["cut", options, place])
+    seen, logs = trained_apart(["cut", OPTIONS[way], place], patience(place, way))
     for rank in range(WORLD - 1):
         assert seen[rank]["error"] == "SyncFault"
         assert seen[rank]["ranks"] == [WORLD - 1]
-    assert seen[-1]["error"] == "SyncFault"
-    assert set(seen[-1]["ranks"]) <= {0, 1}
-    assert "rank 2 does not answer" in logs[0]
+    assert says_whom_it_cannot_reach(seen[-1], place, way)
+    assert needs_store(place, way) or "rank 2 does not answer" in logs[0]
 
 
 @needs_links

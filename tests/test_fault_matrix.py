@@ -15,6 +15,7 @@ from tests import test_faults
 from tests.fault_places import FAULTS, PLACES, REASONS, WAYS, WHERE, WORLDS, in_matrix, jobs
 from tests.random_faults.schedule import PLACES as DRAWN_PLACES
 from tests.random_faults.schedule import Schedule
+from tests.test_cut_link import CUTS
 from tests.test_full_disk import WAYS as DISK_WAYS
 
 ENDS = ("kill", "raise", "exit")
@@ -37,7 +38,7 @@ ELSEWHERE = {
         ("flipped bit", "forward", "fp32", 2),
     ],
     "tests/test_cut_link.py::test_the_rank_that_cannot_be_reached_is_named": [
-        ("cut link", place, way, 3) for way in WAYS for place in ("forward", "backward")
+        ("cut link", *cut, 3) for cut in CUTS
     ],
     "tests/test_full_disk.py::test_every_rank_learns_whose_disk_is_full_and_trains_on": [
         ("full disk", "checkpoint", way, world) for way, (world, *_) in DISK_WAYS.items()

@@ -1,13 +1,17 @@
 """A meeting ends when all have come, or says who has not."""
 
+import os
+import socket
 import time
 from itertools import islice
 
+import pytest
 import torch.distributed as dist
 
+from fastsync.ranks.machines import limit_silence
 from fastsync.ranks.meeting import MeetingPlace, looks
 from fastsync.testing import run_ranks
-from fastsync.torch_private import group_store
+from fastsync.torch_private import TCPStore, group_store
 
 
 def arrive(rank, world, absent):
@@ -86,3 +90,29 @@ def meet_alone(rank, world):
 
 def test_one_rank_needs_no_company():
     assert run_ranks(meet_alone, 1) == [True]
+
+
+def limits_with(port):
+    """In milliseconds, of this process's connections with a port."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.getpeername()[1] == port:
+                    found.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        except (OSError, IndexError):  # no socket, or one that listens
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(7.0, 7000), (1e12, 2**31 - 1)])
+def test_a_store_that_says_nothing_is_given_up(seconds, limit):
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert limits_with(store.port) == [0], "as long as the system likes"
+    limit_silence(store, seconds)
+    assert limits_with(store.port) == [limit]
+    store.set("still", "there")
+
+
+def test_a_store_in_a_file_cannot_be_cut_off(tmp_path):
+    limit_silence(dist.FileStore(str(tmp_path / "store"), 1), 1.0)

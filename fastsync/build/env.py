@@ -90,8 +90,8 @@ class Env:
             1).
         stall_warn: ``FASTSYNC_STALL_WARN``, in seconds. How long a rank waits for another before it
             warns (default: 10).
-        lost_after: ``FASTSYNC_LOST_AFTER``, in seconds. How long the machine of a rank may
-            acknowledge nothing until the rank counts as ended (default: 30).
+        lost_after: ``FASTSYNC_LOST_AFTER``, in seconds. How long the machine of a rank, or
+            of the rendezvous store, may acknowledge nothing until it counts as ended (default: 30).
         straggler_warn: ``FASTSYNC_STRAGGLER_WARN``. The share of the step, 0 to 1, from which on
             rank 0 warns of a rank that the others wait for in every step (default: 0.1).
         unit_memory_mb: ``FASTSYNC_UNIT_MEMORY_MB``, in MiB. What whole parameters of zero=3 and the

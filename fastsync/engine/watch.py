@@ -34,7 +34,7 @@ from fastsync.engine import core
 from fastsync.ranks.arrivals import Arrivals, LastWords
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.machines import own_address, process_space
+from fastsync.ranks.machines import limit_silence, own_address, process_space
 from fastsync.ranks.meeting import MeetingPlace, UnreachableStoreError, needing_store
 from fastsync.torch_private import Store, gather_objects, group_store, is_gloo, talks_by_gloo
 
@@ -158,6 +158,8 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
     store = group_store(group)
     if group.size() == 1 or store is None or group in _lookouts():
         return ""
+    with contextlib.suppress(ValueError):  # of the environment, which is an obstacle
+        limit_silence(store, Env.read().lost_after)
     watch, offer = _make_offer(store, obstacle)
     offers = _first_offers(offer, group, store)
     refusal = _why_not(offers)

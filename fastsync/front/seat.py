@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fastsync.build.env import Env
+from fastsync.ranks.machines import limit_silence
 from fastsync.ranks.orphans import end_with_parent
 from fastsync.torch_private import (
     PrefixStore,
@@ -74,6 +75,7 @@ class Seat:
                 return None
             timeout = group_timeout(group) or timedelta(minutes=30)
             theirs = PrefixStore(ELASTIC_STORE, connect_store(*env.elastic_store, timeout))
+            limit_silence(theirs, env.lost_after)
             return cls(*launched, (), theirs, True, True, env.restarts)
         members = dist.get_process_group_ranks(group)
         whole = launched is not None and launched[1] == group.size()

@@ -25,6 +25,7 @@ _OFTEN, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others
 _FIRST_NAP, _LAST_NAP = 0.001, 0.03  # and between questions whether they have come
 _ASKING = 2000.0  # ranks that may ask the store in a second, once they have waited for long
 _ANSWERS = 1.0  # seconds for a store to take a connection
+_STAYS = 0.3  # for ranks whose time is over, too: this one may serve the store that they ask
 Visit = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
 
 
@@ -122,7 +123,9 @@ class MeetingPlace:
             waited = time.monotonic() - start
             look()
             if waited >= self._timeout:
-                return [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
+                absent = [r for r in range(self._world) if not store.check([f"{place}/{r}"])]
+                time.sleep(_STAYS)
+                return absent
         return []
 
     def _clear(self, store: Store, former: str, said: str) -> None:
