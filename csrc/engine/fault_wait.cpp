@@ -13,8 +13,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kSlice{50};     // between two looks at the others
-constexpr milliseconds kAnswers{300};  // for answers to a question to come
+constexpr milliseconds kSlice{50};         // between two looks at the others
+constexpr milliseconds kAnswers{300};      // for answers to a question to come
+constexpr milliseconds kLastAnswers{900};  // likewise, where none has come
 // A collective may still arrive after the end of a rank that had sent all of its part.
 constexpr milliseconds kDeathGrace{100};
 constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
@@ -163,8 +164,8 @@ void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
     ask(wanted);
     patience.asked = true;
   } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
-    warn(wanted, waited);
-    patience = {patience.next * kDistance, false};
+    const bool at_last = waited >= patience.next + seconds_of(kLastAnswers);
+    if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance, false};
   }
 }
 
@@ -217,14 +218,16 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   return ranks;
 }
 
-// One rank speaks for all that wait: the first that is not late itself.
-void FaultWatch::warn(const Wanted& wanted, double waited) const {
+// One rank speaks for all that wait: the first that is not late itself. Returns whether it was time to: not before `at_last`
+// where no rank is known to be late.
+bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
   std::vector<Report> reports = late(wanted);
   if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost: what it sent may arrive
+  if (reports.empty() && !at_last) return false;
   int64_t speaker = 0;
   const auto is_late = [&](const Report& report) { return report.news.about == speaker; };
   while (!wants(wanted, speaker) || std::any_of(reports.begin(), reports.end(), is_late)) ++speaker;
-  if (speaker != rank_) return;
+  if (speaker != rank_) return true;
   std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
   text += concat(" in ", wanted.place, "\n");
   for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
@@ -235,8 +238,9 @@ void FaultWatch::warn(const Wanted& wanted, double waited) const {
     text += concat("fastsync:   and ", reports.size() - kMostNamed, " more ranks\n");
   }
   if (reports.empty())
-    text += "fastsync:   every rank has come: the network or the backend is slow\n";
+    text += "fastsync:   no rank says that it is late: the network or the backend is slow\n";
   std::fputs(text.c_str(), stderr);
+  return true;
 }
 
 void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,

@@ -154,7 +154,7 @@ class FaultWatch {
                             bool with_lost = true) const;
   std::vector<Report> late(const Wanted& wanted) const;
   Wanted newest_of(Wanted wanted) const;
-  void warn(const Wanted& wanted, double waited) const;
+  bool warn(const Wanted& wanted, double waited, bool at_last) const;
   [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
                           const std::string& error);
   void give_up(const Fault& fault);
