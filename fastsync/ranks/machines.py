@@ -72,11 +72,16 @@ def limit_silence(store: Store, seconds: float) -> None:
         return
     pause = min(max(1, round(seconds / _KEEPALIVES)), _MOST_SECONDS)
     limit = min(round(1e3 * seconds), _MOST_MILLISECONDS)
+    options = (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit),
+    )
     for connection in _connections_with(*served):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+        for option in options:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(*option)
 
 
 def _connections_with(host: str, port: int) -> Iterator[socket.socket]:
