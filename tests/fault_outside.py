@@ -36,10 +36,15 @@ def of_cut_link(job):
     return {
         "job": job,
         "wrong": {what: text for what, text in wrong.items() if text},
-        "seconds": [round(min(s["at"] - struck, s["waited"] or 0), 4) for s in seen[:-1]],
+        "seconds": [round(_seconds(each, struck), 4) for each in seen[:-1]],
         "warned": warned,
         "steps": [len(each["weights"]) for each in seen],
     }
+
+
+def _seconds(seen, struck):
+    """From the cut to a rank's error, or from when it came to wait."""
+    return min(seen["at"] - struck, seen["waited"] or seen["at"] - struck)
 
 
 def needs_store(place, way):
@@ -57,7 +62,7 @@ def says_whom_it_cannot_reach(seen, place, way):
     if needs_store(place, way):
         return "cannot reach the rendezvous store at " in seen["text"]
     others = seen["ranks"] or ()
-    return bool(others) and max(others) < seen["rank"]
+    return seen["error"] == "SyncFault" and bool(others) and max(others) < seen["rank"]
 
 
 def _is_placed(seen, place, way):

@@ -72,7 +72,8 @@ def from_run(run: Run) -> Recorded:
             "the recording holds no step with buckets or units: was it made by one rank?"
         )
     _check_moves(latest)
-    jitter, (slow, straggler) = _jitter(latest), _straggler(latest)
+    jitter = _jitter(latest)
+    slow, straggler = _straggler(latest, jitter)
     latest = [step for step in latest if step.rank != slow]
     backward = median(_computed(s, [_backward(s)]) for s in latest)
     forward = median(_computed(s, s.forwards) for s in latest)
@@ -144,12 +145,12 @@ def _jitter(steps: Sequence[RankStep]) -> float:
     return 1.4826 * median(apart) if apart else 0.0
 
 
-def _straggler(steps: Sequence[RankStep]) -> tuple[int | None, float]:
+def _straggler(steps: Sequence[RankStep], jitter: float) -> tuple[int | None, float]:
     """The rank that takes clearly longer than all others, and in times of theirs; None: nobody."""
     usual = {rank: median(times) for rank, times in _by_rank(steps).items()}
     slow = max(usual, key=usual.__getitem__)
     others = [seconds for rank, seconds in usual.items() if rank != slow]
-    if not others or usual[slow] <= (1 + max(_CLEARLY, _jitter(steps))) * max(others):
+    if not others or usual[slow] <= (1 + max(_CLEARLY, jitter)) * max(others):
         return None, 1.0
     return slow, usual[slow] / median(others)
 
