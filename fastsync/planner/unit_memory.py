@@ -258,6 +258,8 @@ class Units:
 
     def begin(self) -> None:
         """A forward begins. The optimizer's step lies between, in which others have read."""
+        self._read += self._posted.values()
+        self._posted.clear()
         self._take_back()
         self._whole: dict[int, list[int]] = {}
         self._gathering: dict[int, list[int]] = {}
