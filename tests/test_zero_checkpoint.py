@@ -145,11 +145,12 @@ def test_no_rank_holds_more_than_its_share(tmp_path):
 
 def with_torch(rank, world, stage, path, ours):
     """Trains and saves; then loads the file, by our function or torch's, under another stage."""
+    saves = not Path(path).exists()  # asked before any rank can have begun to save
     module = net()
     model = DistributedDataParallel(module) if stage is None else FastDDP(module, zero=stage)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.AdamW(params, 0.01, amsgrad=True)
-    if not Path(path).exists():
+    if saves:
         train(model, optimizer, range(2), rank, world)
         optimizer.zero_grad()
     weights = [p.detach().clone() for p in params]
@@ -161,7 +162,7 @@ def with_torch(rank, world, stage, path, ours):
 
     state = {"optimizer": capture()}
     dist.barrier()
-    if not Path(path).exists():
+    if saves:
         dcp.save(state, checkpoint_id=path)
     else:
         dcp.load(state, checkpoint_id=path)
