@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from fastsync.engine.reports import Counters, StepReport, UnitCounters
 
@@ -288,6 +289,9 @@ class Unit:
 
 def process_has_ended(process: int) -> bool: ...
 def leave_chains(seconds: float) -> None: ...
+
+class FileStore(Store):
+    def __init__(self, path: str) -> None: ...
 
 class FaultWatch:
     def __init__(

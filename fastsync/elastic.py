@@ -36,7 +36,7 @@ from types import FrameType
 from fastsync.build.env import NCCL_LETS_LIVE, inherited
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.launchers import Launchers, Machine
-from fastsync.ranks.machines import limit_silence
+from fastsync.ranks.stores import limit_silence
 from fastsync.torch_private import PrefixStore, Store, TCPStore, connect_store
 
 __all__ = ["main"]

@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 import torch.distributed as dist
 
-from fastsync.ranks.machines import limit_silence
 from fastsync.ranks.meeting import MeetingPlace, looks
+from fastsync.ranks.stores import group_store, limit_silence
 from fastsync.testing import run_ranks
-from fastsync.torch_private import TCPStore, group_store
+from fastsync.torch_private import TCPStore
 
 
 def arrive(rank, world, absent):

@@ -1,5 +1,7 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
+#include "../bind_store.cpp"
 #include "../comm/collective.cpp"
+#include "../comm/file_store.cpp"
 #include "../comm/messages.cpp"
 #include "../comm/python_hook.cpp"
 #include "../comm/sparse_rows.cpp"

@@ -29,7 +29,7 @@ from fastsync.doctor.team import Team, present
 from fastsync.engine.memory import offer_memory
 from fastsync.engine.watch import explained, open_watch
 from fastsync.ranks.clocks import ClockOffset, align_clocks
-from fastsync.ranks.machines import served_at
+from fastsync.ranks.stores import served_at
 from fastsync.ranks.words import name_ranks
 from fastsync.torch_private import PrefixStore, Store, TCPStore, default_group
 

@@ -16,7 +16,8 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.watch import gather_watched
 from fastsync.ranks.machines import network_space
-from fastsync.torch_private import gloo_threads, group_store, group_timeout
+from fastsync.ranks.stores import group_store
+from fastsync.torch_private import gloo_threads, group_timeout
 
 __all__ = ["offer_memory", "share_memory"]
 

@@ -34,9 +34,10 @@ from fastsync.engine import core
 from fastsync.ranks.arrivals import Arrivals, LastWords
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.machines import limit_silence, own_address, process_space
+from fastsync.ranks.machines import own_address, process_space
 from fastsync.ranks.meeting import MeetingPlace, UnreachableStoreError, needing_store
-from fastsync.torch_private import Store, gather_objects, group_store, is_gloo, talks_by_gloo
+from fastsync.ranks.stores import group_store, limit_silence
+from fastsync.torch_private import Store, gather_objects, is_gloo, talks_by_gloo
 
 __all__ = [
     "come_together",

@@ -13,16 +13,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fastsync.build.env import Env
-from fastsync.ranks.machines import limit_silence
 from fastsync.ranks.orphans import end_with_parent
-from fastsync.torch_private import (
-    PrefixStore,
-    Store,
-    connect_store,
-    group_store,
-    group_timeout,
-    root_store,
-)
+from fastsync.ranks.stores import group_store, limit_silence
+from fastsync.torch_private import PrefixStore, Store, connect_store, group_timeout, root_store
 
 __all__ = ["ELASTIC_STORE", "Seat"]
 

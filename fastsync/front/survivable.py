@@ -12,12 +12,8 @@ from fastsync.build.env import NCCL_LETS_LIVE, Env
 from fastsync.engine.engine import Engine, NamedParam
 from fastsync.engine.watch import watch_of
 from fastsync.plan.policy import SyncPolicy
-from fastsync.torch_private import (
-    default_group,
-    group_store,
-    is_gloo,
-    renewed_backend,
-)
+from fastsync.ranks.stores import group_store
+from fastsync.torch_private import default_group, is_gloo, renewed_backend
 
 __all__ = ["check_on_gpus", "unfit"]
 

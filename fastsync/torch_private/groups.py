@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "connect_group",
     "connect_store",
     "default_group",
+    "file_of",
     "gather_objects",
     "gloo_threads",
     "group_store",
@@ -89,6 +90,15 @@ def root_store(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def file_of(store: Store) -> tuple[str, timedelta] | None:
+    """Path and timeout of a store that is a file; None for others."""
+    root = root_store(store)
+    if not isinstance(root, FileStore):
+        return None
+    known: Any = root  # torch's stubs know neither
+    return known.path, known.timeout
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> Store:
