@@ -8,8 +8,6 @@
 #include <thread>
 #include <utility>
 
-#include "../check.h"
-
 namespace fastsync::comm {
 namespace {
 
@@ -141,8 +139,8 @@ void FileStore::wait(const std::vector<std::string>& keys, const milliseconds& t
   const auto deadline = steady_clock::now() + timeout;
   while (!check(keys)) {
     TORCH_CHECK_WITH(DistStoreError, timeout == kNoTimeout || steady_clock::now() < deadline,
-                     "nobody has written ", concat(keys.front()), " or others of ", keys.size(),
-                     " keys for ", timeout.count(), " ms");
+                     "nobody has written ", keys.front(), ", or another of ", keys.size(),
+                     " keys, for ", timeout.count(), " ms");
     std::this_thread::sleep_for(kPause);
   }
 }

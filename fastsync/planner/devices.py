@@ -26,7 +26,10 @@ class Device:
         narrow: floating-point operations per second in 16 bits; `wide`: in 32 (TF32 where it has).
         bandwidth: of its memory, bytes per second.
         memory: bytes.
-        framework: bytes of it that context, libraries and the backend's channels hold.
+        framework: bytes of it that context, libraries and the backend's channels hold. Users have
+            reported 0.3 to 0.5 GB for a process with PyTorch (pytorch/pytorch#107667, #81257), and
+            for NCCL 0.7 GB on four A100 (NVIDIA/nccl#964), 1.1 GB on eight H100
+            (NVIDIA/nccl#1685).
         efficiency: share of the peak that matrix products reach.
         streaming: share of the bandwidth that other operators reach.
         overhead: seconds that an operator takes at least, as its launch does.
