@@ -112,6 +112,7 @@ void bind_logs(py::module_& m) {
   py::class_<Movement>(m, "Movement")
       .def("begin_wait", &Movement::begin_wait)
       .def("end_wait", &Movement::end_wait)
+      .def("look", &Movement::look, release)
       .def("arrived", &Movement::arrived)
       .def("fail", &Movement::fail, release, py::arg("error"));
   py::class_<UnitPeers, std::shared_ptr<UnitPeers>>(m, "UnitPeers")

@@ -134,6 +134,12 @@ void bind_watch(py::module_& m) {
             watch.leave(kind, why);
           },
           release, py::arg("how"), py::arg("why"))
+      .def(
+          "outlast",
+          [](const FaultWatch& watch, double seconds) {
+            watch.outlast(std::chrono::milliseconds(std::llround(seconds * 1e3)));
+          },
+          release, py::arg("seconds"))
       .def("close", &FaultWatch::close, release)
       .def("abandon", &FaultWatch::abandon);
   py::class_<Visit>(m, "Visit")

@@ -3,6 +3,7 @@
 Rank 1 stays in a place of its third step, and the others wait for it.
 """
 
+import atexit
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastsync.engine import engine
 from tests.launched import leave_process_number
 
 STEP = 2
+SLOWLY = 1.0  # seconds that a rank takes to end
 
 
 class Stay(torch.autograd.Function):
@@ -62,6 +64,8 @@ def come_to(place, model, rank):
     if rank != 1:
         return
     model.module.place = place
+    if place == "raises":
+        atexit.register(time.sleep, SLOWLY)
     if place == "vote":
         engine.agree_on_plan = stay_in_votes
     if place == "meeting":  # which the others hold in the store

@@ -36,6 +36,7 @@ MODULE_LAYERS = {
     ],
     "engine": [
         ["core", "reports", "steps", "unused"],
+        ["offers"],
         ["watch"],
         ["groups", "handover", "memory", "pace", "sizing", "state"],
         ["shares"],

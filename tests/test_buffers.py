@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fastsync.front.wrapped as wrapped_front
 from fastsync import FastDDP
+from fastsync.front.buffers import broadcast, broadcasts
 from fastsync.testing import run_ranks
 
 
@@ -40,15 +42,25 @@ TRAIN, SILENT, EVAL, TUNE, WATCH = (
 SCRIPT = (TRAIN, EVAL, EVAL, TRAIN, SILENT, SILENT, TRAIN, TUNE, TUNE, TUNE, TRAIN, WATCH, TUNE)
 
 
+@contextlib.contextmanager
+def counted():
+    """Broadcasts, by torch's function or ours."""
+    sent = mock.Mock()
+    theirs, ours = dist._broadcast_coalesced, wrapped_front.broadcast
+    with (
+        mock.patch.object(dist, "_broadcast_coalesced", lambda *a: (sent(), theirs(*a))),
+        mock.patch.object(wrapped_front, "broadcast", lambda *a: (sent(), ours(*a))),
+    ):
+        yield sent
+
+
 def follow(wrapped, rank, script):
     """Outputs, buffers and the number of broadcasts after each step."""
     seen = []
     for step, (mode, differentiate, silent) in enumerate(script):
         wrapped.train(mode == "train")
         with (
-            mock.patch.object(
-                dist, "_broadcast_coalesced", wraps=dist._broadcast_coalesced
-            ) as sent,
+            counted() as sent,
             torch.set_grad_enabled(differentiate),
             wrapped.no_sync() if silent else contextlib.nullcontext(),
         ):
@@ -104,9 +116,7 @@ def part_in_training(rank, world):
     for step in range(4):
         wrapped.eval()
         wrapped.module.norm.train()
-        with mock.patch.object(
-            dist, "_broadcast_coalesced", wraps=dist._broadcast_coalesced
-        ) as sent:
+        with counted() as sent:
             wrapped(rows(rank, step)).sum().backward()
         counts.append(sent.call_count)
     wrapped.eval()
@@ -123,7 +133,7 @@ def test_a_part_that_still_trains_is_synchronised():
 
 def alone(rank, world):
     wrapped = FastDDP(Net())
-    with mock.patch.object(dist, "_broadcast_coalesced", wraps=dist._broadcast_coalesced) as sent:
+    with counted() as sent:
         for step in range(3):
             wrapped(rows(rank, step)).sum().backward()
     return sent.call_count
@@ -149,3 +159,38 @@ def uneven(rank, world):
 
 def test_uneven_inputs_in_eval_mode():
     assert run_ranks(uneven, 2) == [True, True]
+
+
+def all_kinds():
+    torch.manual_seed(5)
+    return [
+        torch.tensor(1),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.tensor([True, False, True]),
+        torch.randn(5).bfloat16(),
+        torch.empty(0),
+        torch.randn(7, dtype=torch.float64),
+        torch.randn(2).to(torch.float8_e4m3fn),
+        torch.randn(4, 5).t()[1:],
+        torch.tensor([float("nan"), -0.0]),
+    ]
+
+
+def bits_of(buffers):
+    return [buffer.contiguous().view(torch.uint8) for buffer in buffers if buffer.dim()]
+
+
+def mixed(rank, world, source):
+    group = FastDDP(nn.Linear(2, 2)).process_group
+    buffers = [b if rank == source else torch.zeros_like(b) for b in all_kinds()]
+    assert broadcasts(buffers, group) and not broadcasts([torch.zeros(2) * 1j], group)
+    broadcast(buffers, group, source)
+    broadcast([torch.empty(0)], group, source)
+    return bits_of(buffers), buffers[0]
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_buffers_of_all_kinds_arrive_bit_by_bit(source):
+    wanted = bits_of(all_kinds())
+    for bits, number in run_ranks(mixed, 3, source):
+        assert all(map(torch.equal, bits, wanted)) and number == 1

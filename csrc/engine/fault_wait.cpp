@@ -237,8 +237,9 @@ bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
   if (reports.size() > kMostNamed) {
     text += concat("fastsync:   and ", reports.size() - kMostNamed, " more ranks\n");
   }
-  if (reports.empty())
+  if (reports.empty() && is_counted(wanted)) {
     text += "fastsync:   no rank says that it is late: the network or the backend is slow\n";
+  }
   std::fputs(text.c_str(), stderr);
   return true;
 }

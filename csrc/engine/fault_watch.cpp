@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <thread>
 #include <utility>
 
 #include "../check.h"
@@ -13,6 +14,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kSilence{1500};  // of a neighbour's beats
+constexpr milliseconds kPause{5};
+constexpr milliseconds kLauncherLooks{300};  // torchrun does ten times a second
 
 milliseconds milliseconds_of(double seconds) { return milliseconds(std::llround(seconds * 1e3)); }
 
@@ -193,6 +196,31 @@ void FaultWatch::leave(Leaving how, const std::string& why) {
     if (std::exchange(left_, true)) return;
   }
   tell(news);
+}
+
+void FaultWatch::outlast(milliseconds patience) const {
+  if (process_ != getpid()) return;
+  std::vector<Report> causes;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [rank, report] : ends_) {
+      const News::Kind kind = report.news.kind;
+      const bool ends = kind != News::Kind::kGaveUp && kind != News::Kind::kLost;
+      if (ends && is_here(rank)) causes.push_back(report);
+    }
+  }
+  if (causes.empty()) return;
+  const auto limit = Clock::now() + patience;
+  auto seen = Clock::time_point::min();
+  for (const Report& cause : causes) {
+    seen = std::max(seen, cause.came);
+    const int64_t process = members_[static_cast<size_t>(cause.news.about)].process;
+    while (end_of_process(process).lives && Clock::now() < limit) {
+      std::this_thread::sleep_for(kPause);
+      seen = Clock::now();
+    }
+  }
+  std::this_thread::sleep_until(std::min(limit, seen + kLauncherLooks));
 }
 
 void FaultWatch::close() { peers_.close(); }

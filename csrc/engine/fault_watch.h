@@ -114,6 +114,9 @@ class FaultWatch {
 
   // Tells the others, once; `why`: in words.
   void leave(Leaving how, const std::string& why);
+  // After an error that ranks have caused which end themselves: returns once those of this machine have ended, and whoever
+  // started the processes has had time to see that they were first. After so long at the latest.
+  void outlast(std::chrono::milliseconds patience) const;
   // Ends the connections.
   void close();
   // In a process that was forked.

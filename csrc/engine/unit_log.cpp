@@ -101,6 +101,7 @@ void Movement::begin_wait() {
   Progress& progress = *peers_->log().progress();
   before_ = progress.now();
   since_ = FaultWatch::Clock::now();
+  if (peers_->faults() != nullptr) patience_ = peers_->faults()->new_patience();
   const bool gathers = direction_ == Direction::kGather;
   progress.await(unit_->number, gathers ? Phase::kGatheringUnit : Phase::kReducingUnit);
   mark(kWanted);
@@ -109,6 +110,10 @@ void Movement::begin_wait() {
 void Movement::end_wait() {
   peers_->stats.waited_seconds += waited();
   peers_->log().progress()->reach(static_cast<Phase>(before_.phase));
+}
+
+void Movement::look() {
+  if (peers_->faults() != nullptr) peers_->faults()->look(wanted(), waited(), patience_);
 }
 
 void Movement::arrived() const { mark(kArrived); }

@@ -103,6 +103,8 @@ class Movement {
   // The same in three parts, for whoever waits elsewhere: it begins to, ends to, and can compute with the result.
   void begin_wait();
   void end_wait();
+  // While it waits: throws where a rank has ended that the collective needs, and warns of late ones when it is time.
+  void look();
   void arrived() const;
   // The backend has failed with `error`.
   [[noreturn]] void fail(const std::string& error) const;
@@ -123,6 +125,7 @@ class Movement {
   int64_t issued_;
   Standing before_;  // where the model's training stood when somebody began to wait
   FaultWatch::Clock::time_point since_;
+  Patience patience_;
 };
 
 }  // namespace fastsync::engine

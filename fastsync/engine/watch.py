@@ -11,15 +11,12 @@ there looks out for ranks that have ended, and warns of those that are late.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
-import os
 import pickle
-import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,19 +28,21 @@ import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
+from fastsync.engine.offers import Offer, make_offer, why_not
 from fastsync.ranks.arrivals import Arrivals, LastWords
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.machines import own_address, process_space
 from fastsync.ranks.meeting import MeetingPlace, UnreachableStoreError, needing_store
 from fastsync.ranks.stores import group_store, limit_silence
 from fastsync.torch_private import Store, gather_objects, is_gloo, talks_by_gloo
 
 __all__ = [
+    "awaited",
     "come_together",
     "expect_watch",
     "explained",
     "gather_watched",
+    "is_over",
     "lend_watch",
     "looker",
     "looks_out",
@@ -61,23 +60,6 @@ Start = Callable[[], dist.Work]
 _log = logging.getLogger("fastsync")
 _LOOK = timedelta(milliseconds=50)  # between two looks at the others
 _WRAPPING = "the wrapping of the model"
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """What a rank says of itself.
-
-    Attributes:
-        address: host, port and key of its watch; None if it has none.
-        process: its number.
-        machine: equal on ranks for which process numbers mean the same.
-        refusal: why it has no watch; empty if it has.
-    """
-
-    address: tuple[str, int, int] | None
-    process: int
-    machine: str
-    refusal: str = ""
 
 
 class _Visit(Protocol):
@@ -161,9 +143,9 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
         return ""
     with contextlib.suppress(ValueError):  # of the environment, which is an obstacle
         limit_silence(store, Env.read().lost_after)
-    watch, offer = _make_offer(store, obstacle)
+    watch, offer = make_offer(store, obstacle)
     offers = _first_offers(offer, group, store)
-    refusal = _why_not(offers)
+    refusal = why_not(offers)
     if watch is None or refusal:
         if group.rank() == 0:
             _log.info("fastsync: nobody looks out for faults: %s", refusal)
@@ -178,7 +160,7 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
     return ""
 
 
-def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[_Offer]:
+def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[Offer]:
     """Everyone's, while nobody looks out but through the store. Collective."""
     try:
         warn_after = Env.read().stall_warn
@@ -191,7 +173,7 @@ def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[
             visit = Arrivals(store, me, warn_after, core.process_has_ended, looks)
     except UnreachableStoreError as error:
         # The others would say that this rank has not come, so it tells them in the group.
-        mine, lost = _Offer(None, mine.process, mine.machine, str(error)), error
+        mine, lost = Offer(None, mine.process, mine.machine, str(error)), error
     if looks:
         offers = _gather(mine, group, partial(_wait, visit))
     else:
@@ -272,10 +254,21 @@ def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = F
         start().wait()
 
 
+def awaited(group: dist.ProcessGroup, place: str, work: dist.Work) -> None:
+    """As `watched`, of a collective that has been started, and that some ranks may reach by another
+    way than this function."""
+    visit = _visit(group, place, "apart")
+    if visit is not None and is_gloo(group):
+        _wait(visit, lambda: work)
+        return
+    with _explained_by(visit):
+        work.wait()
+
+
 def _wait(visit: _Visit | None, start: Start) -> None:
     with _explained_by(visit):
         work = start()
-        while not _is_over(work):
+        while not is_over(work):
             if visit is not None:
                 visit.look()
 
@@ -358,8 +351,8 @@ def _fulfil(made: Future[T], call: Callable[[], T]) -> None:
         made.set_exception(error)
 
 
-def _is_over(work: dist.Work) -> bool:
-    """Waits for a moment. Raises where the collective has failed."""
+def is_over(work: dist.Work) -> bool:
+    """Of a collective over Gloo. Waits for a moment. Raises where it has failed."""
     try:
         work.wait(_LOOK)
     except RuntimeError:  # that time is over, too, and it may end just now
@@ -393,58 +386,3 @@ def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> Meetin
                 visiting.end(came)
 
     return MeetingPlace(group, name, timeout, visit)
-
-
-def _make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, _Offer]:
-    process, machine = os.getpid(), process_space()
-    if obstacle:
-        return None, _Offer(None, process, machine, obstacle)
-    env = Env.read()
-    if not env.watch:
-        return None, _Offer(None, process, machine, "FASTSYNC_WATCH is 0")
-    try:
-        stacks = _Stacks.of_main_thread()
-        patience = (env.stall_warn, env.lost_after)
-        watch = core.make_watch(own_address(store), *patience, stacks.file, stacks.signal)
-    except (OSError, RuntimeError) as error:
-        return None, _Offer(None, process, machine, str(error))
-    return watch, _Offer(watch.address(), process, machine)
-
-
-def _why_not(offers: Sequence[_Offer]) -> str:
-    for rank, offer in enumerate(offers):
-        if offer.address is None:
-            return f"on rank {rank}, {offer.refusal}"
-        alone = offer.address[0].startswith("127.")
-        if alone and any(other.machine != offer.machine for other in offers):
-            return f"rank {rank} has only found an address of its own machine, {offer.address[0]}"
-    return ""
-
-
-@dataclass(frozen=True)
-class _Stacks:
-    """Where a signal has the main thread write its Python stack; it needs no GIL for that.
-
-    Attributes:
-        file: -1 where nothing does.
-        signal: its number.
-    """
-
-    file: int = -1
-    signal: int = 0
-
-    @staticmethod
-    def of_main_thread() -> _Stacks:
-        if threading.current_thread() is not threading.main_thread():
-            return _Stacks()
-        return _registered()
-
-
-@cache
-def _registered() -> _Stacks:
-    number = signal.SIGRTMAX - 7
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return _Stacks()
-    file = os.memfd_create("fastsync stacks", os.MFD_CLOEXEC)
-    faulthandler.register(number, file, all_threads=False)
-    return _Stacks(file, number)

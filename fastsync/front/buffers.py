@@ -1,14 +1,19 @@
-"""When a module's buffers have to be broadcast, and what torch's front is told about them."""
+"""When a module's buffers have to be broadcast, how, and what torch's front is told about them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TypedDict
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from fastsync.torch_private import front_accepts
+from fastsync.engine.watch import looks_out, watched
+from fastsync.torch_private import flatten, front_accepts, unflatten
 
-__all__ = ["BufferWatch", "buffer_arguments"]
+__all__ = ["BufferWatch", "broadcast", "broadcasts", "buffer_arguments"]
 
 
 class BufferWatch:
@@ -30,6 +35,34 @@ class BufferWatch:
             part.training and next(part.buffers(recurse=False), None) is not None
             for part in module.modules()
         )
+
+
+def broadcasts(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
+    """Whether `broadcast` is for them; else torch has to do it, which cannot look up meanwhile."""
+    plain = all(type(b) is torch.Tensor and b.is_cpu and not b.is_complex() for b in buffers)
+    return plain and looks_out(group)
+
+
+@torch.no_grad()
+def broadcast(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
+    """All ranks get the `source`'s, bit by bit, in one message. Collective.
+
+    Raises:
+        SyncFault: a rank has ended.
+    """
+    if not any(buffer.numel() for buffer in buffers):
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in sorted(buffers, key=lambda b: -b.element_size()):  # so that all are aligned
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    flat = [flatten(alike).view(torch.uint8) for alike in by_dtype.values()]
+    bits = torch.cat(flat)
+    start = partial(dist.broadcast, bits, group=group, group_src=source, async_op=True)
+    watched(group, f"the broadcast of rank {source}'s buffers", start)
+    if group.rank() != source:
+        parts = bits.split([part.numel() for part in flat])
+        for part, (dtype, alike) in zip(parts, by_dtype.items(), strict=True):
+            torch._foreach_copy_(alike, unflatten(part.view(dtype), alike))
 
 
 class BufferArguments(TypedDict, total=False):

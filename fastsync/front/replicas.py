@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fastsync.engine.engine import Engine
 from fastsync.engine.steps import StepWatcher, watch_steps
-from fastsync.engine.watch import explained, watched
+from fastsync.engine.watch import explained, watched, watched_call
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.ranks.words import name_ranks
 from fastsync.torch_private import without_modes
@@ -171,7 +171,9 @@ class ReplicaGuard(StepWatcher):
         group, tensor = self._engine.group, finding.tensor
         assert tensor is not None and finding.source is not None
         flat = tensor.detach().resolve_conj().resolve_neg().clone().reshape(-1).contiguous()
-        dist.broadcast(flat.view(torch.uint8), group_src=finding.source, group=group)
+        bits, source = flat.view(torch.uint8), finding.source
+        send = partial(dist.broadcast, bits, group_src=source, group=group, async_op=True)
+        watched(group, _PLACE, send)
         is_wrong = group.rank() in finding.wrong
         if is_wrong:
             with torch.no_grad():
@@ -184,9 +186,11 @@ class ReplicaGuard(StepWatcher):
         param = self._engine.params[finding.index].tensor
         states = [o.state[param] for o in self._optimizers if param in o.state]
         told: list[Any] = [[_on_host(state) for state in states]]
-        dist.broadcast_object_list(
-            told, group_src=finding.source, group=self._engine.group, device=self._device
+        group, source = self._engine.group, finding.source
+        send = partial(
+            dist.broadcast_object_list, told, group_src=source, group=group, device=self._device
         )
+        watched_call(group, _PLACE, send)
         if is_wrong:
             for mine, theirs in zip(states, told[0], strict=False):
                 _take_over(mine, theirs)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync.engine.engine import Engine
+from fastsync.engine.watch import awaited
 from fastsync.front.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 from fastsync.shard.checkpoint import OptimizerCheckpoint
 from fastsync.shard.norms import Holders
@@ -84,7 +85,7 @@ class FrontReducer:
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_initial_world_size: bool) -> None:
         """`work` counts the ranks that have not run out of inputs."""
-        work.wait()
+        awaited(self.engine.group, "the count of ranks in join()", work)
         active = int(work.result()[0].item())
         divisor = self._initial_world if use_initial_world_size else active
         self.engine.core.set_divisor(float(divisor))

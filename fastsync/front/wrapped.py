@@ -1,12 +1,14 @@
-"""A front whose ranks look out for each other while the model is wrapped."""
+"""A front whose ranks look out for each other where torch's would not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fastsync.engine.watch import come_together
+from fastsync.front.buffers import broadcast, broadcasts
 from fastsync.front.stages import StagedFront
 
 __all__ = ["WrappedFront"]
@@ -31,3 +33,11 @@ class WrappedFront(StagedFront):
         if self._meets:
             come_together(self.process_group, "the wrapping of the model")
         return built
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        if broadcasts(tensors, self.process_group):
+            broadcast(tensors, self.process_group, authoritative_rank)
+        else:
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)

@@ -237,6 +237,9 @@ class LastWords:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._store.set(self._place, f"{self._rank} {why}")
 
+    def outlast(self, seconds: float) -> None:
+        """Nobody knows how others end."""
+
     def close(self) -> None:
         """They are there."""
 

@@ -35,6 +35,7 @@ _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pureli
 _PLACES |= {str(Path(os.__file__).parent), *site.getsitepackages(), site.getusersitepackages()}
 _LIBRARIES = (*_NEAREST, *(f"{place}{os.sep}" for place in sorted(_PLACES)))
 _UNTIL_ALL = 0.3  # seconds in which Ctrl-C reaches all ranks: each ends by it, not by another's end
+_OUTLASTS = 3.0  # seconds that the end of a process takes at most, on a busy machine
 _LONGEST = 500  # characters of an exception's text
 
 
@@ -43,6 +44,10 @@ class Leaver(Protocol):
 
     def leave(self, how: str, why: str) -> None:
         """`how`: "ends", "raises" or "gives up", the last because of other ranks."""
+
+    def outlast(self, seconds: float) -> None:
+        """Returns once the ranks because of which this one gives up have ended where they end, or
+        after so long: launchers take the process that is first to fail for the cause."""
 
     def close(self) -> None:
         """What has been told is on its way, and nothing more will be."""
@@ -75,6 +80,9 @@ def _leavers() -> weakref.WeakSet[Leaver]:
             leaver.leave(how, in_words(error))
         if not interrupted:
             others(kind, error, trace)
+        if isinstance(error, SyncFault):
+            for leaver in list(leavers):
+                leaver.outlast(_OUTLASTS)
 
     sys.excepthook = hook
     return leavers

@@ -76,6 +76,9 @@ class Preemption:
     def leave(self, how: str, why: str) -> None:
         """Others learn it from the watch."""
 
+    def outlast(self, seconds: float) -> None:
+        """The watch does."""
+
     def close(self) -> None:
         """Ends the thread. It must not run any more when the interpreter ends."""
         if self._process == os.getpid() and self._thread.is_alive():

@@ -29,6 +29,8 @@ from fastsync.torch_private import first_state
 
 __all__ = ["OptimizerCheckpoint"]
 
+_COMPARED = "the comparison of checkpoints"
+
 State = Mapping[str, Any]
 
 
@@ -158,7 +160,7 @@ class OptimizerCheckpoint:
 
     def _together(self, done: str) -> AbstractContextManager[object]:
         failure = f"the optimizer's state cannot be {done} on every rank;"
-        run = partial(watched, self._engine.group, "the comparison of checkpoints")
+        run = partial(watched, self._engine.group, _COMPARED)
         return consensus.together(self._engine.group, self._device, failure, run)
 
     def _is_unread(self, states: Mapping[str, State]) -> bool:
@@ -166,7 +168,8 @@ class OptimizerCheckpoint:
         blanks = [values for values in states.values() if isinstance(values, _Blank)]
         flags = [any(blanks), any(values.was_read() for values in blanks)]
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._engine.group)
+        group, most = self._engine.group, dist.ReduceOp.MAX
+        watched(group, _COMPARED, partial(dist.all_reduce, found, most, group=group, async_op=True))
         return found.tolist() == [1, 0]
 
     def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:

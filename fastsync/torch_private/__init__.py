@@ -63,7 +63,14 @@ from fastsync.torch_private.parallel import (
     front_accepts,
     untraced,
 )
-from fastsync.torch_private.tensors import WrapperTensor, accumulate_hooks, is_wrapper, map_tensors
+from fastsync.torch_private.tensors import (
+    WrapperTensor,
+    accumulate_hooks,
+    flatten,
+    is_wrapper,
+    map_tensors,
+    unflatten,
+)
 
 __all__ = [
     "BuiltinCommHookType",
@@ -89,6 +96,7 @@ __all__ = [
     "file_of",
     "find_tensors",
     "first_state",
+    "flatten",
     "front_accepts",
     "gather_objects",
     "gloo_threads",
@@ -120,6 +128,7 @@ __all__ = [
     "split_graphs_at_buckets",
     "talks_by_gloo",
     "transforms_are_active",
+    "unflatten",
     "untraced",
     "with_dtype",
     "without_modes",

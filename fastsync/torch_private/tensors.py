@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import _utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["WrapperTensor", "accumulate_hooks", "is_wrapper", "map_tensors"]
+__all__ = [
+    "WrapperTensor",
+    "accumulate_hooks",
+    "flatten",
+    "is_wrapper",
+    "map_tensors",
+    "unflatten",
+]
 
 T = TypeVar("T", bound="WrapperTensor")
 
@@ -32,6 +40,18 @@ class WrapperTensor(torch.Tensor):
 def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
     """Those of `register_post_accumulate_grad_hook()`, for gradients that autograd does not set."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all elements of some tensors of one dtype, in a row."""
+    flat: torch.Tensor = _utils._flatten_dense_tensors(tensors)
+    return flat
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of what `flatten` has made, with the sizes of the tensors that it was made of."""
+    views: Sequence[torch.Tensor] = _utils._unflatten_dense_tensors(flat, like)
+    return views
 
 
 def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync.engine import core
-from fastsync.engine.watch import watched
+from fastsync.engine.watch import awaited, watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.torch_private import all_gather_flat, is_wrapper
 from fastsync.units.errors import RefusedError
@@ -31,6 +31,7 @@ from fastsync.units.strand import TRAINABLE, Strand
 __all__ = ["ExtendedStrand", "has_extension", "own_share", "stands_apart"]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_GATHER = f"the gather of what {_PRE}() gives"
 # Dtype and sizes.
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 
@@ -169,7 +170,7 @@ class _Part:
         """Has everybody's."""
         pending, self._under_way = self._under_way, []
         for work, into, output in pending:
-            work.wait()
+            awaited(self._place.group, _GATHER, work)
             if into.data_ptr() == output.data_ptr():
                 continue
             shape = list(output.shape)
@@ -179,7 +180,7 @@ class _Part:
 
     def release(self) -> None:
         for work, _, _ in self._under_way:
-            work.wait()
+            awaited(self._place.group, _GATHER, work)
         self._under_way, self.metadata = [], None
         self._memory.take_back()
         self.inner.take_back()

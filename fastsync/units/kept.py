@@ -59,7 +59,7 @@ class KeptPart:
     def wait(self) -> None:
         """Returns once nothing is under way."""
         if self._work is not None and self._movement is not None:
-            wait_for(self._work, self._movement)
+            wait_for(self._work, self._movement, self._group)
 
     def arrived(self) -> None:
         """The memory is that of whole members again."""

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from fastsync.engine import core
 from fastsync.engine.groups import new_cpu_group
 from fastsync.engine.memory import share_memory
-from fastsync.engine.watch import explained, open_watch, watch_of, watched
+from fastsync.engine.watch import explained, is_over, open_watch, watch_of, watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
-from fastsync.torch_private import is_registered
+from fastsync.ranks.faults import SyncFault
+from fastsync.torch_private import is_gloo, is_registered
 from fastsync.units.mesh import Place
 
 __all__ = ["Links", "Peers", "wait_for"]
@@ -115,11 +116,22 @@ def _agree(place: Place, group: dist.ProcessGroup, statement: Statement) -> None
         raise found
 
 
-def wait_for(work: dist.Work, movement: core.Movement) -> None:
-    """Waits for a collective that Python has started; its errors name the unit."""
+def wait_for(work: dist.Work, movement: core.Movement, group: dist.ProcessGroup) -> None:
+    """Waits for a collective of `group` that Python has started, and looks out for its ranks.
+
+    Raises:
+        SyncFault: one of them has ended.
+        RuntimeError: the backend has failed; names the unit.
+    """
     movement.begin_wait()
     try:
-        work.wait()
+        if is_gloo(group):
+            while not is_over(work):
+                movement.look()
+        else:
+            work.wait()
+    except SyncFault:
+        raise
     except RuntimeError as error:
         movement.fail(str(error))
     movement.end_wait()

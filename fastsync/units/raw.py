@@ -75,7 +75,7 @@ class RawStrand(Strand):
         work, gathered, movement = self._work, self._gathered, self._movement
         self._work = self._gathered = self._movement = None
         assert gathered is not None and movement is not None
-        wait_for(work, movement)
+        wait_for(work, movement, self.place.group)
         self.staging.arrived()
         chunks = gathered.view(self.dtype).view(self.place.world, -1)
         for index, member in enumerate(self.members):

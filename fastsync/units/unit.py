@@ -287,11 +287,15 @@ class Unit:
     def finish_sums(self) -> None:
         """Has what replicas have added up."""
         for summing in self._summing:
-            wait_for(summing.work, summing.movement)
+            self._await(summing)
             self._call_hook(summing.sums)
             summing.strand.deliver(summing.sums)
             summing.movement.arrived()
         self._summing = []
+
+    def _await(self, summing: _Summing) -> None:
+        assert self.place.replicas is not None
+        wait_for(summing.work, summing.movement, self.place.replicas)
 
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""
@@ -300,7 +304,7 @@ class Unit:
                 strand.finish_reduce()
             self._reducing = []
         for summing in self._summing:
-            summing.work.wait()
+            self._await(summing)
         self._summing = []
         self.owes = False
         for strand in self.strands:

@@ -1,0 +1,90 @@
+"""What each rank offers the others of its watch, before they look out for each other."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from fastsync.build.env import Env
+from fastsync.engine import core
+from fastsync.ranks.machines import own_address, process_space
+from fastsync.torch_private import Store
+
+__all__ = ["Offer", "make_offer", "why_not"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank says of itself.
+
+    Attributes:
+        address: host, port and key of its watch; None if it has none.
+        process: its number.
+        machine: equal on ranks for which process numbers mean the same.
+        refusal: why it has no watch; empty if it has.
+    """
+
+    address: tuple[str, int, int] | None
+    process: int
+    machine: str
+    refusal: str = ""
+
+
+def make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, Offer]:
+    process, machine = os.getpid(), process_space()
+    if obstacle:
+        return None, Offer(None, process, machine, obstacle)
+    env = Env.read()
+    if not env.watch:
+        return None, Offer(None, process, machine, "FASTSYNC_WATCH is 0")
+    try:
+        stacks = _Stacks.of_main_thread()
+        patience = (env.stall_warn, env.lost_after)
+        watch = core.make_watch(own_address(store), *patience, stacks.file, stacks.signal)
+    except (OSError, RuntimeError) as error:
+        return None, Offer(None, process, machine, str(error))
+    return watch, Offer(watch.address(), process, machine)
+
+
+def why_not(offers: Sequence[Offer]) -> str:
+    for rank, offer in enumerate(offers):
+        if offer.address is None:
+            return f"on rank {rank}, {offer.refusal}"
+        alone = offer.address[0].startswith("127.")
+        if alone and any(other.machine != offer.machine for other in offers):
+            return f"rank {rank} has only found an address of its own machine, {offer.address[0]}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """Where a signal has the main thread write its Python stack; it needs no GIL for that.
+
+    Attributes:
+        file: -1 where nothing does.
+        signal: its number.
+    """
+
+    file: int = -1
+    signal: int = 0
+
+    @staticmethod
+    def of_main_thread() -> _Stacks:
+        if threading.current_thread() is not threading.main_thread():
+            return _Stacks()
+        return _registered()
+
+
+@cache
+def _registered() -> _Stacks:
+    number = signal.SIGRTMAX - 7
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return _Stacks()
+    file = os.memfd_create("fastsync stacks", os.MFD_CLOEXEC)
+    faulthandler.register(number, file, all_threads=False)
+    return _Stacks(file, number)
