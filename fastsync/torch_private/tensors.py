@@ -48,9 +48,9 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of what `flatten` has made, with the sizes of the tensors that it was made of."""
-    views: Sequence[torch.Tensor] = _utils._unflatten_dense_tensors(flat, like)
+    views = list(_utils._unflatten_dense_tensors(flat, like))
     return views
 
 
