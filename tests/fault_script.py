@@ -305,8 +305,8 @@ def train(rank, fault, place, wrapper):
     if mine and place == "arrived":  # the store knows, and nobody looks out yet
         watch._gather = lambda *call: fail(fault)
     if mine and place == "unlinked":  # all know its address, and nobody is connected with it
-        made = watch._make_offer
-        watch._make_offer = lambda *call: (Deaf((offered := made(*call))[0]), offered[1])
+        made = watch.make_offer
+        watch.make_offer = lambda *call: (Deaf((offered := made(*call))[0]), offered[1])
     model = wrap(net, wrapper, options)
     if mine and place == "wrapped":
         fail(fault)

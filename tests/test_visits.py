@@ -32,12 +32,14 @@ def gives_up_in_turn(rank, world):
         return None
     visit = watch._visit(group, "the first place")
     if rank == 0:
+        store.wait(["through"], SOON)
         ranks = blamed(visit)
         store.set("first", "")
         store.wait(["second"], SOON)
         return ranks
     visit.end(True)
     visit = watch._visit(group, "the second place")
+    store.set("through", "")
     store.wait(["first"], SOON)
     ranks = blamed(visit)
     store.set("second", "")
