@@ -36,6 +36,11 @@ class Offer:
 
 
 def make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, Offer]:
+    """What this rank offers, and its watch, which is connected with nobody yet, if it has one.
+
+    Args:
+        obstacle: why it will not wrap a model; empty if it will.
+    """
     process, machine = os.getpid(), process_space()
     if obstacle:
         return None, Offer(None, process, machine, obstacle)
@@ -52,6 +57,7 @@ def make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, Off
 
 
 def why_not(offers: Sequence[Offer]) -> str:
+    """Why ranks that have offered this do not look out for each other; empty where they can."""
     for rank, offer in enumerate(offers):
         if offer.address is None:
             return f"on rank {rank}, {offer.refusal}"
