@@ -5,6 +5,7 @@
 The last rank writes so many of a record's four pieces and is gone; DEATH is "wrap" or "checkpoint".
 """
 
+import fcntl
 import os
 import signal
 import struct
@@ -20,8 +21,10 @@ PIECES = (struct.pack("I", 10), b"/rank/2/in", struct.pack("I", 1), b"1")
 
 
 def tear(path, pieces):
-    """Leaves the file as a process does that is killed within torch's `FileStore.set`."""
-    with open(path, "ab") as file:
+    """Leaves the file as a process does that is killed within torch's `FileStore.set`: it has had
+    the lock, so nobody else is writing."""
+    with open(path, "ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         file.write(b"".join(PIECES[:pieces]))
 
 
