@@ -19,9 +19,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPause{1};
-constexpr milliseconds kPatience{
-    5000};                          // with who holds the lock, for microseconds in a run that works
-constexpr size_t kBytes = 1 << 16;  // read at once
+constexpr milliseconds kPatience{5000};    // with a lock that is held for microseconds otherwise
+constexpr size_t kBytes = 1 << 16;         // read at once
 constexpr uint32_t kMostLength = 1 << 28;  // of a key or value: more is no store's
 
 class OpenFile {

@@ -246,23 +246,23 @@ def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = F
     Raises:
         SyncFault: a rank has ended, or the backend has failed because of one.
     """
-    visit = _visit(group, place)
-    if visit is not None and (is_gloo(group) or (on_cpu and talks_by_gloo(group))):
-        _wait(visit, start)
-        return
-    with _explained_by(visit):
-        start().wait()
+    _run(_visit(group, place), group, start, on_cpu)
 
 
 def awaited(group: dist.ProcessGroup, place: str, work: dist.Work) -> None:
     """As `watched`, of a collective that has been started, and that some ranks may reach by another
     way than this function."""
-    visit = _visit(group, place, "apart")
-    if visit is not None and is_gloo(group):
-        _wait(visit, lambda: work)
+    _run(_visit(group, place, "apart"), group, lambda: work)
+
+
+def _run(
+    visit: _Visit | None, group: dist.ProcessGroup, start: Start, on_cpu: bool = False
+) -> None:
+    if visit is not None and (is_gloo(group) or (on_cpu and talks_by_gloo(group))):
+        _wait(visit, start)
         return
     with _explained_by(visit):
-        work.wait()
+        start().wait()
 
 
 def _wait(visit: _Visit | None, start: Start) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from fastsync.engine.watch import looks_out, watched
 from fastsync.torch_private import flatten, front_accepts, unflatten
 
-__all__ = ["BufferWatch", "broadcast", "broadcasts", "buffer_arguments"]
+__all__ = ["BufferWatch", "broadcast", "buffer_arguments", "can_broadcast"]
 
 
 class BufferWatch:
@@ -37,7 +37,7 @@ class BufferWatch:
         )
 
 
-def broadcasts(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
+def can_broadcast(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
     """Whether `broadcast` is for them; else torch has to do it, which cannot look up meanwhile."""
     plain = all(type(b) is torch.Tensor and b.is_cpu and not b.is_complex() for b in buffers)
     return plain and looks_out(group)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastsync.engine.watch import come_together
-from fastsync.front.buffers import broadcast, broadcasts
+from fastsync.front.buffers import broadcast, can_broadcast
 from fastsync.front.stages import StagedFront
 
 __all__ = ["WrappedFront"]
@@ -37,7 +37,7 @@ class WrappedFront(StagedFront):
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        if broadcasts(tensors, self.process_group):
+        if can_broadcast(tensors, self.process_group):
             broadcast(tensors, self.process_group, authoritative_rank)
         else:
             super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)

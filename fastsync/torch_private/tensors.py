@@ -50,8 +50,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of what `flatten` has made, with the sizes of the tensors that it was made of."""
-    views = list(_utils._unflatten_dense_tensors(flat, like))
-    return views
+    return list(_utils._unflatten_dense_tensors(flat, like))
 
 
 def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:
