@@ -1,4 +1,4 @@
-"""The layers of the package: who may include whom, and how large things may get."""
+"""The layers of the package: which file may include which, and how long a function may be."""
 
 import ast
 import re
@@ -12,8 +12,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fastsync"
 CSRC = ROOT / "csrc"
 LONGEST_FUNCTION = 80
-LONGEST_FILE = 450
-MOST_METHODS = 20  # public ones of a class, properties among them
 MOST_ANY = 15  # per thousand lines
 
 
@@ -211,9 +209,7 @@ def everything():
 
 
 @pytest.mark.parametrize("path", everything(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_nothing_grows_too_long(path):
-    lines = len(path.read_text().splitlines())
-    assert lines <= LONGEST_FILE, f"{lines} lines"
+def test_no_function_grows_too_long(path):
     if path.suffix == ".py":
         found = [(n, size) for n, size, _ in python_functions(path)]
     else:
@@ -223,27 +219,10 @@ def test_nothing_grows_too_long(path):
 
 
 def test_the_scan_sees_functions():
-    """So that the limits above mean something."""
+    """Keep the limit above from passing on an empty list."""
     assert len(list(python_functions(PACKAGE / "ddp.py"))) > 10
     assert len(list(cpp_functions(CSRC / "engine" / "reducer.cpp"))) > 20
     assert len(list(imported(ast.parse((PACKAGE / "ddp.py").read_text())))) > 3
-
-
-def public_methods(tree):
-    """Each class, and how many names of its own its users can call or read."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            names = {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
-            names |= {f.name for f in node.body if isinstance(f, ast.AsyncFunctionDef)}
-            yield node.name, sum(not name.startswith("_") for name in names)
-
-
-def test_classes_offer_few_methods():
-    for path in [*python_files(), *measuring_files(".py")]:
-        for name, count in public_methods(ast.parse(path.read_text())):
-            assert count <= MOST_METHODS, f"{path.relative_to(ROOT)}: {name} has {count}"
-    text = "class A:\n  @property\n  def a(self): ...\n  def b(self): ...\n  def _c(self): ...\n"
-    assert list(public_methods(ast.parse(text))) == [("A", 2)]
 
 
 # Benchmarks and examples likewise: folders from the lowest, then the modules within each. Examples
@@ -342,7 +321,6 @@ def test_the_scan_sees_imports_of_benchmarks():
 
 def test_benchmarks_and_examples_stay_small():
     lines = {p: len(p.read_text().splitlines()) for p in measuring_files(".py", ".cpp", ".sh")}
-    assert max(lines.values()) <= LONGEST_FILE
     assert sum(lines.values()) <= MOST_LINES
     for path in measuring_files(".py"):
         for name, size, _ in python_functions(path):

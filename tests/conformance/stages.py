@@ -1,0 +1,124 @@
+"""Runs one script under torch's DDP and under a stage of fastsync, and compares the results.
+
+A script is a module-level function `script(wrap, rank)`. It builds its model, passes it to `wrap`
+in place of `DistributedDataParallel`, trains, and returns tensors by name, mostly `full(model)`::
+
+    def clamps_in_a_hook(wrap, rank):
+        model = wrap(net())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        ...
+        return full(model)
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_clamps_in_a_hook(stage):
+        check(clamps_in_a_hook, stage)
+"""
+
+import re
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync.testing import run_ranks
+
+# Name of a stage: how it wraps. Small buckets have several leave in one backward.
+STAGES = {
+    "zero0": lambda net, **options: fastsync.FastDDP(net, **options),
+    "zero1": lambda net, **options: fastsync.FastDDP(net, zero=1, **options),
+    "zero1-small": lambda net, **options: fastsync.FastDDP(
+        net, zero=1, **{"bucket_cap_mb": 0.0001, **options}
+    ),
+    "zero2": lambda net, **options: fastsync.FastDDP(net, zero=2, **options),
+    "zero3": lambda net, **options: fastsync.FastDDP(net, zero=3, **options),
+    "fully_shard": lambda net, **_: sharded_by_layer(net),
+}
+SHARDED_PARAMETERS = ("zero3", "fully_shard")
+
+
+def sharded_by_layer(module):
+    """Apply `fully_shard` to each child that has parameters, then to the module itself."""
+    for child in module.children():
+        if any(True for _ in child.parameters()):
+            fastsync.fully_shard(child)
+    return fastsync.fully_shard(module)
+
+
+class Net(nn.Module):
+    """Three layers whose sizes no small number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.first(x))))
+
+
+def net(make=Net, seed=0):
+    """Return a model with the same weights on every rank."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def batch(rank, step, *sizes):
+    """Return the inputs of a rank in a step, of shape `sizes` or [4, 5]."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(sizes or (4, 5), generator=generator)
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+def full(model):
+    """Return copies of all parameters and buffers by their names in the unwrapped module."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name.removeprefix("module."): whole(tensor) for name, tensor in named}
+
+
+def whole(tensor):
+    """Return a copy of all elements of a tensor that may be sharded. Collective if it is."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def check(script, stage, error=None, world=2, timeout=40.0):
+    """Assert that `script` has DDP's result under `stage`, or raises `error` on every rank.
+
+    Args:
+        script: `script(wrap, rank)`, see the module's docstring.
+        stage: a name in `STAGES`.
+        error: a regular expression that the text of the error on every rank matches; None where
+            the result has to be DDP's.
+    """
+    for rank, outcome in enumerate(run_ranks(_outcome, world, script, stage, timeout=timeout)):
+        expected, got, raised = outcome
+        if error is not None:
+            assert raised is not None, f"rank {rank}: no error, differs in {_apart(expected, got)}"
+            assert re.search(error, raised), f"rank {rank} raised {raised}"
+            continue
+        assert raised is None, f"rank {rank} raised {raised}"
+        assert not (apart := _apart(expected, got)), f"rank {rank}: {apart} differ from DDP's"
+
+
+def _outcome(rank, world, script, stage):
+    expected = script(lambda net, **options: DistributedDataParallel(net), rank)
+    try:
+        return expected, script(STAGES[stage], rank), None
+    except Exception as error:
+        return expected, None, f"{type(error).__name__}: {error}"
+
+
+def _apart(expected, got):
+    """Return the names whose tensors differ by more than the rounding of another order of sums."""
+    if expected.keys() != got.keys():
+        return sorted(expected.keys() ^ got.keys())
+    return [
+        name
+        for name, value in expected.items()
+        if not torch.allclose(value, got[name], rtol=1e-5, atol=1e-6, equal_nan=True)
+    ]
