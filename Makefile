@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
 PIP_ARGS ?=
+GPU_TORCH ?= 2.11.0
+ARCHS ?= 90
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 
 .DEFAULT_GOAL := help
 .PHONY: help setup extension install demo test test-all torch-suite fsdp-suite bench bench-all bench-links bench-overlap \
-  bench-unused docs gpu bench-kernels bench-buckets bench-scale lint format clean check-python check-compiler
+  bench-unused docs gpu gpu-prebuilt bench-kernels bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -88,6 +90,14 @@ bench-kernels bench-buckets bench-scale: bench-%: $(STAMP)
 
 gpu: $(STAMP) ## everything that needs a GPU, see docs/gpu.md (ARGS=--list)
 	$(IN_CHECKOUT) -m bench gpu_all $(ARGS)
+
+gpu-prebuilt: ## compile for a GPU machine, here (PYTHON=python3.12 GPU_TORCH=2.11.0 ARCHS=90)
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) \
+	  "torch===$(GPU_TORCH)" $$(grep -oE '^(ninja|pybind11|setuptools)==[^;]*' requirements-dev.txt) numpy
+	PATH="$(abspath .venv-gpu/bin):$$PATH" .venv-gpu/bin/python fastsync/build/recipe.py --beside \
+	  --out out/prebuilt --archs "$(ARCHS)" --cuda 1
+	@echo "carry fastsync/_C.so and fastsync/_prebuilt.json; where they do not fit, the first import compiles"
 
 bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused.json
 	$(IN_CHECKOUT) -m bench unused --json out/unused.json $(ARGS)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,49 @@ def test_a_stage_that_fails_does_not_stop_the_others(tmp_path):
     assert str(tmp_path) not in (tmp_path / "kept" / "summary.json").read_text()
 
 
+def test_a_stage_whose_tests_were_all_skipped_has_failed(tmp_path):
+    for text, status in (("3 skipped in 0.1s", "FAILED"), ("1 passed, 2 skipped", "passed")):
+        stage = replace(EVERY["smoke"], commands=(python(f"print({text!r})"),))
+        mine = session(tmp_path)
+        gpu_all.run_all([stage], mine)
+        assert [o.status for o in mine.outcomes] == [status]
+
+
+def test_what_a_command_started_ends_with_this_one(tmp_path):
+    """Even where it is killed: the guard of the command notices."""
+    told = tmp_path / "told"
+    child = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    starts = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {child!r}])"
+    code = (
+        "import pathlib, sys; sys.path.insert(0, '.'); from tests import test_gpu_all as t\n"
+        f"stage = t.Stage('slow', '', 90, (t.python({starts!r}),))\n"
+        f"t.gpu_all.run_all([stage], t.session(pathlib.Path({str(tmp_path)!r})))"
+    )
+    process = subprocess.Popen(python(code), cwd=ROOT)
+    while not (told.exists() and told.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert ended(told.read_text())
+
+
+def test_results_are_replaced_whole(tmp_path, monkeypatch):
+    """A run that is stopped while it packs leaves the file of the stage before."""
+    kept = tmp_path / "kept"
+    mine = session(tmp_path, keep=kept)
+    gpu_all.run_all([Stage("first", "", 60, (python("pass"),))], mine)
+    before = (kept / "all.tar.gz").read_bytes()
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_all.shutil, "copy", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_all._keep(mine, kept)
+    assert (kept / "all.tar.gz").read_bytes() == before
+
+
 def test_a_command_that_hangs_costs_little(tmp_path):
     says = "import time\nfor i in range(8): print(i, flush=True); time.sleep(0.3)"
     some = [
@@ -95,8 +139,8 @@ SHARING = [(1, False, "NCCL"), (2, False, "NCCL, taking turns"), (2, True, "NCCL
 
 def test_kernels_come_first_and_alone():
     order = list(EVERY)
-    assert order[:4] == ["build", "units", "kernels", "nccl"]
-    stages = [EVERY[name] for name in ("units", "nccl", "elastic")]
+    assert order[:5] == ["build", "units", "kernels", "smoke", "overhead"]
+    stages = [EVERY[name] for name in ("units", "smoke", "nccl", "elastic")]
     tested = {file for stage in stages for command in stage.commands for file in command}
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_cuda_*.py")} <= tested
 

@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from bench import STARTED
 from bench.gpu.mps import shared_gpus
 from bench.gpu.stages import Command, Context, Stage, stages
 from bench.measure.benchmark import choose
@@ -36,11 +38,12 @@ from bench.report.documents import RESULTS, ROOT
 from examples.common.machine import COMMIT_VARIABLE, commit, describe, environment, write_json
 from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument
 from examples.common.text import render
+from fastsync.build import guard
 
 SHORTEST = 30.0  # seconds: a stage is not begun with less
 GRACE = 5.0
 SHOWN = 25  # lines of a stage's output that are shown at its end
-SUMMARY = "summary.json"
+SUMMARY, PACKED = "summary.json", "all.tar.gz"
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 
@@ -63,6 +66,7 @@ class Session:
         deadline: on the monotonic clock, when everything must have ended.
         variables: of the environment, for the stages.
         packed: whether only the summary and one file with all results are kept.
+        mps: whether stages whose ranks share a GPU may start an MPS daemon.
     """
 
     context: Context
@@ -71,6 +75,7 @@ class Session:
     variables: dict[str, str]
     rehearse: bool = False
     packed: bool = False
+    mps: bool = True
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -92,7 +97,7 @@ def run_stage(stage: Stage, session: Session) -> Outcome:
     start, note = time.monotonic(), ""
     end = min(start + stage.seconds, session.deadline)
     log = session.context.work / "logs" / f"{stage.name}.log"
-    together = stage.together and not session.rehearse
+    together = stage.together and session.mps and not session.rehearse
     with (
         log.open("w", encoding="utf-8") as output,
         shared_gpus(together, output.fileno()) as shared,
@@ -100,8 +105,10 @@ def run_stage(stage: Stage, session: Session) -> Outcome:
         for command in commands:
             limits, variables = (end - time.monotonic(), stage.quiet), session.variables | shared
             note = note or _run(command, output.fileno(), limits, variables)
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    print("\n".join(lines[-SHOWN:]), flush=True)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    print("\n".join(text.splitlines()[-SHOWN:]), flush=True)
+    if stage.proof and not session.rehearse and not re.search(stage.proof, text):
+        note = note or f"its output lacks {stage.proof!r}"
     seconds = round(time.monotonic() - start, 1)
     return Outcome(stage.name, FAILED if note else PASSED, seconds, note)
 
@@ -118,13 +125,23 @@ def _reason_to_skip(stage: Stage, commands: Sequence[Command], session: Session)
 def _run(
     command: Command, output: int, limits: tuple[float, float], variables: Mapping[str, str]
 ) -> str:
-    """Runs one command; says what went wrong, if anything did. Its children end with it."""
-    shown, variables = " ".join(command[:5]), os.environ | variables
-    both = {"stdout": output, "stderr": subprocess.STDOUT}
-    try:
-        process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **both)  # type: ignore[call-overload]
-    except OSError as error:
-        return f"{shown}: {error.strerror}"
+    """Run one command under a guard, which ends it and its children when this process ends.
+
+    Returns:
+        What went wrong; empty if nothing did.
+    """
+    shown = " ".join(command[:5])
+    if shutil.which(command[0]) is None:
+        return f"{shown}: there is no such program"
+    process = subprocess.Popen(
+        (sys.executable, guard.__file__, *command),
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     (seconds, quiet), said, until = limits, -1, math.inf
     end = time.monotonic() + max(seconds, 1.0)
     try:
@@ -177,9 +194,13 @@ def _keep(session: Session, folder: Path) -> None:
     for path in sorted(session.context.results.glob(SUMMARY if session.packed else "*.json")):
         shutil.copy(path, folder / path.name)
     if not folder.resolve().is_relative_to(RESULTS):  # not among what is committed
-        with tarfile.open(folder / "all.tar.gz", "w:gz") as packed:
+        unfinished = session.context.work / PACKED
+        with tarfile.open(unfinished, "w:gz") as packed:
             for name in ("logs", "results"):
                 packed.add(session.context.work / name, arcname=name)
+        # A run that is stopped meanwhile leaves the file of the stage before.
+        shutil.copy(unfinished, folder / f".{PACKED}")
+        os.replace(folder / f".{PACKED}", folder / PACKED)
 
 
 def _session(args: argparse.Namespace) -> Session:
@@ -201,8 +222,9 @@ def _session(args: argparse.Namespace) -> Session:
         variables["FASTSYNC_CUDA_ARCHS"] = ";".join(f"{a}{b}" for a, b in sorted(found))
     context = Context(work, work / "results", 0 if args.rehearse else gpus)
     keep = args.out or (None if args.rehearse else RESULTS / name)
-    deadline = time.monotonic() + args.seconds
-    return Session(context, keep, deadline, variables, args.rehearse, args.packed)
+    deadline = STARTED + args.seconds
+    options = {"rehearse": args.rehearse, "packed": args.packed, "mps": not args.no_mps}
+    return Session(context, keep, deadline, variables, **options)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -231,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argument("--list", "only say what there is to run", action="store_true"),
         argument("--out", "folder for results; unset: bench/results/<gpu>", type=Path),
         argument("--packed", "only summary.json and all.tar.gz into --out", action="store_true"),
-        argument("--seconds", "for everything", 3600.0, type=float),
+        argument("--seconds", "for everything, from the start of this process", 3600.0, type=float),
+        argument("--no-mps", "have ranks that share a GPU take turns", action="store_true"),
         argument("--commit", "of this checkout, where its history is not at hand"),
         argument("--rehearse", "in tiny form, on a CPU", action="store_true"),
     )

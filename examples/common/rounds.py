@@ -151,8 +151,11 @@ def checked(
     if not steps:
         return {}
     progress = Progress(group)
-    progress.show(f"{workload.name}: checking that all variants train the same weights")
-    verdicts = check_variants(workload, variants, group, steps)
+
+    def show(name: str) -> None:
+        progress.show(f"{workload.name}: checking the weights that {name} trains")
+
+    verdicts = check_variants(workload, variants, group, steps, show)
     progress.clear()
     return verdicts
 

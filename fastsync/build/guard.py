@@ -20,5 +20,7 @@ def _end_with_asker() -> None:
 
 
 if __name__ == "__main__":
+    # The command handles an interrupt of the group; a handler, unlike SIG_IGN, is not inherited.
+    signal.signal(signal.SIGINT, lambda *_: None)
     threading.Thread(target=_end_with_asker, daemon=True).start()
     sys.exit(subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL))

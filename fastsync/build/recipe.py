@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -373,6 +374,15 @@ def build(out: Path, wanted_cuda: str, options: Options) -> None:
     )
 
 
+def install_beside_package(out: Path) -> Path:
+    """Copy the extension in ``out`` to where `import fastsync` finds it prebuilt."""
+    package = Path(__file__).resolve().parents[1]
+    target = package / f"{MODULE}.so"
+    shutil.copy(out / target.name, target)
+    (package / "_prebuilt.json").write_text(json.dumps(binary_identity()))
+    return target
+
+
 def _cmake_commands() -> str:
     root = source_dir()
     kernels = [root / s for s in CPP_SOURCES if s.startswith("kernels/")]
@@ -395,6 +405,7 @@ def main() -> int:
     parser.add_argument("--archs", default=";".join(DEFAULT_ARCHS), help="such as '80;90;100'")
     parser.add_argument("--sanitize", default="", help="such as address,undefined")
     parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    parser.add_argument("--beside", action="store_true", help="install it beside the package")
     args = parser.parse_args()
     if args.cmake:
         print(_cmake_commands())
@@ -402,7 +413,10 @@ def main() -> int:
     if args.out is None:
         parser.error("one of --out and --cmake is needed")
     try:
+        args.out.mkdir(parents=True, exist_ok=True)
         build(args.out, args.cuda, Options(args.archs.split(";"), args.sanitize, args.strict))
+        if args.beside:
+            print(f"fastsync: installed {install_beside_package(args.out)}")
     except RuntimeError as error:
         print(f"fastsync: {error}", file=sys.stderr)
         return 2
