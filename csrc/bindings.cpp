@@ -268,6 +268,8 @@ void bind_engine(py::module_& m) {
       .def("replica_digests", &Reducer::replica_digests, release)
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_local_forward", &Reducer::prepare_local_forward, release)
+      .def("announce_backward", &Reducer::announce_backward, release)
+      .def("recomputes", &Reducer::recomputes, release)
       .def("prepare_backward", &Reducer::prepare_backward, release, py::arg("outputs"),
            py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)

@@ -37,6 +37,7 @@ from fastsync.timeline.recorder import record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.torch_private import (
     BuiltinCommHookType,
+    backward_is_running,
     builtin_comm_hook,
     find_tensors,
     split_graphs_at_buckets,
@@ -234,7 +235,8 @@ class FastDDP(ReturningFront):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         check_join(self._policy, self._join_config.enable)  # torch's Join does not call join()
-        self._come_between_steps()
+        if not backward_is_running():  # else a checkpoint runs a forward again
+            self._come_between_steps()
         with explained(self.process_group, "the start of a forward"):
             return super()._pre_forward(*inputs, **kwargs)
 

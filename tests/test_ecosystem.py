@@ -231,6 +231,119 @@ def test_lightning(tmp_path):
     assert pickle.loads(pickle.dumps(strategy)) is strategy
 
 
+def manual_optimization(rank, world, options):
+    """Return the weights with torch's DDP, and with FastDDP and these options."""
+    as_torchrun(rank, world)
+    import lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+
+    class Adversaries(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def training_step(self, batch):
+            for index, optimizer in enumerate(self.optimizers()):
+                self.toggle_optimizer(optimizer)
+                loss = self.parts[1](torch.tanh(self.parts[0](batch["x"]))).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss if index == 0 else -loss)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self):
+            return [torch.optim.Adam(part.parameters(), lr=0.01) for part in self.parts]
+
+    class Together(Adversaries):
+        def training_step(self, batch):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            output = self.parts[1](torch.tanh(self.parts[0](batch["x"])))
+            self.manual_backward((output - batch["labels"]).square().mean())
+            optimizer.step()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def trained(strategy):
+        module = Together() if "static_graph" in options else Adversaries()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=strategy,
+            plugins=[TorchElasticEnvironment()],
+            max_steps=8,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(Numbers(), batch_size=4))
+        return weights(module)
+
+    own = {name: value for name, value in options.items() if name in ("zero", "wire")}
+    common = {name: value for name, value in options.items() if name not in own}
+    common["process_group_backend"] = "gloo"
+    fast = trained(integrations.FastDDPStrategy(**common, **own))
+    return trained(DDPStrategy(**{"find_unused_parameters": True, **common})), fast
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 0},
+        {"zero": 0, "find_unused_parameters": True},
+        {"zero": 1},
+        {"zero": 2},
+        {"zero": 1, "static_graph": True, "find_unused_parameters": False},
+    ],
+    ids=str,
+)
+def test_lightnings_manual_optimization(options):
+    pytest.importorskip("lightning")
+    for expected, fast in run_ranks(manual_optimization, 2, options, timeout=TIMEOUT):
+        assert close(fast, expected)
+
+
+def trigger_sync(rank, world, zero):
+    as_torchrun(rank, world)
+    from accelerate import Accelerator
+
+    found = []
+    for kind in (None, zero):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(8, 1)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with chosen(kind):
+            model, optimizer = accelerator.prepare(model, optimizer)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            with accelerator.no_sync(model):
+                losses = [model(torch.randn(4, 8, generator=generator)).mean() for _ in range(2)]
+            accelerator.backward(losses[0])
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(losses[1])
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_accelerate_triggers_a_sync(zero):
+    pytest.importorskip("accelerate")
+    for expected, fast in run_ranks(trigger_sync, 2, zero, timeout=TIMEOUT):
+        assert close(fast, expected)
+
+
 def replaced(rank, world):
     with integrations.in_place_of_ddp(wire="bf16") as kind:
         assert nn.parallel.DistributedDataParallel is kind

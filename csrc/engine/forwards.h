@@ -7,6 +7,10 @@
 // synchronises too, unless it reaches the outputs of another forward of this wrapper. Every other backward only
 // accumulates: a second one through the same graph, one under no_sync(), any work on the bare module, a step of another
 // wrapper of the same parameters. Between steps the hooks rest.
+//
+// A script may also announce a backward, as DDP's `reducer.prepare_for_backward()` does. Then the next one synchronises,
+// whichever forward it belongs to, as soon as it reaches outputs or accumulates a gradient. A forward within a backward
+// announces it, too: a checkpoint runs it again there, and its first run may have been one that synchronises nothing.
 #pragma once
 
 #include <algorithm>
@@ -32,6 +36,9 @@ class Forwards {
     if (syncs && !watched) ++opaque_;
   }
 
+  // The next backward synchronises.
+  void announce() { announced_ = true; }
+
   // The number of one that is about to end.
   int64_t next() const { return ended_ + 1; }
 
@@ -45,7 +52,8 @@ class Forwards {
   // A backward has reached the outputs of `pass`. Returns whether it synchronises because of that.
   bool reached(ForwardPass& pass, int backward) {
     known_backward_ = backward;
-    if (!std::exchange(pass.syncs, false) || pass.number <= skipped_) return false;
+    const bool due = std::exchange(pass.syncs, false) && pass.number > skipped_;
+    if (!due && !announced_) return false;
     step_begins();
     opaque_ = 0;
     return true;
@@ -53,7 +61,8 @@ class Forwards {
 
   // A gradient arrives although no output was reached. Returns whether its backward synchronises.
   bool bypassed(int backward) {
-    if ((!may_bypass_ && opaque_ == 0) || known_backward_ == backward) return false;
+    const bool due = (may_bypass_ || opaque_ > 0) && known_backward_ != backward;
+    if (!due && !announced_) return false;
     step_begins();
     opaque_ = std::max<int64_t>(0, opaque_ - 1);
     return true;
@@ -61,6 +70,7 @@ class Forwards {
 
  private:
   void step_begins() {
+    announced_ = false;
     may_bypass_ = false;
     made_step_ = true;
   }
@@ -70,6 +80,7 @@ class Forwards {
   bool may_bypass_ = false;  // no step has begun since a forward whose outputs are watched
   int64_t opaque_ = 0;       // forwards since then whose outputs cannot be; each has one backward
   bool made_step_ = false;   // since the last forward
+  bool announced_ = false;   // the next backward synchronises, whatever it reaches
   int known_backward_ = -1;  // the last one that reached outputs of any forward
 };
 

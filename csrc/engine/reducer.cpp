@@ -25,6 +25,14 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
+// The outputs of a forward that a checkpoint recomputes have served once the tensors that it saved are there.
+void refuse_inner_backward() {
+  FS_CHECK(false,
+           "cannot differentiate a forward of this wrapper that began during a backward of it: its "
+           "gradients would be averaged together with those of the running step. Use "
+           "torch.utils.checkpoint with use_reentrant=False around calls of the wrapper");
+}
+
 }  // namespace
 
 Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
@@ -139,8 +147,27 @@ ForwardAdvice Reducer::advise() {
   return advice;
 }
 
+bool Reducer::recomputes() const {
+  const Lock lock(mutex_);
+  return backward_running_ && running_backward() >= 0;
+}
+
+ForwardAdvice Reducer::announce_backward() {
+  const Lock lock(mutex_);
+  return noting_errors([&] {
+    log_.progress()->reach(Phase::kAfterForward);
+    ForwardAdvice advice = advise();
+    forwards_.announce();
+    return advice;
+  });
+}
+
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   const Lock lock(mutex_);
+  if (recomputes()) {
+    for (const at::Tensor& output : outputs) on_backward(output, &refuse_inner_backward);
+    return;
+  }
   if (sync) log_.end_forward();
   const auto pass = std::make_shared<ForwardPass>(ForwardPass{sync, forwards_.next()});
   const std::weak_ptr<Reducer> weak = weak_from_this();
@@ -151,6 +178,7 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync
     });
   }
   forwards_.ended(sync, watched);
+  if (sync && running_backward() >= 0) forwards_.announce();
 }
 
 void Reducer::on_outputs_reached(ForwardPass& pass) {

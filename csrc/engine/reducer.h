@@ -128,6 +128,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare_local_forward();
   // End of such a forward. See [Note: which backwards synchronise].
   void prepare_backward(const std::vector<at::Tensor>& outputs, bool sync);
+  // The next backward synchronises, whichever forward it belongs to. Throws what the previous one left to say.
+  ForwardAdvice announce_backward();
+  // Whether a forward now is one of the running step again, within its backward: a checkpoint recomputes it.
+  bool recomputes() const;
 
   void set_static_graph();
   // Gradients are divided by this from now on (world size by default; fewer when ranks have joined).

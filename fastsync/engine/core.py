@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastsync import _C
     from fastsync._C import CodedSpec as CodedSpec
     from fastsync._C import FaultWatch as FaultWatch
+    from fastsync._C import ForwardAdvice as ForwardAdvice
     from fastsync._C import Movement as Movement
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer

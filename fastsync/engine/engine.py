@@ -37,7 +37,7 @@ from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.sizes import Sizes
 from fastsync.plan.topology import Network
 from fastsync.ranks.meeting import MeetingPlace
-from fastsync.torch_private import resolvable_name, without_modes
+from fastsync.torch_private import backward_is_running, resolvable_name, without_modes
 from fastsync.wire.formats import Wire
 
 __all__ = ["Engine", "NamedParam", "ShardedUnit"]
@@ -138,20 +138,36 @@ class Engine:
             raise RuntimeError(f"a step that is captured into a CUDA graph {reason}")
         if captured:
             self.sizing.keep("a step is captured into a CUDA graph, which knows its buckets")
-        if self.on_step is not None and not captured:
+        if self.on_step is not None and not captured and not backward_is_running():
             self.on_step(self.core)
         if self.precision is not None:
             self.precision.end_forward()  # where an earlier one was not followed by a backward
+        self._follow_advice(lambda: self.core.prepare_forward(captured))
+        changed, self._plan_changed = self._plan_changed, False
+        return changed
+
+    def announce_backward(self) -> None:
+        """Has the next backward synchronise, whichever forward it belongs to.
+
+        Parameters may have been frozen or unfrozen since the last forward, on every rank alike.
+
+        Raises:
+            RuntimeError: the previous backward was not finished, or left an error to report.
+        """
+        self._follow_advice(self.core.announce_backward)
+
+    def _follow_advice(self, prepare: Callable[[], core.ForwardAdvice]) -> None:
+        """Does what the reducer asks for before a step."""
         with self.unused.naming_replaced():
-            advice = self.core.prepare_forward(captured)
+            advice = prepare()
         if advice.unused:
             self.unused.look_at(advice.unused)
         if advice.paced:
             self.pace.warn()
         if advice.regrouped:
+            if self.precision is not None:
+                self.precision.end_forward()  # plans depend on what parameters are stored in
             self.during(self._regroup)
-        changed, self._plan_changed = self._plan_changed, False
-        return changed
 
     def before_local_forward(self) -> None:
         """Prepares a forward whose backward will only accumulate; ranks may differ in their number.
@@ -172,8 +188,8 @@ class Engine:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A forward, for which parameters are in the precision that they compute in."""
-        if self.precision is None:
-            yield
+        if self.precision is None or self.core.recomputes():
+            yield  # within a backward parameters are in that precision
             return
         self.precision.begin_forward()
         try:

@@ -72,13 +72,23 @@ class FrontReducer:
     def _rebuild_buckets(self) -> bool:
         """Called before every forward, and under join() by ranks that have run out of inputs."""
         syncs, self._syncs = self._syncs or self._in_lockstep(), False
+        if self.engine.core.recomputes():
+            return False  # the forward that a checkpoint runs again has prepared its step
         if syncs:
             return self.engine.before_forward()
         self.engine.before_local_forward()
         return False
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        self.engine.after_forward(outputs)
+        """Called by scripts and libraries: the next backward is to synchronise.
+
+        Args:
+            outputs: which parameters it reaches is seen as it runs, so they are not looked at.
+        """
+        self.engine.announce_backward()
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing to do: the first backward of a static graph has averaged when it ends."""
 
     def _set_static_graph(self) -> None:
         self.engine.core.set_static_graph()

@@ -14,6 +14,7 @@ in place of `DistributedDataParallel`, trains, and returns tensors by name, most
         check(clamps_in_a_hook, stage)
 """
 
+import inspect
 import re
 
 import torch
@@ -35,6 +36,7 @@ STAGES = {
     "fully_shard": lambda net, **_: sharded_by_layer(net),
 }
 SHARDED_PARAMETERS = ("zero3", "fully_shard")
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 
 
 def sharded_by_layer(module):
@@ -106,11 +108,17 @@ def check(script, stage, error=None, world=2, timeout=40.0):
 
 
 def _outcome(rank, world, script, stage):
-    expected = script(lambda net, **options: DistributedDataParallel(net), rank)
+    expected = script(_ddp, rank)
     try:
         return expected, script(STAGES[stage], rank), None
     except Exception as error:
         return expected, None, f"{type(error).__name__}: {error}"
+
+
+def _ddp(net, **options):
+    """Wrap with those of the options that torch's DDP takes, too."""
+    known = {name: value for name, value in options.items() if name in _DDP_OPTIONS}
+    return DistributedDataParallel(net, **known)
 
 
 def _apart(expected, got):
