@@ -2,12 +2,21 @@
 
 Torch calls hooks before and after every step of every optimizer. One that is called before may
 replace the arguments of `step`, the optimizer itself among them: by a stand-in.
+
+[Note: inside the hooks of a script]
+Hooks of a script may write to parameters, gradients and settings. What they write before a step has
+to count in it, and after a step they have to find what it has made, on every rank. So a watcher
+that replaces a step is called last of all hooks before it and first of all hooks after it. Torch
+calls hooks of all optimizers first, then those of this one, and after the step the other way
+around. A hook of all optimizers, which runs before every step, therefore moves a pair of hooks of
+this optimizer to the innermost place, wherever the script has put its own since.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +26,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from fastsync.torch_private import InnermostHooks
 
 __all__ = [
     "Arguments",
@@ -51,13 +62,30 @@ _ELEMENTWISE = (
 class StepWatcher:
     """Who is asked before each step of any optimizer, and told after it."""
 
-    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """`args`: perhaps with another watcher's stand-in.
+    def before_step(self, optimizer: Optimizer) -> None:
+        """A step begins; some hooks of the script are still to come."""
+
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Whether `replace_step` and `end_step` are to be called for this optimizer."""
+        return False
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+        """Called after every hook that the script has registered to run before the step.
+
+        Args:
+            args: perhaps with another watcher's stand-in.
 
         Returns:
             What to call `step` with instead; None: with these.
         """
         return None
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Called before every hook that the script has registered to run after the step."""
+
+    def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
+        """Called where a stand-in's `step` calls that of its base class, for which torch calls
+        these hooks of the script once more, before `end_step`."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The step has been made, or what stood in for it."""
@@ -70,8 +98,9 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
         What ends that; not to be called while torch goes through the hooks of a step.
     """
     me = weakref.ref(watcher)
+    inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks] = weakref.WeakKeyDictionary()
     hooks = (
-        register_optimizer_step_pre_hook(lambda *call: _forward(me, _before_step, *call)),
+        register_optimizer_step_pre_hook(partial(_before_step, me, inner)),
         register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
     )
 
@@ -90,14 +119,42 @@ def _forward(watcher: weakref.ref[StepWatcher], hook: Callable[..., Any], *call:
 
 
 def _before_step(
+    watcher: weakref.ref[StepWatcher],
+    inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks],
+    optimizer: Optimizer,
+    *_: object,
+) -> None:
+    alive = watcher()
+    if alive is None:
+        return
+    alive.before_step(optimizer)
+    if alive.replaces(optimizer):
+        if optimizer not in inner:
+            inner[optimizer] = InnermostHooks(
+                lambda *call: _forward(watcher, _replace_step, *call),
+                lambda *call: _forward(watcher, _end_step, *call),
+                lambda hooks: _forward(watcher, _within_step, hooks),
+            )
+        inner[optimizer].place(optimizer)
+
+
+def _replace_step(
     watcher: StepWatcher, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     args = tuple(args)
     if "closure" in kwargs:
         args, kwargs = (*args, kwargs["closure"]), {**kwargs}
         del kwargs["closure"]
-    changed = watcher.before_step(optimizer, args)
+    changed = watcher.replace_step(optimizer, args)
     return None if changed is None else (changed, kwargs)
+
+
+def _end_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
+    watcher.end_step(optimizer)
+
+
+def _within_step(watcher: StepWatcher, hooks: Sequence[Callable[..., Any]]) -> None:
+    watcher.within_step(hooks)
 
 
 def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:

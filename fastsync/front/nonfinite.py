@@ -73,7 +73,11 @@ class NonFiniteGuard(StepWatcher):
         self._place = meeting_place(engine.group, "non-finite gradients", Env.read().agree_timeout)
         watch_steps(self)
 
-    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Whether it steps on parameters of the engine."""
+        return any(id(p) in self._index_of for p in params_of(optimizer))
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Replaces the optimizer by one without parameters where the step is to be skipped.
 
         Raises:
@@ -81,7 +85,7 @@ class NonFiniteGuard(StepWatcher):
             ValueError: the optimizer computes gradients while it steps.
         """
         mine = {self._index_of[id(p)] for p in params_of(optimizer) if id(p) in self._index_of}
-        if args[0] is not optimizer or not mine:
+        if args[0] is not optimizer:
             return None
         if isinstance(optimizer, LBFGS):
             raise ValueError(

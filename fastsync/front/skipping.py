@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastsync.engine.engine import Engine
-from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
+from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.front.buffers import BufferWatch
 from fastsync.front.preemption import PreemptedFront
 from fastsync.ranks.consensus import RankMismatchError
@@ -63,7 +63,7 @@ class Skips(StepWatcher):
         engine.core.on_skips(lambda givers: _weigh(me, givers))
         watch_steps(self)
 
-    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Refuses steps in the middle of a block.
 
         Raises:
@@ -75,7 +75,6 @@ class Skips(StepWatcher):
                 "would not call it, and would keep other weights. Call it after the block"
             )
             raise self.refusal
-        return None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """All ranks have to make it: they compare that at the end of the next backward."""

@@ -18,7 +18,7 @@ An optimizer is taken over at its first step. Its state then belongs to the piec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -89,12 +89,14 @@ class ShardedOptimizers(StepWatcher):
         self.asked: set[int] | None = None
         watch_steps(self)
 
-    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Whether it steps on parameters of the model."""
+        return any(id(p) in self.index_of for p in params_of(optimizer))
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
-        if not any(id(p) in self.index_of for p in params_of(optimizer)):
-            return None
         if backward_is_running():
             raise RuntimeError(
                 "zero cannot step inside a backward: the ranks exchange parameters after a step, "
@@ -188,7 +190,22 @@ class ShardedOptimizers(StepWatcher):
             ]
         )
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
+        """Refuses hooks that would run before the ranks have exchanged parameters.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if hooks:
+            raise RuntimeError(
+                "step() of this optimizer calls step() of its base class, so torch calls the hooks "
+                "of register_step_pre_hook() and register_step_post_hook() twice, once before the "
+                "ranks have exchanged what zero has them update; do after step() what these hooks "
+                "do, or use zero=0"
+            )
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Exchanges what the step has updated, before hooks of the script look at it."""
         sharded = self._sharded.get(optimizer)
         if sharded is not None:
             sharded.end_step(optimizer)

@@ -53,7 +53,7 @@ from fastsync.torch_private.groups import (
     set_group_timeout,
     talks_by_gloo,
 )
-from fastsync.torch_private.optimizers import first_state
+from fastsync.torch_private.optimizers import InnermostHooks, first_state
 from fastsync.torch_private.parallel import (
     BuiltinCommHookType,
     Front,
@@ -77,6 +77,7 @@ __all__ = [
     "DTensorSpec",
     "Front",
     "GradBucket",
+    "InnermostHooks",
     "PrefixStore",
     "Store",
     "TCPStore",

@@ -1,16 +1,73 @@
-"""What optimizers keep."""
+"""What optimizers keep, and the hooks around their steps."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["first_state"]
+__all__ = ["InnermostHooks", "first_state"]
+
+
+class InnermostHooks:
+    """Two hooks of one optimizer that run closer to its step than all others.
+
+    Args:
+        before: called as `register_step_pre_hook` says, after all others.
+        after: called as `register_step_post_hook` says, before all others.
+        within: called before a step of another optimizer that has the same hooks: of a stand-in,
+            whose `step` calls that of its base class, for which torch calls hooks, too. It gets the
+            other hooks that torch calls then.
+    """
+
+    def __init__(
+        self,
+        before: Callable[..., Any],
+        after: Callable[..., None],
+        within: Callable[[list[Callable[..., Any]]], None],
+    ) -> None:
+        self._before, self._after = _Hook(before, within), _Hook(after)
+        self._ids = (-1, -1)
+
+    def place(self, optimizer: Optimizer) -> None:
+        """Move them to their places; torch must not be calling hooks of this optimizer.
+
+        The last optimizer that was given is the only one whose steps call them.
+        """
+        pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        before, after = self._ids
+        if pre.get(before) is not self._before or post.get(after) is not self._after:
+            self._before.optimizer = self._after.optimizer = weakref.ref(optimizer)
+            before = optimizer.register_step_pre_hook(self._before).id
+            after = optimizer.register_step_post_hook(self._after).id
+            self._ids = (before, after)
+        pre.move_to_end(before)
+        post.move_to_end(after, last=False)
+
+
+class _Hook:
+    """One of a pair of innermost hooks."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        within: Callable[[list[Callable[..., Any]]], None] = lambda hooks: None,
+    ) -> None:
+        self._call, self._within = call, within
+        self.optimizer: weakref.ref[Optimizer] | None = None
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.optimizer is not None and self.optimizer() is optimizer:
+            return self._call(optimizer, args, kwargs)
+        pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        hooks = [*pre.values(), *post.values()]
+        self._within([hook for hook in hooks if not isinstance(hook, _Hook)])
+        return None
 
 
 def first_state(

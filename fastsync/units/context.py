@@ -189,17 +189,29 @@ class Context(StepWatcher, Generic[S]):
         unit.finish_gather()
         self._ahead.discard(id(unit))
 
-    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Whether it steps on shares."""
+        held = set(map(id, params_of(optimizer)))
+        return any(id(member.sharded) in held for unit in self.units() for member in unit.members)
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Has shares step as themselves."""
         params = (member.sharded for unit in self.units() for member in unit.members)
         return self._local_steps.before(optimizer, args, params)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer the state that its shares have got in the step.
+
+        Hooks of the script may run a forward, which has to gather what the step has changed.
+        """
+        self._local_steps.after(optimizer)
+        self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Has units know when their shares have changed.
 
         Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
         """
-        self._local_steps.after(optimizer)
         held = set(map(id, params_of(optimizer)))
         for unit in self.units():
             unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)

@@ -90,11 +90,10 @@ class LocalSteps:
 
 
 def _may_stand_in(optimizer: Optimizer) -> bool:
-    """Not where somebody looks at the parameters between here and the step, or adds to it."""
+    """Not where somebody adds to the step."""
     asks = ("grad_scale", "found_inf")  # a GradScaler leaves its part to the optimizer
     return (
         is_elementwise(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
         and not any(getattr(optimizer, name, None) is not None for name in asks)
         and not any(group.get("differentiable") for group in optimizer.param_groups)
         and not torch.compiler.is_compiling()
