@@ -15,6 +15,7 @@ from fastsync.engine.pace import SlowRanks
 from fastsync.front.elastic import Membership
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.front.replicas import ReplicaError
+from fastsync.front.seat import meet_alone_where_started_later
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.plan.replicas import ReplicaPolicy
@@ -68,6 +69,7 @@ __version__ = "0.1.0"
 
 guard_exit()
 replace_where_asked()
+meet_alone_where_started_later()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -33,7 +33,7 @@ from datetime import timedelta
 from functools import partial
 from types import FrameType
 
-from fastsync.build.env import NCCL_LETS_LIVE, inherited
+from fastsync.build.env import NCCL_LETS_LIVE, inherited, path_with_startup
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.launchers import Launchers, Machine
 from fastsync.ranks.stores import limit_silence
@@ -136,18 +136,20 @@ class _Ranks:
             if begins_again:
                 self._start_later(rank)
             else:
-                self.running[rank] = self._process(rank, (rank, self.world), self.place, 0)
+                self.running[rank] = self._process(rank, self.place, 0)
         self.ranks = self.each
 
     def _process(
-        self, rank: int, seat: tuple[int, int], place: tuple[str, int], later: int
+        self, rank: int, place: tuple[str, int], later: int
     ) -> subprocess.Popen[bytes]:
         """
         Args:
-            seat: rank and size of the default group; `place`: of its store.
-            later: the number of a process that is started after the others; 0: of none such.
+            place: host and port of the store of the default group.
+            later: the number of a process that is started after the others; 0: of none such. Its
+                default group has one rank (see fastsync/front/seat.py), whatever RANK says.
         """
-        numbers = {"RANK": seat[0], "WORLD_SIZE": seat[1], "LOCAL_RANK": self._local[rank]}
+        world = max(self.world, rank + 1)  # a rank that joins has the next number
+        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": self._local[rank]}
         numbers |= {"LOCAL_WORLD_SIZE": self.each, "GROUP_RANK": self.launchers.node}
         numbers |= {"MASTER_PORT": place[1], "TORCHELASTIC_RESTART_COUNT": later}
         variables = {name: str(value) for name, value in numbers.items()}
@@ -156,6 +158,7 @@ class _Ranks:
         variables["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{self.world}"
         if later:
             variables["FASTSYNC_ELASTIC_STORE"] = f"{self.place[0]}:{self.place[1]}"
+            variables["PYTHONPATH"] = path_with_startup()
         environment = {**NCCL_LETS_LIVE, **inherited(variables)}
         return subprocess.Popen(self.command, env=environment)
 
@@ -225,7 +228,7 @@ class _Ranks:
         later = self._again[rank] = self.launchers.next_process()
         # It is the only rank of its default group, whose keys would be those of the others' rank 0.
         alone = self._alone[rank] = _serve()
-        self.running[rank] = self._process(rank, (0, 1), (_HERE, alone.port), later)
+        self.running[rank] = self._process(rank, (_HERE, alone.port), later)
 
     def _trains(self, rank: int) -> bool:
         again = self._again.get(rank, 0)

@@ -8,6 +8,8 @@ third forward. If it comes back, the training ends three steps after that. What 
 * `dies`: likewise, where a rank that joins kills itself in its second step, and does not when it is
   started again.
 * `early`: rank 3, which joins, makes its process group while ranks 1 and 2 have not.
+
+The script goes by RANK and WORLD_SIZE, and imports fastsync once its process group is made.
 """
 
 import os
@@ -20,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fastsync
-
 RANKS = {"last": 1, "joined": 4, "early": 4, "dies": 4, "two": 5}  # at the end
 BEFORE = {1: 3, 2: 3, 3: 0}  # whom each waits for with `early`
 
@@ -31,7 +31,7 @@ def say(line):
     os.write(1, f"{line}\n".encode())
 
 
-def begin(rank, folder):
+def begin(rank, folder, by_address):
     """Makes the process group; in turn, where there is a folder to tell each other through."""
     while folder and rank in BEFORE and not Path(folder, f"{BEFORE[rank]}").exists():
         time.sleep(0.01)
@@ -39,7 +39,11 @@ def begin(rank, folder):
         Path(folder, "0").touch()
     if folder and rank == 3:
         time.sleep(0.5)  # until rank 0 has told where it is
-    dist.init_process_group("gloo")
+    there = {}
+    if by_address:
+        place = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        there = {"init_method": place, "rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", **there)
     if folder:
         Path(folder, f"{rank}").touch()
 
@@ -55,8 +59,10 @@ def main():
     steps, victim, how, folder = *map(int, sys.argv[1:3]), *[*sys.argv[3:], "", ""][:2]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank = int(os.environ["FASTSYNC_ELASTIC_RANK"].partition("/")[0])
-    begin(rank, folder)
+    rank = int(os.environ["RANK"])
+    begin(rank, folder, by_address=how == "two")
+    import fastsync
+
     model = fastsync.FastDDP(nn.Linear(4, 4), elastic=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = model.catch_up(optimizer)
@@ -77,6 +83,7 @@ def main():
         time.sleep(0.01)
     total = sum(float(p.detach().double().sum()) for p in model.parameters())
     say(f"rank {rank} of {model.elastic.ranks}: {total.hex()}")
+    say(f"RANK {rank} of WORLD_SIZE {os.environ['WORLD_SIZE']}")
 
 
 if __name__ == "__main__":

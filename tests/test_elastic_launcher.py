@@ -26,6 +26,12 @@ def test_a_rank_that_dies_is_started_again_and_catches_up():
     assert "rank 0 is back. Ranks [0, 1, 2] go on with step" in output
     sums = re.findall(r"rank \d of \(0, 1, 2\): (\S+)", output)
     assert len(sums) == 3 and len(set(sums)) == 1, output
+    assert places(output) == [("0", "3"), ("1", "3"), ("2", "3")], output
+
+
+def places(output):
+    """RANK and WORLD_SIZE of each process that has come to its end."""
+    return sorted(re.findall(r"RANK (\d) of WORLD_SIZE (\d)", output))
 
 
 def test_who_is_back_may_be_the_last_to_train():
@@ -127,6 +133,7 @@ def test_a_signal_has_a_rank_join_a_training_that_goes_on():
     output = finish(launcher)
     assert "rank 3 has joined. Ranks [0, 1, 2, 3] go on with step" in output
     check_all(output, range(4))
+    assert places(output) == [("0", "3"), ("1", "3"), ("2", "3"), ("3", "4")], output
 
 
 def test_a_rank_that_joins_does_not_take_the_place_of_one_that_still_begins(tmp_path):

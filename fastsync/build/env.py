@@ -21,6 +21,7 @@ __all__ = [
     "ddp_options",
     "has_rank",
     "inherited",
+    "path_with_startup",
     "set_variables",
 ]
 
@@ -104,6 +105,8 @@ class Env:
             back or join: host and port of the store where those that train meet (default: None).
         restarts: ``TORCHELASTIC_RESTART_COUNT``, as torchrun sets it, and `fastsync.elastic` on
             ranks that come back or join: another number on each (default: 0).
+        master_port: ``MASTER_PORT``, as the launcher sets it (default: 0). A rank that comes back or
+            joins is alone in the group that it makes there.
         nccl_lets_live: ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT`` are
             ``0``: torch does not end a process because a collective of NCCL has failed.
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that
@@ -128,6 +131,7 @@ class Env:
     elastic_rank: tuple[int, int] | None = None
     elastic_store: tuple[str, int] | None = None
     restarts: int = 0
+    master_port: int = 0
     replace_ddp: Mapping[str, Any] | None = None
     nccl_lets_live: bool = False
 
@@ -159,6 +163,7 @@ class Env:
             elastic_rank=_place(environ, "FASTSYNC_ELASTIC_RANK"),
             elastic_store=_address(environ, "FASTSYNC_ELASTIC_STORE"),
             restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", cls.restarts),
+            master_port=_integer(environ, "MASTER_PORT", cls.master_port),
             replace_ddp=ddp_options(environ.get("FASTSYNC_REPLACE_DDP", "")),
             nccl_lets_live=all(environ.get(n) == v for n, v in NCCL_LETS_LIVE.items()),
         )
@@ -207,10 +212,16 @@ def ask_to_replace(options: str = "") -> None:
     """
     if options:
         os.environ[_REPLACE] = options
-    former = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = path_with_startup()
+
+
+def path_with_startup(environ: Mapping[str, str] = os.environ) -> str:
+    """PYTHONPATH with the folder whose `sitecustomize` imports fastsync right after torch."""
+    former = environ.get("PYTHONPATH")
     entries = [] if former is None else [former]
-    if str(_STARTUP) not in os.pathsep.join(entries).split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *entries])
+    if str(_STARTUP) in os.pathsep.join(entries).split(os.pathsep):
+        return os.pathsep.join(entries)
+    return os.pathsep.join([str(_STARTUP), *entries])
 
 
 def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

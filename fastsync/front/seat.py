@@ -2,7 +2,9 @@
 
 A process that the launcher starts while others train makes a default group of its own, in a store
 of its own. In the others' store it would be a second rank 0, under the keys of the first one, which
-ranks that begin at that moment would connect with instead.
+ranks that begin at that moment would connect with instead. Its variables RANK and WORLD_SIZE are
+those of the training, since scripts choose seeds and files by them; only the rendezvous of the
+default group ignores them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,16 @@ import torch.distributed as dist
 from fastsync.build.env import Env
 from fastsync.ranks.orphans import end_with_parent
 from fastsync.ranks.stores import group_store, limit_silence
-from fastsync.torch_private import PrefixStore, Store, connect_store, group_timeout, root_store
+from fastsync.torch_private import (
+    PrefixStore,
+    Store,
+    connect_store,
+    group_timeout,
+    meet_alone,
+    root_store,
+)
 
-__all__ = ["ELASTIC_STORE", "Seat"]
+__all__ = ["ELASTIC_STORE", "Seat", "meet_alone_where_started_later"]
 
 ELASTIC_STORE = "fastsync/elastic"  # what the launcher's store holds of the training
 
@@ -74,3 +83,11 @@ class Seat:
         whole = launched is not None and launched[1] == group.size()
         place = PrefixStore(ELASTIC_STORE, root_store(store)) if whole else store
         return cls(group.rank(), group.size(), tuple(members), place, whole)
+
+
+def meet_alone_where_started_later() -> None:
+    """Give this process a default group of one rank, if it comes back or joins."""
+    env = Env.read()
+    # A launcher within the script, such as torchrun, counts the starts of its own ranks from 0.
+    if env.elastic_store is not None and env.restarts:
+        meet_alone(env.master_port)

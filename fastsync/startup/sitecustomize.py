@@ -1,4 +1,7 @@
-"""Puts FastDDP in place of torch's DDP in each Python that a program starts, as it was itself.
+"""Imports fastsync right after torch, in each Python that a program starts.
+
+So FastDDP takes the place of torch's DDP where FASTSYNC_REPLACE_DDP asks for it, and a rank that
+`fastsync.elastic` starts again makes its process group as it must, whatever the script imports.
 
 Python imports this module before the script. It imports neither torch nor fastsync by itself: it
 waits for the program to import torch, and runs the `sitecustomize` that it hides.
@@ -13,7 +16,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class _AfterTorch:
-    """Finds torch once, and has the replacement made when its import ends."""
+    """Finds torch once, and has fastsync imported when its import ends."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def]
@@ -27,16 +30,16 @@ class _AfterTorch:
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             execute(module)
-            _replace()
+            _import_fastsync()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _replace() -> None:
+def _import_fastsync() -> None:
     if importlib.util.find_spec("fastsync") is None:  # started in a checkout
         sys.path.append(str(_HERE.parents[1]))
-    import fastsync  # noqa: F401  # reads the variable
+    import fastsync  # noqa: F401  # reads the variables
 
 
 def _run_hidden() -> None:

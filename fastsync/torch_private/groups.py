@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, cast
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,7 @@ __all__ = [
     "keep_for_good",
     "make_beside",
     "make_group",
+    "meet_alone",
     "renewed_backend",
     "resolvable_name",
     "root_store",
@@ -51,6 +54,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_NUMBERS = ("rank=", "world_size=")
 
 _registry: Any = _distributed_c10d  # torch's stubs name groups by a type of their own
 
@@ -111,6 +115,29 @@ def connect_store(host: str, port: int, timeout: timedelta) -> Store:
         RuntimeError: nobody serves one there.
     """
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def meet_alone(port: int) -> None:
+    """Make `init_process_group` give groups of one rank, where the store is at `port`.
+
+    Whatever RANK and WORLD_SIZE, or the script, say: `env://` and `tcp://` alike. Stores at other
+    ports are the script's own.
+    """
+    # `torch.distributed.rendezvous` is a function that hides its module.
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    for scheme in ("env", "tcp"):
+        handlers[scheme] = _alone(handlers[scheme], port)
+
+
+def _alone(handler: Callable[..., Iterator[Any]], port: int) -> Callable[..., Iterator[Any]]:
+    def rendezvous(url: str, **options: Any) -> Iterator[Any]:
+        asked = urlparse(url)
+        if asked.scheme == "env" or asked.port == port:
+            parts = [p for p in asked.query.split("&") if p and not p.startswith(_NUMBERS)]
+            asked = asked._replace(query="&".join([*parts, "rank=0", "world_size=1"]))
+        return handler(asked.geturl(), **options)
+
+    return rendezvous
 
 
 def resolvable_name(group: dist.ProcessGroup) -> str:
