@@ -1,4 +1,7 @@
 // Python bindings of units: parameters that ranks share.
+#include <pybind11/functional.h>
+
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,6 +12,7 @@
 #include "bindings.h"
 #include "comm/shm_messages.h"
 #include "engine/unit.h"
+#include "engine/unit_gradients.h"
 
 namespace py = pybind11;
 
@@ -151,6 +155,12 @@ void bind_units(py::module_& m) {
           "time_gathers", [](UnitLinks& links, bool whether) { links.times_gathers = whether; },
           py::arg("whether"))
       .def("peers", [](const UnitLinks& links) { return links.peers; });
+  using engine::UnitGradients;
+  py::class_<engine::WatchedGradient>(m, "WatchedGradient");
+  py::class_<UnitGradients>(m, "UnitGradients")
+      .def(py::init<std::function<void()>>(), py::arg("unannounced"))
+      .def("watch", &UnitGradients::watch, py::arg("whole"))
+      .def("announce", &UnitGradients::announce, py::arg("whether"));
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init(&make_layout), py::arg("places"), py::arg("chunk"), py::arg("packed"),
            py::arg("flags"), py::arg("codes"));

@@ -71,6 +71,7 @@ class ShardedDDP(FastDDP, zero=3):
         shard(self.module)
         new = dict(self.module.named_parameters())
         exchange_in_optimizers(list(old.values()), [new[name] for name in old])
+        context_of(self.module).conceals = True
         context_of(self.module).connections.in_memory = self._policy.shared_memory
         self._module_parameters = [p for n, p in new.items() if n not in self.parameters_to_ignore]
         policy, group = self._timeline, self.process_group

@@ -182,7 +182,7 @@ CPP_LAYERS = [
     ],
     ["engine/item_list", "engine/precision", "engine/unit_log", "engine/unit_member"],
     ["engine/unit_codes"],
-    ["engine/unit"],
+    ["engine/unit", "engine/unit_gradients"],
     ["engine/unit_reduce", "engine/unit_wait"],
     ["engine/bucket", "engine/flags"],
     ["engine/usage"],

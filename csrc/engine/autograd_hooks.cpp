@@ -194,6 +194,12 @@ bool on_backward(const at::Tensor& output, std::function<void()> fn) {
   return true;
 }
 
+std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, std::function<void()> fn) {
+  auto node = torch::autograd::impl::grad_accumulator(tensor);
+  node->add_pre_hook(std::make_unique<OutputHook>(std::move(fn)));
+  return std::make_shared<decltype(node)>(std::move(node));
+}
+
 int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 void at_end_of_backward(Turn turn, std::function<void()> fn) {

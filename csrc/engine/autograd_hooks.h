@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -47,6 +48,9 @@ class GradientHooks {
 // Calls `fn` when a backward reaches the node that produced `output`, before anything in front of it. Returns whether there is
 // such a node.
 bool on_backward(const at::Tensor& output, std::function<void()> fn);
+
+// Calls `fn` before a backward accumulates into the leaf `tensor`. Returns what keeps autograd from forgetting that.
+std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, std::function<void()> fn);
 
 // The number that autograd has given the running backward; each has its own, an inner one of reentrant checkpointing too.
 int running_backward();

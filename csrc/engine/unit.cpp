@@ -36,6 +36,18 @@ Unit::~Unit() {
   if (reduction_) abandon(*reduction_);
 }
 
+void Unit::set_name(UnitName name) {
+  whole_.set_absence(
+      "the parameters of " + name.words +
+      " are needed while they are sharded: autograd reached them without passing what the forward "
+      "of their module returned, or they are used outside of that forward. Return every tensor "
+      "that the loss is made of from forward(); or keep the parameters with "
+      "module.set_reshard_after_forward(False), and module.set_reshard_after_backward(False) for "
+      "gradients of gradients; or call register_fsdp_forward_method(module, name) for other "
+      "methods than forward()");
+  name_ = std::make_shared<const UnitName>(std::move(name));
+}
+
 at::Tensor Unit::whole(size_t member) const {
   const UnitMember& its = members_.at(member);
   return ops::view_of(whole_.flat(), compact(its.whole_offset, its.numel(), its.sizes),

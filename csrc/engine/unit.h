@@ -103,7 +103,7 @@ class Unit {
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
-  void set_name(UnitName name) { name_ = std::make_shared<const UnitName>(std::move(name)); }
+  void set_name(UnitName name);
   // A whole member. All calls return tensors of the same memory, or lack of it.
   at::Tensor whole(size_t member) const;
   // What this rank keeps: of the stored dtype, laid out as `layout` says.

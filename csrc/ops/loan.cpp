@@ -24,6 +24,23 @@ void drop_reference(void* storage) {
   c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage));
 }
 
+// Has any access to the elements raise `message`, until `allow_access()`, where this version of torch can.
+template <typename Storage>
+auto forbid_access(Storage& storage, const std::string& message, int /*preferred*/)
+    -> decltype(storage.clear_data_ptr_access_error_msg_()) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+template <typename Storage>
+void forbid_access(Storage& /*storage*/, const std::string& /*message*/, int64_t /*otherwise*/) {}
+
+template <typename Storage>
+auto allow_access(Storage& storage, int /*preferred*/)
+    -> decltype(storage.clear_data_ptr_access_error_msg_()) {
+  storage.clear_data_ptr_access_error_msg_();
+}
+template <typename Storage>
+void allow_access(Storage& /*storage*/, int64_t /*otherwise*/) {}
+
 int64_t bytes_of(int64_t numel, at::ScalarType dtype) {
   return numel * static_cast<int64_t>(c10::elementSize(dtype));
 }
@@ -102,6 +119,7 @@ void Loan::lend(const at::Tensor& block) {
             "memory that does not fit");
   block_ = block;
   c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
+  allow_access(*storage, 0);
   at::DataPtr memory(block.storage().mutable_data(),
                      c10::Storage(block.storage()).unsafeReleaseStorageImpl(), &drop_reference,
                      block.device());
@@ -109,11 +127,22 @@ void Loan::lend(const at::Tensor& block) {
   storage->set_nbytes(bytes_of(flat_.numel(), flat_.scalar_type()));
 }
 
+void Loan::set_absence(std::string message) {
+  absence_ = std::move(message);
+  if (!has_memory()) mark_absent();
+}
+
+void Loan::mark_absent() {
+  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
+  if (!absence_.empty()) forbid_access(*storage, absence_, 0);
+  storage->set_nbytes(static_cast<size_t>(0));
+}
+
 at::Tensor Loan::take_back() {
   if (block_.defined()) {
     c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(at::DataPtr(nullptr, flat_.device()));
-    storage->set_nbytes(static_cast<size_t>(0));
+    mark_absent();
   }
   return std::exchange(block_, at::Tensor());
 }

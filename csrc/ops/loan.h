@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
 namespace fastsync::ops {
@@ -55,12 +56,19 @@ class Loan {
   // Shares the storage, but no version counter: what is written to it is no change that autograd would notice.
   const at::Tensor& flat() const { return flat_; }
   bool has_memory() const { return block_.defined(); }
+  // What an operation that reads or writes the elements raises while there is no memory. Versions of torch that cannot raise there
+  // (before 2.13) crash or find a storage of no bytes.
+  void set_absence(std::string message);
   // `block`: of as many elements.
   void lend(const at::Tensor& block);
   // What had been lent; undefined: nothing.
   at::Tensor take_back();
 
  private:
+  // The storage has no memory, and says so where torch can.
+  void mark_absent();
+
+  std::string absence_;
   at::Tensor flat_;
   at::Tensor block_;
 };

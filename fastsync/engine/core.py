@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from fastsync._C import SharedWords as SharedWords
     from fastsync._C import Timeline as Timeline
     from fastsync._C import Unit as Unit
+    from fastsync._C import UnitGradients as UnitGradients
     from fastsync._C import UnitLayout as UnitLayout
     from fastsync._C import UnitLinks as UnitLinks
     from fastsync._C import UnitLog as UnitLog
     from fastsync._C import UnitName as UnitName
     from fastsync._C import UnitPeers as UnitPeers
+    from fastsync._C import WatchedGradient as WatchedGradient
 else:
 
     class _Extension:
@@ -74,6 +76,7 @@ __all__ = [
     "make_sharded_gradients",
     "make_timeline",
     "make_unit",
+    "make_unit_gradients",
     "make_unit_layout",
     "make_unit_links",
     "make_unit_log",
@@ -295,6 +298,16 @@ def make_unit(
         tag: even, and no other unit's.
     """
     return _C.Unit(links, members, dtypes, str(device), tag)
+
+
+def make_unit_gradients(unannounced: Callable[[], None]) -> UnitGradients:
+    """Return what watches the gradients of unsharded parameters.
+
+    Args:
+        unannounced: called in a backward that comes to such a parameter unannounced, before the
+            gradient is accumulated.
+    """
+    return _C.UnitGradients(unannounced)
 
 
 def make_unit_layout(

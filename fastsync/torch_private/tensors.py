@@ -13,9 +13,14 @@ from torch.utils._pytree import tree_map_only
 __all__ = [
     "WrapperTensor",
     "accumulate_hooks",
+    "creation_number",
     "flatten",
     "is_wrapper",
     "map_tensors",
+    "next_creation_number",
+    "share_hooks",
+    "storage_address",
+    "tensor_hooks",
     "unflatten",
 ]
 
@@ -40,6 +45,35 @@ class WrapperTensor(torch.Tensor):
 def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
     """Those of `register_post_accumulate_grad_hook()`, for gradients that autograd does not set."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Return the hooks of `register_hook()`."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let `target` have the hooks of `source`, whose handles remove them from both."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    found = getattr(source, "_post_accumulate_grad_hooks", None)
+    if found:
+        target._post_accumulate_grad_hooks = found
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the storage's C++ object, which a DTensor has one of, too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def next_creation_number() -> int:
+    """Return the number that autograd gives to the next node of this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def creation_number(node: Any) -> int:
+    """Return the number that autograd gave to a node when it made it."""
+    return int(node._sequence_nr())
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

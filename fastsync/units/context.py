@@ -8,12 +8,16 @@ same on every rank too. lookahead.py says how far.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
+from fastsync.engine import core
 from fastsync.engine.reports import UnitCounters
 from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.timeline.recorder import Recorder
@@ -43,6 +47,8 @@ class UnitState(Protocol):
     @property
     def backward_next(self) -> Sequence[object]: ...
 
+    def announce_backward(self) -> None: ...
+
 
 S = TypeVar("S", bound=UnitState)
 
@@ -60,6 +66,10 @@ class Context(StepWatcher, Generic[S]):
     Attributes:
         root_forward: the state whose forward is the outermost one of those that run.
         ends_queued: whether the running backward will call the root at its end.
+        creates_graph: the running backward, or the last one, is differentiated again, so that the
+            unsharded parameters stay.
+        conceals: between a forward and its backward scripts see shares, unless they asked for
+            unsharded parameters.
         last_backward: whether what was observed in forward is forgotten after the next backward.
         connections: to other ranks.
         recorder: asked before every forward that counts, if there is one.
@@ -71,7 +81,7 @@ class Context(StepWatcher, Generic[S]):
     def __init__(self, first: S) -> None:
         self.states = [first]
         self.root_forward: S | None = None
-        self.ends_queued = False
+        self.ends_queued = self.creates_graph = self.conceals = False
         self.last_backward = True
         self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
@@ -90,6 +100,18 @@ class Context(StepWatcher, Generic[S]):
         self._reducing: deque[Unit] = deque()
         self._local_steps = LocalSteps()
         self.stop_watching = watch_steps(self)
+
+    @cached_property
+    def gradients(self) -> core.UnitGradients:
+        """What notices gradients that come while no output of a module has announced them."""
+        alive = weakref.ref(self)
+
+        def announce() -> None:
+            context = alive()
+            if context is not None:
+                context.states[0].announce_backward()
+
+        return core.make_unit_gradients(announce)
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]
@@ -215,6 +237,9 @@ class Context(StepWatcher, Generic[S]):
         held = set(map(id, params_of(optimizer)))
         for unit in self.units():
             unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
+            if unit.stale and unit.running and unit.is_whole:  # a step within a forward
+                unit.reshard()
+                self.gather([unit])
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Starts to gather what the next forward computes with."""
@@ -252,6 +277,15 @@ class Context(StepWatcher, Generic[S]):
         self._order = self._running
         self._drop_prefetched()
         self._hand_back()
+        self._show_shares()
+
+    def _show_shares(self) -> None:
+        """Scripts that look at parameters from here on see what an optimizer steps on."""
+        for unit in self.units():
+            if self.conceals and not unit.stays:
+                unit.conceal()
+            elif unit.is_whole:
+                unit.lend_gradients()
 
     def _hand_back(self) -> None:
         """Scripts may write to the shares from here on."""
@@ -268,6 +302,10 @@ class Context(StepWatcher, Generic[S]):
 
     def begin_backward(self) -> None:
         self.ends_queued, self._ends_soon = True, False
+        self.creates_graph = torch.is_grad_enabled()
+        self.gradients.announce(True)
+        for unit in self.units():
+            unit.take_script_gradients()
         self._by_hand = any(state.backward_next for state in self.states)
         self._deepest = len(self._done) - 1
         self.lookahead.backward.begin(bool(self._numbers))
@@ -307,12 +345,7 @@ class Context(StepWatcher, Generic[S]):
 
     def end_backward(self) -> None:
         """All gradients are where they belong."""
-        self._finish_all()
-        for unit in self.units():
-            unit.finish_sums()
-        for unit in self.units():
-            land(unit.strands)
-        self.ends_queued = False
+        self._deliver_all()
         self.root_forward = None
         if self.last_backward:
             self._done.clear()
@@ -320,12 +353,28 @@ class Context(StepWatcher, Generic[S]):
                 unit.places.clear()
             self._drop_prefetched()
         self._hand_back()
+        self._show_shares()
         self.trim()
         self.connections.log.end_work()
         self.lookahead.backward.end()
         self._numbers = {}
         steps, mark = self.connections.log.steps(), self.connections.mark
         self.lookahead.end_step(self.units(), steps, mark)
+
+    def end_backward_in_forward(self) -> None:
+        """Likewise, and the forward in which the script called for that backward goes on."""
+        self._deliver_all()
+        self._hand_back()
+        self.connections.log.end_work()
+
+    def _deliver_all(self) -> None:
+        self._finish_all()
+        for unit in self.units():
+            unit.finish_sums()
+        for unit in self.units():
+            land(unit.strands)
+        self.ends_queued = False
+        self.gradients.announce(False)
 
     def forget(self) -> None:
         """Lets go of everything that a failed step has left."""
@@ -335,6 +384,7 @@ class Context(StepWatcher, Generic[S]):
         self._done.clear()
         self._ahead.clear()
         self._running, self._wanted = [], None
-        self.ends_queued = False
+        self.ends_queued = self.creates_graph = False
+        self.gradients.announce(False)
         self.root_forward = None
         self.trim()

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
+from fastsync.engine import core
 from fastsync.ranks.consensus import Param
 from fastsync.torch_private import (
     DTensorSpec,
@@ -16,6 +19,8 @@ from fastsync.torch_private import (
     local_of,
     make_dtensor,
     spec_of,
+    storage_address,
+    tensor_hooks,
     with_dtype,
 )
 from fastsync.units.layout import Shape
@@ -59,6 +64,7 @@ class Member:
         partial: a gradient that has been accumulated without communication in the dtype in which
             gradients are reduced, where that is not the one in which they arrive.
         trained: whether it wanted a gradient when last looked at.
+        watched: what has the gradients of `whole` noticed; None: nothing.
         name: in the root module, once that is known.
         inner: of the whole, where that is a DTensor.
         spec: of the shares and their gradients.
@@ -74,9 +80,15 @@ class Member:
     inner: DTensorSpec | None = None
     spec: DTensorSpec = field(init=False)
     trained: bool = field(init=False)
+    watched: core.WatchedGradient | None = None
+    _relay: RemovableHandle | None = None
+    _lent: bool = False
+    _wrapper: torch.UntypedStorage = field(init=False)
+    _local: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.trained = self.sharded.requires_grad
+        self._note()
         self.name = self.name or self.homes[0].name
         self.spec = spec_of(self.sharded)
 
@@ -94,6 +106,7 @@ class Member:
         if self.inner is not None:
             memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
         self.whole = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
+        self.watched = self._relay = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -115,6 +128,65 @@ class Member:
         """This rank's tensor of the whole, where that is a DTensor; else the whole."""
         assert self.whole is not None
         return self.whole if self.inner is None else local_of(self.whole)
+
+    def _note(self) -> None:
+        self._wrapper, self._local = self.sharded.untyped_storage(), self.local
+
+    def note_local(self) -> None:
+        """The local tensor is where it should be."""
+        self.check_data()
+        self._note()
+
+    def is_exchanged(self) -> bool:
+        """Return whether a script has registered another parameter, or given this one other data.
+
+        Raises:
+            RuntimeError: it has assigned to `.data`, or taken the parameter out of its module.
+        """
+        self.check_data()
+        exchanged = self.local is not self._local
+        for home in self.homes:
+            found = home.module._parameters.get(home.name)
+            if found is self.sharded or found is self.whole:
+                continue
+            if found is None or home is not self.homes[0]:
+                done = "removed" if found is None else "exchanged where it is tied to another"
+                raise RuntimeError(
+                    f"parameter {self.name!r} was {done} after fully_shard(), so what its module "
+                    "computes with is not synchronised; change the model before wrapping it"
+                )
+            exchanged = True
+        return exchanged
+
+    def check_data(self) -> None:
+        """
+        Raises:
+            RuntimeError: a script has assigned to `.data`, which changes no values of a DTensor.
+        """
+        if self.local is self._local and storage_address(self.sharded) != self._wrapper._cdata:
+            raise RuntimeError(
+                f"something was assigned to the .data of parameter {self.name!r}, which is a "
+                "DTensor: torch leaves its values as they were. Write into it instead, as with "
+                "param.data.copy_(values) or param.data.clamp_(-1, 1); values may be a DTensor, "
+                "such as a copy of the parameter, or torch.distributed.tensor.distribute_tensor("
+                "whole, param.device_mesh, param.placements)"
+            )
+
+    def watch(self, gradients: core.UnitGradients) -> None:
+        """Have the gradients of `whole` noticed, and shown to the hooks of the parameter."""
+        if self.whole is None or not self.whole.requires_grad:
+            return
+        if self.watched is None:
+            self.watched = gradients.watch(self.whole)
+        if self._relay is None and self.sharded._backward_hooks:
+            self._relay = self.whole.register_hook(self._call_tensor_hooks)
+
+    def _call_tensor_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Show this rank's own gradient to hooks, as an unsharded parameter does."""
+        for hook in tensor_hooks(self.sharded):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
     def call_hooks(self) -> None:
         """Those that run when autograd has set a gradient."""
@@ -151,6 +223,28 @@ class Member:
         assert fresh is not None
         self.partial = fresh.to(dtype) if self.partial is None else self.partial.add_(fresh)
 
+    def lend_gradient(self) -> None:
+        """Let a script find the share's gradient at `whole`, to read, change or reset it."""
+        if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
+            return
+        if self.inner is None and not self._lent and self.whole.dtype == self.sharded.dtype:
+            self.whole.grad, self._lent = self.sharded.grad, True
+
+    @torch.no_grad()
+    def take_script_gradient(self) -> None:
+        """Give the share what the script has left there: that gradient, another one, or none."""
+        if not self._lent or self.whole is None:
+            return
+        found, self.whole.grad = self.whole.grad, None
+        self._lent = False
+        if found is None or isinstance(found, DTensor):
+            self.sharded.grad = found
+            return
+        each, dim = self.shape.count(0, self.place.world), self.shape.dim
+        begin = min(each * self.place.rank, self.shape.sizes[dim])
+        count = self.shape.count(self.place.rank, self.place.world)
+        self.set_gradient(found.detach().narrow(dim, begin, count).to(self.local, copy=True))
+
     def freeze_alike(self) -> None:
         """Share and whole want a gradient alike: a script may freeze or thaw either."""
         if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
@@ -160,12 +254,14 @@ class Member:
         self.trained = self.sharded.requires_grad
 
     def show_sharded(self) -> None:
+        self.take_script_gradient()
         self.freeze_alike()
         for home in self.homes:
             home.put(self.sharded)
 
     def show_whole(self) -> None:
         assert self.whole is not None
+        self.take_script_gradient()
         self.freeze_alike()
         for home in self.homes:
             home.put(self.whole)

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TypeVar, cast
 
 import torch
 
-__all__ = ["grad_tensors", "map_tensors"]
+__all__ = ["grad_tensors", "map_tensors", "output_grad_tensors"]
 
 T = TypeVar("T")
+
+# Objects that a search for tensors looks at, so that one that leads far away ends.
+MOST_VISITS = 1000
+# Classes whose attributes are no output, or lead to the whole program.
+_OPAQUE = (
+    *(str, bytes, int, float),
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], nested: T) -> T:
@@ -74,3 +89,46 @@ def grad_tensors(nested: object) -> list[torch.Tensor]:
 
     _mapped(note, nested)
     return found
+
+
+def output_grad_tensors(nested: object) -> list[torch.Tensor]:
+    """Return the tensors in an output that require a gradient, in objects of any class, too."""
+    found = grad_tensors(nested)
+    return found if isinstance(nested, torch.Tensor) else found + _hidden(nested, found)
+
+
+def _hidden(nested: object, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that `map_tensors` does not meet: attributes of objects, in any depth."""
+    found: list[torch.Tensor] = []
+    seen = set(map(id, known))
+    left, visits = [nested], 0
+    while left and visits < MOST_VISITS:
+        each = left.pop()
+        visits += 1
+        if id(each) in seen:
+            continue
+        if not isinstance(each, torch.Tensor):
+            parts = list(_parts(each))
+            if parts:
+                seen.add(id(each))
+                left += parts[::-1]
+        elif each.requires_grad:
+            seen.add(id(each))
+            found.append(each)
+    return found
+
+
+def _parts(nested: object) -> Iterable[object]:
+    """What a container or an object holds."""
+    if nested is None or isinstance(nested, _OPAQUE):
+        return
+    if isinstance(nested, Mapping):
+        yield from nested.values()
+    elif isinstance(nested, list | tuple | set | frozenset):
+        yield from nested
+    yield from getattr(nested, "__dict__", {}).values()
+    for kind in type(nested).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                yield getattr(nested, name, None)

@@ -24,6 +24,7 @@ from fastsync.torch_private import (
     make_spec,
     register_sharded,
     shard_spec,
+    share_hooks,
     spec_of,
 )
 from fastsync.units.errors import RefusedError
@@ -342,4 +343,5 @@ def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Pl
     else:
         spec = shard_spec(place.mesh, placements, inner)
     sharded = nn.Parameter(make_dtensor(share, spec), requires_grad=param.requires_grad)
+    share_hooks(param, sharded)
     return Member(homes, shape, place, sharded, inner=inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -14,12 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fastsync.torch_private import (
     at_end_of_backward,
     backward_is_running,
+    creation_number,
+    next_creation_number,
     outside_transforms,
     transforms_are_active,
     untraced,
 )
 from fastsync.units.context import Context
-from fastsync.units.nested import grad_tensors, map_tensors
+from fastsync.units.nested import grad_tensors, map_tensors, output_grad_tensors
 from fastsync.units.unit import Moment, Unit
 
 __all__ = ["State", "state_of"]
@@ -109,6 +110,7 @@ class State:
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
+        self._first_node = 0  # that autograd makes in that forward
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             self._hook(module)
@@ -202,6 +204,7 @@ class State:
         """Everything below can be gathered. Collective the first time."""
         for unit in self.context.units():
             self.context.connections.connect(unit, self.context.units())
+            unit.watch_with(self.context.gradients)
             if not unit.is_whole:
                 unit.settle()
             for strand in unit.strands:
@@ -233,6 +236,7 @@ class State:
             self.context.gather(self.uses, self._prefetch_forward)
         for unit in self.uses:
             unit.running += 1
+        self._first_node = next_creation_number()
         if torch.is_grad_enabled() and self.uses:
             args, kwargs = self._mark_end(args, kwargs)
         return args, kwargs
@@ -297,11 +301,12 @@ class State:
         return self._end_forward(output)
 
     def _end_forward(self, output: object) -> object:
+        found = output_grad_tensors(output) if torch.is_grad_enabled() else []
         for unit in self.uses:
             unit.running -= 1
             if not backward_is_running():
-                self._let_go(unit, output)
-        output = self._mark_start(output)
+                self._let_go(unit, bool(found))
+        output = self._mark_start(output, found)
         self.moment = Moment.IDLE
         if self.context.root_forward is self:
             output = self._complete_groups(output)
@@ -310,13 +315,19 @@ class State:
             self.context.root_forward = None
         return self._cast_output(output)
 
-    def _let_go(self, unit: Unit, output: object) -> None:
+    def _let_go(self, unit: Unit, has_outputs: bool) -> None:
+        """
+        Args:
+            has_outputs: the forward returned tensors that require a gradient.
+        """
         with_backward = torch.is_grad_enabled()
         kept = with_backward or not unit.kept_by_default
-        if unit.running == 0 and (unit.switches.reshard_after_forward or not kept):
+        # Where a backward may come that no output announces, nothing would gather for it.
+        hidden = with_backward and not has_outputs and not transforms_are_active() and unit.trains
+        if unit.running == 0 and not hidden and (unit.switches.reshard_after_forward or not kept):
             unit.reshard(for_backward=with_backward and unit.switches.gather_in_backward)
         # A frozen unit that begins the model gets no backward.
-        if with_backward and (transforms_are_active() or grad_tensors(output)):
+        if with_backward and (transforms_are_active() or has_outputs):
             self.context.leave(unit)
 
     def _complete_groups(self, output: object) -> object:
@@ -339,34 +350,41 @@ class State:
 
     # --- backward
 
-    def _mark_start(self, output: object) -> object:
-        """Has the backward say when it begins with this forward."""
+    def _mark_start(self, output: object, found: Sequence[torch.Tensor]) -> object:
+        """Has the backward say when it begins with this forward.
+
+        Args:
+            found: the tensors of the output that require a gradient.
+        """
         if not torch.is_grad_enabled():
             return output
-        for tensor in grad_tensors(output):
-            if tensor._base is not None:
-                names = ", ".join(type(m).__name__ for m in self.modules)
-                warnings.warn(
-                    f"a module of fully_shard() ({names}) returned a view. An operation in place "
-                    "on it (x += y) would drop the hook that gathers the parameters for backward; "
-                    "use x = x + y, or clone() the output before",
-                    UserWarning,
-                    stacklevel=2,
-                )
+        for tensor in found:
             tensor.register_hook(self.before_backward)
+            # An operation in place on a view replaces its node, and leaves the base's where it is.
+            base = tensor._base
+            if base is not None and base.grad_fn is not None and self._made_here(base):
+                base.register_hook(self.before_backward)
         if transforms_are_active():  # tensors in there may require gradients outside alone
             start = cast("Callable[..., torch.Tensor]", _UnitStart.apply)
             passed = lambda t: t if t.requires_grad or not t.is_floating_point() else start(self, t)  # noqa: E731
             return map_tensors(passed, output)
         return output
 
+    def _made_here(self, tensor: torch.Tensor) -> bool:
+        """Whether the forward that ends has computed it."""
+        return creation_number(tensor.grad_fn) >= self._first_node
+
+    def announce_backward(self) -> None:
+        """A backward has come to a module, or to a parameter where outputs did not lead to it."""
+        if not self.context.ends_queued:
+            self.context.begin_backward()
+            at_end_of_backward(self.end_of_backward)
+
     @untraced
     def before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """A backward has reached the outputs."""
         self.moment = Moment.BEFORE_BACKWARD
-        if not self.context.ends_queued:
-            self.context.begin_backward()
-            at_end_of_backward(self.end_of_backward)
+        self.announce_backward()
         for unit in reversed(self.uses):
             unit.busy.add(id(self))
             if unit.moment is Moment.BEFORE_BACKWARD and unit.is_whole:
@@ -385,6 +403,9 @@ class State:
     @untraced
     def reached_end(self, counted: bool) -> None:
         """A backward is through with one forward, which was counted among those expected or not."""
+        self.announce_backward()
+        if self.moment is Moment.FORWARD:  # whose graph the script differentiates meanwhile
+            return
         self.moment = Moment.IDLE
         for unit in self.uses:
             unit.expected -= counted
@@ -397,7 +418,7 @@ class State:
     def after_backward(self, unit: Unit) -> None:
         """Takes away the parameters and sends the gradients. Collective."""
         unit.expected, unit.moment, unit.touched = 0, Moment.AFTER_BACKWARD, False
-        if unit.switches.reshard_after_backward:
+        if unit.switches.reshard_after_backward and not self.context.creates_graph:
             unit.reshard()
         if unit.switches.reduce:
             self.context.reduce(unit)
@@ -408,20 +429,29 @@ class State:
     def end_of_backward(self) -> None:
         """Sends what has not been sent, and waits for everything."""
         self.context.connections.log.end_backward()
+        in_forward = any(unit.running for unit in self.context.units())
         for state in self.context.states:
-            state._missing.clear()
-            state.moment = Moment.IDLE
+            if state.moment is not Moment.FORWARD:
+                state._missing.clear()
+                state.moment = Moment.IDLE
         for state in self.context.states:
             unit = state.unit
             if unit is None:
                 continue
+            if unit.running:  # the script called for this backward inside a forward
+                if unit.switches.reduce and unit.has_gradients():
+                    self.context.reduce(unit)
+                continue
             left = unit.moment is not Moment.AFTER_BACKWARD and (unit.expected or unit.touched)
             if left or (unit.switches.reduce and unit.has_gradients()):
                 state.after_backward(unit)
-            elif unit.switches.reshard_after_backward and not unit.running:
+            elif unit.switches.reshard_after_backward and not self.context.creates_graph:
                 unit.reshard()  # what a forward has kept that this backward does not reach
             unit.end_backward()
-        self.context.end_backward()
+        if in_forward:
+            self.context.end_backward_in_forward()
+        else:
+            self.context.end_backward()
 
     def reset(self) -> None:
         """Forgets a step that failed.

@@ -143,6 +143,7 @@ class Strand:
             if not room.is_meta:
                 room.copy_(member.local)
             set_local(member.sharded, room)
+            member.note_local()
         return shard
 
     def _set_shard(self, shard: torch.Tensor) -> None:

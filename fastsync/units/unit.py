@@ -71,6 +71,8 @@ class Unit:
 
     Attributes:
         modules: that it was made for.
+        concealed: modules have the shares registered while the unsharded parameters are kept.
+        gradients: what notices those that come unannounced.
         running: forwards that have begun and not ended.
         kept_by_default: between forward and backward, without anybody's having asked for that.
         expected: forwards whose backward has not reached the unit's end.
@@ -90,6 +92,8 @@ class Unit:
     switches: Switches = field(default_factory=Switches)
     moment: Moment = Moment.IDLE
     is_whole: bool = False
+    concealed: bool = False
+    gradients: core.UnitGradients | None = None
     running: int = 0
     kept_by_default: bool = False
     expected: int = 0
@@ -142,6 +146,8 @@ class Unit:
         """Takes in parameters that somebody else has exchanged, or given an extension."""
         for strand in self.strands:
             strand.settle()
+        for member in self.members:
+            member.note_local()
         self._sort()
         self.show_sharded()
 
@@ -166,14 +172,18 @@ class Unit:
 
         Those that stay are frozen or thawed as their shares are.
         """
-        if self.stale and not self.running:
+        if (self.stale or self.concealed) and not self.running:
             self.reshard()
+        if not self.running and any([member.is_exchanged() for member in self.members]):
+            self.reshard()
+            self.settle()
         if not self.is_whole:
             for strand in self.strands:
                 strand.drop_part()
         if self.is_whole:
             for member in self.members:
                 member.freeze_alike()
+            self.watch()
 
     def start_gather(self) -> None:
         """Collective, unless the unit is whole or on the way."""
@@ -186,14 +196,59 @@ class Unit:
 
     def finish_gather(self) -> None:
         """Returns once modules have the whole parameters."""
-        if self.is_whole:
+        if self.is_whole and not self.concealed:
             return
-        self.start_gather()
-        for strand in self.strands:
-            strand.finish_gather()
+        if not self.is_whole:
+            self.start_gather()
+            for strand in self.strands:
+                strand.finish_gather()
         for member in self.members:
             member.show_whole()
-        self.is_whole = True
+        self.is_whole, self.concealed = True, False
+        self.watch()
+
+    def watch(self) -> None:
+        """Have gradients of the unsharded parameters noticed, and shown to hooks."""
+        if self.gradients is not None:
+            for member in self.members:
+                member.watch(self.gradients)
+
+    def watch_with(self, gradients: core.UnitGradients) -> None:
+        """Have `gradients` notice those of this unit."""
+        if self.gradients is not gradients:
+            self.gradients = gradients
+            for member in self.members:
+                member.watched = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return any(member.sharded.requires_grad for member in self.members)
+
+    @property
+    def stays(self) -> bool:
+        """Whether a script asked for unsharded parameters after a forward or backward."""
+        after_forward = self.switches.reshard_after_forward or self.kept_by_default
+        return not (after_forward and self.switches.reshard_after_backward)
+
+    def lend_gradients(self) -> None:
+        """Let a script that sees the unsharded parameters find the gradients there."""
+        for member in self.members:
+            member.lend_gradient()
+
+    def take_script_gradients(self) -> None:
+        """Give the shares the gradients that the script has set since."""
+        for member in self.members:
+            member.take_script_gradient()
+
+    def conceal(self) -> None:
+        """Show the shares to scripts, and keep the unsharded parameters for backward.
+
+        Scripts may write to the shares until the next forward, which then gathers again.
+        """
+        if self.is_whole and not self.concealed:
+            self.show_sharded()
+            self.concealed = True
 
     def bytes_to_gather(self) -> int:
         """That being whole takes, the same on every rank."""
@@ -218,7 +273,7 @@ class Unit:
         keepers = keepers if self.is_whole else None
         if self.is_whole:
             self.show_sharded()
-            self.is_whole = False
+            self.is_whole = self.concealed = False
         for strand in self.strands:
             strand.release(keepers)
 

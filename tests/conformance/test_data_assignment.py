@@ -1,0 +1,252 @@
+"""Writes to parameters past the optimizer: `.data`, copies, exchanged tensors and parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conformance.stages import (
+    SHARDED_PARAMETERS,
+    STAGES,
+    batch,
+    check,
+    full,
+    loss_of,
+    net,
+)
+
+ASSIGNED = r"assigned to the \.data of parameter '.*weight'.*copy_"
+
+
+def train(wrap, rank, write, steps=3):
+    """Train, and call `write` between a step of the optimizer and the next forward."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+        write(model)
+    result = full(model)
+    result["output"] = model(batch(7, 0)).detach().clone()
+    return result
+
+
+def copies_into_data(wrap, rank):
+    def write(model):
+        for param in model.parameters():
+            param.data.copy_(param.data.clamp(-0.2, 0.2))
+
+    return train(wrap, rank, write)
+
+
+def scales_data(wrap, rank):
+    def write(model):
+        for param in model.parameters():
+            param.data.mul_(0.9).add_(0.001)
+
+    return train(wrap, rank, write)
+
+
+def clamps_without_gradients(wrap, rank):
+    @torch.no_grad()
+    def write(model):
+        for param in model.parameters():
+            param.clamp_(-0.3, 0.3)
+
+    return train(wrap, rank, write)
+
+
+def swaps_in_an_average(wrap, rank):
+    """Evaluate with an exponential average, by copies, then go on with the weights."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    average = [param.detach().clone() for param in model.parameters()]
+    seen = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+        kept = []
+        for param, mean in zip(model.parameters(), average, strict=True):
+            mean.lerp_(param.detach(), 0.1)
+            kept.append(param.detach().clone())
+            param.data.copy_(mean)
+        with torch.no_grad():
+            seen[f"output {step}"] = model(batch(7, step)).clone()
+        for param, old in zip(model.parameters(), kept, strict=True):
+            param.data.copy_(old)
+    return {**full(model), **seen}
+
+
+def writes_after_a_forward_without_backward(wrap, rank):
+    """As a line search does: the second forward is of other weights."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        losses[f"before {step}"] = loss_of(model(batch(rank, step))).detach().clone()
+        for param in model.parameters():
+            param.data.mul_(0.9)
+        loss = loss_of(model(batch(rank, step)))
+        losses[f"after {step}"] = loss.detach().clone()
+        loss.backward()
+        optimizer.step()
+    return {**full(model), **losses}
+
+
+def writes_between_forward_and_backward(wrap, rank):
+    """To what backward does not need: the last bias."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(rank, step)))
+        for name, param in model.named_parameters():
+            if name.endswith("head.bias"):
+                param.data.mul_(0.5)
+        loss.backward()
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "script",
+    [copies_into_data, scales_data, clamps_without_gradients, swaps_in_an_average],
+)
+def test_writes_into_parameters(stage, script):
+    check(script, stage)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "script", [writes_after_a_forward_without_backward, writes_between_forward_and_backward]
+)
+def test_writes_around_a_forward(stage, script):
+    check(script, stage)
+
+
+def assigns_to_data(wrap, rank):
+    def write(model):
+        for param in model.parameters():
+            param.data = param.data.clamp(-0.2, 0.2)
+
+    return train(wrap, rank, write)
+
+
+def assigns_an_average(wrap, rank):
+    """The average and the weights are alive, and change places for each evaluation."""
+    averages = []
+
+    def write(model):
+        if not averages:
+            averages.extend(param.data.clone() for param in model.parameters())
+        kept = [param.data for param in model.parameters()]
+        for param, mean in zip(model.parameters(), averages, strict=True):
+            mean.lerp_(param.data, 0.1)
+            param.data = mean
+        with torch.no_grad():
+            model(batch(7, 0))
+        for param, old in zip(model.parameters(), kept, strict=True):
+            param.data = old
+
+    return train(wrap, rank, write)
+
+
+def assigns_before_the_first_step(wrap, rank):
+    """As an initialisation by hand."""
+    model = wrap(net())
+    for param in model.parameters():
+        param.data = torch.ones_like(param.data)
+    return {**full(model), "output": model(batch(rank, 0)).detach().clone()}
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero1-small", "zero2"])
+@pytest.mark.parametrize(
+    "script", [assigns_to_data, assigns_an_average, assigns_before_the_first_step]
+)
+def test_assigns_to_data(stage, script):
+    check(script, stage)
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+@pytest.mark.parametrize(
+    "script", [assigns_to_data, assigns_an_average, assigns_before_the_first_step]
+)
+def test_assigning_to_data_of_shards_is_an_error(stage, script):
+    check(script, stage, error=ASSIGNED)
+
+
+def swaps_tensors(wrap, rank):
+    """`swap_tensors` exchanges what the two stand for, so the weights do change."""
+
+    def write(model):
+        for param in model.parameters():
+            other = nn.Parameter(param.detach().clone() * 0.5)
+            torch.utils.swap_tensors(param, other)
+
+    return train(wrap, rank, write)
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_swaps_tensors(stage):
+    """DDP itself fails: swapped parameters have lost the node that it hooks."""
+    check(swaps_tensors_or_halves, stage)
+
+
+def swaps_tensors_or_halves(wrap, rank):
+    """Under DDP, which cannot be swapped, the same by multiplication."""
+
+    def write(model):
+        for param in model.parameters():
+            if hasattr(param, "full_tensor"):
+                other = nn.Parameter(param.detach().clone() * 0.5)
+                torch.utils.swap_tensors(param, other)
+            else:
+                param.data.mul_(0.5)
+
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+        write(model)
+    return {**full(model), "output": model(batch(7, 0)).detach().clone()}
+
+
+def replaces_a_parameter(wrap, rank):
+    def write(model):
+        inner = getattr(model, "module", model)
+        inner.head.weight = nn.Parameter(torch.zeros(3, 7))
+
+    return train(wrap, rank, write)
+
+
+def removes_a_parameter(wrap, rank):
+    def write(model):
+        inner = getattr(model, "module", model)
+        inner.head.bias = None
+
+    return train(lambda module: wrap(module, find_unused_parameters=True), rank, write)
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+@pytest.mark.parametrize("script", [replaces_a_parameter, removes_a_parameter])
+def test_another_parameter_is_an_error(stage, script):
+    """DDP goes on without it: its ranks diverge, or its forward raises."""
+    check(only_under_the_stage(script), stage, error="parameter '.*(weight|bias)' was")
+
+
+class only_under_the_stage:  # noqa: N801
+    """Does not run the script under DDP, which raises or is wrong as well."""
+
+    def __init__(self, script):
+        self.script = script
+
+    def __call__(self, wrap, rank):
+        from torch.nn.parallel import DistributedDataParallel
+
+        probe = wrap(nn.Linear(1, 1))
+        return {} if type(probe) is DistributedDataParallel else self.script(wrap, rank)

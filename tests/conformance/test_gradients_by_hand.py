@@ -1,0 +1,140 @@
+"""Gradients that a script resets, zeroes or sets by itself, at any time of a step."""
+
+import pytest
+import torch
+
+from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
+from tests.conformance.test_outputs import Script
+
+
+def inner(model):
+    return getattr(model, "module", model)
+
+
+def resets_the_module(model, _):
+    model.zero_grad()
+
+
+def zeroes_the_module(model, _):
+    model.zero_grad(set_to_none=False)
+
+
+def resets_the_inner_module(model, _):
+    inner(model).zero_grad()
+
+
+def resets_a_layer(model, _):
+    inner(model).head.zero_grad()
+
+
+def resets_by_hand(model, _):
+    for param in model.parameters():
+        param.grad = None
+
+
+def resets_some_by_hand(model, _):
+    inner(model).first.weight.grad = None
+    inner(model).norm.bias.grad = None
+
+
+def resets_the_optimizer(_, optimizer):
+    optimizer.zero_grad()
+
+
+def zeroes_the_optimizer(_, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def zeroes_by_hand(_, optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.zero_()
+
+
+def sets_by_hand(_, optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+
+
+def sets_at_the_module(model, _):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+def scales_by_hand(model, _):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+RESETS = [
+    resets_the_module,
+    zeroes_the_module,
+    resets_the_inner_module,
+    resets_a_layer,
+    resets_by_hand,
+    resets_some_by_hand,
+    resets_the_optimizer,
+    zeroes_the_optimizer,
+    zeroes_by_hand,
+    sets_by_hand,
+    sets_at_the_module,
+]
+
+
+def between_forward_and_backward(wrap, rank, reset):
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        loss = loss_of(model(batch(rank, step)))
+        reset(model, optimizer)
+        loss.backward()
+        optimizer.step()
+    return full(model)
+
+
+def between_two_forwards(wrap, rank, reset):
+    """The gradients of the first backward are there while the second forward has run."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, 2 * step))).backward()
+        loss = loss_of(model(batch(rank, 2 * step + 1)))
+        reset(model, optimizer)
+        loss.backward()
+        optimizer.step()
+    return full(model)
+
+
+def after_backward(wrap, rank, reset):
+    """Between backward and step."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        reset(model, optimizer)
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("reset", RESETS)
+def test_between_forward_and_backward(stage, reset):
+    check(Script(between_forward_and_backward, reset), stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("reset", [resets_by_hand, zeroes_the_module, scales_by_hand])
+def test_between_two_forwards(stage, reset):
+    check(Script(between_two_forwards, reset), stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("reset", [resets_by_hand, resets_a_layer, scales_by_hand])
+def test_after_backward(stage, reset):
+    check(Script(after_backward, reset), stage)

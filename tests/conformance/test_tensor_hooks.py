@@ -1,0 +1,181 @@
+"""Hooks on parameters: of `register_hook` and `register_post_accumulate_grad_hook`."""
+
+import pytest
+import torch
+
+from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
+from tests.conformance.test_outputs import Script
+
+
+def train(wrap, rank, before=None, after=None, steps=3):
+    """Train with hooks that `before` registers on the bare model, and `after` on the wrapped.
+
+    Each gets the model and a list for what hooks see, which is part of the result.
+    """
+    seen = []
+    model = net()
+    if before is not None:
+        before(model, seen)
+    model = wrap(model)
+    if after is not None:
+        after(model, seen)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+    return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
+
+
+def note(model, seen):
+    """See the gradients of some parameters, in the order in which they come."""
+    for name, param in model.named_parameters():
+        if name.endswith(("first.weight", "head.bias")):
+            param.register_hook(lambda grad: seen.append(grad.clone()))
+
+
+def double(model, _):
+    for param in model.parameters():
+        param.register_hook(lambda grad: 2.0 * grad)
+
+
+def clip(model, _):
+    """Each rank's own gradients are clipped, before they are averaged."""
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+
+def drop_on_a_condition(model, _):
+    for param in model.parameters():
+        param.register_hook(lambda grad: torch.where(grad.isfinite(), grad, 0.0))
+
+
+def several(model, seen):
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad + 1.0)
+        param.register_hook(lambda grad: grad * 3.0)
+    note(model, seen)
+
+
+def halve(grad):
+    grad.mul_(0.5)
+
+
+def change_in_place(model, _):
+    for param in model.parameters():
+        param.register_hook(halve)
+
+
+KINDS = [note, double, clip, drop_on_a_condition, several, change_in_place]
+
+
+def before_wrapping(wrap, rank, kind):
+    return train(wrap, rank, before=kind)
+
+
+def after_wrapping(wrap, rank, kind):
+    return train(wrap, rank, after=kind)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
+def test_register_hook(stage, kind, script):
+    check(Script(script, kind), stage)
+
+
+def registered_between_forward_and_backward(wrap, rank):
+    model, seen = wrap(net()), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(rank, step)))
+        handles = [
+            param.register_hook(lambda grad: 2.0 * grad)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+    return {**full(model), "calls": torch.tensor(len(seen))}
+
+
+def removed_after_a_step(wrap, rank):
+    """Of handles that were got before and after wrapping."""
+    model = net()
+    early = [param.register_hook(lambda grad: 2.0 * grad) for param in model.parameters()]
+    model = wrap(model)
+    late = [param.register_hook(lambda grad: grad - 1.0) for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+        if step == 1:
+            for handle in early:
+                handle.remove()
+        if step == 2:
+            for handle in late:
+                handle.remove()
+    return full(model)
+
+
+def while_accumulating(wrap, rank):
+    """Hooks see the gradient of each backward alone."""
+    model, seen = wrap(net()), []
+    note(model, seen)
+    double(model, seen)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        loss_of(model(batch(rank, step))).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
+
+
+def inside_of_forward(wrap, rank):
+    """On what the forward computes with, once."""
+    model = net()
+    seen = []
+
+    def register(module, *_):
+        handle.remove()
+        module.head.weight.register_hook(lambda grad: seen.append(grad.clone()))
+
+    handle = model.register_forward_pre_hook(register)
+    model = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+    return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "script",
+    [registered_between_forward_and_backward, removed_after_a_step, while_accumulating],
+)
+def test_when_hooks_are_registered(stage, script):
+    check(script, stage)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+def test_hooks_inside_of_forward(stage):
+    check(inside_of_forward, stage)
+
+
+def scale_what_is_accumulated(model, _):
+    """The same whether it is scaled before or after ranks average."""
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
+def test_post_accumulate_hooks(stage, script):
+    check(Script(script, scale_what_is_accumulated), stage)
