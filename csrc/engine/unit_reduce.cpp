@@ -334,7 +334,9 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
     if (before[i].defined()) {
       accumulated.add(before[i], place.offset, in_sums);
     } else if (sums.scalar_type() == dtypes_.stored) {
-      results[i] = ops::view_of(sums, in_sums, dtypes_.stored);
+      // A storage of its own, so that gradients can be pickled; other devices need their allocator's for record_stream().
+      const c10::Storage own = sums.is_cpu() ? ops::part_of(sums, in_sums) : c10::Storage();
+      results[i] = ops::view_of(sums, in_sums, dtypes_.stored, own);
     } else {
       results[i] = ops::make_scratch(mine.sizes, dtypes_.stored, sums.device());
       fresh.add(results[i], place.offset, in_sums);

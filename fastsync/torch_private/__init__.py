@@ -16,6 +16,7 @@ from fastsync.torch_private.dtensors import (
     shard_spec,
     spec_of,
     with_dtype,
+    with_own_storage,
 )
 from fastsync.torch_private.graphs import (
     at_end_of_backward,
@@ -144,5 +145,6 @@ __all__ = [
     "unflatten",
     "untraced",
     "with_dtype",
+    "with_own_storage",
     "without_modes",
 ]

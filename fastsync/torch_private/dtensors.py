@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.dlpack import from_dlpack
 
 __all__ = [
     "DTensorSpec",
@@ -23,6 +24,7 @@ __all__ = [
     "shard_spec",
     "spec_of",
     "with_dtype",
+    "with_own_storage",
 ]
 
 
@@ -76,6 +78,27 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(
         spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)
     )
+
+
+# Integers of each size: DLPack does not know all dtypes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def with_own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory, behind a storage that begins there and holds no more.
+
+    A DTensor takes over the offset of its local tensor. Where that is not 0, pickle and deepcopy
+    believe that the DTensor itself has memory, and fail. Besides, torch.save() writes the whole
+    storage of a tensor, and libraries take tensors in one storage for tied ones.
+    """
+    with torch.no_grad(), torch.inference_mode(False):
+        if memory.is_meta or memory.numel() == 0:
+            return torch.empty_strided(
+                memory.shape, memory.stride(), dtype=memory.dtype, device=memory.device
+            )
+        bits = _BITS.get(memory.itemsize, memory.dtype)
+        own: torch.Tensor = from_dlpack(memory.detach().view(bits))
+        return own.view(memory.dtype)
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

@@ -26,6 +26,7 @@ from fastsync.torch_private import (
     shard_spec,
     share_hooks,
     spec_of,
+    with_own_storage,
 )
 from fastsync.units.errors import RefusedError
 from fastsync.units.extended import own_share, stands_apart
@@ -329,7 +330,7 @@ def _share(local: torch.Tensor, shape: Shape, place: Place) -> torch.Tensor:
         return own_share(local, shape, place)
     each = shape.count(0, place.world)
     begin = min(each * place.rank, shape.sizes[shape.dim])
-    return local.narrow(shape.dim, begin, shape.count(place.rank, place.world))
+    return with_own_storage(local.narrow(shape.dim, begin, shape.count(place.rank, place.world)))
 
 
 def _make_member(param: nn.Parameter, shape: Shape, homes: list[Home], place: Place) -> Member:

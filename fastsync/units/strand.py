@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fastsync.engine import core
 from fastsync.plan.policy import UnitWires
-from fastsync.torch_private import set_local
+from fastsync.torch_private import set_local, with_own_storage
 from fastsync.units.codes import Codes, gradient_codes, parameter_codes
 from fastsync.units.kept import KeptPart
 from fastsync.units.layout import ChunkLayout, lay_out, whole_offsets
@@ -142,7 +142,7 @@ class Strand:
             room = self._room(shard, layout, index)
             if not room.is_meta:
                 room.copy_(member.local)
-            set_local(member.sharded, room)
+            set_local(member.sharded, with_own_storage(room))
             member.note_local()
         return shard
 

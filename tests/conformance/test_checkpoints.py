@@ -1,0 +1,174 @@
+"""Checkpoints: what a script saves, copies and loads, at each stage."""
+
+import copy
+import io
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from fastsync.testing import run_ranks
+from tests.conformance.stages import (
+    SHARDED_PARAMETERS,
+    STAGES,
+    batch,
+    check,
+    full,
+    loss_of,
+    net,
+)
+
+
+def made(wrap, seed=0):
+    model = wrap(net(seed=seed))
+    return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+
+
+# --- copies of a state dict
+
+
+def by_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def to_the_cpu(state):
+    """Copy tensors as many scripts do, each by itself."""
+    moved = {name: value.cpu().clone() for name, value in state["model"].items()}
+    return {"model": moved, "optimizer": copy.deepcopy(state["optimizer"])}
+
+
+COPIES = {"torch.save": by_file, "deepcopy": copy.deepcopy, "cpu": to_the_cpu}
+
+
+def goes_back(copied, wrap, rank):
+    """Train, copy the state, train on, go back, and train again."""
+    model, optimizer = made(wrap)
+    train(model, optimizer, rank, range(2))
+    state = COPIES[copied]({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, rank, range(10, 12))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("copied", COPIES)
+def test_goes_back_to_a_copied_state(copied, stage):
+    check(partial(goes_back, copied), stage)
+
+
+def copies_gradients(copied, wrap, rank):
+    """Replace gradients by copies of them before the step."""
+    model, optimizer = made(wrap)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        state = COPIES[copied]({"model": grads, "optimizer": {}})["model"]
+        for name, param in model.named_parameters():
+            param.grad = state[name]
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_gradients(copied, stage):
+    check(partial(copies_gradients, copied), stage)
+
+
+# --- torch.distributed.checkpoint
+
+
+def goes_back_by_dcp(way, wrap, rank):
+    """As `goes_back`, with the functions of torch.distributed.checkpoint."""
+    model, optimizer = made(wrap)
+    train(model, optimizer, rank, range(2))
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optim_state}
+    shared = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    if way == "async":
+        dcp.async_save(state, checkpoint_id=shared[0]).result()
+    else:
+        dcp.save(state, checkpoint_id=shared[0])
+    train(model, optimizer, rank, range(10, 12))
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optim_state}
+    dcp.load(state, checkpoint_id=shared[0])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    train(model, optimizer, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["save", "async"])
+def test_goes_back_by_dcp(way, stage):
+    check(partial(goes_back_by_dcp, way), stage)
+
+
+def goes_back_to_a_full_state(wrap, rank):
+    """Keep whole tensors on every rank, through a file."""
+    model, optimizer = made(wrap)
+    train(model, optimizer, rank, range(2))
+    options = StateDictOptions(full_state_dict=True)
+    states = by_file(get_state_dict(model, optimizer, options=options))
+    train(model, optimizer, rank, range(10, 12))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states[0],
+        optim_state_dict=states[1],
+        options=options,
+    )
+    train(model, optimizer, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_goes_back_to_a_full_state(stage):
+    check(goes_back_to_a_full_state, stage)
+
+
+# --- storages, as safetensors and save_pretrained() look at them
+
+
+def storages(rank, world, stage):
+    """Return, for each tensor, its storage's address and bytes, and the bytes it needs."""
+    model, optimizer = made(STAGES[stage])
+    train(model, optimizer, rank, range(1))
+    found = []
+    for tensor in [*model.state_dict().values(), *(p.grad for p in model.parameters())]:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        found.append((local.storage_offset(), storage.data_ptr(), storage.nbytes(), local.nbytes))
+    return found
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_each_tensor_has_a_storage_of_its_own(stage):
+    for found in run_ranks(storages, 2, stage):
+        assert all(offset == 0 and held == needed for offset, _, held, needed in found)
+        addresses = [address for _, address, held, _ in found if held]
+        assert len(set(addresses)) == len(addresses)
