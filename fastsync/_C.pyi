@@ -4,10 +4,11 @@ tests/test_core.py compares this file with the compiled module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, Store, Work
 
 from fastsync.engine.reports import Counters, StepReport, UnitCounters
 
@@ -290,6 +291,16 @@ class Unit:
 
 def process_has_ended(process: int) -> bool: ...
 def leave_chains(seconds: float) -> None: ...
+
+class HostWork(Work):
+    def set_source(self, rank: int) -> None: ...
+    def end(self, error: str = "") -> None: ...
+
+class HostBackend(Backend):
+    def __init__(
+        self, rank: int, size: int, name: str, timeout: timedelta, functions: object
+    ) -> None: ...
+    def close(self) -> None: ...
 
 class FileStore(Store):
     def __init__(self, path: str) -> None: ...
