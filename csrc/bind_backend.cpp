@@ -486,12 +486,13 @@ void bind_backend(py::module_& m) {
       .def("set_source", &HostWork::set_source, py::arg("rank"))
       .def("end", &HostWork::end, release, py::arg("error") = "");
   py::class_<HostBackend, c10d::Backend, c10::intrusive_ptr<HostBackend>>(m, "HostBackend")
-      .def(py::init([](int rank, int size, const std::string& name, Milliseconds timeout,
+      .def(py::init([](int rank, int size, const std::string& name, double seconds,
                        py::object functions) {
+             const Milliseconds timeout(static_cast<int64_t>(1e3 * seconds));
              return c10::make_intrusive<HostBackend>(rank, size, name, timeout,
                                                      std::move(functions));
            }),
-           py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("timeout"),
+           py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("seconds"),
            py::arg("functions"))
       .def("close", &HostBackend::close, release);
 }

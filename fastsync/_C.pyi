@@ -4,7 +4,6 @@ tests/test_core.py compares this file with the compiled module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -298,7 +297,7 @@ class HostWork(Work):
 
 class HostBackend(Backend):
     def __init__(
-        self, rank: int, size: int, name: str, timeout: timedelta, functions: object
+        self, rank: int, size: int, name: str, seconds: float, functions: object
     ) -> None: ...
     def close(self) -> None: ...
 

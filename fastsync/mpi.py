@@ -35,6 +35,7 @@ from torch import Tensor
 from fastsync.build.env import launched_by_mpi, set_missing
 from fastsync.build.extension import load
 from fastsync.ranks.farewell import in_words
+from fastsync.torch_private import MPI as NAME
 from fastsync.torch_private import TCPStore
 
 try:
@@ -52,7 +53,6 @@ except RuntimeError as error:
 
 __all__ = ["NAME"]
 
-NAME = "fastsync_mpi"
 _SMALL = 1 << 15  # bytes of a reduction that each rank receives from all at once
 _SPIN, _NAP, _LONGEST_NAP = 1e-4, 2e-5, 3e-4  # seconds without progress; between two looks then
 _LOOK = 0.05  # seconds between looks at deadlines and at ranks that have ended
@@ -190,8 +190,9 @@ class _Progress:
     def __init__(self, notices: Any) -> None:
         self.left: dict[int, tuple[float, dict[str, int]]] = {}  # when, and what they had begun
         self._notices, self._jobs, self._moved = notices, list[_Job](), 0.0
-        self._changed, self._hearing = threading.Condition(), threading.Lock()
-        threading.Thread(target=self._run, name="fastsync-mpi", daemon=True).start()
+        self._changed, self._hearing, self._ends = threading.Condition(), threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="fastsync-mpi", daemon=True)
+        self._thread.start()
 
     def add(self, job: _Job) -> None:
         with self._changed:
@@ -199,13 +200,20 @@ class _Progress:
             self._moved = time.monotonic()
             self._changed.notify()
 
+    def end(self) -> None:
+        """Python ends threads that ask for the GIL once it has begun to finalise."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join(_GRACE)
+
     @torch.inference_mode()
     def _run(self) -> None:
         nap, looked = _NAP, 0.0
-        while True:
+        while not self._ends:
             with self._changed:
                 self._jobs = [job for job in self._jobs if not job.over]
-                while not self._jobs:
+                while not (self._jobs or self._ends):
                     self._changed.wait()
                 jobs = list(self._jobs)
             moved = any([job.poll() for job in jobs])
@@ -275,6 +283,12 @@ class _Group:
         awaits = self._members[peer : peer + 1] if peer >= 0 else ()
         with self._lock, torch.no_grad():
             _Job(self, work, call, awaits).start(seconds, getattr(self, name)(work, peer, *args))
+
+    def close(self) -> None:
+        """No more is asked for. MPI keeps what is under way."""
+        if not self.stuck:
+            self._first.Free()
+            self._second.Free()
 
     def barrier(self) -> Steps:
         yield [self._first.Ibarrier()]
@@ -368,7 +382,8 @@ def _make(asked: Any, _: Any) -> Any:
     tag = zlib.crc32(asked.group_id.encode()) & 0x7FFF
     comm = _world.Create_group(_world.group.Incl(members), tag)
     functions = _Group(comm, asked.group_id, members)
-    backend = load().HostBackend(comm.rank, comm.size, NAME, asked.timeout, functions)
+    seconds = asked.timeout.total_seconds()
+    backend = load().HostBackend(comm.rank, comm.size, NAME, seconds, functions)
     _backends.append(backend)
     _stores.clear()  # the process group's store is in the same process, and serves the same port
     return backend
@@ -411,6 +426,7 @@ def _leave() -> None:
         print(text, file=sys.stderr, flush=True)
         time.sleep(0.1)  # in which mpirun passes on what has been printed
         _world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+    _progress.end()
     for backend in _backends:
         backend.close()
 

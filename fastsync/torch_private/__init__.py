@@ -27,6 +27,7 @@ from fastsync.torch_private.graphs import (
     without_modes,
 )
 from fastsync.torch_private.groups import (
+    MPI,
     PrefixStore,
     Store,
     TCPStore,
@@ -35,6 +36,7 @@ from fastsync.torch_private.groups import (
     break_group,
     connect_group,
     connect_store,
+    cpu_backend,
     default_group,
     file_of,
     gather_objects,
@@ -73,6 +75,7 @@ from fastsync.torch_private.tensors import (
 )
 
 __all__ = [
+    "MPI",
     "BuiltinCommHookType",
     "DTensorSpec",
     "Front",
@@ -92,6 +95,7 @@ __all__ = [
     "caller_level",
     "connect_group",
     "connect_store",
+    "cpu_backend",
     "default_group",
     "file_of",
     "find_tensors",
