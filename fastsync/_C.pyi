@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, Store, Work
 
 from fastsync.engine.reports import Counters, StepReport, UnitCounters
 
@@ -297,6 +297,16 @@ class Unit:
 
 def process_has_ended(process: int) -> bool: ...
 def leave_chains(seconds: float) -> None: ...
+
+class HostWork(Work):
+    def set_source(self, rank: int) -> None: ...
+    def end(self, error: str = "") -> None: ...
+
+class HostBackend(Backend):
+    def __init__(
+        self, rank: int, size: int, name: str, seconds: float, functions: object
+    ) -> None: ...
+    def close(self) -> None: ...
 
 class FileStore(Store):
     def __init__(self, path: str) -> None: ...

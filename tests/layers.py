@@ -15,7 +15,7 @@ PACKAGE_LAYERS = [
     ["saving", "sharded"],
     ["replacing"],
     ["integrations"],
-    ["planner"],
+    ["planner", "mpi"],
     ["__init__"],
     ["doctor"],
     ["elastic", "run", "startup"],
@@ -193,7 +193,10 @@ CPP_LAYERS = [
         *("engine/reducer_skip", "engine/reducer_state", "engine/reducer_wait"),
     ],
     ["bindings.h"],
-    ["bind_ops.cpp", "bind_specs.cpp", "bind_store.cpp", "bind_units.cpp", "bind_watch.cpp"],
+    [
+        *("bind_backend.cpp", "bind_ops.cpp", "bind_specs.cpp", "bind_store.cpp"),
+        *("bind_units.cpp", "bind_watch.cpp"),
+    ],
     ["bindings.cpp"],
     ["units"],
 ]

@@ -233,7 +233,9 @@ class ProcessGroupCollective final : public Collective {
   }
 
   bool has_messages(at::Device device) const override {
-    return device.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
+    if (!device.is_cpu()) return false;
+    const std::string name = group_->getBackend(at::kCPU)->getBackendName();
+    return name == "gloo" || name == "fastsync_mpi";
   }
 
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,

@@ -1,4 +1,5 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
+#include "../bind_backend.cpp"
 #include "../bind_store.cpp"
 #include "../comm/collective.cpp"
 #include "../comm/file_store.cpp"

@@ -21,7 +21,9 @@ __all__ = [
     "ddp_options",
     "has_rank",
     "inherited",
+    "launched_by_mpi",
     "path_with_startup",
+    "set_missing",
     "set_variables",
 ]
 
@@ -55,6 +57,8 @@ NCCL_LETS_LIVE: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+# Of MPICH and its kin, of Slurm's pmix, of Open MPI.
+_MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
 _SWITCH = ("auto", "0", "1")
@@ -257,6 +261,25 @@ def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has told this process which rank it is, and how to find the others."""
     return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher of MPI has started this process: mpirun, or Slurm's srun --mpi."""
+    return any(name in environ for name in _MPI_RANKS)
+
+
+def set_missing(*groups: Mapping[str, str]) -> None:
+    """Set variables of this process, for scripts that expect those of torchrun.
+
+    The variables of the first group are set one by one; those of each other group only where all
+    of the group are missing: half of an address is none.
+    """
+    single, *whole = groups
+    for name, value in single.items():
+        os.environ.setdefault(name, value)
+    for group in whole:
+        if not any(name in os.environ for name in group):
+            os.environ.update(group)
 
 
 def inherited(

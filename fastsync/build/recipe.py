@@ -47,7 +47,7 @@ _CPP_NAMES = {
         "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
         "sparse chained choose"
     ),
-    "": "bind_ops bind_specs bind_store bind_units bind_watch bindings",
+    "": "bind_backend bind_ops bind_specs bind_store bind_units bind_watch bindings",
 }
 CPP_SOURCES = tuple(
     f"{folder}/{name}.cpp".lstrip("/")

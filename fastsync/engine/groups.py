@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastsync.engine.watch import come_together, lend_watch, looks_out, watched_call
 from fastsync.ranks.links import Nodes
 from fastsync.ranks.meeting import needing_store
-from fastsync.torch_private import group_timeout, is_apart, make_beside
+from fastsync.torch_private import cpu_backend, group_timeout, is_apart, make_beside
 from fastsync.wire.formats import Wire
 
 __all__ = ["make_links", "new_cpu_group", "new_part"]
@@ -53,7 +53,8 @@ def make_links(
 
 def new_cpu_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Another process group of the same ranks, for CPU tensors and nobody else. Collective."""
-    return _new_group(group, dist.get_process_group_ranks(group), purpose, backend="gloo")
+    ranks = dist.get_process_group_ranks(group)
+    return _new_group(group, ranks, purpose, backend=cpu_backend(group))
 
 
 def new_part(group: dist.ProcessGroup, number: int, purpose: str) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ from fastsync.engine import core
 from fastsync.engine.watch import gather_watched
 from fastsync.ranks.machines import network_space
 from fastsync.ranks.stores import group_store
-from fastsync.torch_private import gloo_threads, group_timeout
+from fastsync.torch_private import MPI, cpu_backend, gloo_threads, group_timeout
 
 __all__ = ["offer_memory", "share_memory"]
 
@@ -48,8 +48,8 @@ def share_memory(group: dist.ProcessGroup, param_bytes: int) -> core.SharedMemor
     """Memory through which the ranks of `group` average gradients on the CPU. Collective.
 
     Returns:
-        None on all ranks where they are on several machines, the group is no Gloo group, any of
-        them sets ``FASTSYNC_SHM=0``, or the system forbids it.
+        None on all ranks where they are on several machines, neither Gloo nor MPI carries the
+        group, any of them sets ``FASTSYNC_SHM=0``, or the system forbids it.
     """
     if group.size() == 1 or group_store(group) is None:
         return None
@@ -76,8 +76,8 @@ def offer_memory(
 def _make_offer(
     group: dist.ProcessGroup, param_bytes: int
 ) -> tuple[core.SharedMemory | None, _Offer]:
-    if gloo_threads(group) < 0:
-        return None, _Offer("", None, "it is not a Gloo group")
+    if gloo_threads(group) < 0 and cpu_backend(group) != MPI:
+        return None, _Offer("", None, "it is not a group of Gloo or MPI")
     try:
         if not Env.read().shared_memory:
             return None, _Offer("", None, "FASTSYNC_SHM is 0")

@@ -28,6 +28,7 @@ from fastsync.torch_private.graphs import (
     without_modes,
 )
 from fastsync.torch_private.groups import (
+    MPI,
     PrefixStore,
     Store,
     TCPStore,
@@ -36,6 +37,7 @@ from fastsync.torch_private.groups import (
     break_group,
     connect_group,
     connect_store,
+    cpu_backend,
     default_group,
     file_of,
     gather_objects,
@@ -80,6 +82,7 @@ from fastsync.torch_private.tensors import (
 )
 
 __all__ = [
+    "MPI",
     "BuiltinCommHookType",
     "DTensorSpec",
     "Front",
@@ -100,6 +103,7 @@ __all__ = [
     "caller_level",
     "connect_group",
     "connect_store",
+    "cpu_backend",
     "creation_number",
     "default_group",
     "file_of",

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 __all__ = [
+    "MPI",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -33,6 +34,7 @@ __all__ = [
     "break_group",
     "connect_group",
     "connect_store",
+    "cpu_backend",
     "default_group",
     "file_of",
     "gather_objects",
@@ -53,6 +55,7 @@ __all__ = [
     "talks_by_gloo",
 ]
 
+MPI = "fastsync_mpi"  # the backend of fastsync/mpi.py
 T = TypeVar("T")
 _NUMBERS = ("rank=", "world_size=")
 
@@ -292,13 +295,18 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo carries all that `group` sends."""
-    return set(_backends(group).values()) == {"gloo"}
+    """Whether Gloo carries all that `group` sends, or MPI, which waits on the host as Gloo does."""
+    return set(_backends(group).values()) in ({"gloo"}, {MPI})
 
 
 def talks_by_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo carries what `group` sends from CPUs."""
-    return _backends(group).get("cpu") == "gloo"
+    """Whether Gloo, or MPI, carries what `group` sends from CPUs."""
+    return _backends(group).get("cpu") in ("gloo", MPI)
+
+
+def cpu_backend(group: dist.ProcessGroup) -> str:
+    """The backend of another group of the same ranks, for CPU tensors."""
+    return MPI if _backends(group).get("cpu") == MPI else "gloo"
 
 
 def gloo_threads(group: dist.ProcessGroup) -> int:

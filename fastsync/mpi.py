@@ -1,0 +1,446 @@
+"""MPI as a backend of torch.distributed, for CPU tensors.
+
+    import torch.distributed as dist, fastsync.mpi
+
+    dist.init_process_group("fastsync_mpi")  # under `mpirun -n 4 python train.py`
+
+The import initialises MPI, sets the variables of torchrun where they are missing, and registers the
+backend. MPI moves bytes by nonblocking calls; sums are made here, in the order of the ranks, so
+that all ranks have the same bits with any MPI library. One thread drives what is under way.
+
+[Note: order of collectives]
+MPI matches the nonblocking collectives of a communicator by the order of their calls. The first
+half of a collective is started by the thread that calls it. Its second half, such as an
+all-reduce's, goes over another communicator, in the order in which the collectives were called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastsync.build.env import launched_by_mpi, set_missing
+from fastsync.build.extension import load
+from fastsync.ranks.farewell import in_words
+from fastsync.torch_private import MPI as NAME
+from fastsync.torch_private import TCPStore
+
+try:
+    from mpi4py import MPI
+except ImportError as error:
+    raise ImportError(
+        "fastsync.mpi needs mpi4py: pip install 'fastsync[mpi]' (and, on a machine without an MPI "
+        f"library, pip install mpich): {error}"
+    ) from None
+except RuntimeError as error:
+    raise ImportError(
+        "fastsync.mpi finds no MPI library: load the cluster's MPI module, or pip install mpich: "
+        f"{str(error).splitlines()[0]}"
+    ) from None
+
+__all__ = ["NAME"]
+
+_SMALL = 1 << 15  # bytes of a reduction that each rank receives from all at once
+_SPIN, _NAP, _LONGEST_NAP = 1e-4, 2e-5, 3e-4  # seconds without progress; between two looks then
+_LOOK = 0.05  # seconds between looks at deadlines and at ranks that have ended
+_GRACE = 1.0  # seconds that what a rank has sent before its end may take
+_HALVES = (torch.float16, torch.bfloat16)  # summed in fp32, and rounded once
+_world, _process = MPI.COMM_WORLD, os.getpid()
+# How many collectives this rank has begun, by their group's name.
+_begun: dict[str, int] = {}
+# What an operation does: yields requests, and goes on with their statuses once all have ended.
+Steps = Generator[list[Any], list[Any], None]
+
+
+class _Dense:
+    """A tensor as MPI takes it: `flat` is its memory, or a contiguous copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._own = tensor.detach()
+        plain = self._own.resolve_conj().resolve_neg()
+        self.flat = plain.contiguous().view(-1)
+        self._copied = plain is not self._own or self.flat.data_ptr() != plain.data_ptr()
+
+    def land(self) -> None:
+        """Has the tensor hold what has come."""
+        if self._copied:
+            self._own.copy_(self.flat.view(self._own.shape))
+
+    def land_message(self, status: Any) -> None:
+        if (came := status.Get_count(MPI.BYTE)) != self.flat.nbytes:
+            rank, due = status.Get_source(), self.flat.nbytes
+            raise ValueError(f"rank {rank} has sent {came} bytes, where {due} are expected")
+        self.land()
+
+
+def _bytes(flat: Tensor) -> Any:
+    return MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+
+
+def _parts(flat: Tensor, cut: Sequence[int]) -> list[Any]:
+    """A buffer of parts of so many elements, as MPI takes it."""
+    counts = [n * flat.element_size() for n in cut]
+    return [_bytes(flat), counts, [0, *accumulate(counts)][:-1], MPI.BYTE]
+
+
+def _reduce_rows(rows: Tensor, out: Tensor, name: str, averages: bool) -> None:
+    """`out` becomes what the rows add up to, in their order, by torch's function of that name."""
+    combine: Callable[..., Tensor] = getattr(torch, name)
+    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in _HALVES else out
+    if len(rows) == 1:
+        total.copy_(rows[0])
+    else:
+        combine(rows[0].to(total.dtype), rows[1], out=total)
+    for row in rows[2:]:
+        combine(total, row, out=total)
+    if averages:
+        total.div_(len(rows))
+    if total is not out:
+        out.copy_(total)
+
+
+class _Job:
+    """An operation under way.
+
+    Args:
+        work: its handle, which csrc/bind_backend.cpp has made.
+        call: as errors name it.
+        awaits: ranks of the world without which it does not end.
+        number: of a collective, among those of its group; 0: a message.
+    """
+
+    def __init__(
+        self, group: _Group, work: Any, call: str, awaits: Sequence[int], number: int = 0
+    ) -> None:
+        self.group, self.work, self.call = group, work, call
+        self.awaits, self.number = awaits, number
+        self.check: tuple[Any, Tensor, Tensor] | None = None
+        self.deadline, self.over = 0.0, False
+
+    def start(self, seconds: float, steps: Steps) -> None:
+        self.deadline, self._steps = time.monotonic() + seconds, steps
+        self._wait_for(next(steps))
+        _progress.add(self)
+
+    def _wait_for(self, requests: list[Any]) -> None:
+        self._requests, self._statuses = requests, [MPI.Status() for _ in requests]
+        self._arrived = not requests
+
+    def poll(self) -> bool:
+        """Whether something has happened."""
+        try:
+            if self.group.broken:
+                raise RuntimeError(f"an earlier operation of the group failed: {self.group.broken}")
+            moved = self.check is not None and self._compared(*self.check)
+            if not self._arrived and MPI.Request.Testall(self._requests, self._statuses):
+                self._arrived = moved = True
+            return (self._arrived and self.check is None and self._goes_on()) or moved
+        except (MPI.Exception, RuntimeError, ValueError) as error:
+            codes = [s.Get_error() for s in self._statuses if s.Get_error() != MPI.SUCCESS]
+            self.fail(f"{self.call}: {MPI.Get_error_string(codes[0]) if codes else error}")
+            return True
+
+    def _compared(self, request: Any, found: Tensor, mine: Tensor) -> bool:
+        if not request.Test():
+            return False
+        self.check = None
+        if not torch.equal(found, mine):
+            raise ValueError(
+                "the ranks call different collectives, or pass other sizes, dtypes or options: "
+                "compare the calls that their errors name"
+            )
+        return True
+
+    def _goes_on(self) -> bool:
+        order = self.group.order
+        if self in order:
+            if order[0] is not self:  # see [Note: order of collectives]
+                return False
+            order.popleft()
+        try:
+            self._wait_for(self._steps.send(self._statuses))
+        except StopIteration:
+            self.over = True
+            self.work.end()
+        return True
+
+    def fail(self, text: str) -> None:
+        """Fails this operation, and whatever its group is asked for from now on."""
+        self.over, self.group.broken = True, self.group.broken or text
+        self.group.stuck.append(self)
+        self.work.end(f"rank {self.group.rank} of {self.group.size}: {text}")
+
+
+class _Progress:
+    """The thread that drives what is under way, and hears of ranks that have ended."""
+
+    def __init__(self, notices: Any) -> None:
+        self.left: dict[int, tuple[float, dict[str, int]]] = {}  # when, and what they had begun
+        self._notices, self._jobs, self._moved = notices, list[_Job](), 0.0
+        self._changed, self._hearing, self._ends = threading.Condition(), threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="fastsync-mpi", daemon=True)
+        self._thread.start()
+
+    def add(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._moved = time.monotonic()
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Python ends threads that ask for the GIL once it has begun to finalise."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join(_GRACE)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        nap, looked = _NAP, 0.0
+        while not self._ends:
+            with self._changed:
+                self._jobs = [job for job in self._jobs if not job.over]
+                while not (self._jobs or self._ends):
+                    self._changed.wait()
+                jobs = list(self._jobs)
+            moved = any([job.poll() for job in jobs])
+            now = time.monotonic()
+            if now - looked > _LOOK:
+                looked = now
+                self._look([job for job in jobs if not job.over], now)
+            if moved:
+                self._moved, nap = now, _NAP
+            elif now - self._moved < _SPIN:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(1.3 * nap, _LONGEST_NAP)
+
+    def hear(self) -> None:
+        with self._hearing:
+            while self._notices.Iprobe(MPI.ANY_SOURCE):
+                status = MPI.Status()
+                begun = self._notices.recv(status=status)
+                self.left[status.Get_source()] = time.monotonic(), begun
+
+    def _look(self, jobs: Sequence[_Job], now: float) -> None:
+        self.hear()
+        for job in jobs:
+            for rank in job.awaits if self.left else ():
+                when, begun = self.left.get(rank, (now, {}))
+                has_come = 0 < job.number <= begun.get(job.group.name, 0)
+                if now - when > _GRACE and not has_come:
+                    job.fail(f"rank {rank} has ended, and this rank waits for it in {job.call}")
+                    break
+            if not job.over and now > job.deadline:
+                job.fail(f"{job.call} timed out: other ranks have not come to it, or are stuck")
+
+
+class _Group:
+    """What a process group does. csrc/bind_backend.cpp checks arguments, and asks for it."""
+
+    def __init__(self, comm: Any, name: str, members: Sequence[int]) -> None:
+        self.rank, self.size, self.name, self._members = comm.rank, comm.size, name, members
+        self.broken, self.stuck = "", list[_Job]()  # whose memory MPI may still write to
+        self.order: deque[_Job] = deque()
+        self._first, self._second = comm, comm.Dup()  # see [Note: order of collectives]
+        self._lock, self._tags = threading.Lock(), int(comm.Get_attr(MPI.TAG_UB)) + 1
+
+    def collective(self, how: tuple[Any, str, str, float], name: str, *args: Any) -> None:
+        """Begins one.
+
+        Args:
+            how: the work handle, how errors name the call, what all ranks must say alike of it, and
+                the seconds that it may take.
+        """
+        work, call, same, seconds = how
+        said = zlib.crc32(same.encode())
+        mine, found = torch.tensor([said, -said]), torch.empty(2, dtype=torch.int64)
+        with self._lock, torch.no_grad():
+            number = _begun[self.name] = _begun.get(self.name, 0) + 1
+            job = _Job(self, work, call, self._members, number)
+            request = self._first.Iallreduce(mine.numpy(), found.numpy(), MPI.MAX)
+            job.check = request, found, mine
+            self.order.append(job)
+            job.start(seconds, getattr(self, name)(*args))
+
+    def message(self, how: tuple[Any, str, str, float], name: str, peer: int, *args: Any) -> None:
+        """Begins to send or receive one; a peer of -1 is any."""
+        work, call, _, seconds = how
+        awaits = self._members[peer : peer + 1] if peer >= 0 else ()
+        with self._lock, torch.no_grad():
+            _Job(self, work, call, awaits).start(seconds, getattr(self, name)(work, peer, *args))
+
+    def close(self) -> None:
+        """No more is asked for. MPI keeps what is under way."""
+        if not self.stuck:
+            self._first.Free()
+            self._second.Free()
+
+    def barrier(self) -> Steps:
+        yield [self._first.Ibarrier()]
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        dense = _Dense(tensor)
+        yield [self._first.Ibcast(_bytes(dense.flat), root)]
+        if self.rank != root:
+            dense.land()
+
+    def reduce(self, tensor: Tensor, how: tuple[str, bool], root: int) -> Steps:
+        """To all ranks, if the root is -1: each sums its part, then all gather the parts."""
+        dense, receives = _Dense(tensor), root in (-1, self.rank)
+        flat = dense.flat
+        if flat.nbytes * self.size <= _SMALL:
+            rows = flat.new_empty(self.size, flat.numel())
+            yield [self._first.Iallgather(_bytes(flat), _bytes(rows))]
+            if receives:
+                _reduce_rows(rows, flat, *how)
+        else:
+            each = -(-flat.numel() // self.size)
+            cut = [max(0, min(each, flat.numel() - r * each)) for r in range(self.size)]
+            whole, part = _parts(flat, cut), flat.split(cut)[self.rank]
+            rows = flat.new_empty(self.size, part.numel())
+            yield [self._first.Ialltoallv(whole, _parts(rows, [part.numel()] * self.size))]
+            if root >= 0:  # whose other ranks keep their tensors
+                part = torch.empty_like(part)
+            _reduce_rows(rows, part, *how)
+            if root >= 0:
+                yield [self._second.Igatherv(_bytes(part), whole if receives else None, root)]
+            else:
+                yield [self._second.Iallgatherv(MPI.IN_PLACE, whole)]
+        if receives:
+            dense.land()
+
+    def all_gather(self, everyones: Sequence[Tensor], tensor: Tensor) -> Steps:
+        dense = _Dense(tensor)
+        rows = dense.flat.new_empty(self.size, dense.flat.numel())
+        yield [self._first.Iallgather(_bytes(dense.flat), _bytes(rows))]
+        for output, row in zip(everyones, rows, strict=True):
+            output.detach().copy_(row.view(output.shape))
+
+    def all_gather_flat(self, gathered: Tensor, tensor: Tensor) -> Steps:
+        whole, mine = _Dense(gathered), _Dense(tensor)
+        place = whole.flat.data_ptr() + self.rank * mine.flat.nbytes
+        sent = MPI.IN_PLACE if mine.flat.data_ptr() == place else _bytes(mine.flat)
+        yield [self._first.Iallgather(sent, _bytes(whole.flat))]
+        whole.land()
+
+    def reduce_scatter(self, output: Tensor, everyones: Tensor, how: tuple[str, bool]) -> Steps:
+        whole, mine = _Dense(everyones), _Dense(output)
+        rows = mine.flat.new_empty(self.size, mine.flat.numel())
+        yield [self._first.Ialltoall(_bytes(whole.flat), _bytes(rows))]
+        _reduce_rows(rows, mine.flat, *how)
+        mine.land()
+
+    def exchange(
+        self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]]
+    ) -> Steps:
+        """What goes from rank to rank, and may differ in size."""
+        tag = _begun[self.name] % self._tags
+        into, out_of = [_Dense(t) for _, t in received], [_Dense(t) for _, t in sent]
+        pairs = [(r, d.flat) for (r, _), d in zip(received, into, strict=True)]
+        requests = [self._second.Irecv(_bytes(flat), rank, tag) for rank, flat in pairs]
+        pairs = [(r, d.flat) for (r, _), d in zip(sent, out_of, strict=True)]
+        requests += [self._second.Isend(_bytes(flat), rank, tag) for rank, flat in pairs]
+        statuses = yield requests
+        for dense, status in zip(into, statuses, strict=False):
+            dense.land_message(status)
+
+    def send(self, _: Any, rank: int, tag: int, tensor: Tensor) -> Steps:
+        dense = _Dense(tensor)
+        yield [self._first.Isend(_bytes(dense.flat), rank, tag % self._tags)]
+
+    def recv(self, work: Any, rank: int, tag: int, tensor: Tensor) -> Steps:
+        dense, source = _Dense(tensor), rank if rank >= 0 else MPI.ANY_SOURCE
+        [status] = yield [self._first.Irecv(_bytes(dense.flat), source, tag % self._tags)]
+        work.set_source(status.Get_source())
+        dense.land_message(status)
+
+
+def _make(asked: Any, _: Any) -> Any:
+    """A process group's backend. Collective of its ranks."""
+    place, known = (asked.group_rank, asked.group_size), (_world.rank, _world.size)
+    members = list(asked.global_ranks_in_group) or list(range(asked.group_size))
+    if max(members) >= _world.size or (not asked.global_ranks_in_group and place != known):
+        raise ValueError(
+            "torch.distributed counts this process as rank {} of {}, MPI as rank {} of {}: start "
+            "the script with mpirun, and leave RANK and WORLD_SIZE to it".format(*place, *known)
+        )
+    tag = zlib.crc32(asked.group_id.encode()) & 0x7FFF
+    comm = _world.Create_group(_world.group.Incl(members), tag)
+    functions = _Group(comm, asked.group_id, members)
+    seconds = asked.timeout.total_seconds()
+    backend = load().HostBackend(comm.rank, comm.size, NAME, seconds, functions)
+    _backends.append(backend)
+    _stores.clear()  # the process group's store is in the same process, and serves the same port
+    return backend
+
+
+def _set_variables() -> None:
+    """Has scripts find what torchrun would have told them. Collective of all ranks."""
+    node = _world.Split_type(MPI.COMM_TYPE_SHARED)
+    address = ("", 0)
+    if _world.rank == 0:
+        host = "127.0.0.1" if node.size == _world.size else socket.gethostname()
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        _stores.append(store)
+        address = host, store.port
+    host, port = _world.bcast(address)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    known = map(str, (_world.rank, _world.size, node.rank, node.size))
+    set_missing(
+        dict(zip(names, known, strict=True)), {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    )
+
+
+def _leave() -> None:
+    """Ends with the others: after an exception all end at once, else once all have come here."""
+    if os.getpid() != _process or MPI.Is_finalized():
+        return
+    error = getattr(sys, "last_value", None)
+    try:
+        if error is None:
+            for rank in (r for r in range(_world.size) if r != _world.rank):
+                _notices.isend(_begun, rank)
+            while len(_progress.left) < _world.size - 1:
+                _progress.hear()
+                time.sleep(_LONGEST_NAP)
+    except KeyboardInterrupt as interrupt:
+        error = interrupt
+    if error is not None and _world.size > 1:
+        sys.stdout.flush()
+        text = f"fastsync: rank {_world.rank} ends all ranks: {in_words(error)}"
+        print(text, file=sys.stderr, flush=True)
+        time.sleep(0.1)  # in which mpirun passes on what has been printed
+        _world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+    _progress.end()
+    for backend in _backends:
+        backend.close()
+
+
+if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    raise RuntimeError(
+        "fastsync.mpi needs MPI_THREAD_MULTIPLE, which this MPI lacks or was initialised without"
+    )
+if _world.size == 1 and not launched_by_mpi():
+    print("fastsync.mpi: no mpirun has started this process: it is rank 0 of 1", file=sys.stderr)
+_stores: list[TCPStore] = []
+_backends: list[Any] = []
+_notices = _world.Dup()
+_progress = _Progress(_notices)
+_set_variables()
+atexit.register(_leave)
+dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
