@@ -139,9 +139,7 @@ class _Ranks:
                 self.running[rank] = self._process(rank, self.place, 0)
         self.ranks = self.each
 
-    def _process(
-        self, rank: int, place: tuple[str, int], later: int
-    ) -> subprocess.Popen[bytes]:
+    def _process(self, rank: int, place: tuple[str, int], later: int) -> subprocess.Popen[bytes]:
         """
         Args:
             place: host and port of the store of the default group.

@@ -1,9 +1,13 @@
 """Real ranks that die, stop, sleep, raise and leave, and what the others say of it."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 from tests.fault_endings import Ending, check, name_of
-from tests.scripts import asked_for, run_jobs
+from tests.scripts import ROOT, asked_for, environment, run_jobs
 
 # Fault, where, wrapper, ranks.
 DEATHS = [
@@ -211,3 +215,23 @@ def test_faults_name_the_unit_that_is_waited_for(endings, job):
 @pytest.mark.parametrize("job", BLIND, ids=name_of)
 def test_errors_of_the_backend_name_the_unit_too(endings, job):
     check(job, endings[job])
+
+
+def test_a_rank_that_dies_right_after_its_last_report_is_not_placed_in_an_earlier_step(tmp_path):
+    """It has said that step 1 is over, and steps 2 to 5 take less time than a report's turn."""
+    variables = {"WORLD_SIZE": "3", "MEETS_AT": f"file://{tmp_path}/store"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.sudden_script"],
+            cwd=ROOT,
+            env={**environment(), **variables, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    for text in (texts[0], texts[2]):
+        [place] = re.findall(r"fastsync: rank 1 was killed by SIGKILL (.*?)\. Rank", text)
+        earlier = r"in step 6 \(0\.\d s earlier it was .*step [1-5]\b.*\)"
+        assert re.fullmatch(rf"{earlier}|after step 5|in the backward of step 6.*", place), text

@@ -94,6 +94,14 @@ def test_no_warning_below_the_share_that_is_asked_for(caplog):
     assert warned(caplog, [judged(40, 40, 5)], share=0.34)
 
 
+def test_no_warning_of_less_than_some_milliseconds(caplog):
+    """Whatever share they are of a short step; who asks for the pace learns of it."""
+    short = judged(4, 4, 0, step=10)
+    assert short.slow.ranks == (2,) and short.slow.share == pytest.approx(0.4)
+    assert not warned(caplog, [short])
+    assert warned(caplog, [judged(6, 6, 0, step=15)])
+
+
 class Net(nn.Module):
     """Can sleep in its forward, and in its backward."""
 

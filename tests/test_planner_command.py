@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fastsync.planner import asked
 from fastsync.planner.command import main
 from fastsync.planner.devices import DEVICES
 from fastsync.planner.profile import Profile
@@ -92,11 +93,60 @@ def test_a_model_is_planned_and_written(train, tmp_path, capsys):
     assert all(c["fits"] == (c["peak"] <= DEVICES["a100"].memory) for c in found["candidates"])
     ranked = min(c["time"]["mean"] for c in found["candidates"])
     best = next(c for c in found["candidates"] if c["name"] == found["advice"]["best"])
-    assert best["time"]["mean"] <= 1.005 * ranked
+    assert best["time"]["mean"] <= 1.03 * ranked
     assert {point["gpus"] for point in found["scaling"]} >= {1, 8, 16384}
     html = page.read_text()
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", html)
     assert "@" not in html.split("<style>")[0]
+
+
+BUILDS = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.register_buffer("scale", torch.ones(64))
+        self.cached = None
+
+    def forward(self, x):
+        if self.cached is None:  # which a copy of another batch would not fit
+            self.cached = torch.zeros(x.shape)
+        return x * self.scale + self.cached + self.down(self.up(x).relu())
+
+
+def build_model():
+    print("building")
+    return nn.Sequential(nn.Linear(64, 64), *(Block() for _ in range(4)), nn.BatchNorm1d(64))
+"""
+
+
+def test_a_model_is_built_once_and_small_numbers_are_shown(tmp_path, capsys):
+    """On a CPU, whose rate is no TFLOP/s; steps that are alike are said to be."""
+    script = tmp_path / "builds.py"
+    script.write_text(BUILDS)
+    model = ("--model", f"{script}:build_model", "--batch", "64x64")
+    assert plan(*model, "--gpus", 2, "--device", "cpu") == 0
+    text = capsys.readouterr().out
+    assert text.count("building") == 1
+    assert "of cpu's 30 GFLOP/s" in text and "of 10 GB/s" in text
+    assert "Sequential, 136,640 parameters, batch 64" in text
+    assert not re.search(r"\b0 [TG]?(FLOP|B)\b|0\.0% (faster|slower)|\b0\.0+ [MB] ", text), text
+
+
+def test_copies_are_traced_as_models_that_are_built_anew(tmp_path, monkeypatch, capsys):
+    script, found = tmp_path / "builds.py", []
+    script.write_text(BUILDS)
+    model = ("--model", f"{script}:build_model", "--batch", "64x64", "--quiet")
+    for wrapped in (asked.BuiltOnce, lambda build: build):
+        monkeypatch.setattr(asked, "BuiltOnce", wrapped)
+        assert plan(*model, "--gpus", 2, "--json", tmp_path / "plan.json") == 0
+        found.append(json.loads((tmp_path / "plan.json").read_text()))
+    assert found[0] == found[1]
+    assert capsys.readouterr().out.count("building") > 2
 
 
 def test_where_nothing_fits_a_remedy_is_named(train, capsys):

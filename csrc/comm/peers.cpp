@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -39,17 +40,37 @@ constexpr char kNews = 'N';
   throw std::runtime_error(concat(what, ": ", std::strerror(errno)));
 }
 
-sockaddr_in socket_address(const PeerAddress& address) {
-  sockaddr_in result{};
-  result.sin_family = AF_INET;
-  result.sin_port = htons(static_cast<uint16_t>(address.port));
-  FS_CHECK(inet_pton(AF_INET, address.host.c_str(), &result.sin_addr) == 1, "'", address.host,
-           "' is no IPv4 address");
+// Of either family, as connect() and bind() take it.
+struct SocketAddress {
+  sockaddr_storage bytes{};
+  socklen_t size = 0;
+
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&bytes); }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&bytes); }
+  int family() const { return bytes.ss_family; }
+  int64_t port() const {
+    return ntohs(family() == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(bytes).sin6_port
+                                      : reinterpret_cast<const sockaddr_in&>(bytes).sin_port);
+  }
+};
+
+SocketAddress socket_address(const PeerAddress& address) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const std::string port = std::to_string(address.port);
+  FS_CHECK(getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found) == 0, "'", address.host,
+           "' is no address in digits");
+  SocketAddress result;
+  result.size = found->ai_addrlen;
+  std::memcpy(&result.bytes, found->ai_addr, found->ai_addrlen);
+  freeaddrinfo(found);
   return result;
 }
 
-int open_socket() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+int open_socket(int family) {
+  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) fail("socket");
   return fd;
 }
@@ -76,10 +97,10 @@ bool tells_of_loss(int error) {
 
 // -1: it cannot be reached.
 int call(const PeerAddress& address, std::chrono::milliseconds lost_after) {
-  const sockaddr_in to = socket_address(address);
-  const int fd = open_socket();
+  const SocketAddress to = socket_address(address);
+  const int fd = open_socket(to.family());
   int error = 0;
-  if (::connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to) != 0) {
+  if (::connect(fd, to.get(), to.size) != 0) {
     error = errno;
     if (error == EINPROGRESS) {
       pollfd ready{fd, POLLOUT, 0};
@@ -121,18 +142,16 @@ Peers::Peers(const std::string& host, std::chrono::milliseconds lost_after)
     : process_(getpid()), lost_after_(lost_after) {
   std::random_device random;
   address_ = {host, 0, (uint64_t{random()} << 32) | random()};
-  listening_ = open_socket();
-  sockaddr_in mine = socket_address(address_);
-  socklen_t size = sizeof mine;
-  auto* const any = reinterpret_cast<sockaddr*>(&mine);
-  if (bind(listening_, any, size) != 0 || listen(listening_, kBacklog) != 0 ||
-      getsockname(listening_, any, &size) != 0) {
+  SocketAddress mine = socket_address(address_);
+  listening_ = open_socket(mine.family());
+  if (bind(listening_, mine.get(), mine.size) != 0 || listen(listening_, kBacklog) != 0 ||
+      getsockname(listening_, mine.get(), &mine.size) != 0) {
     const int error = errno;
     ::close(listening_);
     errno = error;
     fail(concat("listening on ", host));
   }
-  address_.port = ntohs(mine.sin_port);
+  address_.port = mine.port();
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 

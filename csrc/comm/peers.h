@@ -24,7 +24,7 @@
 namespace fastsync::comm {
 
 struct PeerAddress {
-  std::string host;  // of IPv4, in digits
+  std::string host;  // of IPv4 or IPv6, in digits
   int64_t port = 0;
   uint64_t key = 0;  // what a caller has to know
 };

@@ -213,7 +213,7 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   for (const auto& [rank, report] : ends_) {
     const bool is_certain =
         !is_hearsay(report.news.kind) || Clock::now() - report.came >= kDeathGrace;
-    if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}));
+    if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}, nullptr));
   }
   return ranks;
 }
@@ -293,7 +293,9 @@ void FaultWatch::give_up(const Fault& fault) {
 std::string FaultWatch::words_for(const News& news, size_t model) const {
   const Standing* at = standing_of(news, model);
   const std::lock_guard<std::mutex> lock(mutex_);
-  return describe(news, at, model < models_.size() ? models_[model].names : Names());
+  if (model >= models_.size()) return describe(news, at, {}, nullptr);
+  const Standing mine = models_[model].progress->now();
+  return describe(news, at, models_[model].names, &mine);
 }
 
 }  // namespace fastsync::engine

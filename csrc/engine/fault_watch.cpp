@@ -92,6 +92,11 @@ void FaultWatch::on_closed(int64_t rank, bool lost) {
   find_end(rank, lost);
 }
 
+// Milliseconds since it was heard of.
+int64_t FaultWatch::age_of(const Neighbour& neighbour) {
+  return std::chrono::duration_cast<milliseconds>(Clock::now() - neighbour.heard).count();
+}
+
 // A process of this machine may have lost a connection only, or end a moment after it has closed it.
 void FaultWatch::find_end(int64_t rank, bool lost) {
   News news{News::Kind::kDied, rank, 0, 0, {}, "ended without a word"};
@@ -99,6 +104,7 @@ void FaultWatch::find_end(int64_t rank, bool lost) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (left_ || ends_.count(rank) != 0) return;
     news.standings = neighbours_[rank].standings;
+    news.age = age_of(neighbours_[rank]);
   }
   if (is_here(rank)) {
     const ProcessEnd end = end_of_process(members_[static_cast<size_t>(rank)].process);
@@ -139,6 +145,7 @@ void FaultWatch::answer(const News& question) {
     for (const auto& [rank, neighbour] : neighbours_) {
       if (Clock::now() - neighbour.heard < kSilence || ends_.count(rank) != 0) continue;
       silent.push_back({News::Kind::kSilent, rank, 0, 0, neighbour.standings, ""});
+      silent.back().age = age_of(neighbour);
     }
   }
   for (News& news : silent) {

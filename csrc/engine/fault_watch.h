@@ -149,6 +149,7 @@ class FaultWatch {
   pthread_t coder_of(size_t model) const;
   std::string stack(pthread_t thread) const;
   bool is_here(int64_t rank) const;
+  static int64_t age_of(const Neighbour& neighbour);
   void find_end(int64_t rank, bool lost);
   bool find_ended(Clock::duration unheard);
   void await_end(const Wanted& wanted, const std::string& error, double waited);

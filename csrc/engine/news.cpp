@@ -9,6 +9,11 @@
 namespace fastsync::engine {
 namespace {
 
+// "2.3 s".
+std::string tenths(int64_t milliseconds) {
+  return concat(milliseconds / 1000, ".", milliseconds / 100 % 10, " s");
+}
+
 // Empty where there is none.
 std::string named(const Names& names, int64_t index) {
   return index >= 0 && index < static_cast<int64_t>(names.size())
@@ -60,8 +65,7 @@ std::string place_of(const Standing& at, const Names& names) {
 
 std::string activity(const Standing& at, const Names& names) {
   const std::string place = place_of(at, names);
-  return codes_long(at) ? concat(place, "; its codec has been at work for ", at.coding / 1000, ".",
-                                 at.coding / 100 % 10, " s")
+  return codes_long(at) ? concat(place, "; its codec has been at work for ", tenths(at.coding))
                         : place;
 }
 
@@ -120,7 +124,38 @@ std::vector<int64_t> causes_of(const News& news, int64_t hearer) {
   return causes.empty() ? std::vector<int64_t>{news.about} : causes;
 }
 
-std::string describe(const News& news, const Standing* at, const Names& names) {
+namespace {
+
+// "in step 6", or "after step 5" where the step has ended.
+std::string step_of(const Standing& at) {
+  switch (static_cast<Phase>(at.phase)) {
+    case Phase::kBetweenSteps:
+    case Phase::kPlanning:
+    case Phase::kGathering:
+    case Phase::kComparing:
+      return concat("after step ", at.step);
+    default:
+      return concat("in step ", at.step + 1);
+  }
+}
+
+// Where a rank is that others speak for, and how old its own report is where that matters.
+std::string reported(const News& news, const Standing* at, const Names& names,
+                     const Standing* mine) {
+  if (at == nullptr) return "";
+  const std::string then = activity(*at, names);
+  const std::string earlier = concat(tenths(news.age), " earlier");
+  if (mine != nullptr && at->step < mine->step) {
+    return concat(" ", step_of(*mine), " (", earlier, " it was ", then, ")");
+  }
+  constexpr int64_t kRecent = 1000;  // milliseconds: ten beats
+  return news.age < kRecent ? concat(" ", then) : concat(" ", then, ", as it said ", earlier);
+}
+
+}  // namespace
+
+std::string describe(const News& news, const Standing* at, const Names& names,
+                     const Standing* mine) {
   const std::string where = at == nullptr ? "" : concat(" ", activity(*at, names));
   const std::string rank = concat("rank ", news.about);
   switch (news.kind) {
@@ -132,10 +167,10 @@ std::string describe(const News& news, const Standing* at, const Names& names) {
       return concat(rank, " gave up", where, ": ", news.text);
     case News::Kind::kLost:
     case News::Kind::kDied:
-      return concat(rank, " ", news.text, where);
+      return concat(rank, " ", news.text, reported(news, at, names, mine));
     case News::Kind::kSilent:
-      return concat(rank, " ", news.text.empty() ? "does not answer" : news.text, where,
-                    ", as it last said");
+      return concat(rank, " ", news.text.empty() ? "does not answer" : news.text,
+                    reported(news, at, names, mine));
     default:
       return concat(rank, " is late: it is", where.empty() ? " not there yet" : where);
   }
@@ -196,7 +231,7 @@ std::string encode(const Beat& beat) {
 std::string encode(const News& news) {
   std::string bytes;
   for (const int64_t value :
-       {static_cast<int64_t>(news.kind), news.about, news.model, news.issued}) {
+       {static_cast<int64_t>(news.kind), news.about, news.model, news.issued, news.age}) {
     put_word(bytes, value);
   }
   bytes += encode(news.standings);
@@ -212,6 +247,7 @@ News decode_news(const std::string& bytes) {
   news.about = take_word(bytes, at);
   news.model = take_word(bytes, at);
   news.issued = take_word(bytes, at);
+  news.age = take_word(bytes, at);
   news.standings = take_standings(bytes, at);
   for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
     news.blames.push_back(take_word(bytes, at));

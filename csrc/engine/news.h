@@ -30,6 +30,7 @@ struct News {
   std::vector<Standing> standings;  // of that rank's models
   std::string text;
   std::vector<int64_t> blames{};  // of one that gave up: ranks that it names
+  int64_t age{};  // milliseconds from `standings` to the end that others have noticed
 };
 
 // What neighbours tell each other ten times a second.
@@ -60,8 +61,10 @@ Beat decode_beat(const std::string& bytes);
 using Names = std::vector<std::string>;
 
 // "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9 buckets sent". `at`: where it
-// stands; null: it is not known.
-std::string describe(const News& news, const Standing* at, const Names& names);
+// stands; null: it is not known. `mine`: where this rank stands in the same model; null: likewise. A rank that others speak for
+// may have gone on after its last report: it cannot be in an earlier step than this rank.
+std::string describe(const News& news, const Standing* at, const Names& names,
+                     const Standing* mine);
 // The end of that: "in the backward of step 812, ...".
 std::string activity(const Standing& at, const Names& names);
 // "forward", "backward", ...

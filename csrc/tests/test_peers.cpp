@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 // A rank, and what it has heard.
 class Rank {
  public:
-  Rank() : peers("127.0.0.1") {}
+  explicit Rank(const std::string& host = "127.0.0.1") : peers(host) {}
 
   std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank) {
     Peers::Listener listener;
@@ -72,11 +72,12 @@ bool comes_true(const Condition& condition) {
   return false;
 }
 
-std::vector<std::unique_ptr<Rank>> connected(int64_t count) {
+std::vector<std::unique_ptr<Rank>> connected(int64_t count,
+                                             const std::string& host = "127.0.0.1") {
   std::vector<std::unique_ptr<Rank>> ranks;
   std::vector<PeerAddress> addresses;
   for (int64_t r = 0; r < count; ++r) {
-    ranks.push_back(std::make_unique<Rank>());
+    ranks.push_back(std::make_unique<Rank>(host));
     addresses.push_back(ranks.back()->peers.address());
   }
   for (int64_t r = 0; r < count; ++r) {
@@ -119,6 +120,27 @@ void news_reaches_all_once() {
     }
     EXPECT(comes_true([&] { return ranks[1]->beat_of(0) == "0"; }), "");
   }
+}
+
+void news_travels_by_ipv6() {
+  try {
+    const Peers probe("::1");
+  } catch (const std::runtime_error&) {
+    return;  // a machine without IPv6
+  }
+  const auto ranks = connected(3, "::1");
+  ranks[1]->peers.flood("hello");
+  EXPECT(comes_true([&] { return ranks[0]->heard("hello") + ranks[2]->heard("hello") == 2; }), "");
+}
+
+void a_name_is_no_address() {
+  bool refused = false;
+  try {
+    const Peers peers("localhost");
+  } catch (const std::exception&) {
+    refused = true;
+  }
+  EXPECT(refused, "");
 }
 
 void last_words_come_before_the_end() {
@@ -173,6 +195,8 @@ int main(int argc, char** argv) {
   return fastsync::testing::run_cases(
       {{"neighbours", calls_each_neighbour_once},
        {"news", news_reaches_all_once},
+       {"IPv6", news_travels_by_ipv6},
+       {"no address", a_name_is_no_address},
        {"last words", last_words_come_before_the_end},
        {"late neighbour", last_words_wait_for_a_neighbour_that_is_late},
        {"stranger", a_stranger_is_not_heard},

@@ -88,6 +88,36 @@ void who_codes_for_long_is_told_apart() {
   FS_CHECK(text.find("; its codec has been at work for 12.3 s") != std::string::npos, text.c_str());
 }
 
+// A rank that others speak for cannot be in an earlier step than the one that has all averages of that step.
+void an_old_report_does_not_place_a_rank_in_an_earlier_step() {
+  News news = in(Phase::kBetweenSteps, Phase::kBetweenSteps);
+  news.kind = News::Kind::kDied;
+  news.about = 2;
+  news.text = "was killed by SIGKILL";
+  news.age = 85;
+  news = decode_news(encode(news));
+  Standing at;
+  at.step = 1;
+  Standing mine;
+  mine.step = 5;
+  mine.phase = static_cast<int64_t>(Phase::kWaiting);
+  const auto says = [&](const std::string& place) {
+    const std::string text = describe(news, &at, {}, &mine);
+    FS_CHECK(text == concat("rank 2 was killed by SIGKILL ", place), text);
+  };
+  says("in step 6 (0.0 s earlier it was after step 1)");
+  mine.phase = static_cast<int64_t>(Phase::kGathering);
+  says("after step 5 (0.0 s earlier it was after step 1)");
+  at.step = 5;
+  says("after step 5");
+  news.kind = News::Kind::kLost;
+  news.age = 30100;
+  says("after step 5, as it said 30.1 s earlier");
+  news.kind = News::Kind::kRaised;  // which a rank says of itself
+  at.step = 4;
+  FS_CHECK(describe(news, &at, {}, &mine) == "rank 2 raised was killed by SIGKILL after step 4", "");
+}
+
 }  // namespace
 }  // namespace fastsync::engine
 
@@ -97,6 +127,7 @@ int main(int argc, char** argv) {
       {
           {"step", who_waits_in_a_step_waits_for_those_in_a_place},
           {"place", who_waits_in_a_place_waits_for_those_in_a_step},
+          {"report", an_old_report_does_not_place_a_rank_in_an_earlier_step},
           {"blame", who_gave_up_passes_on_whom_it_blames},
           {"codec", who_codes_for_long_is_told_apart},
       },

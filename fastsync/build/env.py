@@ -109,8 +109,8 @@ class Env:
             back or join: host and port of the store where those that train meet (default: None).
         restarts: ``TORCHELASTIC_RESTART_COUNT``, as torchrun sets it, and `fastsync.elastic` on
             ranks that come back or join: another number on each (default: 0).
-        master_port: ``MASTER_PORT``, as the launcher sets it (default: 0). A rank that comes back or
-            joins is alone in the group that it makes there.
+        master_port: ``MASTER_PORT``, as the launcher sets it (default: 0). A rank that comes back
+            or joins is alone in the group that it makes there.
         nccl_lets_live: ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT`` are
             ``0``: torch does not end a process because a collective of NCCL has failed.
         rank: ``RANK``, as torchrun sets it (default: 0). Only names the rank that

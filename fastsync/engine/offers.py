@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import ip_address
 
 from fastsync.build.env import Env
 from fastsync.engine import core
@@ -61,7 +62,7 @@ def why_not(offers: Sequence[Offer]) -> str:
     for rank, offer in enumerate(offers):
         if offer.address is None:
             return f"on rank {rank}, {offer.refusal}"
-        alone = offer.address[0].startswith("127.")
+        alone = ip_address(offer.address[0]).is_loopback
         if alone and any(other.machine != offer.machine for other in offers):
             return f"rank {rank} has only found an address of its own machine, {offer.address[0]}"
     return ""

@@ -38,6 +38,7 @@ _NS = 1e-9
 ACTIVITIES = ("between steps", "forward", "backward", "packing")
 _WINDOW = 50  # steps; Pace::kWindow
 _NOTEWORTHY = 0.05  # of the step: less is noise
+_WORTH_A_WARNING = 5e-3  # seconds of each step: nothing is gained by less
 _MENTIONED = 0.2  # of what slow ranks cost: what makes up less of it is left out
 _DISTANCE = 3  # each warning comes so many times later
 _REMEDIES = {
@@ -162,7 +163,9 @@ class PaceWarning:
     def look_at(self, pace: Pace | None) -> None:
         """Logs a warning where one is due."""
         slow = None if pace is None else pace.slow
-        if pace is None or slow is None or slow.share < self._share or pace.steps < self._next:
+        if pace is None or slow is None or pace.steps < self._next:
+            return
+        if slow.share < self._share or slow.cost < _WORTH_A_WARNING:
             return
         self._next = pace.steps + _WINDOW * self._distance
         self._distance *= _DISTANCE

@@ -12,7 +12,9 @@ from fastsync.planner.scenario import Candidate, Scenario
 
 __all__ = ["Advice", "advise"]
 
-_ALIKE = 0.005  # steps that differ by less count as equally fast: simpler is better
+# Steps that differ by less count as equally fast: simpler is better, and plans are not exact to it.
+_ALIKE = 0.03
+_SAME = 0.0005  # what differs by less is shown as the same
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,18 @@ def _why(best: Candidate, device: Device) -> str:
 def _why_not(second: Candidate, best: Candidate) -> str:
     slower = second.time.mean / best.time.mean - 1
     memory = second.memory.total - best.memory.total
-    than = "less" if memory < 0 else "more"
     speed = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    more = f"{gigabytes(abs(memory))} {'less' if memory < 0 else 'more'} memory"
+    sent = f"{gigabytes(second.time.sent)} instead of {gigabytes(best.time.sent)} sent"
+    if abs(slower) < _SAME:
+        speed = "as fast"
+    if abs(memory) < _SAME * best.memory.total:
+        more = "as much memory"
+    if abs(second.time.sent - best.time.sent) <= _SAME * best.time.sent:
+        sent = "as much sent"
     return (
         f"Second is {second.strategy.name}: {speed} ({shown_seconds(second.time.mean)}), with "
-        f"{gigabytes(abs(memory))} {than} memory and {second.time.sent / 1e9:.3g} instead of "
-        f"{best.time.sent / 1e9:.3g} GB sent per rank and step."
+        f"{more} and {sent} per rank and step."
     )
 
 

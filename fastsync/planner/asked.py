@@ -23,6 +23,7 @@ from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.synthetic import adam_by_formula, transformer_of
 from fastsync.planner.tracing import (
+    BuiltOnce,
     Loss,
     StepError,
     TraceError,
@@ -274,7 +275,7 @@ def scenario_of(args: argparse.Namespace, device: Device, cluster: Cluster) -> S
 
         optimizer = adam_by_formula
     else:
-        build = _build(args.model)
+        build = BuiltOnce(_build(args.model))
         loss = _loss_of(args.loss)
 
         def trace(samples: int, checkpointing: bool) -> Record:

@@ -142,7 +142,7 @@ def _arithmetic(args: argparse.Namespace) -> None:
     itemsize = (args.dtype or q.DTYPES["bf16"]).itemsize
     held = held_by(itemsize, 8.0, args.master_weights)
     states = "Adam's states in fp32" + (", fp32 master weights" if held.master else "")
-    title = f"{args.params / 1e9:g} B parameters of {itemsize} bytes, {states}"
+    title = f"{q.millions(args.params)} parameters of {itemsize} bytes, {states}"
     tables = {
         world: held_rows(args.params, held, world, args.per_node, args.strategies)
         for world in args.gpus

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fastsync.planner.devices import Device
+from fastsync.planner.quantities import gigabytes, operations
 from fastsync.planner.record import Record
 
 __all__ = ["Compute", "from_record"]
@@ -79,9 +80,9 @@ def from_record(record: Record, device: Device, moved_by_update: float) -> Compu
             ready[mark.place] = now
     update = moved_by_update / (device.bandwidth * device.streaming)
     source = (
-        f"traced: {record.flops / 1e12:.3g} TFLOP a step at {device.efficiency:.0%} of "
-        f"{device.name}'s {device.peak(dtype) / 1e12:.0f} TFLOP/s, and memory traffic at "
-        f"{device.streaming:.0%} of {device.bandwidth / 1e12:.2f} TB/s"
+        f"traced: {operations(record.flops)} a step at {device.efficiency:.0%} of "
+        f"{device.name}'s {operations(device.peak(dtype))}/s, and memory traffic at "
+        f"{device.streaming:.0%} of {gigabytes(device.bandwidth)}/s"
     )
     # A parameter without gradient is known to have none when the backward ends.
     times = tuple(ready.get(index, now) for index in range(len(record.params)))

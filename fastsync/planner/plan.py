@@ -9,6 +9,7 @@ from fastsync.planner.advice import Advice, advise
 from fastsync.planner.compute import Compute
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, Link
+from fastsync.planner.quantities import millions
 from fastsync.planner.runs import Recorded
 from fastsync.planner.scenario import Candidate, Scenario
 from fastsync.planner.simulate import StepTime, job_of_messages, job_of_units, simulate
@@ -76,7 +77,7 @@ def make_plan_of(scenario: Scenario, worlds: Sequence[int]) -> Plan:
     )
     record = scenario.first
     return Plan(
-        title=f"{record.model}, {record.numel / 1e6:,.1f} M parameters, batch {scenario.samples}",
+        title=f"{record.model}, {millions(record.numel)} parameters, batch {scenario.samples}",
         device=scenario.device,
         cluster=scenario.cluster.of(world),
         compute=scenario.compute,

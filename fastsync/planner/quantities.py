@@ -13,7 +13,9 @@ __all__ = [
     "dtype",
     "factor",
     "gigabytes",
+    "millions",
     "nbytes",
+    "operations",
     "rate",
     "ratio",
     "seconds",
@@ -130,6 +132,23 @@ def gigabytes(value: float) -> str:
         if value >= factor * (1e4 if unit == "TB" else 1.0):
             return f"{value / factor:.4g} {unit}"
     return f"{value:.0f} B"
+
+
+def operations(value: float) -> str:
+    """Floating-point operations: 1.23 TFLOP, 30 GFLOP."""
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            digits = ".3g" if value < 1e3 * factor else ".0f"
+            return f"{value / factor:{digits}} {unit}FLOP"
+    return f"{value:.0f} FLOP"
+
+
+def millions(number: float) -> str:
+    """A number of things: 7 B, 27.3 M, 4,096."""
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if number >= factor:
+            return f"{number / factor:,.1f}".removesuffix(".0") + f" {unit}"
+    return f"{number:,.0f}"
 
 
 def shown_seconds(value: float) -> str:

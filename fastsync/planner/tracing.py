@@ -12,6 +12,7 @@ decide it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -29,9 +30,15 @@ from torch.utils.flop_counter import flop_registry
 
 from fastsync.planner.record import Allocations, Mark, Record, TracedParam
 from fastsync.planner.unit_marks import ROOT, note_units, units_of
-from fastsync.torch_private.tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
+from fastsync.torch_private.tracing import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_leaves,
+)
 
 __all__ = [
+    "BuiltOnce",
     "Loss",
     "StepError",
     "TraceError",
@@ -55,6 +62,54 @@ class TraceError(ValueError):
 
 class StepError(TraceError):
     """The model cannot be run on such a batch."""
+
+
+class BuiltOnce:
+    """Build a model on the first call, and return copies of it: each trace changes its own.
+
+    Attributes:
+        mode: in which all of them live.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._build = build
+        self._built: nn.Module | None = None
+        self.mode = _new_mode()
+
+    def __call__(self) -> nn.Module:
+        if self._built is None:
+            self._built = self._build()
+        try:
+            with _copies_without_memory():
+                return copy.deepcopy(self._built)
+        except Exception:  # of the model's own, or a view: it is built again
+            return self._build()
+
+
+@contextmanager
+def _copies_without_memory() -> Iterator[None]:
+    """`copy.deepcopy` copies fake tensors: torch's own way would look at their memory."""
+
+    def copied(tensor: torch.Tensor, memo: object) -> torch.Tensor:
+        if tensor._base is not None:
+            raise ValueError("a view shares memory with a tensor that may not be copied")
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    ways: dict[type, object] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    ways[FakeTensor] = copied
+    try:
+        yield
+    finally:
+        del ways[FakeTensor]
+
+
+def _new_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _Recorder(TorchDispatchMode):
@@ -242,7 +297,7 @@ def trace_model(
     Raises:
         TraceError: something in it cannot be run without memory, or nothing is trained.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with build.mode if isinstance(build, BuiltOnce) else _new_mode():
         with _explained("the model"):
             module = _without_memory(build(), dtype).train()
             given = make_batch(module, batch)

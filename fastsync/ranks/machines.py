@@ -45,6 +45,14 @@ def own_address(store: Store) -> str:
     place = served_at(store)
     if place is None:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
+    ways = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)
+    obstacle = OSError(f"{place[0]} has no address")
+    # IPv4 first: a rank that has no IPv6 address could not call one.
+    for family, kind, protocol, _, where in sorted(ways, key=lambda way: way[0] != socket.AF_INET):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            obstacle = error
+    raise obstacle
