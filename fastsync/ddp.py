@@ -214,7 +214,7 @@ class FastDDP(ReturningFront):
         logger = FrontLogger(engine, facts)
         # A reference to itself would keep the model until it is collected.
         lockstep = partial(in_lockstep, weakref.ref(self))
-        self._guards = make_guards(engine)
+        self._guards = make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)

@@ -47,8 +47,8 @@ MODULE_LAYERS = {
     "front": [
         ["survivable"],
         [
-            *("buffers", "mixed_precision", "nonfinite", "logging_data", "replicas", "seat"),
-            "stages",
+            *("added", "buffers", "mixed_precision", "nonfinite", "logging_data", "replicas"),
+            *("seat", "stages"),
         ],
         ["guards", "torch_faces", "wrapped"],
         ["recorded"],

@@ -391,7 +391,8 @@ class ElasticFront(SkippingFront):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = cast(Any, super()).__getstate__()
-        state.pop("_elastic", None)
+        for name in ("_elastic", "_guards"):  # made anew for a copy
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

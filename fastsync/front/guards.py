@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from torch import nn
+
 from fastsync.engine.engine import Engine
 from fastsync.engine.steps import StepWatcher
+from fastsync.front.added import AddedParameterGuard
 from fastsync.front.nonfinite import NonFiniteGuard
 from fastsync.front.replicas import ReplicaGuard
 
 __all__ = ["make_guards"]
 
 
-def make_guards(engine: Engine) -> list[StepWatcher]:
+def make_guards(engine: Engine, module: nn.Module, ignored: Collection[str]) -> list[StepWatcher]:
     """Those that the policy asks for; they look as long as somebody holds them."""
     policy = engine.policy
-    guards: list[StepWatcher] = []
+    guards: list[StepWatcher] = [AddedParameterGuard(engine, module, ignored)]
     if policy.checks_finite:
         guards.append(NonFiniteGuard(engine))
     if policy.replicas is not None and engine.group.size() > 1:
