@@ -110,7 +110,7 @@ class Member:
         begin = min(self.shape.count(0, world) * rank, self.shape.sizes[dim])
         return whole.narrow(dim, begin, self.shape.count(rank, world))
 
-    def is_whole(self, tensor: object) -> bool:
+    def is_whole(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a plain one of the whole parameter's sizes."""
         return (
             type(tensor) in (torch.Tensor, nn.Parameter)
