@@ -17,8 +17,8 @@ from fastsync.torch_private import caller
 __all__ = ["configured", "is_replaced", "replace_ddp", "replace_where_asked"]
 
 
-def _blank() -> FastDDP:
-    return FastDDP.__new__(FastDDP)
+def _blank(kind: type[FastDDP] = FastDDP) -> FastDDP:
+    return kind.__new__(kind)
 
 
 def configured(
@@ -26,13 +26,17 @@ def configured(
 ) -> type[FastDDP]:
     """FastDDP with `options`, which win over those that it is called with.
 
-    Models of the class are copied and pickled as models of FastDDP.
+    Models of the class are copied and pickled as models of FastDDP. It derives from the class of
+    the stage that `options` ask for: code that calls it does not pass `zero`, so that FastDDP's
+    constructor could not choose.
 
     Args:
         wrapped: called with each model that is made.
     """
 
-    class Configured(FastDDP):
+    base: Any = FastDDP.class_for(options.get("zero", 0))
+
+    class Configured(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, **options})
             if self._policy.zero.stage:
@@ -42,7 +46,9 @@ def configured(
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             made, arguments, *rest = cast(Any, super().__reduce_ex__(protocol))
-            return (_blank, (), *rest) if type(self) is Configured else (made, arguments, *rest)
+            return (
+                (_blank, (base,), *rest) if type(self) is Configured else (made, arguments, *rest)
+            )
 
     return Configured
 

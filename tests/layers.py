@@ -115,7 +115,7 @@ MODULE_LAYERS = {
         ["choosing", "depth", "errors", "layout", "nested", "staging", "stepping"],
         ["mesh"],
         ["codes", "links", "member"],
-        ["kept"],
+        ["kept", "loaded"],
         ["strand"],
         ["extended", "raw"],
         ["unit"],

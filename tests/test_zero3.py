@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -210,17 +209,3 @@ def test_ranks_that_mean_different_stages():
     with pytest.raises(RankError) as error:
         run_ranks(differ, 2)
     assert str(error.value).count(RankMismatchError.__name__) >= 2
-
-
-def stepped(rank, world):
-    module = net()
-    optimizer = optim.AdamW(module.parameters())
-    loss_of(module, words(rank, 0)).backward()
-    optimizer.step()
-    dist.barrier()
-    with pytest.raises(ValueError, match="has stepped before"):
-        FastDDP(module, zero=3)
-
-
-def test_an_optimizer_that_has_stepped_before():
-    run_ranks(stepped, 2)

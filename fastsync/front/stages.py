@@ -27,6 +27,11 @@ class StagedFront(Front):
             cls._stage = zero
             StagedFront._by_stage[zero] = cls
 
+    @classmethod
+    def class_for(cls, stage: object) -> type[Self]:
+        """Return the class of the models of a stage: this one, or the subclass made for it."""
+        return cast("type[Self]", StagedFront._by_stage.get(cast(int, stage), cls))
+
     def __new__(cls, *args: object, **kwargs: Any) -> Self:
         wanted = StagedFront._by_stage.get(kwargs.get("zero", 0))
         if wanted is None or issubclass(cls, wanted):

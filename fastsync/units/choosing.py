@@ -98,26 +98,24 @@ def _is_block(module: nn.Module) -> bool:
 def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> int:
     """Has every optimizer that holds `old` parameters hold the `new` ones in their place.
 
+    Their states, which constructors, steps or load_state_dict() have made, are moved too. They are
+    those of whole parameters, which the next step cuts.
+
     Returns:
         how many optimizers did.
-
-    Raises:
-        ValueError: one has kept state of them already: it stepped before the model was wrapped.
     """
     places = {id(before): after for before, after in zip(old, new, strict=True)}
     changed = 0
     for optimizer in _optimizers():
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(param) in places for param in held):
+        ours = [param for param in held if places.get(id(param), param) is not param]
+        if not ours:
             continue
-        if any(id(param) in places and optimizer.state.get(param) for param in held):
-            raise ValueError(
-                f"this {type(optimizer).__name__} has stepped before the model was wrapped with "
-                "zero=3, and its state is that of whole parameters; wrap the model first, then "
-                "load the state with torch.distributed.checkpoint.state_dict"
-            )
         for group in optimizer.param_groups:
             group["params"] = [places.get(id(param), param) for param in group["params"]]
+        for param in ours:
+            if param in optimizer.state:
+                optimizer.state[places[id(param)]] = optimizer.state.pop(param)
         changed += 1
     return changed
 

@@ -23,6 +23,7 @@ from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.timeline.recorder import Recorder
 from fastsync.units.connections import Connections, links_in, travels
 from fastsync.units.links import Links
+from fastsync.units.loaded import LoadedStates
 from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
 from fastsync.units.stepping import LocalSteps
@@ -98,7 +99,7 @@ class Context(StepWatcher, Generic[S]):
         self._ends_soon = False  # the running backward
         self._deepest = -1  # of `_done`, when that began
         self._reducing: deque[Unit] = deque()
-        self._local_steps = LocalSteps()
+        self._local_steps, self._loaded = LocalSteps(), LoadedStates()
         self.stop_watching = watch_steps(self)
 
     @cached_property
@@ -218,7 +219,9 @@ class Context(StepWatcher, Generic[S]):
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Has shares step as themselves."""
-        params = (member.sharded for unit in self.units() for member in unit.members)
+        members = [member for unit in self.units() for member in unit.members]
+        self._loaded.shard(optimizer, members)
+        params = (member.sharded for member in members)
         return self._local_steps.before(optimizer, args, params)
 
     def end_step(self, optimizer: Optimizer) -> None:

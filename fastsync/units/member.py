@@ -22,6 +22,7 @@ from fastsync.torch_private import (
     storage_address,
     tensor_hooks,
     with_dtype,
+    with_own_storage,
 )
 from fastsync.units.layout import Shape
 from fastsync.units.mesh import Place
@@ -115,6 +116,24 @@ class Member:
 
     def local_sizes(self) -> tuple[int, ...]:
         return self.shape.local(self.place.rank, self.place.world)
+
+    def share_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of `whole`, of the whole parameter's sizes, that this rank keeps."""
+        dim, world, rank = self.shape.dim, self.place.world, self.place.rank
+        begin = min(self.shape.count(0, world) * rank, self.shape.sizes[dim])
+        return whole.narrow(dim, begin, self.shape.count(rank, world))
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a plain one of the whole parameter's sizes."""
+        return (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and self.inner is None
+            and tuple(tensor.shape) == self.shape.sizes
+        )
+
+    def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor, placed as the parameter, of which this rank has `local`."""
+        return make_dtensor(with_own_storage(local), with_dtype(self.spec, local.dtype))
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's share of the gradient."""

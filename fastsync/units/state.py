@@ -20,6 +20,7 @@ from fastsync.torch_private import (
     untraced,
 )
 from fastsync.units.context import Context
+from fastsync.units.member import Home, Member
 from fastsync.units.nested import grad_tensors, map_tensors, output_grad_tensors
 from fastsync.units.unit import Moment, Unit
 
@@ -109,6 +110,7 @@ class State:
         self._connected = False
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
+        self._locals: dict[nn.Module, list[torch.Tensor]] = {}  # whose state dict is being loaded
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
         self._first_node = 0  # that autograd makes in that forward
         for module in modules:
@@ -125,17 +127,47 @@ class State:
     def _hook_dicts(self) -> None:
         """State dicts show shares, wherever in these modules a parameter of `uses` is."""
         inside = {below for module in self.modules for below in module.modules()}
-        homes = {home.module for unit in self.uses for m in unit.members for home in m.homes}
-        for home in homes & inside:
-            home.register_state_dict_pre_hook(self._before_state_dict)
-            home.register_load_state_dict_pre_hook(self._before_state_dict)
-            home.register_load_state_dict_post_hook(self._after_load)
+        homes: dict[nn.Module, list[tuple[Home, Member]]] = {}
+        for member in (member for unit in self.uses for member in unit.members):
+            for home in member.homes:
+                if home.module in inside:
+                    homes.setdefault(home.module, []).append((home, member))
+        for module, its in homes.items():
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(partial(self._before_load, its))
+            module.register_load_state_dict_post_hook(partial(self._after_load, its))
 
     def _before_state_dict(self, *unused: object) -> None:
         for unit in self.uses:
             unit.reshard()
 
-    def _after_load(self, *unused: object) -> None:
+    def _before_load(
+        self,
+        homes: Sequence[tuple[Home, Member]],
+        module: nn.Module,
+        state: dict[str, object],
+        prefix: str,
+        *unused: object,
+    ) -> None:
+        """Cut whole tensors, as models that are not sharded have them, to this rank's share."""
+        self._before_state_dict()
+        self._locals[module] = [member.local for _, member in homes]
+        for home, member in homes:
+            whole = state.get(prefix + home.name)
+            if isinstance(whole, torch.Tensor) and member.is_whole(whole):
+                share = member.share_of(whole.detach()).to(member.local.device)
+                state[prefix + home.name] = member.as_dtensor(share)
+
+    def _after_load(
+        self, homes: Sequence[tuple[Home, Member]], module: nn.Module, *unused: object
+    ) -> None:
+        """Take in what has replaced a share; mostly, its memory has been written to."""
+        before = self._locals.pop(module, None)
+        if before is not None and all(
+            home.get() is member.sharded and member.local is local
+            for (home, member), local in zip(homes, before, strict=True)
+        ):
+            return
         for unit in self.uses:
             unit.settle()
         if self.is_root is not None:

@@ -151,6 +151,93 @@ def test_goes_back_to_a_full_state(stage):
     check(goes_back_to_a_full_state, stage)
 
 
+# --- whole states, and those of other numbers of ranks
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "amsgrad": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, 0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, centered=True, momentum=0.5),
+}
+
+
+def unsharded_state(optimizer, rank):
+    """Return the state dicts of a model that trains without any wrapper."""
+    model = net()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    train(model, optimizer, 0, range(2))
+    return by_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def goes_on_from_an_unsharded_state(optimizer, assign, wrap, rank):
+    state = unsharded_state(optimizer, rank)
+    model = wrap(net(seed=1))
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    inner = getattr(model, "module", model)
+    # Under DDP an assigned parameter would be one that it does not know.
+    assign = assign and hasattr(next(model.parameters()), "full_tensor")
+    inner.load_state_dict(state["model"], assign=assign)
+    if assign:
+        stepper = OPTIMIZERS[optimizer](model.parameters())
+    stepper.load_state_dict(state["optimizer"])
+    train(model, stepper, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_goes_on_from_an_unsharded_state(optimizer, stage):
+    check(partial(goes_on_from_an_unsharded_state, optimizer, False), stage)
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_assigns_an_unsharded_state(stage):
+    check(partial(goes_on_from_an_unsharded_state, "adamw", True), stage)
+
+
+def goes_back_to_an_unsharded_state(wrap, rank):
+    """Load in the middle of a training, where the optimizer has a state already."""
+    state = unsharded_state("adamw", rank)
+    model, optimizer = made(wrap, seed=1)
+    train(model, optimizer, rank, range(2))
+    getattr(model, "module", model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_goes_back_to_an_unsharded_state(stage):
+    check(goes_back_to_an_unsharded_state, stage)
+
+
+def saves_own_state(rank, world, stage):
+    model, optimizer = made(STAGES[stage])
+    train(model, optimizer, rank, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return file.getvalue()
+
+
+def loads_own_state(rank, world, stage, saved):
+    model, optimizer = made(STAGES[stage])
+    try:
+        optimizer.load_state_dict(torch.load(io.BytesIO(saved[rank]), weights_only=False))
+        train(model, optimizer, rank, range(2, 4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_a_rank_s_own_state_of_another_number_of_ranks_is_an_error(stage):
+    saved = run_ranks(saves_own_state, 3, stage)
+    for raised in run_ranks(loads_own_state, 2, stage, saved):
+        assert raised is not None
+        assert "torch.distributed.checkpoint" in raised, raised
+
+
 # --- storages, as safetensors and save_pretrained() look at them
 
 
