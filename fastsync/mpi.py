@@ -128,10 +128,10 @@ class _Job:
         self.group, self.work, self.call = group, work, call
         self.awaits, self.number = awaits, number
         self.check: tuple[Any, Tensor, Tensor] | None = None
-        self.deadline, self.over = 0.0, False
+        self.over = False
 
     def start(self, seconds: float, steps: Steps) -> None:
-        self.deadline, self._steps = time.monotonic() + seconds, steps
+        self.seconds, self.deadline, self._steps = seconds, time.monotonic() + seconds, steps
         self._wait_for(next(steps))
         _progress.add(self)
 
@@ -246,7 +246,7 @@ class _Progress:
                     job.fail(f"rank {rank} has ended, and this rank waits for it in {job.call}")
                     break
             if not job.over and now > job.deadline:
-                job.fail(f"{job.call} timed out: other ranks have not come to it, or are stuck")
+                job.fail(f"{job.call}: timeout after {job.seconds:g} s: other ranks have not come")
 
 
 class _Group:
