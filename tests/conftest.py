@@ -3,6 +3,7 @@ Pages are looked at in a real browser: Chromium, without a window and without a 
 """
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In a shell's background. What tests start would ignore it too, and they interrupt some.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     at_once.register(config)
     if config.getoption("--seconds-to") is not None:
         config.pluginmanager.register(slow.Clock(config.getoption("--seconds-to").absolute()))

@@ -242,6 +242,17 @@ def test_a_daemon_ends_when_the_command_is_interrupted(tmp_path):
     assert ended(daemon) and ended(server) and not Path(folder).exists()
 
 
+@pytest.mark.slow
+def test_interrupts_reach_what_tests_start_in_the_background_of_a_shell():
+    """Where SIGINT is ignored, as in `make test &`."""
+    wanted = "tests/test_gpu_all.py -k test_a_daemon_ends_when_the_command_is_interrupted"
+    command = f"trap '' INT; exec {sys.executable} -m pytest {wanted}"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout
+
+
 def test_nothing_is_begun_when_the_time_is_over(tmp_path):
     mine = session(tmp_path, seconds=gpu_all.SHORTEST / 2)
     gpu_all.run_all([Stage("late", "", 60, (python("raise SystemExit(1)"),))], mine)
