@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,9 +23,13 @@ from fastsync.torch_private import BuiltinCommHookType, untraced
 from fastsync.units.choosing import choose_units, contiguous, exchange_in_optimizers
 from fastsync.units.recording import context_of, record, stats_of
 from fastsync.units.sharding import fully_shard
+from fastsync.units.state import state_of
 from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["ShardedDDP"]
+
+_MADE_BY = "FastDDP(zero=3)"
+_OTHER_WORDS = re.compile(r"(fastsync\.)?fully_shard(\(\))?|\bFSDP\b")
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,13 @@ class ShardedDDP(FastDDP, zero=3):
             wire=self._policy.wire,
             parameter_wire=self._policy.zero.parameter_wire,
         )
-        for unit in choose_units(self.module, self._units):
-            shard(unit)
-        shard(self.module)
+        with _own_words():
+            for unit in choose_units(self.module, self._units):
+                shard(unit)
+            shard(self.module)
+        for module in self.module.modules():
+            if (state := state_of(module)) is not None:
+                state.made_by = _MADE_BY
         new = dict(self.module.named_parameters())
         exchange_in_optimizers(list(old.values()), [new[name] for name in old])
         context_of(self.module).conceals = True
@@ -99,7 +109,8 @@ class ShardedDDP(FastDDP, zero=3):
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         """That of the module, whose graphs are split by the hooks of units alone."""
-        return self.module(*inputs, **kwargs)
+        with _own_words():
+            return self.module(*inputs, **kwargs)
 
     @untraced
     def _post_forward(self, output: object) -> object:
@@ -173,6 +184,18 @@ class ShardedDDP(FastDDP, zero=3):
             ValueError: always.
         """
         raise _refused("load_sync_state_dict()", "units keep nothing from step to step")
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Name FastDDP in errors that name FSDP and fully_shard(), which the script did not call."""
+    try:
+        yield
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        text = str(error)
+        if _OTHER_WORDS.search(text) and error.args == (text,):
+            error.args = (_OTHER_WORDS.sub(_MADE_BY, text),)
+        raise
 
 
 def _refused(what: str, why: str) -> ValueError:

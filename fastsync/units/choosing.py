@@ -76,17 +76,19 @@ def _blocks(root: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _below(module: nn.Module, smallest: int) -> Iterator[list[nn.Module]]:
-    children = [child for child in module.children() if _bytes(child)]
-    kinds = Counter(type(child) for child in children)
+    children = [(child, size) for child in module.children() if (size := _bytes(child))]
+    kinds = Counter(type(child) for child, _ in children)
     group: list[nn.Module] = []
-    for child in children:
+    grouped = 0
+    for child, size in children:
         if kinds[type(child)] < 2 or not _is_block(child):
             yield from _below(child, smallest)
             continue
         group.append(child)
-        if sum(map(_bytes, group)) >= smallest:
+        grouped += size
+        if grouped >= smallest:
             yield group
-            group = []
+            group, grouped = [], 0
 
 
 def _is_block(module: nn.Module) -> bool:

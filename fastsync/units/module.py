@@ -257,8 +257,10 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
         return made
 
     def __deepcopy__(self, memo: object) -> NoReturn:
+        made_by = _state(self).made_by
+        subject = "FSDP" if made_by == "fully_shard()" else made_by
         raise RefusedError(
-            "FSDP does not support deepcopy: copy the module before fully_shard(), or load its "
+            f"{subject} does not support deepcopy: copy the module before {made_by}, or load its "
             "state dict into another one"
         )
 

@@ -90,6 +90,7 @@ class State:
         uses: that unit, and those of other states that have a parameter which is tied to one here.
         auto_reshard: nobody said whether the unit is kept between forward and backward, so the
             root's is.
+        made_by: what a script has called, for messages.
         forward_next, backward_next: states whose units are gathered next, by a script's wish.
     """
 
@@ -108,6 +109,7 @@ class State:
         self.is_root: bool | None = None  # known with the first forward
         self.moment = Moment.IDLE
         self._connected = False
+        self.made_by = "fully_shard()"
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._locals: dict[nn.Module, list[torch.Tensor]] = {}  # whose state dict is being loaded
