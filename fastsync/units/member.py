@@ -23,6 +23,7 @@ from fastsync.torch_private import (
     tensor_hooks,
     with_dtype,
 )
+from fastsync.units.changes import unnoticed
 from fastsync.units.layout import Shape
 from fastsync.units.mesh import Place
 
@@ -42,7 +43,8 @@ class Home:
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = param
         else:
-            setattr(self.module, self.name, param)
+            with unnoticed():
+                setattr(self.module, self.name, param)
 
     def get(self) -> nn.Parameter:
         """What is registered there."""

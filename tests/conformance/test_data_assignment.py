@@ -239,7 +239,7 @@ def test_another_parameter_is_an_error(stage, script):
     check(only_under_the_stage(script), stage, error="parameter '.*(weight|bias)' was")
 
 
-class only_under_the_stage:  # noqa: N801
+class only_under_the_stage:
     """Does not run the script under DDP, which raises or is wrong as well."""
 
     def __init__(self, script):
