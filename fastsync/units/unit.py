@@ -189,6 +189,7 @@ class Unit:
                 strand.drop_part()
         if self.is_whole:
             for member in self.members:
+                member.take_script_gradient()
                 member.freeze_alike()
             self.watch()
 
