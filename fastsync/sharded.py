@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -149,6 +149,17 @@ class ShardedDDP(FastDDP, zero=3):
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
         """As FastDDP's, of units: gathers and reductions are the collectives."""
         return stats_of(self.module, one_rank_step)
+
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "zero=3 does not combine with Join: a rank that has run out of inputs gathers no "
+            "parameters, which the others wait for; use zero=0, or give all ranks as many inputs"
+        )
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Not supported.

@@ -112,7 +112,7 @@ MODULE_LAYERS = {
     ],
     "tune": [["moves", "policy", "search", "store"], ["tuner"], ["__init__"]],
     "units": [
-        ["choosing", "depth", "errors", "layout", "nested", "staging", "stepping"],
+        ["changes", "choosing", "depth", "errors", "layout", "nested", "staging", "stepping"],
         ["mesh"],
         ["codes", "links", "member"],
         ["kept", "loaded"],

@@ -49,6 +49,7 @@ class UnitState(Protocol):
     def backward_next(self) -> Sequence[object]: ...
 
     def announce_backward(self) -> None: ...
+    def check_layers(self) -> None: ...
 
 
 S = TypeVar("S", bound=UnitState)
@@ -212,6 +213,14 @@ class Context(StepWatcher, Generic[S]):
         unit.finish_gather()
         self._ahead.discard(id(unit))
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step on what is not synchronised.
+
+        Raises:
+            RuntimeError: the optimizer holds such a parameter.
+        """
+        self._check_held(set(map(id, params_of(optimizer))))
+
     def replaces(self, optimizer: Optimizer) -> bool:
         """Whether it steps on shares."""
         held = set(map(id, params_of(optimizer)))
@@ -231,6 +240,19 @@ class Context(StepWatcher, Generic[S]):
         """
         self._local_steps.after(optimizer)
         self.after_step(optimizer)
+
+    def _check_held(self, held: set[int]) -> None:
+        members = [member for unit in self.units() for member in unit.members]
+        for member in members:
+            if member.whole is not None and id(member.whole) in held:
+                raise RuntimeError(
+                    f"the optimizer holds the unsharded parameter {member.name!r}, which nothing "
+                    "synchronises; make the optimizer where the parameters are sharded: before the "
+                    "forward, or after model.reshard()"
+                )
+        ours = held & {id(member.sharded) for member in members}
+        if ours and len(ours) < len(held):  # the others may have been added to the model
+            self.states[0].check_layers()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Has units know when their shares have changed.

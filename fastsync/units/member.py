@@ -24,6 +24,7 @@ from fastsync.torch_private import (
     with_dtype,
     with_own_storage,
 )
+from fastsync.units.changes import unnoticed
 from fastsync.units.layout import Shape
 from fastsync.units.mesh import Place
 
@@ -43,7 +44,8 @@ class Home:
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = param
         else:
-            setattr(self.module, self.name, param)
+            with unnoticed():
+                setattr(self.module, self.name, param)
 
     def get(self) -> nn.Parameter:
         """What is registered there."""
@@ -83,7 +85,7 @@ class Member:
     trained: bool = field(init=False)
     watched: core.WatchedGradient | None = None
     _relay: RemovableHandle | None = None
-    _lent: bool = False
+    _lent: torch.Tensor | None = None
     _wrapper: torch.UntypedStorage = field(init=False)
     _local: torch.Tensor = field(init=False)
 
@@ -246,16 +248,18 @@ class Member:
         """Let a script find the share's gradient at `whole`, to read, change or reset it."""
         if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
             return
-        if self.inner is None and not self._lent and self.whole.dtype == self.sharded.dtype:
-            self.whole.grad, self._lent = self.sharded.grad, True
+        if self.inner is None and self.whole.dtype == self.sharded.dtype:
+            self._lent = self.whole.grad = self.sharded.grad
 
     @torch.no_grad()
     def take_script_gradient(self) -> None:
         """Give the share what the script has left there: that gradient, another one, or none."""
-        if not self._lent or self.whole is None:
+        lent, self._lent = self._lent, None
+        if lent is None or self.whole is None:
             return
         found, self.whole.grad = self.whole.grad, None
-        self._lent = False
+        if found is lent:
+            return  # and the share's may be another one by now
         if found is None or isinstance(found, DTensor):
             self.sharded.grad = found
             return

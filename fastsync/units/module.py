@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import NoReturn, TypeVar, cast
 
 import torch
@@ -268,7 +269,43 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
 @functools.cache
 def shard_class(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind` with FSDPModule's methods."""
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+    methods = {name: _explained(method) for name, method in _other_methods(kind)}
+    space = {**methods, "__module__": kind.__module__}
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), space)
+
+
+def _other_methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """Yield what scripts may call besides forward(): public methods of their own classes."""
+    for each in reversed(kind.__mro__):
+        if issubclass(each, nn.Module) and not each.__module__.startswith("torch."):
+            for name, found in vars(each).items():
+                known = name == "forward" or name.startswith("_") or hasattr(nn.Module, name)
+                if isinstance(found, FunctionType) and not known:
+                    yield name, found
+
+
+def _explained(method: FunctionType) -> Callable[..., object]:
+    """Return the method, with a remedy in what it raises where it computes with shares."""
+
+    @functools.wraps(method)
+    def explained(*args: object, **kwargs: object) -> object:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise RuntimeError(
+                f"{method.__qualname__}() computes with parameters that are sharded, as "
+                "fully_shard() and zero=3 gather them for forward() alone: call "
+                f"fastsync.register_fsdp_forward_method(module, {method.__name__!r}) on every "
+                "rank, where module is what fully_shard() was applied to (FastDDP's .module)"
+            ) from error
+
+    return explained
+
+
+# What torch says where a DTensor meets a tensor.
+_MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -28,6 +28,7 @@ from fastsync.torch_private import (
     spec_of,
     with_own_storage,
 )
+from fastsync.units.changes import watch_registrations
 from fastsync.units.errors import RefusedError
 from fastsync.units.extended import own_share, stands_apart
 from fastsync.units.layout import Shape
@@ -116,7 +117,9 @@ def fully_shard(
         unit.switches.reshard_to = None if isinstance(reshard, bool) else reshard
         for param, member in zip(own, members, strict=True):
             setattr(param, _OWNER, (weakref.ref(unit), member))
-    State(modules, unit, mixed, reshard_after_forward is None, tied)  # which the modules hold
+    watch_registrations()
+    state = State(modules, unit, mixed, reshard_after_forward is None, tied)  # the modules hold it
+    state.ignored = tuple(ignored_params or ())
     for each in modules:
         register_sharded(each)
         each.__class__ = shard_class(cast("Hashable", type(each)))

@@ -14,11 +14,13 @@ from fastsync.torch_private import (
     at_end_of_backward,
     backward_is_running,
     creation_number,
+    is_replicated,
     next_creation_number,
     outside_transforms,
     transforms_are_active,
     untraced,
 )
+from fastsync.units.changes import registrations
 from fastsync.units.context import Context
 from fastsync.units.member import Home, Member
 from fastsync.units.nested import grad_tensors, map_tensors, output_grad_tensors
@@ -91,6 +93,7 @@ class State:
         auto_reshard: nobody said whether the unit is kept between forward and backward, so the
             root's is.
         made_by: what a script has called, for messages.
+        ignored: parameters that the script takes care of.
         forward_next, backward_next: states whose units are gathered next, by a script's wish.
     """
 
@@ -113,6 +116,8 @@ class State:
         self.forward_next: list[State] = []
         self.backward_next: list[State] = []
         self._locals: dict[nn.Module, list[torch.Tensor]] = {}  # whose state dict is being loaded
+        self.ignored: tuple[nn.Parameter, ...] = ()
+        self._registrations: int | None = None  # when the layers were looked at
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
         self._first_node = 0  # that autograd makes in that forward
         for module in modules:
@@ -293,8 +298,37 @@ class State:
         if self.context.root_forward is self:  # its last forward failed half-way
             self._recover()
         if self.context.root_forward is None:
+            if self._registrations != registrations():
+                self.check_layers()
             self.context.root_forward = self
             self.context.begin_forward(backward_is_running(), torch.is_grad_enabled())
+
+    def check_layers(self) -> None:
+        """
+        Raises:
+            RuntimeError: a parameter below that requires a gradient belongs to no unit.
+        """
+        self._registrations = registrations()
+        if not self.is_root:
+            return
+        known = {id(param) for state in self.context.states for param in state.ignored}
+        known |= {id(p) for unit in self.context.units() for p in unit.parameters()}
+        root = self.modules[0]
+        for name, module in root.named_modules():
+            state = state_of(module)
+            if is_replicated(module):
+                known.update(map(id, module.parameters()))
+            elif state is not None and state.context is not self.context:
+                known |= {id(p) for unit in state.uses for p in unit.parameters()}
+            for own, param in module._parameters.items():
+                if param is not None and param.requires_grad and id(param) not in known:
+                    full = f"{name}.{own}" if name else own
+                    raise RuntimeError(
+                        f"parameter {full!r} was added to the model, or took the place of another, "
+                        f"after fully_shard() was applied to this {_kind(root)}, so that it is not "
+                        "synchronised and each rank would train its own; change layers before the "
+                        "model is wrapped, freeze the parameter, or put it into ignored_params"
+                    )
 
     def _recover(self) -> None:
         self.context.root_forward = None
@@ -499,6 +533,11 @@ class State:
             state.moment = Moment.IDLE
             state._missing.clear()
         self.context.forget()
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the name of its class before fully_shard()."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,7 +11,7 @@ that keep them: `start_reduce()`, then, after the units that follow have started
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -125,6 +125,13 @@ class Unit:
     def members(self) -> Iterable[Member]:
         return (member for strand in self.strands for member in strand.members)
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield all that modules may have registered: shares and unsharded parameters."""
+        for member in self.members:
+            yield member.sharded
+            if member.whole is not None:
+                yield member.whole
+
     def settings(self) -> dict[str, str]:
         """What ranks must agree on besides the parameters, in words; `{}` is the unit."""
         cuts = (f"{m.name!r} along dimension {m.shape.dim}" for m in self.members if m.shape.dim)
@@ -182,6 +189,7 @@ class Unit:
                 strand.drop_part()
         if self.is_whole:
             for member in self.members:
+                member.take_script_gradient()
                 member.freeze_alike()
             self.watch()
 

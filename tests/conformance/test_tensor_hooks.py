@@ -169,10 +169,14 @@ def test_hooks_inside_of_forward(stage):
     check(inside_of_forward, stage)
 
 
+def halve_gradient(param):
+    param.grad.mul_(0.5)
+
+
 def scale_what_is_accumulated(model, _):
     """The same whether it is scaled before or after ranks average."""
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        param.register_post_accumulate_grad_hook(halve_gradient)
 
 
 @pytest.mark.parametrize("stage", STAGES)
