@@ -1,0 +1,90 @@
+"""The simulated device and the extension built for it, compiled once and cached.
+
+`python -m tests.simulated.build FOLDER NAME` compiles one of them into a folder.
+"""
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from fastsync.build import recipe
+from fastsync.build.env import Env
+
+HERE = Path(__file__).parent / "csrc"
+DEVICE, ENGINE = "_device", "_C"
+_DEVICE_UNITS = ("device", "operators", "backend")
+_OWN_UNITS = {"units/codes.cpp": HERE / "codes.cpp"}
+# As in the host tests of CMakeLists.txt.
+_KERNEL = """#pragma GCC optimize("O1")
+#define FS_DEVICE_FORMS 1
+#include "cuda_runtime.h"
+#include "kernels/{}"
+"""
+
+
+def library(name):
+    """Return the path of a compiled library, which the first process to ask for it builds."""
+    cache = Env.read().cache_dir
+    folder = cache / f"simulated{name}-{_digest(name)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    built = folder / f"{name}.so"
+    with (folder / "building.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder / "done"
+        if not done.exists():
+            command = [sys.executable, "-m", __name__, str(folder), name]
+            ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            text = ran.stdout.decode(errors="replace")
+            (folder / "log").write_text(text)
+            if ran.returncode != 0:
+                raise RuntimeError(f"building {name} for the simulated device failed:\n{text}")
+            done.touch()
+    return built
+
+
+def _digest(name):
+    files = [HERE / "stream.h", Path(__file__)]
+    if name == DEVICE:
+        files += [HERE / "device.h", *(HERE / f"{unit}.cpp" for unit in _DEVICE_UNITS)]
+    else:
+        files += [*recipe.all_files(), *recipe.source_dir().glob("tests/cuda_*.h")]
+        files += [HERE / "cuda_runtime.h", *_OWN_UNITS.values(), Path(recipe.__file__)]
+    identity = {**recipe.binary_identity(), "sources": ""}
+    facts = [*identity.values(), recipe.cxx()]
+    facts += [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _engine_sources(folder):
+    """Return the extension's own units, and its CUDA kernels as C++."""
+    root = recipe.source_dir()
+    for source in recipe.CUDA_SOURCES:
+        name = Path(source).name
+        (folder / f"{Path(name).stem}_kernels.cpp").write_text(_KERNEL.format(name))
+    units = [_OWN_UNITS.get(unit, root / unit) for unit in recipe.translation_units()]
+    return [*units, *sorted(folder.glob("*_kernels.cpp"))]
+
+
+def _build(folder, name):
+    from torch.utils import cpp_extension
+
+    if name == DEVICE:
+        sources = [HERE / f"{unit}.cpp" for unit in _DEVICE_UNITS]
+        flags = ["-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS", "-fvisibility=hidden"]
+    else:
+        sources = _engine_sources(folder)
+        flags = [*recipe.CXX_FLAGS, "-DFASTSYNC_WITH_CUDA", "-Wno-unknown-pragmas"]
+    cpp_extension.load(
+        name=name,
+        sources=[str(source) for source in sources],
+        extra_include_paths=[str(recipe.source_dir()), str(HERE)],
+        extra_cflags=flags,
+        build_directory=str(folder),
+        verbose=True,
+    )
+
+
+if __name__ == "__main__":
+    _build(Path(sys.argv[1]), sys.argv[2])

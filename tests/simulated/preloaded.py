@@ -1,0 +1,6 @@
+"""What the server of ranks imports: the device first, then what every rank imports."""
+
+import importlib
+
+for name in ("tests.simulated.device", "fastsync.testing._forkserver"):
+    importlib.import_module(name)
