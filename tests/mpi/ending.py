@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -92,10 +93,6 @@ def messages(rank):
         dist.recv(torch.ones(5), 1)
 
 
-def device(rank):
-    dist.all_reduce(torch.ones(3, device="meta"))
-
-
 def premultiplied(rank):
     from torch.distributed import _make_nccl_premul_sum
 
@@ -111,13 +108,10 @@ def sparse(rank):
 
 
 def late(rank):
-    from datetime import timedelta
-
+    group = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 1:
         time.sleep(60)
-    group = dist.group.WORLD
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
-    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3), group=group)
 
 
 def elastic(rank):
@@ -130,6 +124,8 @@ def main():
     import fastsync.mpi
 
     dist.init_process_group(fastsync.mpi.NAME)
+    dist.barrier()
+    print(f"begins at {time.time():.2f}", flush=True)
     globals()[sys.argv[1]](dist.get_rank())
 
 
