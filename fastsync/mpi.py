@@ -4,9 +4,9 @@
 
     dist.init_process_group("fastsync_mpi")  # under `mpirun -n 4 python train.py`
 
-The import initialises MPI, sets the variables of torchrun where they are missing, and registers the
-backend. MPI moves bytes by nonblocking calls; sums are made here, in the order of the ranks, so
-that all ranks have the same bits with any MPI library. One thread drives what is under way.
+The import initialises MPI, sets torchrun's variables where they are missing, and registers the
+backend. MPI moves bytes; sums are made here, in the order of the ranks, with the same bits on all
+ranks and with any MPI library. One thread drives what is under way.
 
 [Note: order of collectives]
 MPI matches the nonblocking collectives of a communicator by the order of their calls. The first
@@ -51,13 +51,13 @@ __all__ = ["NAME"]
 
 _SMALL = 1 << 15  # bytes of a reduction that each rank receives from all at once
 _SPIN, _NAP, _LONGEST_NAP = 1e-4, 2e-5, 3e-4  # seconds without progress; between two looks then
-_LOOK = 0.05  # seconds between looks at deadlines and at ranks that have ended
-_GRACE = 1.0  # seconds that what a rank has sent before its end may take
+_LOOK, _GRACE = 0.05, 1.0  # seconds between looks at other ranks; for what the ended have sent
 _world, _process = MPI.COMM_WORLD, os.getpid()
 _begun: dict[str, int] = {}  # collectives of this rank, by their group's name
 # What an operation does: yields requests, and goes on with their statuses once all have ended.
 Steps = Generator[list[Any], list[Any], None]
 How = tuple[Any, str, str, float]  # see _Job
+Ranked = Sequence[tuple[int, Tensor]]
 
 
 class _Dense:
@@ -132,7 +132,11 @@ class _Job:
         try:
             if self.group.broken:
                 raise RuntimeError(f"an earlier operation of the group failed: {self.group.broken}")
-            moved = self._check is not None and self._compared(*self._check)
+            moved = self._check is not None and self._check[0].Test()
+            if moved:
+                (_, found, due), self._check = self._check, None
+                if not torch.equal(found, due):
+                    raise ValueError("others call something else, or with other sizes or dtypes")
             if not self._arrived and MPI.Request.Testall(self._requests, self._statuses):
                 self._arrived = moved = True
             return (self._arrived and self._check is None and self._goes_on()) or moved
@@ -140,14 +144,6 @@ class _Job:
             codes = [s.Get_error() for s in self._statuses if s.Get_error() != MPI.SUCCESS]
             self.fail(f"{self.call}: {MPI.Get_error_string(codes[0]) if codes else error}")
             return True
-
-    def _compared(self, request: Any, found: Tensor, mine: Tensor) -> bool:
-        if not request.Test():
-            return False
-        self._check = None
-        if not torch.equal(found, mine):
-            raise ValueError("other ranks call something else, or with other sizes or dtypes")
-        return True
 
     def _goes_on(self) -> bool:
         order = self.group.order
@@ -173,7 +169,7 @@ class _Progress:
     """The thread that drives what is under way, and hears of ranks that have ended."""
 
     def __init__(self, notices: Any) -> None:
-        self.left: dict[int, tuple[float, dict[str, int]]] = {}  # when, and what they had begun
+        self.left: dict[int, tuple[float, dict[str, int]]] = {}  # when, and what had begun
         self._notices, self._jobs, self._moved = notices, list[_Job](), 0.0
         self._changed, self._hearing, self._ends = threading.Condition(), threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="fastsync-mpi", daemon=True)
@@ -186,7 +182,6 @@ class _Progress:
             self._changed.notify()
 
     def end(self) -> None:
-        """Python ends threads that ask for the GIL once it has begun to finalise."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -262,10 +257,9 @@ class _Group:
             _progress.add(_Job(self, how, awaits, 0, None, steps))
 
     def close(self) -> None:
-        """No more is asked for. MPI keeps what is under way."""
-        if not self.stuck:
-            self._first.Free()
-            self._second.Free()
+        """MPI keeps what is under way."""
+        for comm in (self._first, self._second) if not self.stuck else ():
+            comm.Free()
 
     def barrier(self) -> Steps:
         yield [self._first.Ibarrier()]
@@ -310,8 +304,8 @@ class _Group:
 
     def all_gather_flat(self, gathered: Tensor, tensor: Tensor) -> Steps:
         whole, mine = _Dense(gathered), _Dense(tensor)
-        place = whole.flat.data_ptr() + self.rank * mine.flat.nbytes
-        sent = MPI.IN_PLACE if mine.flat.data_ptr() == place else _bytes(mine.flat)
+        place = mine.flat.data_ptr() - self.rank * mine.flat.nbytes
+        sent = MPI.IN_PLACE if place == whole.flat.data_ptr() else _bytes(mine.flat)
         yield [self._first.Iallgather(sent, _bytes(whole.flat))]
         whole.land()
 
@@ -322,18 +316,14 @@ class _Group:
         _reduce_rows(rows, mine.flat, *how)
         mine.land()
 
-    def exchange(
-        self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]]
-    ) -> Steps:
+    def exchange(self, received: Ranked, sent: Ranked) -> Steps:
         """What goes from rank to rank, and may differ in size."""
         tag = _begun[self.name] % self._tags
-        into, out_of = [_Dense(t) for _, t in received], [_Dense(t) for _, t in sent]
-        pairs = [(r, d.flat) for (r, _), d in zip(received, into, strict=True)]
-        requests = [self._second.Irecv(_bytes(flat), rank, tag) for rank, flat in pairs]
-        pairs = [(r, d.flat) for (r, _), d in zip(sent, out_of, strict=True)]
-        requests += [self._second.Isend(_bytes(flat), rank, tag) for rank, flat in pairs]
+        into, out_of = ([(r, _Dense(t)) for r, t in pairs] for pairs in (received, sent))
+        requests = [self._second.Irecv(_bytes(d.flat), rank, tag) for rank, d in into]
+        requests += [self._second.Isend(_bytes(d.flat), rank, tag) for rank, d in out_of]
         statuses = yield requests
-        for dense, status in zip(into, statuses, strict=False):
+        for (_, dense), status in zip(into, statuses, strict=False):
             dense.land_message(status)
 
     def send(self, _: Any, rank: int, tag: int, tensor: Tensor) -> Steps:
@@ -351,11 +341,9 @@ def _make(asked: Any, _: Any) -> Any:
     """A process group's backend. Collective of its ranks."""
     place, known = (asked.group_rank, asked.group_size), (_world.rank, _world.size)
     members = list(asked.global_ranks_in_group) or list(range(asked.group_size))
-    if members[-1] >= _world.size or (not asked.global_ranks_in_group and place != known):
-        raise ValueError(
-            "RANK and WORLD_SIZE say rank {} of {}, MPI says rank {} of {}: start the script with "
-            "mpirun, and leave both variables to it".format(*place, *known)
-        )
+    if max(members) >= _world.size or (not asked.global_ranks_in_group and place != known):
+        text = "torch.distributed was told rank {} of {}, but MPI says {} of {}: start with mpirun"
+        raise ValueError(text.format(*place, *known))
     tag = zlib.crc32(asked.group_id.encode()) & 0x7FFF
     group = _Group(_world.Create_group(_world.group.Incl(members), tag), asked.group_id, members)
     seconds = asked.timeout.total_seconds()
@@ -367,18 +355,13 @@ def _make(asked: Any, _: Any) -> Any:
 def _set_variables() -> None:
     """Has scripts find what torchrun would have told them. Collective of all ranks."""
     node = _world.Split_type(MPI.COMM_TYPE_SHARED)
-    address = ("", 0)
+    place = {"RANK": _world.rank, "WORLD_SIZE": _world.size}
+    place |= {"LOCAL_RANK": node.rank, "LOCAL_WORLD_SIZE": node.size}
     if _world.rank == 0:
         host = "127.0.0.1" if node.size == _world.size else socket.gethostname()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        _stores.append(store)
-        address = host, store.port
-    host, port = _world.bcast(address)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    known = map(str, (_world.rank, _world.size, node.rank, node.size))
-    set_missing(
-        dict(zip(names, known, strict=True)), {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    )
+        _stores.append(TCPStore(host, 0, None, True, wait_for_workers=False, multi_tenant=True))
+        address = {"MASTER_ADDR": host, "MASTER_PORT": _stores[0].port}
+    set_missing(place, _world.bcast(address if _world.rank == 0 else None))
 
 
 def _leave() -> None:
@@ -396,8 +379,8 @@ def _leave() -> None:
         error = interrupt
     if error is not None and _world.size > 1:
         sys.stdout.flush()
-        print(f"fastsync: rank {_world.rank} ends all ranks:", in_words(error), file=sys.stderr)
-        sys.stderr.flush()
+        text = f"fastsync: rank {_world.rank} ends all ranks: {in_words(error)}"
+        print(text, file=sys.stderr, flush=True)
         time.sleep(0.1)  # in which mpirun passes on what has been printed
         _world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
     _progress.end()
@@ -406,13 +389,10 @@ def _leave() -> None:
 
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-    raise RuntimeError(
-        "fastsync.mpi needs MPI_THREAD_MULTIPLE, which this MPI lacks or was initialised without"
-    )
+    raise RuntimeError("fastsync.mpi needs an MPI that has begun with MPI_THREAD_MULTIPLE")
 if _world.size == 1 and not launched_by_mpi():
     print("fastsync.mpi: no mpirun has started this process: it is rank 0 of 1", file=sys.stderr)
-_stores: list[TCPStore] = []
-_backends: list[Any] = []
+_stores, _backends = list[TCPStore](), list[Any]()
 _notices = _world.Dup()
 _progress = _Progress(_notices)
 _set_variables()

@@ -1,6 +1,6 @@
 """What a rank does in tests/mpi/test_ends.py: the way in which a training ends badly.
 
-    mpirun -n 2 python -m tests.mpi.ending raise
+mpirun -n 2 python -m tests.mpi.ending raise
 """
 
 import os
