@@ -47,9 +47,9 @@ def test_a_message_of_more_than_two_gibibytes():
     assert jobs.run_ranks(two_gibibytes, 2) == [(1, 1, 1)] * 2
 
 
-def several_threads(rank, world):
-    """The order of starts on a rank is that of ends that others wait for, whatever their sizes."""
-    works, tensors = [], [torch.full((n,), 1.0) for n in (3, 200_000, 5, 70_000, 1)] * 8
+def many_at_once(rank, world):
+    """Large ones have a second half, which all ranks have to begin in the same order."""
+    tensors = [torch.ones(n) for n in (3, 200_000, 5, 70_000, 1) * 8]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     futures = [work.get_future().then(lambda done: done.value()[0].sum()) for work in works]
     assert all(work.is_completed() or work.wait() for work in reversed(works))
@@ -58,7 +58,7 @@ def several_threads(rank, world):
 
 def test_large_and_small_ones_at_once():
     due = [2.0 * n for n in (3, 200_000, 5, 70_000, 1)] * 8
-    assert jobs.run_ranks(several_threads, 2) == [due, due]
+    assert jobs.run_ranks(many_at_once, 2) == [due, due]
 
 
 @pytest.mark.slow
