@@ -9,13 +9,11 @@ the loss, and exits with 1 unless it falls and all ranks end with the same weigh
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 
 import torch
 import torch.distributed as dist
 
-import fastsync
 from examples import data, gpt
 
 SHAPE = gpt.Shape(width=64, heads=4, layers=2, length=64)
@@ -56,8 +54,9 @@ def main() -> int:
     parser.add_argument("--zero", type=int, default=0, choices=(0, 1, 2), help="FastDDP's stage")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    importlib.import_module("fastsync.mpi")  # not above: --help needs no MPI
-    dist.init_process_group("fastsync_mpi")
+    import fastsync.mpi  # not above: --help needs no MPI
+
+    dist.init_process_group(fastsync.mpi.NAME)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks over MPI, wire {args.wire}, zero={args.zero}")
     torch.manual_seed(0)

@@ -108,7 +108,7 @@ class _Job:
     """An operation under way.
 
     Args:
-        how: its handle, which csrc/bind_backend.cpp has made; how errors name the call; what all
+        how: its handle, which csrc/comm/host_backend.cpp has made; how errors name the call; what all
             ranks must say alike of it; the seconds that it may take.
         awaits: ranks of the world without which it does not end.
         number: of a collective, among those of its group; 0: a message.
@@ -230,7 +230,7 @@ class _Progress:
 
 
 class _Group:
-    """What a process group does. csrc/bind_backend.cpp checks arguments, and asks for it."""
+    """What a process group does. csrc/comm/host_backend.cpp checks arguments, and asks for it."""
 
     def __init__(self, comm: Any, name: str, members: Sequence[int]) -> None:
         self.rank, self.size, self.name, self._members = comm.rank, comm.size, name, members

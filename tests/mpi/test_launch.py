@@ -1,6 +1,8 @@
 """How a script comes to its rank under mpirun."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fastsync.build import env
 from tests.mpi import jobs
@@ -31,6 +33,33 @@ def test_a_script_of_torchruns_runs_under_mpirun(tmp_path, backend):
 def test_the_example():
     ended = jobs.mpirun(2, "-m", "examples.mpi", "--steps", "10", "--wire", "int8")
     assert ended.code == 0 and "2 ranks over MPI" in ended.text, ended.text
+
+
+def test_the_benchmark():
+    options = ("--models", "small", "--scale", "0.01", "--rounds", "1", "--seconds", "1")
+    ended = jobs.mpirun(2, "-m", "bench", "mpi", *options)
+    assert ended.code == 0, ended.text
+    for name in ("small over MPI", "ddp_mpi", "fastsync_group_mpi"):
+        assert name in ended.text, ended.text
+
+
+def mixed(rank, world):
+    """MPI carries CPU tensors of a group whose other tensors another backend carries."""
+    group = dist.new_group(backend="cpu:fastsync_mpi,cuda:gloo")
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    return float(total.sum()), group._get_backend(torch.device("cpu")).name()
+
+
+@pytest.mark.slow
+def test_beside_another_backend():
+    assert jobs.run_ranks(mixed, 2) == [(6.0, "fastsync_mpi")] * 2
+
+
+@pytest.mark.slow
+def test_with_torchs_debugging():
+    """Each collective is then compared between ranks by torch, over Gloo."""
+    assert jobs.run_ranks(mixed, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL")[0][0] == 6.0
 
 
 def test_variables_that_are_there_stay(monkeypatch):
