@@ -108,7 +108,7 @@ class _Job:
     """An operation under way.
 
     Args:
-        how: its handle, which csrc/comm/host_backend.cpp has made; how errors name the call; what all
+        how: its handle, made by csrc/comm/host_backend.cpp; how errors name the call; what all
             ranks must say alike of it; the seconds that it may take.
         awaits: ranks of the world without which it does not end.
         number: of a collective, among those of its group; 0: a message.
@@ -195,12 +195,12 @@ class _Progress:
                 self._jobs = [job for job in self._jobs if not job.over]
                 while not (self._jobs or self._ends):
                     self._changed.wait()
-                jobs = list(self._jobs)
-            moved = any([job.poll() for job in jobs])
+            # Nothing that is over is kept while this waits: it would keep tensors.
+            moved = any([job.poll() for job in list(self._jobs)])
             now = time.monotonic()
             if now - looked > _LOOK:
                 looked = now
-                self._look([job for job in jobs if not job.over], now)
+                self._look([job for job in self._jobs if not job.over], now)
             if moved:
                 self._moved, nap = now, _NAP
             elif now - self._moved < _SPIN:
