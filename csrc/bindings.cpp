@@ -320,7 +320,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_ops(m);
   bind_timeline(m);
   bind_specs(m);
-  bind_backend(m);
   bind_store(m);
   bind_memory(m);
   bind_units(m);

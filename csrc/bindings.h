@@ -16,9 +16,6 @@ void bind_specs(pybind11::module_& m);
 // Parameters that ranks share.
 void bind_units(pybind11::module_& m);
 
-// A backend of process groups that moves tensors by functions written in Python.
-void bind_backend(pybind11::module_& m);
-
 // Rendezvous stores.
 void bind_store(pybind11::module_& m);
 

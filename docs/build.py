@@ -41,7 +41,7 @@ LEFT_OVER: Final = re.compile(r"^\s*(\|.*\|\s*$|#{1,6} \S|```)", re.MULTILINE)
 
 # The order of reading. Files that are not there yet are passed over.
 READING: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("Start", ("README.md", "docs/drop-in.md", "docs/run.md", "examples/README.md")),
+    ("Start", ("README.md", "docs/drop-in.md", "docs/run.md", "docs/mpi.md", "examples/README.md")),
     (
         "Use",
         (

@@ -4,9 +4,9 @@
 
     dist.init_process_group("fastsync_mpi")  # under `mpirun -n 4 python train.py`
 
-The import initialises MPI, sets the variables of torchrun where they are missing, and registers the
-backend. MPI moves bytes by nonblocking calls; sums are made here, in the order of the ranks, so
-that all ranks have the same bits with any MPI library. One thread drives what is under way.
+The import initialises MPI, sets torchrun's variables where they are missing, and registers the
+backend. MPI moves bytes; sums are made here, in the order of the ranks, with the same bits on all
+ranks and with any MPI library. One thread drives what is under way.
 
 [Note: order of collectives]
 MPI matches the nonblocking collectives of a communicator by the order of their calls. The first
@@ -41,28 +41,23 @@ from fastsync.torch_private import TCPStore
 try:
     from mpi4py import MPI
 except ImportError as error:
-    raise ImportError(
-        "fastsync.mpi needs mpi4py: pip install 'fastsync[mpi]' (and, on a machine without an MPI "
-        f"library, pip install mpich): {error}"
-    ) from None
+    text = "fastsync.mpi needs mpi4py: pip install 'fastsync[mpi]'"
+    raise ImportError(f"{text}: {error}") from None
 except RuntimeError as error:
-    raise ImportError(
-        "fastsync.mpi finds no MPI library: load the cluster's MPI module, or pip install mpich: "
-        f"{str(error).splitlines()[0]}"
-    ) from None
+    text = "fastsync.mpi finds no MPI library: load the cluster's MPI module, or pip install mpich"
+    raise ImportError(f"{text}: {str(error).splitlines()[0]}") from None
 
 __all__ = ["NAME"]
 
 _SMALL = 1 << 15  # bytes of a reduction that each rank receives from all at once
 _SPIN, _NAP, _LONGEST_NAP = 1e-4, 2e-5, 3e-4  # seconds without progress; between two looks then
-_LOOK = 0.05  # seconds between looks at deadlines and at ranks that have ended
-_GRACE = 1.0  # seconds that what a rank has sent before its end may take
-_HALVES = (torch.float16, torch.bfloat16)  # summed in fp32, and rounded once
+_LOOK, _GRACE = 0.05, 1.0  # seconds between looks at other ranks; for what the ended have sent
 _world, _process = MPI.COMM_WORLD, os.getpid()
-# How many collectives this rank has begun, by their group's name.
-_begun: dict[str, int] = {}
+_begun: dict[str, int] = {}  # collectives of this rank, by their group's name
 # What an operation does: yields requests, and goes on with their statuses once all have ended.
 Steps = Generator[list[Any], list[Any], None]
+How = tuple[Any, str, str, float]  # see _Job
+Ranked = Sequence[tuple[int, Tensor]]
 
 
 class _Dense:
@@ -82,7 +77,7 @@ class _Dense:
     def land_message(self, status: Any) -> None:
         if (came := status.Get_count(MPI.BYTE)) != self.flat.nbytes:
             rank, due = status.Get_source(), self.flat.nbytes
-            raise ValueError(f"rank {rank} has sent {came} bytes, where {due} are expected")
+            raise ValueError(f"rank {rank} has sent {came} bytes, not the {due} expected")
         self.land()
 
 
@@ -99,13 +94,10 @@ def _parts(flat: Tensor, cut: Sequence[int]) -> list[Any]:
 def _reduce_rows(rows: Tensor, out: Tensor, name: str, averages: bool) -> None:
     """`out` becomes what the rows add up to, in their order, by torch's function of that name."""
     combine: Callable[..., Tensor] = getattr(torch, name)
-    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in _HALVES else out
-    if len(rows) == 1:
-        total.copy_(rows[0])
-    else:
-        combine(rows[0].to(total.dtype), rows[1], out=total)
-    for row in rows[2:]:
-        combine(total, row, out=total)
+    in_fp32 = out.dtype in (torch.float16, torch.bfloat16)  # and rounded once
+    total = rows[0].float() if in_fp32 else rows[0]
+    for row in rows[1:]:
+        total = combine(total, row, out=total if in_fp32 else out)
     if averages:
         total.div_(len(rows))
     if total is not out:
@@ -116,24 +108,20 @@ class _Job:
     """An operation under way.
 
     Args:
-        work: its handle, which csrc/bind_backend.cpp has made.
-        call: as errors name it.
+        how: its handle, made by csrc/comm/host_backend.cpp; how errors name the call; what all
+            ranks must say alike of it; the seconds that it may take.
         awaits: ranks of the world without which it does not end.
         number: of a collective, among those of its group; 0: a message.
+        check: a request, what it brings, and what that has to be.
     """
 
     def __init__(
-        self, group: _Group, work: Any, call: str, awaits: Sequence[int], number: int = 0
+        self, group: _Group, how: How, awaits: Sequence[int], number: int, check: Any, steps: Steps
     ) -> None:
-        self.group, self.work, self.call = group, work, call
-        self.awaits, self.number = awaits, number
-        self.check: tuple[Any, Tensor, Tensor] | None = None
-        self.over = False
-
-    def start(self, seconds: float, steps: Steps) -> None:
-        self.seconds, self.deadline, self._steps = seconds, time.monotonic() + seconds, steps
+        self.group, self.awaits, self.number, self._check = group, awaits, number, check
+        self.work, self.call, _, self.seconds = how
+        self.deadline, self.over, self._steps = time.monotonic() + self.seconds, False, steps
         self._wait_for(next(steps))
-        _progress.add(self)
 
     def _wait_for(self, requests: list[Any]) -> None:
         self._requests, self._statuses = requests, [MPI.Status() for _ in requests]
@@ -144,25 +132,18 @@ class _Job:
         try:
             if self.group.broken:
                 raise RuntimeError(f"an earlier operation of the group failed: {self.group.broken}")
-            moved = self.check is not None and self._compared(*self.check)
+            moved = self._check is not None and self._check[0].Test()
+            if moved:
+                (_, found, due), self._check = self._check, None
+                if not torch.equal(found, due):
+                    raise ValueError("others call something else, or with other sizes or dtypes")
             if not self._arrived and MPI.Request.Testall(self._requests, self._statuses):
                 self._arrived = moved = True
-            return (self._arrived and self.check is None and self._goes_on()) or moved
-        except (MPI.Exception, RuntimeError, ValueError) as error:
+            return (self._arrived and self._check is None and self._goes_on()) or moved
+        except Exception as error:  # this thread serves others, too
             codes = [s.Get_error() for s in self._statuses if s.Get_error() != MPI.SUCCESS]
             self.fail(f"{self.call}: {MPI.Get_error_string(codes[0]) if codes else error}")
             return True
-
-    def _compared(self, request: Any, found: Tensor, mine: Tensor) -> bool:
-        if not request.Test():
-            return False
-        self.check = None
-        if not torch.equal(found, mine):
-            raise ValueError(
-                "the ranks call different collectives, or pass other sizes, dtypes or options: "
-                "compare the calls that their errors name"
-            )
-        return True
 
     def _goes_on(self) -> bool:
         order = self.group.order
@@ -188,7 +169,7 @@ class _Progress:
     """The thread that drives what is under way, and hears of ranks that have ended."""
 
     def __init__(self, notices: Any) -> None:
-        self.left: dict[int, tuple[float, dict[str, int]]] = {}  # when, and what they had begun
+        self.left: dict[int, tuple[float, dict[str, int]]] = {}  # when, and what had begun
         self._notices, self._jobs, self._moved = notices, list[_Job](), 0.0
         self._changed, self._hearing, self._ends = threading.Condition(), threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="fastsync-mpi", daemon=True)
@@ -201,7 +182,6 @@ class _Progress:
             self._changed.notify()
 
     def end(self) -> None:
-        """Python ends threads that ask for the GIL once it has begun to finalise."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -215,12 +195,12 @@ class _Progress:
                 self._jobs = [job for job in self._jobs if not job.over]
                 while not (self._jobs or self._ends):
                     self._changed.wait()
-                jobs = list(self._jobs)
-            moved = any([job.poll() for job in jobs])
+            # Nothing that is over is kept while this waits: it would keep tensors.
+            moved = any([job.poll() for job in list(self._jobs)])
             now = time.monotonic()
             if now - looked > _LOOK:
                 looked = now
-                self._look([job for job in jobs if not job.over], now)
+                self._look([job for job in self._jobs if not job.over], now)
             if moved:
                 self._moved, nap = now, _NAP
             elif now - self._moved < _SPIN:
@@ -250,7 +230,7 @@ class _Progress:
 
 
 class _Group:
-    """What a process group does. csrc/bind_backend.cpp checks arguments, and asks for it."""
+    """What a process group does. csrc/comm/host_backend.cpp checks arguments, and asks for it."""
 
     def __init__(self, comm: Any, name: str, members: Sequence[int]) -> None:
         self.rank, self.size, self.name, self._members = comm.rank, comm.size, name, members
@@ -259,36 +239,27 @@ class _Group:
         self._first, self._second = comm, comm.Dup()  # see [Note: order of collectives]
         self._lock, self._tags = threading.Lock(), int(comm.Get_attr(MPI.TAG_UB)) + 1
 
-    def collective(self, how: tuple[Any, str, str, float], name: str, *args: Any) -> None:
-        """Begins one.
-
-        Args:
-            how: the work handle, how errors name the call, what all ranks must say alike of it, and
-                the seconds that it may take.
-        """
-        work, call, same, seconds = how
-        said = zlib.crc32(same.encode())
+    def collective(self, how: How, name: str, *args: Any) -> None:
+        said = zlib.crc32(how[2].encode())
         mine, found = torch.tensor([said, -said]), torch.empty(2, dtype=torch.int64)
         with self._lock, torch.no_grad():
             number = _begun[self.name] = _begun.get(self.name, 0) + 1
-            job = _Job(self, work, call, self._members, number)
-            request = self._first.Iallreduce(mine.numpy(), found.numpy(), MPI.MAX)
-            job.check = request, found, mine
+            check = self._first.Iallreduce(mine.numpy(), found.numpy(), MPI.MAX), found, mine
+            job = _Job(self, how, self._members, number, check, getattr(self, name)(*args))
             self.order.append(job)
-            job.start(seconds, getattr(self, name)(*args))
+            _progress.add(job)
 
-    def message(self, how: tuple[Any, str, str, float], name: str, peer: int, *args: Any) -> None:
+    def message(self, how: How, name: str, peer: int, tag: int, tensor: Tensor) -> None:
         """Begins to send or receive one; a peer of -1 is any."""
-        work, call, _, seconds = how
         awaits = self._members[peer : peer + 1] if peer >= 0 else ()
+        steps = getattr(self, name)(how[0], peer, tag % self._tags, tensor)
         with self._lock, torch.no_grad():
-            _Job(self, work, call, awaits).start(seconds, getattr(self, name)(work, peer, *args))
+            _progress.add(_Job(self, how, awaits, 0, None, steps))
 
     def close(self) -> None:
-        """No more is asked for. MPI keeps what is under way."""
-        if not self.stuck:
-            self._first.Free()
-            self._second.Free()
+        """MPI keeps what is under way."""
+        for comm in (self._first, self._second) if not self.stuck else ():
+            comm.Free()
 
     def barrier(self) -> Steps:
         yield [self._first.Ibarrier()]
@@ -333,8 +304,8 @@ class _Group:
 
     def all_gather_flat(self, gathered: Tensor, tensor: Tensor) -> Steps:
         whole, mine = _Dense(gathered), _Dense(tensor)
-        place = whole.flat.data_ptr() + self.rank * mine.flat.nbytes
-        sent = MPI.IN_PLACE if mine.flat.data_ptr() == place else _bytes(mine.flat)
+        place = mine.flat.data_ptr() - self.rank * mine.flat.nbytes
+        sent = MPI.IN_PLACE if place == whole.flat.data_ptr() else _bytes(mine.flat)
         yield [self._first.Iallgather(sent, _bytes(whole.flat))]
         whole.land()
 
@@ -345,27 +316,23 @@ class _Group:
         _reduce_rows(rows, mine.flat, *how)
         mine.land()
 
-    def exchange(
-        self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]]
-    ) -> Steps:
+    def exchange(self, received: Ranked, sent: Ranked) -> Steps:
         """What goes from rank to rank, and may differ in size."""
         tag = _begun[self.name] % self._tags
-        into, out_of = [_Dense(t) for _, t in received], [_Dense(t) for _, t in sent]
-        pairs = [(r, d.flat) for (r, _), d in zip(received, into, strict=True)]
-        requests = [self._second.Irecv(_bytes(flat), rank, tag) for rank, flat in pairs]
-        pairs = [(r, d.flat) for (r, _), d in zip(sent, out_of, strict=True)]
-        requests += [self._second.Isend(_bytes(flat), rank, tag) for rank, flat in pairs]
+        into, out_of = ([(r, _Dense(t)) for r, t in pairs] for pairs in (received, sent))
+        requests = [self._second.Irecv(_bytes(d.flat), rank, tag) for rank, d in into]
+        requests += [self._second.Isend(_bytes(d.flat), rank, tag) for rank, d in out_of]
         statuses = yield requests
-        for dense, status in zip(into, statuses, strict=False):
+        for (_, dense), status in zip(into, statuses, strict=False):
             dense.land_message(status)
 
     def send(self, _: Any, rank: int, tag: int, tensor: Tensor) -> Steps:
         dense = _Dense(tensor)
-        yield [self._first.Isend(_bytes(dense.flat), rank, tag % self._tags)]
+        yield [self._first.Isend(_bytes(dense.flat), rank, tag)]
 
     def recv(self, work: Any, rank: int, tag: int, tensor: Tensor) -> Steps:
         dense, source = _Dense(tensor), rank if rank >= 0 else MPI.ANY_SOURCE
-        [status] = yield [self._first.Irecv(_bytes(dense.flat), source, tag % self._tags)]
+        [status] = yield [self._first.Irecv(_bytes(dense.flat), source, tag)]
         work.set_source(status.Get_source())
         dense.land_message(status)
 
@@ -375,35 +342,26 @@ def _make(asked: Any, _: Any) -> Any:
     place, known = (asked.group_rank, asked.group_size), (_world.rank, _world.size)
     members = list(asked.global_ranks_in_group) or list(range(asked.group_size))
     if max(members) >= _world.size or (not asked.global_ranks_in_group and place != known):
-        raise ValueError(
-            "torch.distributed counts this process as rank {} of {}, MPI as rank {} of {}: start "
-            "the script with mpirun, and leave RANK and WORLD_SIZE to it".format(*place, *known)
-        )
+        text = "torch.distributed was told rank {} of {}, but MPI says {} of {}: start with mpirun"
+        raise ValueError(text.format(*place, *known))
     tag = zlib.crc32(asked.group_id.encode()) & 0x7FFF
-    comm = _world.Create_group(_world.group.Incl(members), tag)
-    functions = _Group(comm, asked.group_id, members)
+    group = _Group(_world.Create_group(_world.group.Incl(members), tag), asked.group_id, members)
     seconds = asked.timeout.total_seconds()
-    backend = load().HostBackend(comm.rank, comm.size, NAME, seconds, functions)
-    _backends.append(backend)
+    _backends.append(load().HostBackend(group.rank, group.size, NAME, seconds, group))
     _stores.clear()  # the process group's store is in the same process, and serves the same port
-    return backend
+    return _backends[-1]
 
 
 def _set_variables() -> None:
     """Has scripts find what torchrun would have told them. Collective of all ranks."""
     node = _world.Split_type(MPI.COMM_TYPE_SHARED)
-    address = ("", 0)
+    place = {"RANK": _world.rank, "WORLD_SIZE": _world.size}
+    place |= {"LOCAL_RANK": node.rank, "LOCAL_WORLD_SIZE": node.size}
     if _world.rank == 0:
         host = "127.0.0.1" if node.size == _world.size else socket.gethostname()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        _stores.append(store)
-        address = host, store.port
-    host, port = _world.bcast(address)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    known = map(str, (_world.rank, _world.size, node.rank, node.size))
-    set_missing(
-        dict(zip(names, known, strict=True)), {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    )
+        _stores.append(TCPStore(host, 0, None, True, wait_for_workers=False, multi_tenant=True))
+        address = {"MASTER_ADDR": host, "MASTER_PORT": _stores[0].port}
+    set_missing(place, _world.bcast(address if _world.rank == 0 else None))
 
 
 def _leave() -> None:
@@ -412,12 +370,11 @@ def _leave() -> None:
         return
     error = getattr(sys, "last_value", None)
     try:
-        if error is None:
-            for rank in (r for r in range(_world.size) if r != _world.rank):
-                _notices.isend(_begun, rank)
-            while len(_progress.left) < _world.size - 1:
-                _progress.hear()
-                time.sleep(_LONGEST_NAP)
+        others = (rank for rank in range(_world.size) if rank != _world.rank and error is None)
+        sent = [_notices.isend(_begun, rank) for rank in others]
+        while len(_progress.left) < len(sent):
+            _progress.hear()
+            time.sleep(_LONGEST_NAP)
     except KeyboardInterrupt as interrupt:
         error = interrupt
     if error is not None and _world.size > 1:
@@ -432,13 +389,10 @@ def _leave() -> None:
 
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-    raise RuntimeError(
-        "fastsync.mpi needs MPI_THREAD_MULTIPLE, which this MPI lacks or was initialised without"
-    )
+    raise RuntimeError("fastsync.mpi needs an MPI that has begun with MPI_THREAD_MULTIPLE")
 if _world.size == 1 and not launched_by_mpi():
     print("fastsync.mpi: no mpirun has started this process: it is rank 0 of 1", file=sys.stderr)
-_stores: list[TCPStore] = []
-_backends: list[Any] = []
+_stores, _backends = list[TCPStore](), list[Any]()
 _notices = _world.Dup()
 _progress = _Progress(_notices)
 _set_variables()

@@ -4,6 +4,7 @@ The program, and the libraries that wrap models deep inside, need no change::
 
     torchrun --nproc-per-node 2 -m fastsync.run train.py --lr 0.1
     python -m fastsync.run --with wire=bf16 torchrun --nproc-per-node 2 train.py --lr 0.1
+    mpirun -n 2 python -m fastsync.run train.py --lr 0.1
 
 Processes that the program starts replace it too: the command sets FASTSYNC_REPLACE_DDP for them,
 and puts a `sitecustomize` that reads it on PYTHONPATH.
@@ -19,7 +20,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastsync.build.env import DDP_OPTIONS, ask_to_replace, ddp_options
+from fastsync.build.env import (
+    DDP_OPTIONS,
+    ask_to_replace,
+    ddp_options,
+    has_rank,
+    launched_by_mpi,
+)
 from fastsync.replacing import is_replaced, replace_ddp
 
 __all__ = ["main"]
@@ -72,12 +79,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked.module or _is_script(asked.program):
         if not is_replaced():
             replace_ddp(**options)
+        if launched_by_mpi() and not has_rank():
+            _join_mpi()
         _run(asked.program, asked.arguments, asked.module)
         return
     command = shutil.which(asked.program)
     if command is None:
         parser.error(f"{asked.program!r} is neither a script nor a command; a module needs -m")
     os.execv(command, [asked.program, *asked.arguments])
+
+
+def _join_mpi() -> None:
+    """Has the program find torchrun's variables, and the backend of MPI."""
+    try:
+        import fastsync.mpi  # noqa: F401
+    except ImportError as error:  # a program that asks its launcher itself needs neither
+        print(f"fastsync.run: {error}", file=sys.stderr)
 
 
 def _is_script(program: str) -> bool:

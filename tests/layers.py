@@ -148,7 +148,7 @@ CPP_LAYERS = [
     ["comm/chain", "comm/hook", "comm/shm_memory"],
     ["comm/shm_collective", "comm/shm_words"],
     ["comm/shm_messages"],
-    ["comm/python_hook", "codec/coder"],
+    ["comm/host_backend", "comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
     ["transport/coded_spec", "transport/coding", "transport/slots"],
     [
@@ -193,10 +193,7 @@ CPP_LAYERS = [
         *("engine/reducer_skip", "engine/reducer_state", "engine/reducer_wait"),
     ],
     ["bindings.h"],
-    [
-        *("bind_backend.cpp", "bind_ops.cpp", "bind_specs.cpp", "bind_store.cpp"),
-        *("bind_units.cpp", "bind_watch.cpp"),
-    ],
+    ["bind_ops.cpp", "bind_specs.cpp", "bind_store.cpp", "bind_units.cpp", "bind_watch.cpp"],
     ["bindings.cpp"],
     ["units"],
 ]

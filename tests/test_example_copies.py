@@ -14,6 +14,7 @@ TINY = {
     "demo": ("--help",),
     "limited_memory": ("--help",),
     "manual_parallel": ("--help",),
+    "mpi": ("--help",),
     "ring_allreduce": ("--ranks", "2", "--numel", "10"),
     "training": ("--help",),
 }

@@ -250,7 +250,7 @@ MEASURING_MODULES = {
     "examples": [
         ["checkpoint", "data", "manual_parallel", "ring_allreduce", "shapes"],
         ["gpt", "training"],
-        ["demo", "limited_memory"],
+        ["demo", "limited_memory", "mpi"],
     ],
     "examples.common": [
         ["ranks"],

@@ -1,7 +1,8 @@
 """Starts the ranks of an example or benchmark and gives each one its process group.
 
-A script calls `launch(main, ranks)` once. Under torchrun (the variable RANK is set) that runs
-`main` in this process; otherwise the script starts itself `ranks` times on this machine and waits.
+A script calls `launch(main, ranks)` once. Under torchrun (the variable RANK is set) or mpirun that
+runs `main` in this process; otherwise the script starts itself `ranks` times on this machine and
+waits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from fastsync.build.env import launched_by_mpi
 
 FAILED, USAGE, NO_RIGHTS, INTERRUPTED = 1, 2, 3, 130  # exit codes
 OVER_SOCKETS = "BENCH_OVER_SOCKETS"  # tells a rank that it may share a GPU
@@ -59,7 +62,9 @@ class Group:
     def transport(self) -> str:
         shares = OVER_SOCKETS in os.environ and self.world > torch.cuda.device_count()
         nccl = "NCCL, taking turns" if shares and not mps_control().exists() else "NCCL"
-        return nccl if self.device.type == "cuda" else "Gloo"
+        if self.device.type == "cuda":
+            return nccl
+        return "Gloo" if dist.get_backend() == "gloo" else "MPI"
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum over ranks, on the CPU."""
@@ -138,11 +143,13 @@ def launch(
 
     Args:
         main: called with this rank's `Group`; returns an exit code.
-        ranks: how many to start on this machine; ignored under torchrun.
+        ranks: how many to start on this machine; ignored under torchrun and mpirun.
         threads: CPU threads of torch in each rank.
         place: how each rank is started; ignored under torchrun.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler reports its starts otherwise
+    if not is_rank() and launched_by_mpi():
+        import fastsync.mpi  # noqa: F401, sets the variables
     return _run_rank(main, threads) if is_rank() else _start_ranks(ranks, place)
 
 
@@ -158,11 +165,14 @@ def _run_rank(main: Callable[[Group], int], threads: int) -> NoReturn:
     if gpus >= local_world or (gpus and OVER_SOCKETS in os.environ):
         device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    on_cpu = "fastsync_mpi" if "fastsync.mpi" in sys.modules else "gloo"
+    dist.init_process_group("nccl" if device.type == "cuda" else on_cpu)
     try:
         code = main(Group(rank, world, device))
     finally:
         dist.destroy_process_group()
+    if on_cpu == "fastsync_mpi":
+        raise SystemExit(code)  # MPI is finalised at the interpreter's end
     # Not through the interpreter's end: a Gloo thread that drops the last handle of one of DDP's
     # collectives takes Python's lock for it, and aborts where the interpreter is on its way out.
     sys.stdout.flush()

@@ -268,18 +268,17 @@ def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in _MPI_RANKS)
 
 
-def set_missing(*groups: Mapping[str, str]) -> None:
-    """Set variables of this process, for scripts that expect those of torchrun.
+def set_missing(single: Mapping[str, object], whole: Mapping[str, object]) -> None:
+    """Set variables of this process that are missing, for scripts that expect those of torchrun.
 
-    The variables of the first group are set one by one; those of each other group only where all
-    of the group are missing: half of an address is none.
+    Args:
+        single: set one by one.
+        whole: set only where all of them are missing: half of an address is none.
     """
-    single, *whole = groups
     for name, value in single.items():
-        os.environ.setdefault(name, value)
-    for group in whole:
-        if not any(name in os.environ for name in group):
-            os.environ.update(group)
+        os.environ.setdefault(name, str(value))
+    if not any(name in os.environ for name in whole):
+        os.environ.update({name: str(value) for name, value in whole.items()})
 
 
 def inherited(

@@ -33,7 +33,7 @@ _CPP_NAMES = {
     "comm": (
         "sparse_rows collective messages record_file file_store peers worker shm_segment shm_bell "
         "shm_channel shm_mail shm_memory incoming shm_collective shm_words shm_messages chain "
-        "python_hook"
+        "python_hook host_backend"
     ),
     "engine": (
         "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_reduce "
@@ -47,7 +47,7 @@ _CPP_NAMES = {
         "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
         "sparse chained choose"
     ),
-    "": "bind_backend bind_ops bind_specs bind_store bind_units bind_watch bindings",
+    "": "bind_ops bind_specs bind_store bind_units bind_watch bindings",
 }
 CPP_SOURCES = tuple(
     f"{folder}/{name}.cpp".lstrip("/")

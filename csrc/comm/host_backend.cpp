@@ -1,8 +1,6 @@
-// Python bindings of a c10d backend that moves tensors by functions written in Python.
-//
 // c10d::Backend has no Python subclasses, and a ProcessGroup written in Python lacks what C++ calls by other names than
 // Python does. So this is a backend like any other, and what it is asked for goes to an object of Python's.
-#include <torch/csrc/utils/pybind.h>
+#include "host_backend.h"
 
 #include <algorithm>
 #include <atomic>
@@ -20,11 +18,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
-
 namespace py = pybind11;
 
-namespace fastsync {
+namespace fastsync::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -476,13 +472,10 @@ class HostBackend final : public c10d::Backend {
 
 }  // namespace
 
-void bind_backend(py::module_& m) {
+void bind_host_backend(py::module_& m) {
   HostWork::know_main_thread();
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<HostWork, c10d::Work, c10::intrusive_ptr<HostWork>>(m, "HostWork")
-      .def(py::init(
-               [](Tensors results) { return c10::make_intrusive<HostWork>(std::move(results)); }),
-           py::arg("results"))
       .def("set_source", &HostWork::set_source, py::arg("rank"))
       .def("end", &HostWork::end, release, py::arg("error") = "");
   py::class_<HostBackend, c10d::Backend, c10::intrusive_ptr<HostBackend>>(m, "HostBackend")
@@ -497,4 +490,4 @@ void bind_backend(py::module_& m) {
       .def("close", &HostBackend::close, release);
 }
 
-}  // namespace fastsync
+}  // namespace fastsync::comm
