@@ -22,7 +22,7 @@ PLACES = {
     "sharing": (neighbours._Recut, "_collect"),
     "shared": (neighbours.Neighbours, "install"),
     "late": (neighbours.Neighbours, "prepare_late"),
-    "collecting": (optimizer.ShardedOptimizer, "_collect_state"),
+    "collecting": (optimizer.ShardedOptimizer, "fetch"),
 }
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),

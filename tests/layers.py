@@ -61,7 +61,7 @@ MODULE_LAYERS = {
         ["clocks", "consensus", "faults", "leaving", "links", "orphans", "stores", "words"],
         ["machines"],
         ["arrivals", "farewell", "meeting", "newcomers", "preemption", "survivors"],
-        ["launchers"],
+        ["launchers", "serving"],
     ],
     "plan": [
         ["layout", "switch", "topology"],
@@ -91,7 +91,7 @@ MODULE_LAYERS = {
         ["codes"],
         ["chunks", "space"],
         ["gradients", "pieces"],
-        ["norms", "whole"],
+        ["fetching", "norms", "whole"],
         ["optimizer"],
         ["neighbours", "passing"],
         ["checkpoint"],

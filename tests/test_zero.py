@@ -1,11 +1,10 @@
 """zero=1 and 2: unchanged scripts, each rank with its share of the optimizer's state."""
 
 import copy
-import os
+import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -125,38 +124,27 @@ def test_state_dicts_are_those_of_the_whole_optimizer(stages):
         assert again["state"][0]["step"] == STEPS
 
 
-def save_on_one_rank(rank, world):
-    os.environ["FASTSYNC_AGREE_TIMEOUT"] = "2"
-    model = FastDDP(net(), zero=1, find_unused_parameters=True)
-    optimizer = optim.AdamW(model.parameters())
-    train(model, optimizer, rank, [0])
-    text = ""
-    if rank == 0:
-        try:
-            optimizer.state_dict()
-        except RuntimeError as error:
-            text = str(error)
-    dist.barrier()
-    return text
-
-
-def test_a_state_dict_on_one_rank_alone_is_an_error():
-    text, _ = run_ranks(save_on_one_rank, 2)
-    assert "waited 2 s for optimizer.state_dict()" in text
-    assert "ranks [1] did not come. Call it on every rank" in text
-
-
 def save_differently(rank, world):
     model = FastDDP(net(), zero=1, find_unused_parameters=True)
     optimizer = optim.AdamW(model.parameters())
     train(model, optimizer, rank, [0])
-    with pytest.raises(RuntimeError, match="but another rank something else"):
-        optimizer.state_dict() if rank == 0 else model.optimizer_state_dict(optimizer)
-    return True
+    if rank == 0:
+        return [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
+    state = torch.load(dumped(model.optimizer_state_dict(optimizer)), weights_only=True)
+    return [s["exp_avg"] for s in state["state"].values()]
 
 
-def test_ranks_that_save_in_different_forms_get_an_error():
-    assert run_ranks(save_differently, 2) == [True, True]
+def dumped(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_ranks_may_save_in_different_forms():
+    first, second = run_ranks(save_differently, 2)
+    assert len(first) > 4
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 class Sized(optim.SGD):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fastsync.engine.watch import watched_call
 
-__all__ = ["give", "receive"]
+__all__ = ["give", "populate", "receive"]
 
 _LARGE = 1 << 20  # bytes from which on a tensor travels alone
 _MESSAGE = 256 << 20  # bytes of a message at most
@@ -121,7 +121,7 @@ def _receive_all(group: dist.ProcessGroup, giver: int) -> Any:
     large, small = _sorted_by_size([_bytes_of(t) for t in tensors])
     sizes = [flat.numel() for flat in small]
     together = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    fill(*large, *([together] if small else []), meanwhile=partial(_populate, large))
+    fill(*large, *([together] if small else []), meanwhile=partial(populate, large))
     for flat, part in zip(small, together.split(sizes), strict=True):
         flat.copy_(part)
     return _Unpickler(content, tensors).load()
@@ -141,7 +141,7 @@ def _travel(
         work.wait()
 
 
-def _populate(flats: Sequence[torch.Tensor]) -> None:
+def populate(flats: Sequence[torch.Tensor]) -> None:
     """Has the kernel find pages for new memory, and leaves what is in it as it is.
 
     Else the thread that receives does it page by page, which can take longer than the link does.

@@ -40,6 +40,7 @@ __all__ = [
     "awaited",
     "come_together",
     "expect_watch",
+    "explain_end",
     "explained",
     "gather_watched",
     "is_over",
@@ -196,6 +197,22 @@ def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContex
         SyncFault: with the backend's words at its end.
     """
     return _explained_by(_visit(group, place, "apart"))
+
+
+def explain_end(group: dist.ProcessGroup, place: str, rank: int, error: str) -> None:
+    """Raise a `SyncFault` that says how `rank` of `group` has ended, if that is known.
+
+    Args:
+        place: what this rank is in, as it should read in the error.
+        error: what tells that the rank has ended.
+    """
+    lookout = _lookouts().get(group)
+    if lookout is not None:
+        visit = lookout.watch.visit("apart", place, [lookout.ranks[rank]])
+        try:
+            visit.explain(error)
+        finally:
+            visit.end(False)
 
 
 def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:

@@ -91,6 +91,7 @@ def _leavers() -> weakref.WeakSet[Leaver]:
 def _at_end(leavers: weakref.WeakSet[Leaver]) -> None:
     for leaver in list(leavers):
         leaver.leave("ends", "")
+    for leaver in list(leavers):  # which may wait for others
         leaver.close()
 
 

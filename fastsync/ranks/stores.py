@@ -18,7 +18,7 @@ from fastsync import torch_private
 from fastsync.build.extension import load
 from fastsync.torch_private import PrefixStore, Store, TCPStore, file_of, root_store
 
-__all__ = ["file_store", "group_store", "limit_silence", "served_at"]
+__all__ = ["file_store", "group_store", "limit_connection", "limit_silence", "served_at"]
 
 _FILES = Path("/proc/self/fd")
 _KEEPALIVES = 4  # in the time after which a connection fails
@@ -90,6 +90,17 @@ def limit_silence(store: Store, seconds: float) -> None:
     served = served_at(store)
     if served is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
+    for connection in _connections_with(*served):
+        limit_connection(connection, seconds)
+
+
+def limit_connection(connection: socket.socket, seconds: float) -> None:
+    """Have a connection fail once the other machine has acknowledged nothing for so long.
+
+    Nothing changes where the system has no such limit.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
     pause = min(max(1, round(seconds / _KEEPALIVES)), _MOST_SECONDS)
     limit = min(round(1e3 * seconds), _MOST_MILLISECONDS)
     options = (
@@ -98,10 +109,9 @@ def limit_silence(store: Store, seconds: float) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit),
     )
-    for connection in _connections_with(*served):
-        for option in options:
-            with contextlib.suppress(OSError):
-                connection.setsockopt(*option)
+    for option in options:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(*option)
 
 
 def _connections_with(host: str, port: int) -> Iterator[socket.socket]:

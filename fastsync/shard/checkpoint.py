@@ -7,7 +7,9 @@ number of ranks, any stage, and models under DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +90,29 @@ class _Blank(dict[str, Any]):
         return len(self.unread()) < len(self._versions)
 
 
+class _Share(dict[str, Any]):
+    """This rank's share of a state by parameter name, which pickle and `torch.save` write whole.
+
+    Args:
+        share: what this rank has.
+        whole: fetches what all have.
+    """
+
+    def __init__(self, share: State, whole: Callable[[], State]) -> None:
+        super().__init__(share)
+        self._whole = whole
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Of a class that torch.load(weights_only=True) knows.
+        return OrderedDict, (), None, None, iter(self._whole().items())
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(state, memo) for name, state in self.items()}
+
+
 class OptimizerCheckpoint:
     """The optimizers of one model, as checkpoints see them.
 
@@ -108,11 +133,19 @@ class OptimizerCheckpoint:
         self._sparse = {id(param.tensor) for param in engine.params if param.sparse}
 
     def capture(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See `FastDDP.optimizer_state_dict`. Collective where the state is sharded."""
+        """See `FastDDP.optimizer_state_dict`.
+
+        Collective before the first step on a sharded state, which the ranks then share.
+        """
         optimizer = _innermost(optimizer)
         if self._sharded is None:
             groups = self._groups(optimizer)
             return {"state": self._state(optimizer, None), "param_groups": groups}
+        found = self._sharded.find(optimizer)
+        if found is not None and not found.blank:
+            groups, state = self._groups(optimizer), self._state(optimizer, found)
+            whole = partial(self._whole_state, optimizer, found)
+            return {"state": _Share(state, whole), "param_groups": groups}
         self._sharded.meet("model.optimizer_state_dict()", "Call it on every rank")
         with self._together("saved"):
             groups = self._groups(optimizer)
@@ -120,6 +153,14 @@ class OptimizerCheckpoint:
         with self._together("saved"):
             state = self._state(optimizer, taken)
         return {"state": state, "param_groups": groups}
+
+    def _whole_state(
+        self, optimizer: Optimizer, taken: ShardedOptimizer
+    ) -> dict[str, dict[str, Any]]:
+        """The state of all parameters by name, fetched from the other ranks. Not collective."""
+        states = {**optimizer.state, **taken.fetch()}
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return {self._names[id(p)]: dict(state) for p in params if (state := states.get(p))}
 
     def restore(self, optimizer: Optimizer, state: State) -> None:
         """See `FastDDP.load_optimizer_state_dict`. Collective."""
@@ -139,6 +180,8 @@ class OptimizerCheckpoint:
                     "torch.distributed.checkpoint.load() before load_optimizer_state_dict()"
                 )
             loaded = {each.tensor: _values(each, state["state"].get(each.name)) for each in held}
+        if taken is not None:
+            taken.begin_change()
         for tensor, values in loaded.items():
             optimizer.state.pop(tensor, None)
             if rest := values if taken is None else taken.take_master(tensor, values):
@@ -147,6 +190,7 @@ class OptimizerCheckpoint:
             group.update(settings)
         if taken is not None:
             taken.mark_used(optimizer)
+            taken.end_change(optimizer)
             if taken.cut.doubled:
                 share_again(taken, optimizer, self._engine.group)
 
@@ -282,6 +326,8 @@ def _values(held: _Held, saved: State | None) -> State:
 
 def _part(held: _Held, name: str, value: Any) -> Any:
     whole = not isinstance(value, Chunks)
+    if isinstance(value, torch.Tensor) and whole and value.shape == held.param.shape:
+        return _cut(held, value) if held.partial else value.to(held.tensor.device)
     if whole and (not held.partial or _is_scalar(value)):
         return value
     if whole or value.part.shape != held.tensor.shape or value.begin != held.begin:
@@ -291,6 +337,14 @@ def _part(held: _Held, name: str, value: Any) -> Any:
             "tensors to torch's set_optimizer_state_dict()"
         )
     return value.part
+
+
+def _cut(held: _Held, whole: torch.Tensor) -> torch.Tensor:
+    """The elements that this rank owns, of a tensor of all."""
+    like, device = held.param, held.tensor.device
+    ordered = torch.empty_strided(like.shape, like.stride(), dtype=whole.dtype, device=device)
+    ordered.copy_(whole)
+    return ordered.as_strided((held.tensor.numel(),), (1,), held.begin).clone()
 
 
 def _is_whole(state: State) -> bool:

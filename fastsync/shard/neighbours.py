@@ -136,6 +136,7 @@ class _Recut:
     def install(self) -> None:
         """Goes on with that."""
         sharded, optimizer = self._sharded, self._optimizer
+        sharded.begin_change()
         sharded.take_state(optimizer)
         spaces = []
         found = zip(sharded.spaces, self._values, self._sharings, strict=True)
@@ -152,6 +153,7 @@ class _Recut:
                     optimizer.state[tensor] = rest
         if not sharded.blank:
             sharded.mark_used(optimizer)
+        sharded.end_change(optimizer)
 
 
 def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:

@@ -12,7 +12,8 @@ last, which is left to the call itself. So hooks and schedulers see one step. On
 whose update of each parameter concerns nothing else are given their parameters in turns.
 
 An optimizer is taken over at its first step. Its state then belongs to the pieces, and
-`state_dict()` and `load_state_dict()` speak of whole parameters again.
+`state_dict()` and `load_state_dict()` speak of whole parameters again. Any rank may call
+`state_dict()` alone: fastsync/shard/fetching.py.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
+from fastsync.shard.fetching import Others, Shares, fetch_whole
 from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
 from fastsync.shard.kinds import Kind, by_kind
 from fastsync.shard.layout import Cut, Piece
@@ -67,6 +69,7 @@ class ShardedOptimizers(StepWatcher):
     Attributes:
         cut: among whom the state of the next optimizer will be shared.
         delivery: how what they update reaches the others.
+        others: the ranks that have the rest of the state.
         taken: how many optimizers have been taken over so far.
         asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
     """
@@ -75,7 +78,8 @@ class ShardedOptimizers(StepWatcher):
         self.engine, self.unit, self._policy = engine, policy.unit, policy
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         timeout = Env.read().agree_timeout
-        self.meet_again()
+        self.place = meeting_place(engine.group, "sharded optimizer", timeout)
+        self.others = Others(engine.group, self.place.name)
         meeting = meeting_place(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
         self.sharers = Sharers(Exchange(engine.group, meeting, words, device))
@@ -116,6 +120,12 @@ class ShardedOptimizers(StepWatcher):
             sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
             self._share_gradients(sharded.spaces)
         return sharded
+
+    def find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """What spreads the state of an optimizer; None before its first step, and where it steps on
+        other parameters by now."""
+        sharded = self._sharded.get(optimizer)
+        return sharded if sharded is not None and sharded.fits(optimizer) else None
 
     def forget(self) -> None:
         """Has nothing taken over. The state that this rank has for its pieces is lost."""
@@ -164,8 +174,11 @@ class ShardedOptimizers(StepWatcher):
 
     def meet_again(self) -> None:
         """The ranks meet, for what `meet` says, in the process group that the engine has now."""
-        timeout = Env.read().agree_timeout
+        timeout, former = Env.read().agree_timeout, self.others.group.group_name
         self.place = meeting_place(self.engine.group, "sharded optimizer", timeout)
+        self.others = Others(self.engine.group, self.place.name, former)
+        for _, sharded in self.known():
+            sharded.serve()
 
     def make_gradients_whole(self) -> None:
         """Has every rank hold all gradients. Collective where they are spread."""
@@ -229,6 +242,7 @@ class ShardedOptimizer:
         self._unit = unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
+        self.shares, self._let_go = Shares(optimizer), False
         params = [p for group in self._full for p in group if id(p) in owner.index_of]
         kinds = by_kind(params, owner.engine, self._unit == "tensor").items()
         self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
@@ -240,8 +254,9 @@ class ShardedOptimizer:
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._check_loaded),
-            optimizer.register_load_state_dict_post_hook(self._cut_state),
+            optimizer.register_load_state_dict_post_hook(self._end_load),
         )
+        self.serve()
 
     def use(self, cut: Cut, spaces: Sequence[Space]) -> None:
         """Steps on what this rank has of these spaces from now on."""
@@ -255,7 +270,7 @@ class ShardedOptimizer:
                 self._pieces[id(space.params[piece.param])].append(tensor)
                 self._places[tensor] = (space, piece)
         self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
-        self._stepped: set[torch.Tensor] = set()  # of the masters
+        self.shares.use(cut, self.spaces)
 
     def _space(self, kind: Kind, params: Sequence[torch.Tensor]) -> Space:
         cut, gradients = self._owner.cut, kind.bucket is not None
@@ -284,6 +299,7 @@ class ShardedOptimizer:
         after the other].
         """
         self._owner.delivery.begin()
+        self.begin_change()
         *ahead, last = [[space] for space in self.spaces]
         if not steps_by_parameter(optimizer):
             ahead, last = [], self.spaces
@@ -316,7 +332,7 @@ class ShardedOptimizer:
             space.begin_step()
             lend_gradients(space)
             stepped = self.masters & set(space.owned.values())
-            self._stepped |= {tensor for tensor in stepped if tensor.grad is not None}
+            self.shares.stepped |= {tensor for tensor in stepped if tensor.grad is not None}
 
     def _end(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
@@ -341,6 +357,7 @@ class ShardedOptimizer:
         self.mark_used(optimizer)
         self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
         self.steps += 1
+        self.end_change(optimizer)
         self._owner.delivery.finish(self.number)
 
     def mark_used(self, optimizer: Optimizer) -> None:
@@ -353,22 +370,16 @@ class ShardedOptimizer:
         optimizer.state.setdefault(self._witness, {})
 
     def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
-        """The state of a piece as checkpoints hold it: with its master, once that was stepped on.
-
-        The optimizer itself must not find it there: many take a state that is not empty for one
-        that they have made.
-        """
-        state: State = optimizer.state.get(tensor, {})
+        """The state of a piece as checkpoints hold it: with its master, once stepped on."""
         space, piece = self._places[tensor]
-        master = tensor.detach() if tensor in self._stepped else space.loaded_master(piece)
-        return state if master is None else {**state, MASTER: master}
+        return self.shares.saved(tensor, space.loaded_master(piece), optimizer.state)
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
         """The rest of what `saved` returned. Without a master there it follows the parameter."""
         if MASTER in state:
             space, piece = self._places[tensor]
             if space.load_master(piece, state[MASTER]):
-                self._stepped.add(tensor)
+                self.shares.stepped.add(tensor)
         return {name: value for name, value in state.items() if name != MASTER}
 
     def give_back(self, optimizer: Optimizer) -> None:
@@ -380,8 +391,32 @@ class ShardedOptimizer:
 
     def let_go(self) -> None:
         """Has no part in what the optimizer saves and loads any more."""
+        self._let_go = True
+        self.shares.gate.begin()
         for hook in self._hooks:
             hook.remove()
+
+    def __del__(self) -> None:
+        """Hooks of the optimizer keep this alive, so that has died, too."""
+        if not getattr(self, "_let_go", True):
+            self.shares.outlive()
+
+    def serve(self) -> None:
+        """Let the other ranks ask for the shares that this one has."""
+        self.shares.serve(self._owner.others, self.number)
+
+    def begin_change(self) -> None:
+        """Wait until no rank reads the state, and let none read it before `end_change`."""
+        self.shares.gate.begin()
+
+    def end_change(self, optimizer: Optimizer) -> None:
+        """Complete a change of the state: a step, or the loading of one. The ranks count them."""
+        self.shares.end_change(optimizer, self.spaces[0].flat.device)
+
+    def _end_load(self, optimizer: Optimizer) -> None:
+        self.begin_change()
+        self._cut_state(optimizer)
+        self.end_change(optimizer)
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
@@ -413,27 +448,40 @@ class ShardedOptimizer:
         }
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Collective: every rank gets the whole state. See `settings_alone`."""
+        """Get the whole state for torch's part of state_dict(). See `settings_alone`."""
         if self._owner.asked is not None:
             self._owner.asked.add(self.number)
-            self._kept = self.take_state(optimizer)
+            self.shares.aside = self.take_state(optimizer)
             return
 
-        def collect() -> None:
-            remedy = "Call it on every rank, and save the result on one"
-            self._owner.meet("optimizer.state_dict()", remedy)
-            self._collect_state(optimizer)
+        whole = self.fetch()
+        with self.shares.gate.moving:
+            optimizer.state.update(whole)
+            self.shares.aside = self.take_state(optimizer)
 
-        self._owner.delivery.until_all(collect)
-        optimizer.state.update(self._take_collected())
-        self._kept = self.take_state(optimizer)
+    def fetch(self) -> dict[torch.Tensor, State]:
+        """The state of whole parameters, from the ranks that have it. Not collective.
+
+        Raises:
+            RuntimeError: this rank or another is not between two steps.
+        """
+        if self.shares.gate.changing:
+            raise RuntimeError(
+                "the state of an optimizer that zero spreads over the ranks can be had between two "
+                "steps, but one has begun and not come to its end; call optimizer.state_dict() "
+                "before or after step()"
+            )
+        with torch.no_grad():
+            others = self._owner.others
+            return fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
-        for space in self.spaces:
-            for param in space.params:
-                optimizer.state.pop(param, None)
-        optimizer.state.update(self._kept)
-        self._kept = {}
+        with self.shares.gate.moving:
+            for space in self.spaces:
+                for param in space.params:
+                    optimizer.state.pop(param, None)
+            optimizer.state.update(self.shares.aside)
+            self.shares.aside = {}
         if not self.blank:
             self.mark_used(optimizer)
 
@@ -453,6 +501,7 @@ class ShardedOptimizer:
         saved = [key for group in loaded.get("param_groups", []) for key in group["params"]]
         pairs = zip(saved, params_of(optimizer), strict=False)
         self._loaded = {id(param): states[key] for key, param in pairs if key in states}
+        self.shares.loading = True
 
     def _take_collected(self) -> dict[torch.Tensor, State]:
         whole, self._collected = self._collected, {}

@@ -37,6 +37,7 @@ class _Taken:
         place: which one it is of those in what `catch_up()` was given.
         number: of those that have been taken over.
         steps: that it has made since.
+        version: of its state, see `Gate`.
         blank: it has no state yet.
         spaces: which of the model's parameters lie in each, and whether each has one owner.
     """
@@ -44,6 +45,7 @@ class _Taken:
     place: int
     number: int
     steps: int
+    version: int
     blank: bool
     spaces: list[tuple[list[int], bool]]
 
@@ -108,6 +110,8 @@ class Passing:
                 "another order; make the optimizers as the script does at the start"
             )
         sharded.number, sharded.steps, sharded.blank = told.number, told.steps, told.blank
+        sharded.shares.gate.version = told.version
+        sharded.serve()
 
     def _unknown(self, asked: Collection[int]) -> list[str]:
         """Classes of those that have been taken over, but cannot be passed on."""
@@ -126,7 +130,7 @@ class Passing:
         for place, optimizer in enumerate(self._optimizers):
             if sharded := found.get(id(optimizer)):
                 spaces = self._spaces(sharded, owner)
-                told = (sharded.number, sharded.steps, sharded.blank)
+                told = (sharded.number, sharded.steps, sharded.shares.gate.version, sharded.blank)
                 taken.append(_Taken(place, *told, spaces))
         return taken
 

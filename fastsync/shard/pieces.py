@@ -11,7 +11,18 @@ import torch
 from fastsync.shard.layout import Piece
 from fastsync.shard.space import Space
 
-__all__ = ["MASTER", "NARROW", "State", "batches", "by_param", "cut_value", "join", "of_master"]
+__all__ = [
+    "MASTER",
+    "NARROW",
+    "State",
+    "alike",
+    "batches",
+    "by_param",
+    "cut_value",
+    "join",
+    "of_master",
+    "unlike_parts",
+]
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -73,7 +84,8 @@ def cut_value(space: Space, piece: Piece, param: torch.Tensor, value: Any) -> An
     return (space.cut(piece, value) if value.shape == param.shape else value).clone()
 
 
-def _alike(values: Sequence[Any]) -> bool:
+def alike(values: Sequence[Any]) -> bool:
+    """Return whether values of parts of one parameter are the same."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return all(
@@ -83,6 +95,15 @@ def _alike(values: Sequence[Any]) -> bool:
             for v in values
         )
     return all(type(v) is type(first) and v == first for v in values)
+
+
+def unlike_parts(name: str) -> ValueError:
+    """Return the error of a value that belongs to no elements, and in which parts differ."""
+    return ValueError(
+        f"{name!r} in the optimizer's state differs between parts of a parameter that lie on "
+        "different ranks, so the whole has no such value; wrap the model with "
+        "FastDDP(shard_by='tensor')"
+    )
 
 
 def join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
@@ -96,12 +117,8 @@ def join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
         numel = parts[0][0].end - parts[0][0].begin
         by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
         if len(parts) == 1 or not by_element:
-            if not _alike([state[name] for _, state in parts]):
-                raise ValueError(
-                    f"{name!r} in the optimizer's state differs between parts of a parameter that "
-                    "lie on different ranks, so the whole has no such value; wrap the model with "
-                    "FastDDP(shard_by='tensor')"
-                )
+            if not alike([state[name] for _, state in parts]):
+                raise unlike_parts(name)
             joined[name] = first
             continue
         full = space.full_like(parts[0][0].param, first)

@@ -81,6 +81,7 @@ class Space:
     Attributes:
         flat: the parameters.
         layout: where they lie, and who owns what.
+        loaded: masters that `load_master` was given since the last step.
         owned: what this rank steps on: its elements of the parameters, or fp32 masters of them; and
             those that it holds for another.
     """
@@ -97,7 +98,7 @@ class Space:
         self.params, self.layout, self.sharing = list(params), layout, sharing
         self._rank = cut.mine
         self._codes: Codes | None = None
-        self._loaded: dict[Piece, torch.Tensor] = {}  # masters, until the next step
+        self.loaded: dict[Piece, torch.Tensor] = {}
         self._awaits_codes = False
         first = self.params[0]
         if sharing.wire is not None:
@@ -153,18 +154,19 @@ class Space:
             Whether the piece has a master, which is this one from now on.
         """
         if self.sharing.masters or self.flat.dtype is torch.float32:
-            self._loaded[piece] = master.to(self.flat.device, torch.float32, copy=True)
+            self.loaded[piece] = master.to(self.flat.device, torch.float32, copy=True)
         if self.sharing.masters:
             self.owned[piece].data.copy_(master)
         return self.sharing.masters
 
     def loaded_master(self, piece: Piece) -> torch.Tensor | None:
         """What `load_master` was given since the last step."""
-        return self._loaded.get(piece)
+        return self.loaded.get(piece)
 
     def begin_step(self) -> None:
         """Masters follow what somebody has written to the parameters since the last step."""
-        loaded, self._loaded = self._loaded, {}
+        loaded = self.loaded.copy()
+        self.loaded.clear()
         with torch.no_grad():
             for piece, elements in self._elements.items():
                 if piece in loaded:
