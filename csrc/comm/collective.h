@@ -32,6 +32,8 @@ class Collective {
   // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
   // [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
+  // What is started from now on belongs to this step, as errors call it where another rank starts something else.
+  virtual void begin_step(int64_t /*number*/) {}
   // A buffer of zeros in the memory that collectives start from.
   virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 

@@ -69,6 +69,7 @@ Channel::Sum Channel::join_as(const Part& part, int64_t chunks, bool exchanges) 
                    std::memory_order_relaxed);
   mine.squares.store(part.squares, std::memory_order_relaxed);
   mine.squared.store(part.squared, std::memory_order_relaxed);
+  mine.step.store(step_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   mine.number.store(sum.number);
   if (all_joined(sum)) notify();
   return sum;
@@ -129,8 +130,8 @@ void Channel::add_chunk(const Sum& sum, int64_t chunk) {
   for (size_t r = 0; r < segments_.size(); ++r) {
     const Entry& other = entry(r, sum.number);
     FS_CHECK(fits(other, sum), "rank ", rank_, " sums ", sum.mine.numel,
-             " elements over ranks, but rank ", r,
-             " another number or dtype; do they train the same model?");
+             " elements over ranks, but rank ", r, " another number or dtype",
+             cause_of_misfit(sum, r));
     buffers.push_back(segments_[r]->data() + other.offset.load(std::memory_order_relaxed));
   }
   const int64_t begin = chunk * chunk_elements(sum.mine.dtype);
@@ -165,11 +166,24 @@ bool Channel::fits(const Entry& other, const Sum& sum) const {
          other.dtype.load(std::memory_order_relaxed) == dtype;
 }
 
+// Another rank has joined with something else: it is in another step, or has another model.
+std::string Channel::cause_of_misfit(const Sum& sum, size_t rank) const {
+  const int64_t mine = entry(rank_, sum.number).step.load(std::memory_order_relaxed);
+  const int64_t theirs = entry(rank, sum.number).step.load(std::memory_order_relaxed);
+  if (mine == theirs) return "; do they train the same model?";
+  const size_t behind = mine < theirs ? rank_ : rank;
+  return concat(": rank ", rank_, " is in step ", mine, ", and rank ", rank, " in step ", theirs,
+                ". Either rank ", behind, " has left out a backward, or rank ",
+                behind == rank ? rank_ : rank,
+                " has made one more; every rank has to make as many backwards that synchronise. "
+                "FastDDP(on_skip=\"average_others\") lets ranks leave out steps");
+}
+
 const std::byte* Channel::part_of(const Sum& exchange, size_t rank) const {
   const Entry& other = entry(rank, exchange.number);
   FS_CHECK(fits(other, exchange), "rank ", rank_, " exchanges ", exchange.mine.numel,
-           " bytes with the others, but rank ", rank,
-           " another number; do they train the same model?");
+           " bytes with the others, but rank ", rank, " another number",
+           cause_of_misfit(exchange, rank));
   return segments_[rank]->data() + other.offset.load(std::memory_order_relaxed);
 }
 

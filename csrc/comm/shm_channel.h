@@ -80,6 +80,8 @@ class Channel {
   // Of a sum of so many elements.
   static int64_t chunks_of(int64_t numel, kernels::DType dtype);
 
+  // What is joined from now on belongs to this step, which errors name.
+  void begin_step(int64_t number) { step_.store(number, std::memory_order_relaxed); }
   // The next sum. One thread at a time.
   Sum join(const Part& part);
   // The next exchange, likewise: of so many bytes on every rank, which stand at `offset` in this rank's segment.
@@ -117,6 +119,7 @@ class Channel {
     std::atomic<int32_t> dtype;
     std::atomic<uint64_t> squares;
     std::atomic<int64_t> squared;
+    std::atomic<int64_t> step;
   };
   // At the beginning of each segment; all but the entries is used in rank 0's alone.
   struct Header {
@@ -135,6 +138,7 @@ class Channel {
 
   Sum join_as(const Part& part, int64_t chunks, bool exchanges);
   bool fits(const Entry& other, const Sum& sum) const;
+  std::string cause_of_misfit(const Sum& sum, size_t rank) const;
   int64_t claim(const Sum& sum);
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
@@ -155,6 +159,7 @@ class Channel {
   size_t index_;
   uint64_t last_ = 0;
   std::array<Sum, kSlots> recent_;  // by slot
+  std::atomic<int64_t> step_{0};    // that what is joined belongs to
 };
 
 }  // namespace fastsync::comm

@@ -240,18 +240,18 @@ ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channe
 // [Note: what outlives its collective]
 // Pages that nobody takes any longer become zeros. Another rank that comes to a sum or an exchange later than this rank's
 // engine goes, as in the last step of a training or after an error here, would read those. So memory that this rank has joined
-// with is kept until all is finished, and for as long as the process lives where that does not happen soon: within a time that
-// all that is unfinished shares, because what one rank holds up it holds up for all.
+// with is kept until all is finished. Where that does not happen soon, its pages stay for as long as any rank maps them: within a
+// time that all that is unfinished shares, because what one rank holds up it holds up for all.
 ShmCollective::~ShmCollective() {
   pool_->reclaim_with(nullptr);
   constexpr std::chrono::milliseconds kSoon{200};
   const auto end = std::chrono::steady_clock::now() + kSoon;
   for (const Posted& posted : posted_) {
-    if (!ends_by(end, posted.exchange)) keep_for_good(posted.shown);
+    if (!ends_by(end, posted.exchange)) memory_->leave(posted.shown);
   }
   for (const auto& sum : started_) {
     if (ends_by(end, sum->sum())) continue;
-    for (const at::Tensor& tensor : sum->written()) keep_for_good(tensor);
+    for (const at::Tensor& tensor : sum->written()) memory_->leave(tensor);
   }
 }
 

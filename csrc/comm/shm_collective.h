@@ -31,6 +31,7 @@ class ShmCollective final : public Collective {
   int size() const override { return memory_->size(); }
   int64_t leaving(int64_t /*bytes*/) const override { return 0; }
   size_t at_a_time(at::Device /*device*/) const override { return 1; }
+  void begin_step(int64_t number) override { channel_->begin_step(number); }
   // In this rank's memory.
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) override;
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <utility>
 
 #include "../ops/buffers.h"
@@ -48,6 +47,10 @@ std::optional<size_t> SharedMemory::place_of(const at::Tensor& tensor) const {
   return static_cast<size_t>(data - begin);
 }
 
+void SharedMemory::leave(const at::Tensor& tensor) const {
+  if (const auto place = place_of(tensor)) mine_->leave(*place);
+}
+
 void copy_bytes(void* to, const std::byte* from, int64_t bytes) {
   constexpr int64_t kElements = Channel::kChunkBytes / 4;
   const int64_t chunks = (bytes + Channel::kChunkBytes - 1) / Channel::kChunkBytes;
@@ -57,13 +60,6 @@ void copy_bytes(void* to, const std::byte* from, int64_t bytes) {
     std::memcpy(static_cast<std::byte*>(to) + begin, from + begin,
                 static_cast<size_t>(end - begin));
   });
-}
-
-void keep_for_good(const at::Tensor& shared) {
-  static std::mutex mutex;
-  static auto* const kept = new std::vector<at::Tensor>;  // never destroyed
-  const std::lock_guard<std::mutex> lock(mutex);
-  kept->push_back(shared);
 }
 
 }  // namespace fastsync::comm

@@ -39,6 +39,8 @@ class SharedMemory {
   bool is_warm(size_t bytes) const { return mine_->is_warm(bytes); }
   // Where a contiguous tensor begins in this rank's segment; nothing if it lies elsewhere.
   std::optional<size_t> place_of(const at::Tensor& tensor) const;
+  // What other ranks may still read although nobody holds it here: the system would give them zeros.
+  void leave(const at::Tensor& tensor) const;
 
  private:
   std::shared_ptr<Segment> mine_;
@@ -49,8 +51,5 @@ class SharedMemory {
 
 // On the intra-op threads.
 void copy_bytes(void* to, const std::byte* from, int64_t bytes);
-
-// What other ranks may still read although nobody holds it here: the system would give them zeros.
-void keep_for_good(const at::Tensor& shared);
 
 }  // namespace fastsync::comm

@@ -201,9 +201,9 @@ ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<Shar
 
 // See [Note: what outlives its collective] in shm_collective.cpp.
 ShmMessages::~ShmMessages() {
-  keep_for_good(table_);
+  memory_->leave(table_);
   for (const Posted& posted : posted_) {
-    if (!mail_->is_read(posted.tag, posted.number)) keep_for_good(posted.letter);
+    if (!mail_->is_read(posted.tag, posted.number)) memory_->leave(posted.letter);
   }
 }
 

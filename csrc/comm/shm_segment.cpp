@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <set>
 #include <string>
@@ -229,13 +230,19 @@ size_t Segment::take(size_t bytes) {
 void Segment::give(size_t offset) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto block = taken_.find(offset);
-  if (block == taken_.end() || !is_mine()) return;
+  if (block == taken_.end() || left_.count(offset) > 0 || !is_mine()) return;
   const size_t bytes = block->second;
   taken_.erase(block);
   held_ -= bytes;
   if (!keeps_) return punch(offset, offset + bytes);
   const size_t free = warm_ - kHeaderBytes - held_;
   if (free > 2 * largest_) cool(std::max(end_of_blocks(), warm_ - (free - 2 * largest_)));
+}
+
+void Segment::leave(size_t offset) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto behind = taken_.upper_bound(offset);
+  if (behind != taken_.begin()) left_.insert(std::prev(behind)->first);
 }
 
 void Segment::keep_pages() {

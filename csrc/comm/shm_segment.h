@@ -23,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 
 namespace fastsync::comm {
 
@@ -59,6 +60,9 @@ class Segment {
   // take and give.
   size_t take(size_t bytes);
   void give(size_t offset);
+  // The block that holds this offset stays, given back or not: other ranks may read it, also once this process has no segment
+  // any more, since their mappings keep its pages.
+  void leave(size_t offset);
   // From here on blocks that are given back keep their pages, and take() returns what these hold: see [Note: warm pages].
   void keep_pages();
   // Whether the next block of so many bytes finds pages that are kept.
@@ -84,6 +88,7 @@ class Segment {
   std::byte* data_ = nullptr;
   std::mutex mutex_;
   std::map<size_t, size_t> taken_;  // bytes by offset
+  std::set<size_t> left_;           // of these, offsets of blocks that stay
   bool keeps_ = false;
   size_t held_ = 0;       // bytes of blocks that are taken
   size_t largest_ = 0;    // of blocks that there ever were

@@ -220,6 +220,9 @@ void Reducer::open_step() {
   forget_own();
   counts_.clear();
   log_.begin_backward();
+  for (const auto& ranks : {routes_.memory, routes_.shards}) {
+    if (ranks) ranks->begin_step(stats_.steps + 1);
+  }
   next_ = 0;
   for (Bucket& bucket : plan_.buckets) bucket.transport().begin();
   watch_.begin_step();

@@ -4,12 +4,23 @@ Each link of a coded bucket's chain has a process group of its own (csrc/comm/wo
 torch makes a group by waiting for all of its ranks, as long as the group's timeout says. So the
 ranks meet first, in a collective that ends for who waits once another rank has; and whoever makes
 the group looks out for ranks that end meanwhile.
+
+[Note: the end of a group]
+A group has threads and connections, so it ends with the wrapper that it was made for. Ranks need
+not do that together: a rank whose collective is over has handed everything to its kernel that the
+others wait for. Another wrapper never gets the group, since two ranks might use the two wrappers in
+different orders, and collectives of one group have to be in one order. Nor does a later group get
+its name, which the store knows already. The end joins threads, which takes long where a collective
+has been left unfinished, so it has a thread of its own. It starts once the objects of the extension
+that use the group are gone.
 """
 
 from __future__ import annotations
 
+import _thread
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -17,14 +28,63 @@ import torch.distributed as dist
 from fastsync.engine.watch import come_together, lend_watch, looks_out, watched_call
 from fastsync.ranks.links import Nodes
 from fastsync.ranks.meeting import needing_store
-from fastsync.torch_private import cpu_backend, group_timeout, is_apart, make_beside
+from fastsync.torch_private import (
+    cpu_backend,
+    forget_group,
+    group_timeout,
+    is_apart,
+    make_beside,
+    renewed_backend,
+)
 from fastsync.wire.formats import Wire
 
-__all__ = ["make_links", "new_cpu_group", "new_part"]
+__all__ = ["OwnGroups", "make_links", "new_cpu_group", "new_part"]
+
+
+class OwnGroups:
+    """Process groups that one wrapper has for itself. See [Note: the end of a group]."""
+
+    def __init__(self) -> None:
+        self._groups: list[dist.ProcessGroup] = []
+
+    def end_with(self, user: object) -> None:
+        """Have them end with `user`, once.
+
+        Args:
+            user: where they are used by an object of the extension, that object: its finalizers run
+                once what it stands for has ended.
+        """
+        weakref.finalize(user, _end, self._groups).atexit = False
+
+    def take_over(self, other: OwnGroups) -> None:
+        """Have the groups of another one end with these."""
+        self._groups.extend(other._groups)
+        other._groups.clear()
+
+    def add(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Have `group` end with the others."""
+        self._groups.append(group)
+        return group
+
+
+def _end(groups: list[dist.ProcessGroup]) -> None:
+    # A garbage collection may call this anywhere. threading.Thread takes locks.
+    if groups:
+        _thread.start_new_thread(_forget, (groups,))
+
+
+def _forget(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        forget_group(groups[-1])
+        groups.pop()
 
 
 def make_links(
-    group: dist.ProcessGroup, wire: Wire, nodes: Nodes | None, device: torch.device
+    group: dist.ProcessGroup,
+    wire: Wire,
+    nodes: Nodes | None,
+    device: torch.device,
+    own: OwnGroups,
 ) -> list[dist.ProcessGroup]:
     """The process groups of a chain's links, in order. Collective.
 
@@ -38,56 +98,75 @@ def make_links(
         if streams:
             return [group, group]
         ranks = dist.get_process_group_ranks(group)
-        return [_new_group(group, ranks, purpose) for purpose in ("codes", "codes of sums")]
-    node = wire.node_group or _new_group(group, nodes.node_ranks, "inside a node")
+        return [_new_group(group, ranks, purpose, own) for purpose in ("codes", "codes of sums")]
+    node = wire.node_group or _new_group(group, nodes.node_ranks, "inside a node", own)
     if streams:
-        cross = wire.cross_group or _new_group(group, nodes.cross_ranks, "between nodes")
+        cross = wire.cross_group or _new_group(group, nodes.cross_ranks, "between nodes", own)
         return [node, cross, cross, node]
     return [
         node,
-        _new_group(group, nodes.cross_ranks, "between nodes"),
-        _new_group(group, nodes.cross_ranks, "between nodes, on the way back"),
-        _new_group(group, nodes.node_ranks, "inside a node, on the way back"),
+        _new_group(group, nodes.cross_ranks, "between nodes", own),
+        _new_group(group, nodes.cross_ranks, "between nodes, on the way back", own),
+        _new_group(group, nodes.node_ranks, "inside a node, on the way back", own),
     ]
 
 
-def new_cpu_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+def new_cpu_group(group: dist.ProcessGroup, purpose: str, own: OwnGroups) -> dist.ProcessGroup:
     """Another process group of the same ranks, for CPU tensors and nobody else. Collective."""
     ranks = dist.get_process_group_ranks(group)
-    return _new_group(group, ranks, purpose, backend=cpu_backend(group))
+    return _new_group(group, ranks, purpose, own, backend=cpu_backend(group))
 
 
-def new_part(group: dist.ProcessGroup, number: int, purpose: str) -> dist.ProcessGroup:
+def new_part(
+    group: dist.ProcessGroup, number: int, purpose: str, own: OwnGroups
+) -> dist.ProcessGroup:
     """A process group of `number` ranks that follow each other in `group`. Collective."""
     begin = group.rank() // number * number
     ranks = dist.get_process_group_ranks(group)[begin : begin + number]
-    return _new_group(group, ranks, purpose)
+    return _new_group(group, ranks, purpose, own)
+
+
+@cache
+def _made() -> weakref.WeakKeyDictionary[dist.ProcessGroup, int]:
+    """How many groups have been made beside each, the same number on all of its ranks."""
+    return weakref.WeakKeyDictionary()
 
 
 def _new_group(
-    group: dist.ProcessGroup, ranks: Sequence[int], purpose: str, backend: str | None = None
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    purpose: str,
+    own: OwnGroups,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """Of some `ranks` of `group`, all of whose ranks make one.
+    """Of some `ranks` of `group`, all of whose ranks make one. Gloo's end with `own`.
 
     Raises:
         SyncFault: a rank of `group` has ended, or has not made it within the group's timeout.
     """
+    number = _made()[group] = _made().get(group, 0) + 1
+    carried = renewed_backend(group) if is_apart(group) else None
+    carried = carried or backend or dist.get_backend(group)
     make: Callable[[], dist.ProcessGroup] = partial(
         dist.new_group,
         list(ranks),
         timeout=group_timeout(group),
-        backend=backend or dist.get_backend(group),
+        backend=carried,
         use_local_synchronization=True,
         group_desc=f"fastsync: {purpose}",
     )
-    if is_apart(group) and len(ranks) == group.size():
-        make = partial(make_beside, group, purpose)
+    ends = carried == "gloo" and group_timeout(group) is not None
+    if ends or (is_apart(group) and len(ranks) == group.size()):
+        # Parts of a group are made at the same time, and have no rank in common.
+        name = f"fastsync/{number}/{ranks[0]}/{purpose}"
+        make = partial(make_beside, group, ranks, name, carried)
+    keep = own.add if ends else lambda made: made
     if not looks_out(group):
-        return make()
+        return keep(make())
     place = f"the making of a process group ({purpose})"
     come_together(group, place)
     with needing_store(group, place):
         # torch itself waits five times as long for a rank that is stopped.
         made = watched_call(group, place, make, within=group_timeout(group))
     lend_watch(made, group)
-    return made
+    return keep(made)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.engine import core
-from fastsync.engine.groups import make_links, new_cpu_group
+from fastsync.engine.groups import OwnGroups, make_links, new_cpu_group
 from fastsync.engine.memory import share_memory
 from fastsync.engine.reports import Counters
 from fastsync.engine.unused import NamedParam
@@ -36,7 +36,8 @@ class Routes:
     """
 
     def __init__(self, reducer: core.Reducer, params: Sequence[NamedParam]) -> None:
-        self._core = reducer
+        self._core, self._own = reducer, OwnGroups()
+        self._own.end_with(reducer)
         self._device = params[0].tensor.device
         self._nbytes = sum(p.tensor.nbytes for p in params)
         self._on_cpu = all(p.tensor.device.type == "cpu" for p in params)
@@ -84,7 +85,7 @@ class Routes:
     def make_chains(self, policy: SyncPolicy) -> None:
         """The reducer can send coded buckets. Collective the first time."""
         if self.nodes not in self._links:
-            links = make_links(self._group, policy.wire, self.nodes, self._device)
+            links = make_links(self._group, policy.wire, self.nodes, self._device, self._own)
             self._links[self.nodes] = links
             if self.nodes is not None:
                 self._node_memory[self.nodes] = self._share_memory(links[0], policy)
@@ -111,5 +112,5 @@ class Routes:
         if not is_registered(self._group):  # torch makes no groups like it
             return ""
         if self._own_group is None:
-            self._own_group = new_cpu_group(self._group, "used flags")
+            self._own_group = new_cpu_group(self._group, "used flags", self._own)
         return str(self._own_group.group_name)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync.engine import core
-from fastsync.engine.groups import new_cpu_group
+from fastsync.engine.groups import OwnGroups, new_cpu_group
 from fastsync.engine.watch import gather_watched
 from fastsync.plan.buckets import ShardSlot
 from fastsync.ranks.links import Nodes
@@ -52,7 +52,8 @@ class Shares:
         memory: core.SharedMemory | None,
     ) -> None:
         self._core, self._group, self._device = reducer, group, device
-        self._memory = memory
+        self._memory, self._own = memory, OwnGroups()
+        self._own.end_with(reducer)
         self._links: dist.ProcessGroup | None = None
         self._units: Sequence[ShardedUnit] = ()
         self._places: dict[int, ShardSlot] = {}
@@ -95,7 +96,8 @@ class Shares:
         """Regions may travel. Collective the first time."""
         if self._links is None and self._memory is None:
             on_cpu = self._device.type == "cpu"
-            self._links = new_cpu_group(self._group, "shards") if on_cpu else self._group
+            group = self._group
+            self._links = new_cpu_group(group, "shards", self._own) if on_cpu else group
             self._core.use_shards(resolvable_name(self._links))
 
     def make_words(self, timeout: float) -> core.SharedWords | None:

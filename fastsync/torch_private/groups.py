@@ -37,6 +37,7 @@ __all__ = [
     "cpu_backend",
     "default_group",
     "file_of",
+    "forget_group",
     "gather_objects",
     "gloo_threads",
     "group_store",
@@ -205,17 +206,41 @@ def is_apart(group: dist.ProcessGroup) -> bool:
     return group in _apart()
 
 
-def make_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Another group of the ranks of `group`, which `make_group` made. Collective of them.
+def make_beside(
+    group: dist.ProcessGroup, members: Sequence[int], name: str, backend: str
+) -> dist.ProcessGroup:
+    """Return another group of some ranks of `group`, this one among them. Collective of them.
+
+    torch's `new_group` would name it by the groups that this process has now. Ranks end theirs at
+    different times, and what the store holds of a name is that of the first group of that name.
 
     Args:
-        name: that no other group beside this one has had.
+        members: ranks in the default group.
+        name: that no other group beside `group` has had.
     """
     store, timeout = group_store(group), group_timeout(group)
     assert store is not None and timeout is not None
-    members, backend = dist.get_process_group_ranks(group), renewed_backend(group)
-    assert backend is not None
-    return make_group(store, group.rank(), members, f"{group.group_name}/{name}", timeout, backend)
+    me = list(members).index(dist.get_process_group_ranks(group)[group.rank()])
+    return make_group(store, me, members, f"{group.group_name}/{name}", timeout, backend)
+
+
+def forget_group(group: dist.ProcessGroup) -> None:
+    """Have torch.distributed hold a group no longer, so that it ends with its last user.
+
+    Unlike `destroy_process_group` this shuts nothing down that is still in use.
+    """
+    world: Any = distributed_c10d._world
+    name = world.pg_names.pop(group, None)
+    if name is None:
+        return  # all groups have been destroyed
+    for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
+        table.pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    for alike in (world.tags_to_pg.pop(tag, []), world.tags_to_pg.get("", [])):
+        with contextlib.suppress(ValueError):
+            alike.remove(group)
+    with contextlib.suppress(RuntimeError):
+        _registry._unregister_process_group(name)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from fastsync.engine import core
-from fastsync.engine.groups import new_part
+from fastsync.engine.groups import OwnGroups, new_part
 from fastsync.ranks.consensus import Statement
 from fastsync.timeline.moves import UnitInfo
 from fastsync.torch_private import outside_transforms, without_modes
@@ -38,6 +38,8 @@ class Connections:
         self._links: dict[dist.ProcessGroup, Links] = {}
         self._named: list[Strand] = []
         self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
+        self._own = OwnGroups()
+        self._own.end_with(self)
 
     @cached_property
     def log(self) -> core.UnitLog:
@@ -50,6 +52,7 @@ class Connections:
         if other.in_memory == self.in_memory:
             self._links = {**other._links, **self._links}
         self._keepers = {**other._keepers, **self._keepers}
+        self._own.take_over(other._own)
 
     def connect(self, unit: Unit, units: Sequence[Unit]) -> None:
         """It can be gathered, and resharded to fewer ranks. Collective the first time.
@@ -63,7 +66,8 @@ class Connections:
             return
         group = unit.place.group
         if (group, number) not in self._keepers:
-            self._keepers[group, number] = new_part(group, number, "between forward and backward")
+            part = new_part(group, number, "between forward and backward", self._own)
+            self._keepers[group, number] = part
         unit.keepers = self._keepers[group, number]
 
     def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:

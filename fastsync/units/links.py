@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from fastsync.engine import core
-from fastsync.engine.groups import new_cpu_group
+from fastsync.engine.groups import OwnGroups, new_cpu_group
 from fastsync.engine.memory import share_memory
 from fastsync.engine.watch import explained, is_over, open_watch, watch_of, watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
@@ -76,10 +76,12 @@ class Links:
         cls, place: Place, own: bool, in_memory: bool, mark: int, statement: Statement
     ) -> Links:
         """`own`: the units have a process group of their own."""
-        used = new_cpu_group(place.group, "units") if own else place.group
+        groups = OwnGroups()
+        used = new_cpu_group(place.group, "units", groups) if own else place.group
         _agree(place, used, statement)
         memory = share_memory(used, 0) if own and in_memory else None
         links = core.make_unit_links(used, memory, mark)
+        groups.end_with(links)
         replicas = None
         if place.replicas is not None:
             if place.device.type == "cpu" and is_registered(place.replicas):

@@ -348,3 +348,32 @@ def test_a_backward_of_the_wrapper_within_its_own_is_refused(stage):
     for text in run_ranks(differentiates_within, 2, stage):
         assert "began during a backward of it" in text
         assert "use_reentrant=False" in text
+
+
+def one_differs(rank, world, options, extra):
+    """In step 3, rank 1 leaves out its backward, or makes an extra one."""
+    model = FastDDP(net(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    try:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            apart = step == 3 and rank == 1
+            for _ in range(1 if not apart else 2 if extra else 0):
+                loss_of(model(batch(rank, step))).backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero": 1}, {"zero": 2}, {"zero": 2, "wire": "int8"}], ids=str
+)
+@pytest.mark.parametrize("extra", [False, True], ids=["left out", "extra"])
+def test_a_rank_with_another_number_of_backwards_is_named(extra, options):
+    behind, ahead = (0, 1) if extra else (1, 0)
+    found = run_ranks(one_differs, 2, options, extra)
+    for rank, text in enumerate(found):
+        steps = {behind: 3 if extra else 2, ahead: 4 if extra else 3}
+        assert f"rank {rank} is in step {steps[rank]}, and rank {1 - rank} in step" in text, text
+        assert f"Either rank {behind} has left out a backward, or rank {ahead} has made one" in text
