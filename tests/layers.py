@@ -91,7 +91,7 @@ MODULE_LAYERS = {
         ["codes"],
         ["chunks", "space"],
         ["gradients", "pieces"],
-        ["norms", "whole"],
+        ["norms", "state", "whole"],
         ["optimizer"],
         ["neighbours", "passing"],
         ["checkpoint"],

@@ -25,6 +25,7 @@ from fastsync.shard.chunks import Chunks
 from fastsync.shard.neighbours import share_again
 from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.shard.pieces import MASTER
+from fastsync.shard.state import held_state
 from fastsync.torch_private import first_state
 
 __all__ = ["OptimizerCheckpoint"]
@@ -139,14 +140,16 @@ class OptimizerCheckpoint:
                     "torch.distributed.checkpoint.load() before load_optimizer_state_dict()"
                 )
             loaded = {each.tensor: _values(each, state["state"].get(each.name)) for each in held}
+        state_here = held_state(optimizer)
         for tensor, values in loaded.items():
-            optimizer.state.pop(tensor, None)
+            state_here.pop(tensor, None)
             if rest := values if taken is None else taken.take_master(tensor, values):
-                optimizer.state[tensor] = rest
+                state_here[tensor] = rest
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
         if taken is not None:
-            taken.mark_used(optimizer)
+            taken.mark_used()
+            taken.tell(optimizer)
             if taken.cut.doubled:
                 share_again(taken, optimizer, self._engine.group)
 
@@ -229,7 +232,7 @@ class OptimizerCheckpoint:
                 if each.name in room
             }
         states = {
-            each.name: optimizer.state.get(each.tensor)
+            each.name: held_state(optimizer).get(each.tensor)
             if taken is None
             else taken.saved(optimizer, each.tensor)
             for each in held

@@ -39,7 +39,7 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.engine.watch import meeting_place
+from fastsync.engine.watch import gather_watched, meeting_place
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
@@ -50,8 +50,9 @@ from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.pieces import MASTER, NARROW, State, cut_value, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
 from fastsync.shard.space import Sharing, Space
+from fastsync.shard.state import Slices, StateView, described, held_state
 from fastsync.shard.whole import whole_states
-from fastsync.torch_private import backward_is_running
+from fastsync.torch_private import backward_is_running, first_state
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
@@ -68,6 +69,7 @@ class ShardedOptimizers(StepWatcher):
         cut: among whom the state of the next optimizer will be shared.
         delivery: how what they update reaches the others.
         taken: how many optimizers have been taken over so far.
+        exchange: of single gradients and values of a state.
         asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
     """
 
@@ -78,7 +80,8 @@ class ShardedOptimizers(StepWatcher):
         self.meet_again()
         meeting = meeting_place(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
-        self.sharers = Sharers(Exchange(engine.group, meeting, words, device))
+        self.exchange = Exchange(engine.group, meeting, words, device)
+        self.sharers = Sharers(self.exchange)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -120,8 +123,8 @@ class ShardedOptimizers(StepWatcher):
     def forget(self) -> None:
         """Has nothing taken over. The state that this rank has for its pieces is lost."""
         for optimizer, sharded in self.known():
-            sharded.let_go()
             sharded.take_state(optimizer)
+            sharded.let_go(optimizer)
         self._sharded.clear()
         self.taken = 0
 
@@ -220,10 +223,11 @@ class ShardedOptimizer:
         cut: among whom the state is shared.
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
         masters: of what it steps on here, those that are fp32 masters.
+        slices: what `optimizer.state` says of its parameters.
     """
 
     def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
-        self._owner = owner
+        self._owner, self._optimizer = owner, weakref.ref(optimizer)
         owner.taken += 1
         self.number, self.steps = owner.taken, 0
         self._unit = unit_for(optimizer, owner.unit)
@@ -231,8 +235,9 @@ class ShardedOptimizer:
         self._stand_in: Optimizer | None = None
         params = [p for group in self._full for p in group if id(p) in owner.index_of]
         kinds = by_kind(params, owner.engine, self._unit == "tensor").items()
+        self._view = StateView({})
         self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
-        self.blank, self._witness = True, params[0]
+        self.blank = True
         self._loaded: dict[int, State] = {}  # by the id of its parameter
         self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
         self._cut_state(optimizer)
@@ -256,6 +261,37 @@ class ShardedOptimizer:
                 self._places[tensor] = (space, piece)
         self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
         self._stepped: set[torch.Tensor] = set()  # of the masters
+        before = getattr(self, "slices", None)
+        order = [param for group in self._full for param in group]
+        exchange = self._owner.exchange
+        # By weak references: a cycle would keep the model until it is collected.
+        template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
+        self.slices = Slices(spaces, exchange, order, template, alike)
+        self._view.slices = [each for each in self._view.slices if each is not before]
+        self._view.slices.append(self.slices)
+
+    def _first_state(self, space: Space, index: int) -> State | None:
+        """What a first step makes of a parameter; of one that is cut, without its elements."""
+        optimizer, param = self._optimizer(), space.params[index]
+        assert optimizer is not None
+        owner = self._owner
+        if space.sharing.whole:
+            sparse = owner.engine.params[owner.index_of[id(param)]].sparse
+            layout = torch.sparse_coo if sparse else torch.strided
+            gradient = torch.zeros_like(param, layout=layout, requires_grad=False)
+        else:
+            gradient = torch.zeros(0, dtype=param.dtype, device=param.device)
+        if space.sharing.masters:
+            gradient = gradient.float()
+        groups: list[dict[str, torch.Tensor]] = [
+            {"": gradient} if any(p is param for p in group) else {} for group in self._full
+        ]
+        return first_state(optimizer, groups).get("")
+
+    def _alike(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank steps on of the parameters in the same group."""
+        group = next(group for group in self._full if any(p is param for p in group))
+        return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
 
     def _space(self, kind: Kind, params: Sequence[torch.Tensor]) -> Space:
         cut, gradients = self._owner.cut, kind.bucket is not None
@@ -283,6 +319,8 @@ class ShardedOptimizer:
         where the step raises. What is not the model's stays in the groups. See [Note: steps one
         after the other].
         """
+        if optimizer.state is not self._view:  # the script has set another one
+            self._cut_state(optimizer)
         self._owner.delivery.begin()
         *ahead, last = [[space] for space in self.spaces]
         if not steps_by_parameter(optimizer):
@@ -309,12 +347,15 @@ class ShardedOptimizer:
         for group in optimizer.param_groups:
             pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
             groups.append({**group, "params": [t for t in pieces if id(t) in tensors]})
-        return stand_in_for(optimizer, groups)
+        stand_in = stand_in_for(optimizer, groups)
+        stand_in.state = self._view.held  # type: ignore[assignment]
+        return stand_in
 
     def _begin(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
             space.begin_step()
             lend_gradients(space)
+            self.slices.note_step(space)
             stepped = self.masters & set(space.owned.values())
             self._stepped |= {tensor for tensor in stepped if tensor.grad is not None}
 
@@ -337,20 +378,20 @@ class ShardedOptimizer:
             return
         for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
-        optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
-        self.mark_used(optimizer)
+        self._view.held = stand_in.state
+        kept = {"param_groups": optimizer.param_groups, "state": self._view}
+        optimizer.__dict__.update({**stand_in.__dict__, **kept})
+        self.mark_used()
         self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
         self.steps += 1
         self._owner.delivery.finish(self.number)
 
-    def mark_used(self, optimizer: Optimizer) -> None:
-        """Says that there is a state, on ranks that own nothing too.
+    def mark_used(self) -> None:
+        """Says that there is a state, be it empty.
 
-        Torch's `get_optimizer_state_dict` makes a step where an optimizer has none, and a rank that
-        steps alone would wait for the others.
+        Torch's `get_optimizer_state_dict` makes a step where an optimizer has none.
         """
-        self.blank = False
-        optimizer.state.setdefault(self._witness, {})
+        self.blank, self._view.used = False, True
 
     def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
         """The state of a piece as checkpoints hold it: with its master, once that was stepped on.
@@ -358,7 +399,7 @@ class ShardedOptimizer:
         The optimizer itself must not find it there: many take a state that is not empty for one
         that they have made.
         """
-        state: State = optimizer.state.get(tensor, {})
+        state: State = held_state(optimizer).get(tensor, {})
         space, piece = self._places[tensor]
         master = tensor.detach() if tensor in self._stepped else space.loaded_master(piece)
         return state if master is None else {**state, MASTER: master}
@@ -373,43 +414,76 @@ class ShardedOptimizer:
 
     def give_back(self, optimizer: Optimizer) -> None:
         """The whole state, as it was before the optimizer was taken over. Collective."""
-        self.let_go()
         self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
         self.take_state(optimizer)
+        self.let_go(optimizer)
         optimizer.state.update(self._take_collected())
 
-    def let_go(self) -> None:
+    def let_go(self, optimizer: Optimizer) -> None:
         """Has no part in what the optimizer saves and loads any more."""
         for hook in self._hooks:
             hook.remove()
+        self._view.slices.remove(self.slices)
+        if optimizer.state is self._view and not self._view.slices:
+            optimizer.state = self._view.held  # type: ignore[assignment]
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
         loaded, self._loaded = self._loaded, {}
+        if not isinstance(optimizer.state, StateView):
+            self._view.held, optimizer.state = optimizer.state, self._view  # type: ignore[assignment]
+        elif optimizer.state is not self._view:  # of another wrapper's parameters
+            optimizer.state.slices.append(self.slices)
+            self._view = optimizer.state
+        held = self._view.held
         for space in self.spaces:
-            whole = [optimizer.state.pop(param, None) for param in space.params]
+            whole = [held.pop(param, None) for param in space.params]
             if space.sharing.masters:
                 pairs = zip(space.params, whole, strict=True)
                 whole = [of_master(state, loaded.get(id(param))) for param, state in pairs]
             self.blank = self.blank and not any(whole)
+            alone = space.sharing.whole
+            told = [
+                described(p, state, alone) for p, state in zip(space.params, whole, strict=True)
+            ]
+            self.learn(space, dict(enumerate(told)))
             for piece, tensor in space.owned.items():
                 if values := whole[piece.param]:
                     param = space.params[piece.param]
                     mine = {n: cut_value(space, piece, param, v) for n, v in values.items()}
                     if rest := self.take_master(tensor, mine):
-                        optimizer.state[tensor] = rest
+                        held[tensor] = rest
         if not self.blank:
-            self.mark_used(optimizer)
+            self.mark_used()
+
+    def learn(self, space: Space, known: Mapping[int, State | None]) -> None:
+        """Takes what ranks without elements of a parameter have to know; see `described`."""
+        for index, param in enumerate(space.params):
+            self.slices.learn(param, known.get(index))
+
+    def tell(self, optimizer: Optimizer) -> None:
+        """Tells all ranks of the state that each has for its own pieces. Collective."""
+        held, group = held_state(optimizer), self._owner.engine.group
+        for space in self.spaces:
+            mine: dict[int, State | None] = {}
+            for piece, tensor in space.own.items():
+                state, param = held.get(tensor), space.params[piece.param]
+                if state and tensor.shape != param.shape:
+                    state = {n: space.outline(piece.param, tensor, v) for n, v in state.items()}
+                mine[piece.param] = described(param, state, space.sharing.whole)
+            known: dict[int, State | None] = {}
+            for told in gather_watched(mine, group, "the state of an optimizer"):
+                known.update({index: state for index, state in told.items() if state is not None})
+            self.learn(space, known)
 
     def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         """Removes what the optimizer has for this rank's pieces, and returns it."""
-        if not optimizer.state.get(self._witness):
-            optimizer.state.pop(self._witness, None)
+        held = held_state(optimizer)
         return {
-            tensor: optimizer.state.pop(tensor)
+            tensor: held.pop(tensor)
             for space in self.spaces
             for tensor in space.owned.values()
-            if tensor in optimizer.state
+            if tensor in held
         }
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
@@ -417,6 +491,7 @@ class ShardedOptimizer:
         if self._owner.asked is not None:
             self._owner.asked.add(self.number)
             self._kept = self.take_state(optimizer)
+            optimizer.state = held_state(optimizer)  # type: ignore[assignment]
             return
 
         def collect() -> None:
@@ -425,17 +500,18 @@ class ShardedOptimizer:
             self._collect_state(optimizer)
 
         self._owner.delivery.until_all(collect)
-        optimizer.state.update(self._take_collected())
         self._kept = self.take_state(optimizer)
+        optimizer.state = held_state(optimizer)  # type: ignore[assignment]
+        optimizer.state.update(self._take_collected())
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
+        held = held_state(optimizer)
         for space in self.spaces:
             for param in space.params:
-                optimizer.state.pop(param, None)
-        optimizer.state.update(self._kept)
+                held.pop(param, None)
+        held.update(self._kept)
         self._kept = {}
-        if not self.blank:
-            self.mark_used(optimizer)
+        optimizer.state = self._view  # type: ignore[assignment]
 
     def _check_loaded(self, optimizer: Optimizer, loaded: State) -> None:
         """Torch's flattened form is taken apart by what an optimizer has for whole parameters.
@@ -443,7 +519,8 @@ class ShardedOptimizer:
         What is loaded is kept as it is.
         """
         states = loaded.get("state", {})
-        ours = (optimizer.state.get(t) for space in self.spaces for t in space.owned.values())
+        held = held_state(optimizer)
+        ours = (held.get(t) for space in self.spaces for t in space.owned.values())
         if states and not any(states.values()) and any(ours):
             raise ValueError(
                 "the state to load has no values, but the optimizer has a state. If it comes from "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -232,6 +233,13 @@ class Space:
         """A tensor in the shape and memory format of a parameter, of the dtype of `part`."""
         view = self._views[param]
         return torch.empty_strided(view.shape, view.stride(), dtype=part.dtype, device=part.device)
+
+    def outline(self, param: int, piece: torch.Tensor, value: Any) -> Any:
+        """A value of a piece's state, or, if it belongs to its elements, one without memory that
+        belongs to the whole parameter's."""
+        if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+            return value
+        return self.full_like(param, value.to("meta"))
 
     def owned_ranges(self) -> list[tuple[int, int, int]]:
         """By parameter: where this rank's elements begin in its region, how many, and in the

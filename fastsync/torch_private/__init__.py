@@ -67,9 +67,11 @@ from fastsync.torch_private.tensors import (
     WrapperTensor,
     accumulate_hooks,
     flatten,
+    is_view_of_argument,
     is_wrapper,
     map_tensors,
     unflatten,
+    written_arguments,
 )
 
 __all__ = [
@@ -108,6 +110,7 @@ __all__ = [
     "is_gloo",
     "is_registered",
     "is_replicated",
+    "is_view_of_argument",
     "is_wrapper",
     "keep_for_good",
     "local_gradient",
@@ -133,4 +136,5 @@ __all__ = [
     "untraced",
     "with_dtype",
     "without_modes",
+    "written_arguments",
 ]
