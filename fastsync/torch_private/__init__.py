@@ -8,6 +8,7 @@ from fastsync.torch_private.callers import caller, caller_level
 from fastsync.torch_private.composable import is_replicated, register_sharded
 from fastsync.torch_private.dtensors import (
     DTensorSpec,
+    cut_like,
     local_gradient,
     local_of,
     make_dtensor,
@@ -95,6 +96,7 @@ __all__ = [
     "caller_level",
     "connect_group",
     "connect_store",
+    "cut_like",
     "default_group",
     "file_of",
     "find_tensors",

@@ -363,10 +363,6 @@ def switches_to_averages(wrap, rank, early=False, made_before=False):
     return results
 
 
-def by_element(wrap):
-    return lambda net, **options: wrap(net, shard_by="element")
-
-
 def schedule_free(wrap, rank):
     return switches_to_averages(wrap, rank)
 
@@ -396,3 +392,34 @@ def test_an_optimizer_that_switches_between_weights(script, stage):
     if stage == "fully_shard" and script is schedule_free_made_before:
         pytest.skip("fully_shard makes other parameters than the optimizer has")
     check(_ByElement(script) if stage in SPREAD else script, stage)
+
+
+class _MadeBefore:
+    """A script whose optimizer is made, and perhaps steps, before the model is wrapped."""
+
+    def __init__(self, make, steps_before=0, **settings):
+        self.make, self.steps_before, self.settings = make, steps_before, settings
+
+    def __call__(self, wrap, rank):
+        module = net()
+        make = getattr(torch.optim, self.make)
+        optimizer = make(module.parameters(), lr=0.02, **self.settings)
+        train(module, optimizer, 0, steps=self.steps_before)
+        optimizer.zero_grad()
+        model = wrap(module)
+        train(model, optimizer, rank, steps=3)
+        return full(model)
+
+
+MADE_BEFORE = {
+    "Adagrad": _MadeBefore("Adagrad", initial_accumulator_value=0.1),
+    "AdamW that has stepped": _MadeBefore("AdamW", 2),
+    "SGD that has stepped": _MadeBefore("SGD", 2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "fully_shard"])
+@pytest.mark.parametrize("name", MADE_BEFORE)
+def test_an_optimizer_that_has_a_state_before_wrapping(name, stage):
+    """fully_shard() makes other parameters, which such an optimizer does not have."""
+    check(MADE_BEFORE[name], stage)
