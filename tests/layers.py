@@ -35,7 +35,7 @@ MODULE_LAYERS = {
         ["__main__"],
     ],
     "engine": [
-        ["core", "reports", "steps", "unused"],
+        ["core", "reports", "steps", "tied", "unused"],
         ["offers"],
         ["watch"],
         ["groups", "handover", "memory", "pace", "sizing", "state"],

@@ -94,7 +94,12 @@ class ShardedOptimizers(StepWatcher):
 
     def replaces(self, optimizer: Optimizer) -> bool:
         """Whether it steps on parameters of the model."""
-        return any(id(p) in self.index_of for p in params_of(optimizer))
+        return any(self.shares_steps(p) for p in params_of(optimizer))
+
+    def shares_steps(self, param: torch.Tensor) -> bool:
+        """Whether the ranks share the steps on a parameter: not of the model's integers, such as
+        codes of a quantised layer, on which no optimizer steps."""
+        return id(param) in self.index_of and (param.is_floating_point() or param.is_complex())
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
@@ -233,7 +238,7 @@ class ShardedOptimizer:
         self._unit = unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
-        params = [p for group in self._full for p in group if id(p) in owner.index_of]
+        params = [p for group in self._full for p in group if owner.shares_steps(p)]
         kinds = by_kind(params, owner.engine, self._unit == "tensor").items()
         self._view = StateView({})
         self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
