@@ -145,9 +145,8 @@ class _Recut:
         spaces = []
         found = zip(sharded.spaces, self._values, self._sharings, strict=True)
         for old, values, sharing in found:
-            # In memory of their own: what travelled when ranks died may still be written to.
             for param, value in zip(old.params, values, strict=True):
-                param.data = value
+                param.data.copy_(value)
             spaces.append(Space(old.params, self._cut, sharing))
             values.clear()
         sharded.use(self._cut, spaces)

@@ -44,15 +44,21 @@ from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
-from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
-from fastsync.shard.kinds import Kind, by_kind
+from fastsync.shard.gradients import (
+    GradientShards,
+    Sharers,
+    gather_foreign,
+    lend_gradients,
+    make_whole,
+)
+from fastsync.shard.kinds import Kind, bucket_numbers, by_kind
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.pieces import MASTER, NARROW, State, cut_value, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
-from fastsync.shard.space import Sharing, Space
+from fastsync.shard.space import Home, Sharing, Space, fill_memory, lay_out
 from fastsync.shard.state import Slices, StateView, described, held_state
 from fastsync.shard.whole import whole_states
-from fastsync.torch_private import backward_is_running, first_state
+from fastsync.torch_private import backward_is_running, first_state, has_views
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
@@ -88,6 +94,8 @@ class ShardedOptimizers(StepWatcher):
         ranks, doubled = tuple(range(engine.group.size())), engine.policy.elastic is not None
         self.cut = Cut(ranks, engine.group.rank(), doubled)
         self.delivery = Delivery(engine)
+        self._buckets = bucket_numbers(engine)
+        self._homes = self._make_homes()
         self.taken = 0
         self.asked: set[int] | None = None
         watch_steps(self)
@@ -95,6 +103,54 @@ class ShardedOptimizers(StepWatcher):
     def replaces(self, optimizer: Optimizer) -> bool:
         """Whether it steps on parameters of the model."""
         return any(self.shares_steps(p) for p in params_of(optimizer))
+
+    def _make_homes(self) -> list[tuple[list[torch.Tensor], Home | None]]:
+        """Has the parameters lie as an optimizer over all of them will cut them.
+
+        None where somebody keeps views of them.
+        """
+        for each in self.engine.params:
+            if self.shares_steps(each.tensor):
+                fill_memory(each.tensor)
+        if self.cut.doubled or self.cut.size == 1:
+            return []
+        trained = [p.tensor for p in self.engine.params if p.tensor.requires_grad and not p.sparse]
+        kinds = by_kind(trained, self.engine, self.unit == "tensor", self._buckets)
+        homes: list[tuple[list[torch.Tensor], Home | None]] = []
+        for kind, params in kinds.items():
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
+            stay = any(map(has_views, params))
+            homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
+        return homes
+
+    def kinds_of(
+        self, params: Sequence[torch.Tensor], whole: bool
+    ) -> list[tuple[Kind, list[torch.Tensor], Home | None]]:
+        """What can be cut together, in which order, and where it lies. Collective.
+
+        As when the model was wrapped, where parameters have been trained since.
+        """
+        first_new = 1 + max(self._buckets.values(), default=-1)
+        later = {i: n + first_new for i, n in bucket_numbers(self.engine).items()}
+        buckets = {**later, **self._buckets}
+        found: list[tuple[Kind, list[torch.Tensor], Home | None]] = []
+        for kind, members in by_kind(params, self.engine, whole, buckets).items():
+            ids = set(map(id, members))
+            homes = (each for each in self._homes if ids == set(map(id, each[0])))
+            ordered, home = next(homes, (members, None))
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
+            if home is not None and not home.fits(lay_out(ordered, self.cut.size, sharing)):
+                home = None
+            found.append((kind, ordered, home))
+        if not self._homes:
+            return found
+        # A rank may keep views, or have moved parameters, alone.
+        mine = [home is not None for *_, home in found]
+        everyones = gather_watched(mine, self.engine.group, "the sharing of an optimizer's state")
+        agreed = [all(flags) for flags in zip(*everyones, strict=True)]
+        return [
+            (*each[:2], each[2] if ok else None) for each, ok in zip(found, agreed, strict=True)
+        ]
 
     def shares_steps(self, param: torch.Tensor) -> bool:
         """Whether the ranks share the steps on a parameter: not of the model's integers, such as
@@ -183,7 +239,12 @@ class ShardedOptimizers(StepWatcher):
         """Has the ranks share the gradients of what is cut by elements, too. Collective."""
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
             return
-        ours = [unit for unit in self.sharers.units if unit.space.is_intact()]
+        taken = {id(param) for space in spaces for param in space.params}
+        ours = [
+            unit
+            for unit in self.sharers.units
+            if unit.space.is_intact() and not any(id(param) in taken for param in unit.params)
+        ]
         fresh = [space for space in spaces if space.sharing.gradients]
         self.sharers.units = ours + [GradientShards(space, self.sharers) for space in fresh]
         self.engine.shard(
@@ -239,9 +300,9 @@ class ShardedOptimizer:
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
-        kinds = by_kind(params, owner.engine, self._unit == "tensor").items()
+        kinds = owner.kinds_of(params, self._unit == "tensor")
         self._view = StateView({})
-        self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
+        self.use(owner.cut, [self._space(*found) for found in kinds])
         self.blank = True
         self._loaded: dict[int, State] = {}  # by the id of its parameter
         self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
@@ -298,15 +359,15 @@ class ShardedOptimizer:
         group = next(group for group in self._full if any(p is param for p in group))
         return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
 
-    def _space(self, kind: Kind, params: Sequence[torch.Tensor]) -> Space:
+    def _space(self, kind: Kind, params: Sequence[torch.Tensor], home: Home | None) -> Space:
         cut, gradients = self._owner.cut, kind.bucket is not None
         sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
-        return Space(params, cut, sharing)
+        return Space(params, cut, sharing, home)
 
     def sharing(self, space: Space, shares: int) -> Sharing:
         """What the ranks do with a space once it is cut into so many shares."""
         now = space.sharing
-        return self._owner.sharing(space.flat.dtype, shares, now.whole, now.gradients)
+        return self._owner.sharing(space.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""
@@ -359,6 +420,7 @@ class ShardedOptimizer:
     def _begin(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
             space.begin_step()
+            gather_foreign(space)
             lend_gradients(space)
             self.slices.note_step(space)
             stepped = self.masters & set(space.owned.values())
@@ -366,8 +428,8 @@ class ShardedOptimizer:
 
     def _end(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
-            buffer = space.end_step()
-            self._owner.delivery.start(self.number, buffer, partial(space.receive, buffer))
+            for buffer, arrived in space.end_step():
+                self._owner.delivery.start(self.number, buffer, arrived)
 
     def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[Space]) -> None:
         self._begin(spaces)

@@ -14,6 +14,7 @@ __all__ = [
     "WrapperTensor",
     "accumulate_hooks",
     "flatten",
+    "has_views",
     "is_view_of_argument",
     "is_wrapper",
     "map_tensors",
@@ -63,6 +64,12 @@ def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> An
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is made of others, which say what they are."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def has_views(tensor: torch.Tensor) -> bool:
+    """Whether other tensors that are alive have the same storage."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, and `storage`
 
 
 def is_view_of_argument(func: Any) -> bool:

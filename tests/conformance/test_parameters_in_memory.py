@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from fastsync import FastDDP
+from fastsync.testing import run_ranks
 from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
 
 REPLICATED = ["zero0", "zero1", "zero1-small", "zero2"]
@@ -171,3 +173,148 @@ def test_parameters_that_share_a_storage_or_are_one(stage):
         check(lies_in_one_storage, stage, error="non-contiguous")
     else:
         check(lies_in_one_storage, stage)
+
+
+def looked_at(model):
+    """Return what scripts keep of parameters: views, flat views, and addresses."""
+    params = list(model.parameters())
+    views = [p.detach() for p in params]
+    flat = [p.data.view(-1)[1:] for p in params]
+    rows = [p.data[0] for p in params]
+    return params, [*views, *flat, *rows], [p.data_ptr() for p in params]
+
+
+def keeps_views(wrap, rank, make, **options):
+    model = wrap(net(), **options)
+    params, views, addresses = looked_at(model)
+    optimizers = make(params)
+    results = {}
+    for step in range(4):
+        if step == 2:
+            model.load_state_dict({n: t * 0.5 for n, t in model.state_dict().items()})
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            with torch.no_grad():
+                views[0].mul_(0.99)  # as on the parameter itself
+        results |= {f"{step} {i}": view.clone() for i, view in enumerate(views)}
+    assert [p.data_ptr() for p in params] == addresses
+    return full(model) | results
+
+
+def adamw(params):
+    return [torch.optim.AdamW(params, 0.01)]
+
+
+def adafactor(params):
+    return [torch.optim.Adafactor(params, 0.01)]
+
+
+def two_optimizers(params):
+    return [torch.optim.AdamW(params[:3], 0.01), torch.optim.SGD(params[3:], 0.1, momentum=0.9)]
+
+
+def two_interleaved_optimizers(params):
+    return [torch.optim.AdamW(params[::2], 0.01), torch.optim.Adafactor(params[1::2], 0.01)]
+
+
+def another_over_the_same(params):
+    return [torch.optim.SGD(params, 0.1, momentum=0.9), torch.optim.AdamW(params, 0.01)]
+
+
+def another_over_some_of_the_same(params):
+    return [torch.optim.SGD(params, 0.1, momentum=0.9), torch.optim.AdamW(params[2:5], 0.01)]
+
+
+def others_in_another_order(params):
+    return [torch.optim.SGD(params[::-1], 0.1, momentum=0.9)]
+
+
+MAKERS = [
+    adamw,
+    adafactor,
+    two_optimizers,
+    two_interleaved_optimizers,
+    another_over_the_same,
+    another_over_some_of_the_same,
+    others_in_another_order,
+]
+
+
+class _Keeps:
+    def __init__(self, make, **options):
+        self.make, self.options = make, options
+
+    def __call__(self, wrap, rank):
+        return keeps_views(wrap, rank, self.make, **self.options)
+
+
+@pytest.mark.parametrize("stage", REPLICATED)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_views_of_parameters_stay_views(make, stage):
+    """With zero=3 and fully_shard() parameters are DTensors, which have no such views."""
+    check(_Keeps(make), stage)
+
+
+@pytest.mark.parametrize("options", [{"elastic": True}, {"shared_memory": False}], ids=str)
+@pytest.mark.parametrize("make", [adamw, two_optimizers, adafactor], ids=lambda m: m.__name__)
+def test_views_stay_views_with_other_features(make, options):
+    check(_Keeps(make, **options), "zero1")
+
+
+def keeps_views_from_before_wrapping(wrap, rank):
+    module = net()
+    params, views, _ = looked_at(module)
+    model = wrap(module)
+    optimizer = torch.optim.AdamW(params, 0.01)
+    train(model, optimizer, rank)
+    return full(model) | {str(i): view.clone() for i, view in enumerate(views)}
+
+
+@pytest.mark.parametrize("stage", REPLICATED)
+def test_views_from_before_wrapping_stay_views(stage):
+    check(keeps_views_from_before_wrapping, stage)
+
+
+def assigns_data(wrap, rank):
+    """As averages of weights are swapped in for an evaluation."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    params = list(model.parameters())
+    results = {}
+    for step in range(5):
+        train(model, optimizer, rank, steps=1)
+        if step in (1, 3):
+            kept = [p.data for p in params]
+            for p in params[:: step or 1]:
+                p.data = p.data * 0.5
+            results[f"loss {step}"] = loss_of(model(batch(0, step))).detach()
+            if step == 3:
+                for p, data in zip(params, kept, strict=True):
+                    p.data = data
+    return full(model) | results
+
+
+@pytest.mark.parametrize("stage", REPLICATED)
+def test_assigned_data_counts(stage):
+    check(assigns_data, stage)
+
+
+def homes(rank, world, keeper):
+    """Return whether each bucket's parameters have moved, and whether weights are the same."""
+    module = net()
+    views = [p.detach() for p in module.parameters()] if rank == keeper else []
+    model = FastDDP(module, zero=1)
+    moved = [home is not None for _, home in model.reducer.sharded._homes]
+    train(model, torch.optim.AdamW(model.parameters(), 0.01), rank)
+    assert all(torch.equal(v, p) for v, p in zip(views, module.parameters(), strict=False))
+    return moved, [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("keeper", [None, 1])
+def test_parameters_move_when_they_are_wrapped_unless_a_rank_keeps_views(keeper):
+    (moved, weights), (others_moved, other_weights) = run_ranks(homes, 2, keeper)
+    assert moved == [True] and others_moved == [keeper is None]
+    assert all(map(torch.equal, weights, other_weights))
