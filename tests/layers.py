@@ -35,7 +35,7 @@ MODULE_LAYERS = {
         ["__main__"],
     ],
     "engine": [
-        ["core", "reports", "steps", "unused"],
+        ["core", "reports", "steps", "tied", "unused"],
         ["offers"],
         ["watch"],
         ["groups", "handover", "memory", "pace", "sizing", "state"],
@@ -91,7 +91,8 @@ MODULE_LAYERS = {
         ["codes"],
         ["chunks", "space"],
         ["gradients", "pieces"],
-        ["fetching", "norms", "whole"],
+        ["norms", "state", "whole"],
+        ["fetching"],
         ["optimizer"],
         ["neighbours", "passing"],
         ["checkpoint"],

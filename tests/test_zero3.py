@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -209,3 +210,17 @@ def test_ranks_that_mean_different_stages():
     with pytest.raises(RankError) as error:
         run_ranks(differ, 2)
     assert str(error.value).count(RankMismatchError.__name__) >= 2
+
+
+def stepped(rank, world):
+    module = net()
+    optimizer = optim.Adafactor(module.parameters())
+    loss_of(module, words(rank, 0)).backward()
+    optimizer.step()
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"keeps .row_var. of shape .* make the optimizer after"):
+        FastDDP(module, zero=3)
+
+
+def test_a_state_that_cannot_be_cut():
+    run_ranks(stepped, 2)

@@ -108,7 +108,7 @@ def memory(rank, world):
     model, optimizer = wrapped(2, "adamw")
     train(model, optimizer, rank, range(4))
     state = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
-    return sum(v.numel() for v in state), {v.dtype for v in state}
+    return sum(v.to_local().numel() for v in state), {v.dtype for v in state}
 
 
 def test_state_is_fp32_and_each_rank_has_its_share():

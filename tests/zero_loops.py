@@ -64,8 +64,13 @@ def trained(rank, zero, make, between=None, early=True):
             between(model, optimizer)
         optimizer.step()
         schedule.step()
-    own = sum(v.numel() for s in optimizer.state.values() for v in s.values() if v.dim())
+    own = sum(local(v) for s in optimizer.state.values() for v in s.values() if v.dim())
     return [p.detach().clone() for p in module.parameters()], own
+
+
+def local(value):
+    """Elements that this rank has of a value of a state."""
+    return (value.to_local() if hasattr(value, "to_local") else value).numel()
 
 
 def close(found, wanted):

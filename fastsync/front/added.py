@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fastsync.engine.engine import Engine
-from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
+from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 
 __all__ = ["AddedParameterGuard"]
 
@@ -85,18 +85,17 @@ class AddedParameterGuard(StepWatcher):
         _guards().add(self)
         watch_steps(self)
 
-    def before_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Raises where the step would be one on gradients of this rank alone.
 
         Raises:
             RuntimeError: it would; names the parameters. On every rank whose script is the same.
         """
         if all(self.known.issuperset(map(id, group["params"])) for group in _groups(optimizer)):
-            return None
+            return
         stepped = [n for n, p in self._added(optimizer).items() if p.grad is not None]
         if stepped and self._engine.group.size() > 1:
             raise RuntimeError(_refusal(stepped, self._engine.group.rank()))
-        return None
 
     def _added(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """What it steps on of the module's, and no wrapper synchronises."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.engine import NamedParam
+from fastsync.engine.tied import check_untied
 from fastsync.engine.watch import open_watch, watched, wrapping
 from fastsync.front.preemption import check_preemption
 from fastsync.front.survivable import check_on_gpus
@@ -245,6 +246,10 @@ class Request:
                 "zero needs a process group that torch.distributed made itself: use one of "
                 "init_process_group() or new_group(), or zero=0"
             )
+        if zero.stage:
+            named = [(param.name, param.tensor) for param in self._params()]
+            named += [(f"buffer {n}", buffer) for n, buffer in self.module.named_buffers()]
+            check_untied(named, "or use zero=0")
         if zero.parameter_wire is None:
             return
         dtypes = {p.tensor.dtype for p in self._params() if p.tensor.requires_grad}
@@ -262,10 +267,12 @@ class Request:
                     f"zero=3 cuts parameters along their first dimension, and {param.name!r} has "
                     "none: make it one of a single element"
                 )
-            if param.sparse or not param.tensor.is_floating_point():
+            trained = param.tensor.is_complex() or param.tensor.requires_grad
+            if param.sparse or (trained and not param.tensor.is_floating_point()):
                 raise ValueError(
-                    f"zero=3 knows dense floating-point parameters, but {param.name!r} is "
-                    f"{'sparse' if param.sparse else param.tensor.dtype}; use zero=2"
+                    "zero=3 knows dense floating-point parameters and frozen integers, but "
+                    f"{param.name!r} is {'sparse' if param.sparse else param.tensor.dtype}; use "
+                    "zero=2"
                 )
 
     def _check_dtypes(self, policy: SyncPolicy) -> None:

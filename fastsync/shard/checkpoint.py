@@ -27,6 +27,7 @@ from fastsync.shard.chunks import Chunks
 from fastsync.shard.neighbours import share_again
 from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.shard.pieces import MASTER
+from fastsync.shard.state import held_state
 from fastsync.torch_private import first_state
 
 __all__ = ["OptimizerCheckpoint"]
@@ -158,7 +159,7 @@ class OptimizerCheckpoint:
         self, optimizer: Optimizer, taken: ShardedOptimizer
     ) -> dict[str, dict[str, Any]]:
         """The state of all parameters by name, fetched from the other ranks. Not collective."""
-        states = {**optimizer.state, **taken.fetch()}
+        states = {**held_state(optimizer), **taken.fetch()}
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(p)]: dict(state) for p in params if (state := states.get(p))}
 
@@ -180,16 +181,18 @@ class OptimizerCheckpoint:
                     "torch.distributed.checkpoint.load() before load_optimizer_state_dict()"
                 )
             loaded = {each.tensor: _values(each, state["state"].get(each.name)) for each in held}
+        state_here = held_state(optimizer)
         if taken is not None:
             taken.begin_change()
         for tensor, values in loaded.items():
-            optimizer.state.pop(tensor, None)
+            state_here.pop(tensor, None)
             if rest := values if taken is None else taken.take_master(tensor, values):
-                optimizer.state[tensor] = rest
+                state_here[tensor] = rest
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
         if taken is not None:
-            taken.mark_used(optimizer)
+            taken.mark_used()
+            taken.tell(optimizer)
             taken.end_change(optimizer)
             if taken.cut.doubled:
                 share_again(taken, optimizer, self._engine.group)
@@ -273,7 +276,7 @@ class OptimizerCheckpoint:
                 if each.name in room
             }
         states = {
-            each.name: optimizer.state.get(each.tensor)
+            each.name: held_state(optimizer).get(each.tensor)
             if taken is None
             else taken.saved(optimizer, each.tensor)
             for each in held

@@ -18,7 +18,8 @@ from fastsync.ranks.meeting import MeetingPlace
 __all__ = ["Exchange"]
 
 _REMEDY = (
-    "Gradients are spread over the ranks: look at them on every rank, or on none. "
+    "Gradients and the optimizer's state are spread over the ranks: look at them on every rank, or "
+    "on none. "
     "FastDDP(zero=0) keeps all of them everywhere"
 )
 

@@ -40,6 +40,7 @@ from fastsync.ranks.stores import group_store
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.pieces import MASTER, State, alike, unlike_parts
 from fastsync.shard.space import Space
+from fastsync.shard.state import held_state
 from fastsync.torch_private import Store
 
 __all__ = ["Others", "Shares", "fetch_whole"]
@@ -290,7 +291,7 @@ class Shares:
         self.loading = False
         self.stepped: set[torch.Tensor] = set()
         self._optimizer = weakref.ref(optimizer)
-        self._state: Mapping[torch.Tensor, State] = optimizer.state
+        self._state: Mapping[torch.Tensor, State] = held_state(optimizer)
         self._cut = Cut((), 0)
         self._held: list[tuple[int, Piece, torch.Tensor, Mapping[Piece, torch.Tensor]]] = []
         self._server: Server | None = None
@@ -320,7 +321,7 @@ class Shares:
 
     def end_change(self, optimizer: Optimizer, device: torch.device) -> None:
         """Complete what `gate.begin()` has begun: a step, or the loading of a state."""
-        self._state, self.loading = optimizer.state, False
+        self._state, self.loading = held_state(optimizer), False
         self.gate.end(device)
 
     def saved(
@@ -343,7 +344,7 @@ class Shares:
     def parts(self, share: int) -> Parts:
         """Return the states of the pieces of a share."""
         optimizer = self._optimizer()
-        states = self._state if optimizer is None else optimizer.state
+        states = self._state if optimizer is None else held_state(optimizer)
         if self.loading and states is not self._state:
             raise RuntimeError("it is in optimizer.load_state_dict(); call that on every rank")
         return [
@@ -522,7 +523,7 @@ class _Whole:
                     part.copy_(value.detach())
             else:
                 spec = isinstance(value, _Spec)
-                part = value.make(space.flat.device) if spec else _copied(value)
+                part = value.make(space.params[0].device) if spec else _copied(value)
                 joined.values.setdefault(name, part)
                 joined.rest.setdefault(name, {})[piece] = part
             if isinstance(value, _Spec):
@@ -531,7 +532,7 @@ class _Whole:
 
     @staticmethod
     def _like(space: Space, value: _Spec | torch.Tensor) -> torch.Tensor:
-        device = "cpu" if isinstance(value, _Spec) and value.on_cpu else space.flat.device
+        device = "cpu" if isinstance(value, _Spec) and value.on_cpu else space.params[0].device
         return torch.empty(0, dtype=value.dtype, device=device)
 
     def finished(self) -> dict[torch.Tensor, State]:

@@ -29,7 +29,14 @@ from fastsync.shard.exchange import Exchange
 from fastsync.shard.space import Space
 from fastsync.torch_private import WrapperTensor, map_tensors
 
-__all__ = ["GradientShards", "ShardedGradient", "Sharers", "lend_gradients", "make_whole"]
+__all__ = [
+    "GradientShards",
+    "ShardedGradient",
+    "Sharers",
+    "gather_foreign",
+    "lend_gradients",
+    "make_whole",
+]
 
 
 class Sharers:
@@ -261,6 +268,22 @@ class GradientShards:
         flat[share.begin : share.begin + share.piece.numel()] = share.piece
         self.sharers.exchange.reduce(flat.view(torch.uint8), "the gathering of a gradient")
         return whole
+
+
+def gather_foreign(space: Space) -> None:
+    """Makes gradients whole that another optimizer, or another wrapper, has cut differently.
+
+    Collective where there are any, which all ranks see alike.
+    """
+    for param in space.params:
+        grad = param.grad
+        if isinstance(grad, ShardedGradient) and grad.share.whole is None:
+            other = grad.share.shards().space
+            if other is not space and (
+                other.layout != space.layout
+                or any(a is not b for a, b in zip(other.params, space.params, strict=True))
+            ):
+                param.grad = grad.share.make_whole()
 
 
 def lend_gradients(space: Space) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from fastsync.engine.engine import Engine
 
-__all__ = ["Kind", "by_kind"]
+__all__ = ["Kind", "bucket_numbers", "by_kind"]
 
 _BUFFER = 8 << 20  # bytes
 
@@ -25,16 +25,16 @@ class Kind(NamedTuple):
 
 
 def by_kind(
-    params: Sequence[torch.Tensor], engine: Engine, whole: bool
+    params: Sequence[torch.Tensor], engine: Engine, whole: bool, buckets: Mapping[int, int]
 ) -> dict[Kind, list[torch.Tensor]]:
     """Those that can lie in one buffer and be cut alike, and whose gradients come together.
 
     Args:
         params: some of the engine's.
         whole: each has one owner. Those with sparse gradients always have.
+        buckets: see `bucket_numbers`.
     """
     index_of = {id(each.tensor): index for index, each in enumerate(engine.params)}
-    buckets = _buckets(engine)
     kinds: dict[Kind, list[torch.Tensor]] = {}
     for param in params:
         index = index_of[id(param)]
@@ -44,7 +44,7 @@ def by_kind(
     return kinds
 
 
-def _buckets(engine: Engine) -> dict[int, int]:
+def bucket_numbers(engine: Engine) -> dict[int, int]:
     """By parameter index, the number of the bucket that its gradient travels in.
 
     Where ranks may die, of a buffer that depends on nothing else: plans follow the number of ranks,

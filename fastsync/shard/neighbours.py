@@ -43,6 +43,7 @@ from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.shard.pieces import State, batches, by_param, cut_value, join
 from fastsync.shard.space import Sharing, Space, lay_out
+from fastsync.shard.state import described, held_state
 
 __all__ = ["Neighbours", "share_again"]
 
@@ -94,6 +95,7 @@ class _Recut:
         self._offered = () if comes_back else sharded.cut.offered(present)
         self._values: list[list[torch.Tensor]] = []  # whole parameters, by space
         self._states: list[dict[Piece, State]] = []  # of what this rank will step on, likewise
+        self._wholes: list[dict[int, State | None]] = []  # without elements, by space and parameter
         self._sharings: list[Sharing] = []
         for space in sharded.spaces:
             self._collect(space)
@@ -108,6 +110,7 @@ class _Recut:
                 wanted[piece.param].append(piece)
         values: list[torch.Tensor] = []
         states: dict[Piece, State] = {}
+        wholes: dict[int, State | None] = {}
         for batch in batches(space):
             told = by_param(_gather(self._told(space, batch), self._group))
             for index in batch:
@@ -116,11 +119,13 @@ class _Recut:
                 pairs = [(piece, state) for piece, (_, state) in parts.items() if state]
                 assert len(pairs) in (0, len(parts)), "a share of a parameter has no state"
                 whole = join(space, pairs) if pairs else {}
+                wholes[index] = described(space.params[index], whole, sharing.whole)
                 for piece in wanted[index]:
                     param = space.params[index]
                     states[piece] = {n: cut_value(space, piece, param, v) for n, v in whole.items()}
         self._values.append(values)
         self._states.append(states)
+        self._wholes.append(wholes)
         self._sharings.append(sharing)
 
     def _told(self, space: Space, batch: range) -> dict[Piece, _Told]:
@@ -141,18 +146,19 @@ class _Recut:
         spaces = []
         found = zip(sharded.spaces, self._values, self._sharings, strict=True)
         for old, values, sharing in found:
-            # In memory of their own: what travelled when ranks died may still be written to.
             for param, value in zip(old.params, values, strict=True):
-                param.data = value
+                param.data.copy_(value)
             spaces.append(Space(old.params, self._cut, sharing))
             values.clear()
         sharded.use(self._cut, spaces)
-        for space, states in zip(spaces, self._states, strict=True):
+        held = held_state(optimizer)
+        for space, states, known in zip(spaces, self._states, self._wholes, strict=True):
             for piece, tensor in space.owned.items():
                 if rest := sharded.take_master(tensor, states[piece]):
-                    optimizer.state[tensor] = rest
+                    held[tensor] = rest
+            sharded.learn(space, known)
         if not sharded.blank:
-            sharded.mark_used(optimizer)
+            sharded.mark_used()
         sharded.end_change(optimizer)
 
 

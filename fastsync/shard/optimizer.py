@@ -40,20 +40,27 @@ from fastsync.engine.steps import (
     watch_steps,
     with_loss,
 )
-from fastsync.engine.watch import meeting_place
+from fastsync.engine.watch import gather_watched, meeting_place
 from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.fetching import Others, Shares, fetch_whole
-from fastsync.shard.gradients import GradientShards, Sharers, lend_gradients, make_whole
-from fastsync.shard.kinds import Kind, by_kind
+from fastsync.shard.gradients import (
+    GradientShards,
+    Sharers,
+    gather_foreign,
+    lend_gradients,
+    make_whole,
+)
+from fastsync.shard.kinds import Kind, bucket_numbers, by_kind
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.pieces import MASTER, NARROW, State, cut_value, of_master
 from fastsync.shard.rules import steps_by_parameter, unit_for
-from fastsync.shard.space import Sharing, Space
+from fastsync.shard.space import Home, Sharing, Space, fill_memory, lay_out
+from fastsync.shard.state import Slices, StateView, described, held_state
 from fastsync.shard.whole import whole_states
-from fastsync.torch_private import backward_is_running
+from fastsync.torch_private import backward_is_running, first_state, has_views
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["ShardedOptimizer", "ShardedOptimizers"]
@@ -71,6 +78,7 @@ class ShardedOptimizers(StepWatcher):
         delivery: how what they update reaches the others.
         others: the ranks that have the rest of the state.
         taken: how many optimizers have been taken over so far.
+        exchange: of single gradients and values of a state.
         asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
     """
 
@@ -82,20 +90,76 @@ class ShardedOptimizers(StepWatcher):
         self.others = Others(engine.group, self.place.name)
         meeting = meeting_place(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
-        self.sharers = Sharers(Exchange(engine.group, meeting, words, device))
+        self.exchange = Exchange(engine.group, meeting, words, device)
+        self.sharers = Sharers(self.exchange)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
         ranks, doubled = tuple(range(engine.group.size())), engine.policy.elastic is not None
         self.cut = Cut(ranks, engine.group.rank(), doubled)
         self.delivery = Delivery(engine)
+        self._buckets = bucket_numbers(engine)
+        self._homes = self._make_homes()
         self.taken = 0
         self.asked: set[int] | None = None
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
         """Whether it steps on parameters of the model."""
-        return any(id(p) in self.index_of for p in params_of(optimizer))
+        return any(self.shares_steps(p) for p in params_of(optimizer))
+
+    def _make_homes(self) -> list[tuple[list[torch.Tensor], Home | None]]:
+        """Has the parameters lie as an optimizer over all of them will cut them.
+
+        None where somebody keeps views of them.
+        """
+        for each in self.engine.params:
+            if self.shares_steps(each.tensor):
+                fill_memory(each.tensor)
+        if self.cut.doubled or self.cut.size == 1:
+            return []
+        trained = [p.tensor for p in self.engine.params if p.tensor.requires_grad and not p.sparse]
+        kinds = by_kind(trained, self.engine, self.unit == "tensor", self._buckets)
+        homes: list[tuple[list[torch.Tensor], Home | None]] = []
+        for kind, params in kinds.items():
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
+            stay = any(map(has_views, params))
+            homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
+        return homes
+
+    def kinds_of(
+        self, params: Sequence[torch.Tensor], whole: bool
+    ) -> list[tuple[Kind, list[torch.Tensor], Home | None]]:
+        """What can be cut together, in which order, and where it lies. Collective.
+
+        As when the model was wrapped, where parameters have been trained since.
+        """
+        first_new = 1 + max(self._buckets.values(), default=-1)
+        later = {i: n + first_new for i, n in bucket_numbers(self.engine).items()}
+        buckets = {**later, **self._buckets}
+        found: list[tuple[Kind, list[torch.Tensor], Home | None]] = []
+        for kind, members in by_kind(params, self.engine, whole, buckets).items():
+            ids = set(map(id, members))
+            homes = (each for each in self._homes if ids == set(map(id, each[0])))
+            ordered, home = next(homes, (members, None))
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
+            if home is not None and not home.fits(lay_out(ordered, self.cut.size, sharing)):
+                home = None
+            found.append((kind, ordered, home))
+        if not self._homes:
+            return found
+        # A rank may keep views, or have moved parameters, alone.
+        mine = [home is not None for *_, home in found]
+        everyones = gather_watched(mine, self.engine.group, "the sharing of an optimizer's state")
+        agreed = [all(flags) for flags in zip(*everyones, strict=True)]
+        return [
+            (*each[:2], each[2] if ok else None) for each, ok in zip(found, agreed, strict=True)
+        ]
+
+    def shares_steps(self, param: torch.Tensor) -> bool:
+        """Whether the ranks share the steps on a parameter: not of the model's integers, such as
+        codes of a quantised layer, on which no optimizer steps."""
+        return id(param) in self.index_of and (param.is_floating_point() or param.is_complex())
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Returns what `step` shall be called with instead; None where it is none of ours."""
@@ -130,8 +194,8 @@ class ShardedOptimizers(StepWatcher):
     def forget(self) -> None:
         """Has nothing taken over. The state that this rank has for its pieces is lost."""
         for optimizer, sharded in self.known():
-            sharded.let_go()
             sharded.take_state(optimizer)
+            sharded.let_go(optimizer)
         self._sharded.clear()
         self.taken = 0
 
@@ -188,7 +252,12 @@ class ShardedOptimizers(StepWatcher):
         """Has the ranks share the gradients of what is cut by elements, too. Collective."""
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
             return
-        ours = [unit for unit in self.sharers.units if unit.space.is_intact()]
+        taken = {id(param) for space in spaces for param in space.params}
+        ours = [
+            unit
+            for unit in self.sharers.units
+            if unit.space.is_intact() and not any(id(param) in taken for param in unit.params)
+        ]
         fresh = [space for space in spaces if space.sharing.gradients]
         self.sharers.units = ours + [GradientShards(space, self.sharers) for space in fresh]
         self.engine.shard(
@@ -233,20 +302,22 @@ class ShardedOptimizer:
         cut: among whom the state is shared.
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
         masters: of what it steps on here, those that are fp32 masters.
+        slices: what `optimizer.state` says of its parameters.
     """
 
     def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
-        self._owner = owner
+        self._owner, self._optimizer = owner, weakref.ref(optimizer)
         owner.taken += 1
         self.number, self.steps = owner.taken, 0
         self._unit = unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._stand_in: Optimizer | None = None
+        params = [p for group in self._full for p in group if owner.shares_steps(p)]
+        kinds = owner.kinds_of(params, self._unit == "tensor")
         self.shares, self._let_go = Shares(optimizer), False
-        params = [p for group in self._full for p in group if id(p) in owner.index_of]
-        kinds = by_kind(params, owner.engine, self._unit == "tensor").items()
-        self.use(owner.cut, [self._space(kind, found) for kind, found in kinds])
-        self.blank, self._witness = True, params[0]
+        self._view = StateView({})
+        self.use(owner.cut, [self._space(*found) for found in kinds])
+        self.blank = True
         self._loaded: dict[int, State] = {}  # by the id of its parameter
         self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
         self._cut_state(optimizer)
@@ -271,16 +342,47 @@ class ShardedOptimizer:
                 self._places[tensor] = (space, piece)
         self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
         self.shares.use(cut, self.spaces)
+        before = getattr(self, "slices", None)
+        order = [param for group in self._full for param in group]
+        exchange = self._owner.exchange
+        # By weak references: a cycle would keep the model until it is collected.
+        template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
+        self.slices = Slices(spaces, exchange, order, template, alike)
+        self._view.slices = [each for each in self._view.slices if each is not before]
+        self._view.slices.append(self.slices)
 
-    def _space(self, kind: Kind, params: Sequence[torch.Tensor]) -> Space:
+    def _first_state(self, space: Space, index: int) -> State | None:
+        """What a first step makes of a parameter; of one that is cut, without its elements."""
+        optimizer, param = self._optimizer(), space.params[index]
+        assert optimizer is not None
+        owner = self._owner
+        if space.sharing.whole:
+            sparse = owner.engine.params[owner.index_of[id(param)]].sparse
+            layout = torch.sparse_coo if sparse else torch.strided
+            gradient = torch.zeros_like(param, layout=layout, requires_grad=False)
+        else:
+            gradient = torch.zeros(0, dtype=param.dtype, device=param.device)
+        if space.sharing.masters:
+            gradient = gradient.float()
+        groups: list[dict[str, torch.Tensor]] = [
+            {"": gradient} if any(p is param for p in group) else {} for group in self._full
+        ]
+        return first_state(optimizer, groups).get("")
+
+    def _alike(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank steps on of the parameters in the same group."""
+        group = next(group for group in self._full if any(p is param for p in group))
+        return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
+
+    def _space(self, kind: Kind, params: Sequence[torch.Tensor], home: Home | None) -> Space:
         cut, gradients = self._owner.cut, kind.bucket is not None
         sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
-        return Space(params, cut, sharing)
+        return Space(params, cut, sharing, home)
 
     def sharing(self, space: Space, shares: int) -> Sharing:
         """What the ranks do with a space once it is cut into so many shares."""
         now = space.sharing
-        return self._owner.sharing(space.flat.dtype, shares, now.whole, now.gradients)
+        return self._owner.sharing(space.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still steps on the parameters that it was taken over with."""
@@ -298,6 +400,8 @@ class ShardedOptimizer:
         where the step raises. What is not the model's stays in the groups. See [Note: steps one
         after the other].
         """
+        if optimizer.state is not self._view:  # the script has set another one
+            self._cut_state(optimizer)
         self._owner.delivery.begin()
         self.begin_change()
         *ahead, last = [[space] for space in self.spaces]
@@ -325,19 +429,23 @@ class ShardedOptimizer:
         for group in optimizer.param_groups:
             pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
             groups.append({**group, "params": [t for t in pieces if id(t) in tensors]})
-        return stand_in_for(optimizer, groups)
+        stand_in = stand_in_for(optimizer, groups)
+        stand_in.state = self._view.held  # type: ignore[assignment]
+        return stand_in
 
     def _begin(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
             space.begin_step()
+            gather_foreign(space)
             lend_gradients(space)
+            self.slices.note_step(space)
             stepped = self.masters & set(space.owned.values())
             self.shares.stepped |= {tensor for tensor in stepped if tensor.grad is not None}
 
     def _end(self, spaces: Sequence[Space]) -> None:
         for space in spaces:
-            buffer = space.end_step()
-            self._owner.delivery.start(self.number, buffer, partial(space.receive, buffer))
+            for buffer, arrived in space.end_step():
+                self._owner.delivery.start(self.number, buffer, arrived)
 
     def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[Space]) -> None:
         self._begin(spaces)
@@ -353,26 +461,27 @@ class ShardedOptimizer:
             return
         for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
-        optimizer.__dict__.update({**stand_in.__dict__, "param_groups": optimizer.param_groups})
-        self.mark_used(optimizer)
+        self._view.held = stand_in.state
+        kept = {"param_groups": optimizer.param_groups, "state": self._view}
+        optimizer.__dict__.update({**stand_in.__dict__, **kept})
+        self.mark_used()
         self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
         self.steps += 1
         self.end_change(optimizer)
         self._owner.delivery.finish(self.number)
 
-    def mark_used(self, optimizer: Optimizer) -> None:
-        """Says that there is a state, on ranks that own nothing too.
+    def mark_used(self) -> None:
+        """Says that there is a state, be it empty.
 
-        Torch's `get_optimizer_state_dict` makes a step where an optimizer has none, and a rank that
-        steps alone would wait for the others.
+        Torch's `get_optimizer_state_dict` makes a step where an optimizer has none.
         """
-        self.blank = False
-        optimizer.state.setdefault(self._witness, {})
+        self.blank, self._view.used = False, True
 
     def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
         """The state of a piece as checkpoints hold it: with its master, once stepped on."""
         space, piece = self._places[tensor]
-        return self.shares.saved(tensor, space.loaded_master(piece), optimizer.state)
+        held = held_state(optimizer)
+        return self.shares.saved(tensor, space.loaded_master(piece), held)
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
         """The rest of what `saved` returned. Without a master there it follows the parameter."""
@@ -384,17 +493,20 @@ class ShardedOptimizer:
 
     def give_back(self, optimizer: Optimizer) -> None:
         """The whole state, as it was before the optimizer was taken over. Collective."""
-        self.let_go()
         self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
         self.take_state(optimizer)
+        self.let_go(optimizer)
         optimizer.state.update(self._take_collected())
 
-    def let_go(self) -> None:
+    def let_go(self, optimizer: Optimizer) -> None:
         """Has no part in what the optimizer saves and loads any more."""
         self._let_go = True
         self.shares.gate.begin()
         for hook in self._hooks:
             hook.remove()
+        self._view.slices.remove(self.slices)
+        if optimizer.state is self._view and not self._view.slices:
+            optimizer.state = self._view.held  # type: ignore[assignment]
 
     def __del__(self) -> None:
         """Hooks of the optimizer keep this alive, so that has died, too."""
@@ -411,7 +523,7 @@ class ShardedOptimizer:
 
     def end_change(self, optimizer: Optimizer) -> None:
         """Complete a change of the state: a step, or the loading of one. The ranks count them."""
-        self.shares.end_change(optimizer, self.spaces[0].flat.device)
+        self.shares.end_change(optimizer, self.spaces[0].params[0].device)
 
     def _end_load(self, optimizer: Optimizer) -> None:
         self.begin_change()
@@ -421,30 +533,60 @@ class ShardedOptimizer:
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Keeps of the state of whole parameters what belongs to this rank's pieces."""
         loaded, self._loaded = self._loaded, {}
+        if not isinstance(optimizer.state, StateView):
+            self._view.held, optimizer.state = optimizer.state, self._view  # type: ignore[assignment]
+        elif optimizer.state is not self._view:  # of another wrapper's parameters
+            optimizer.state.slices.append(self.slices)
+            self._view = optimizer.state
+        held = self._view.held
         for space in self.spaces:
-            whole = [optimizer.state.pop(param, None) for param in space.params]
+            whole = [held.pop(param, None) for param in space.params]
             if space.sharing.masters:
                 pairs = zip(space.params, whole, strict=True)
                 whole = [of_master(state, loaded.get(id(param))) for param, state in pairs]
             self.blank = self.blank and not any(whole)
+            alone = space.sharing.whole
+            told = [
+                described(p, state, alone) for p, state in zip(space.params, whole, strict=True)
+            ]
+            self.learn(space, dict(enumerate(told)))
             for piece, tensor in space.owned.items():
                 if values := whole[piece.param]:
                     param = space.params[piece.param]
                     mine = {n: cut_value(space, piece, param, v) for n, v in values.items()}
                     if rest := self.take_master(tensor, mine):
-                        optimizer.state[tensor] = rest
+                        held[tensor] = rest
         if not self.blank:
-            self.mark_used(optimizer)
+            self.mark_used()
+
+    def learn(self, space: Space, known: Mapping[int, State | None]) -> None:
+        """Takes what ranks without elements of a parameter have to know; see `described`."""
+        for index, param in enumerate(space.params):
+            self.slices.learn(param, known.get(index))
+
+    def tell(self, optimizer: Optimizer) -> None:
+        """Tells all ranks of the state that each has for its own pieces. Collective."""
+        held, group = held_state(optimizer), self._owner.engine.group
+        for space in self.spaces:
+            mine: dict[int, State | None] = {}
+            for piece, tensor in space.own.items():
+                state, param = held.get(tensor), space.params[piece.param]
+                if state and tensor.shape != param.shape:
+                    state = {n: space.outline(piece.param, tensor, v) for n, v in state.items()}
+                mine[piece.param] = described(param, state, space.sharing.whole)
+            known: dict[int, State | None] = {}
+            for told in gather_watched(mine, group, "the state of an optimizer"):
+                known.update({index: state for index, state in told.items() if state is not None})
+            self.learn(space, known)
 
     def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         """Removes what the optimizer has for this rank's pieces, and returns it."""
-        if not optimizer.state.get(self._witness):
-            optimizer.state.pop(self._witness, None)
+        held = held_state(optimizer)
         return {
-            tensor: optimizer.state.pop(tensor)
+            tensor: held.pop(tensor)
             for space in self.spaces
             for tensor in space.owned.values()
-            if tensor in optimizer.state
+            if tensor in held
         }
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
@@ -452,12 +594,14 @@ class ShardedOptimizer:
         if self._owner.asked is not None:
             self._owner.asked.add(self.number)
             self.shares.aside = self.take_state(optimizer)
+            optimizer.state = held_state(optimizer)  # type: ignore[assignment]
             return
 
         whole = self.fetch()
         with self.shares.gate.moving:
-            optimizer.state.update(whole)
             self.shares.aside = self.take_state(optimizer)
+            optimizer.state = held_state(optimizer)  # type: ignore[assignment]
+            optimizer.state.update(whole)
 
     def fetch(self) -> dict[torch.Tensor, State]:
         """The state of whole parameters, from the ranks that have it. Not collective.
@@ -476,14 +620,14 @@ class ShardedOptimizer:
             return fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
+        held = held_state(optimizer)
         with self.shares.gate.moving:
             for space in self.spaces:
                 for param in space.params:
-                    optimizer.state.pop(param, None)
-            optimizer.state.update(self.shares.aside)
+                    held.pop(param, None)
+            held.update(self.shares.aside)
             self.shares.aside = {}
-        if not self.blank:
-            self.mark_used(optimizer)
+            optimizer.state = self._view  # type: ignore[assignment]
 
     def _check_loaded(self, optimizer: Optimizer, loaded: State) -> None:
         """Torch's flattened form is taken apart by what an optimizer has for whole parameters.
@@ -491,7 +635,8 @@ class ShardedOptimizer:
         What is loaded is kept as it is.
         """
         states = loaded.get("state", {})
-        ours = (optimizer.state.get(t) for space in self.spaces for t in space.owned.values())
+        held = held_state(optimizer)
+        ours = (held.get(t) for space in self.spaces for t in space.owned.values())
         if states and not any(states.values()) and any(ours):
             raise ValueError(
                 "the state to load has no values, but the optimizer has a state. If it comes from "

@@ -1,22 +1,36 @@
-"""Parameters in one flat buffer, of which each rank updates its own region for all."""
+"""Parameters of which each rank updates its own region for all.
+
+[Note: where parameters lie]
+A script may keep views of parameters, so these never move after the model has been wrapped. Then
+those that come together in a backward move into one flat buffer, a `Home`, as an optimizer over all
+of them will cut it: its ranks exchange the buffer in place. Other optimizers, as one of some of the
+parameters or one of whole matrices, cut differently; and where ranks may die, what arrives late
+must not be written to parameters. There parameters stay where they are, and what travels is copied
+to buffers and from them, a few megabytes at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
-from fastsync.plan.layout import ALIGNMENT
+from fastsync.plan.layout import ALIGNMENT, align_up
 from fastsync.shard import codes
 from fastsync.shard.codes import Codes, holds, holds_any, rounded
 from fastsync.shard.layout import Cut, Piece, ShardLayout, cut_by_elements, cut_by_tensors
 from fastsync.wire.formats import Format
 
-__all__ = ["Sharing", "Space", "lay_out"]
+__all__ = ["Home", "Sharing", "Space", "fill_memory", "lay_out"]
+
+# Bytes of all ranks that are copied to a buffer at once.
+_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -68,19 +82,80 @@ def _alone(memory: torch.Tensor) -> torch.Tensor:
     return alone
 
 
-class Space:
+def fill_memory(param: torch.Tensor) -> None:
+    """Moves a parameter with gaps between its elements to memory without."""
+    strides = _strides(param)
+    if param.stride() != strides:
+        param.data = torch.empty_strided(
+            param.shape, strides, dtype=param.dtype, device=param.device
+        ).copy_(param.data)
+
+
+class Home:
     """Parameters of one dtype on one device, moved into one flat buffer; stays as long as they do.
 
     The parameters remain the same objects, with their shapes and memory formats.
 
     Args:
         params: in the same order on every rank.
-        cut: among whom.
-        sharing: what else they do with them.
+        shares: how many ranks will share them.
+        sharing: what else they will do with them.
 
     Attributes:
         flat: the parameters.
-        layout: where they lie, and who owns what.
+        layout: where they lie.
+        views: of each parameter.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], shares: int, sharing: Sharing) -> None:
+        self.params, self.layout = list(params), lay_out(params, shares, sharing)
+        first = self.params[0]
+        numel = self.layout.region * shares
+        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.views: list[torch.Tensor] = []
+        for param, offset in zip(self.params, self.layout.offsets, strict=True):
+            memory = _alone(self.flat[offset : offset + param.numel()])
+            view = memory.as_strided(param.shape, _strides(param), memory.storage_offset())
+            view.copy_(param.data)
+            param.data = view
+            self.views.append(view)
+
+    def fits(self, layout: ShardLayout) -> bool:
+        """Whether its parameters are all still here, and lie so."""
+        return layout == self.layout and _lie_at(self.params, self.views)
+
+
+def _lie_at(params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(params, views, strict=True)
+    return all(p.data_ptr() == v.data_ptr() and p.dtype is v.dtype for p, v in pairs)
+
+
+@dataclass
+class _Chunk:
+    """The same part of the region of each rank.
+
+    Attributes:
+        size: elements of one region's part.
+        mine: what lies where in the buffer of all parts: of this rank's region.
+        others: likewise, of the other regions.
+    """
+
+    size: int
+    mine: list[tuple[int, torch.Tensor]]
+    others: list[tuple[int, torch.Tensor]]
+
+
+class Space:
+    """Parameters of one dtype on one device that are cut together.
+
+    Args:
+        params: in the same order on every rank.
+        cut: among whom.
+        sharing: what else they do with them.
+        home: where they lie, for this cut; None: anywhere. See [Note: where parameters lie].
+
+    Attributes:
+        layout: what part of which region each is, and who owns what.
         loaded: masters that `load_master` was given since the last step.
         owned: what this rank steps on: its elements of the parameters, or fp32 masters of them; and
             those that it holds for another.
@@ -91,6 +166,7 @@ class Space:
         params: Sequence[torch.Tensor],
         cut: Cut,
         sharing: Sharing,
+        home: Home | None = None,
     ) -> None:
         layout = lay_out(params, cut.size, sharing)
         if layout.region == 0:
@@ -103,15 +179,15 @@ class Space:
         first = self.params[0]
         if sharing.wire is not None:
             self._codes = Codes(layout, sharing.wire, cut.size, first.device)
-        numel = layout.region * cut.size
-        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self._views = []
-        for param, offset in zip(self.params, layout.offsets, strict=True):
-            memory = _alone(self.flat[offset : offset + param.numel()])
-            view = memory.as_strided(param.shape, _strides(param), memory.storage_offset())
-            view.copy_(param.data)
-            param.data = view
-            self._views.append(view)
+        self.dtype, self._device, self._ranks = first.dtype, first.device, cut.size
+        self._home = home
+        if self._home is not None:
+            self._views = self._home.views
+        else:
+            for param in self.params:
+                fill_memory(param)
+            self._views = [param.data for param in self.params]
+        self._chunks: list[_Chunk] | None = None
         self._elements = {
             piece: self._elements_of(piece) for share in cut.kept for piece in layout.owned(share)
         }
@@ -141,8 +217,12 @@ class Space:
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel():
             return view
-        begin = self.layout.offsets[piece.param] + piece.begin
-        return self.flat[begin : begin + piece.end - piece.begin]
+        return self._in_a_row(piece.param, piece.begin, piece.end)
+
+    def _in_a_row(self, param: int, begin: int, end: int) -> torch.Tensor:
+        """Elements of a parameter in the order of its memory."""
+        view = self._views[param]
+        return view.as_strided((end - begin,), (1,), view.storage_offset() + begin)
 
     def load_master(self, piece: Piece, master: torch.Tensor) -> bool:
         """A checkpoint's exact values of a piece, from which the parameter's have been rounded.
@@ -153,8 +233,8 @@ class Space:
         Returns:
             Whether the piece has a master, which is this one from now on.
         """
-        if self.sharing.masters or self.flat.dtype is torch.float32:
-            self.loaded[piece] = master.to(self.flat.device, torch.float32, copy=True)
+        if self.sharing.masters or self.dtype is torch.float32:
+            self.loaded[piece] = master.to(self._device, torch.float32, copy=True)
         if self.sharing.masters:
             self.owned[piece].data.copy_(master)
         return self.sharing.masters
@@ -184,41 +264,73 @@ class Space:
         if bool(written.any()):
             master[written] = elements[written].float()
 
-    def end_step(self) -> torch.Tensor:
+    def end_step(self) -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
         """Rounds masters to the parameters, and lets the gradients go.
 
         Other ranks change parameters, too: a backward through an older graph is an error.
 
-        Returns:
-            A buffer of as many equal parts as there are ranks, of which each sends its own to all.
+        Yields:
+            Buffers of as many equal parts as there are ranks, of which each sends its own to all;
+            and what to call once every rank's part is there.
         """
         increment_version([param for param in self.params if param.grad is not None])
         for tensor in self.owned.values():
             tensor.grad = None
-        with torch.no_grad():
-            if self._codes is not None:
-                self._awaits_codes = True
-                return self._codes.encode(self._rank, self.own, self._changed())
-            if self.sharing.masters:
+        if self._codes is not None:
+            self._awaits_codes = True
+            with torch.no_grad():
+                codes = self._codes.encode(self._rank, self.own, self._changed())
+            yield codes, partial(self._decode, codes)
+            return
+        if self.sharing.masters:
+            with torch.no_grad():
                 for piece, tensor in self.owned.items():
                     self._elements[piece].copy_(tensor)
-        return self.flat
+        if self._ranks == 1:
+            return
+        if self._home is not None:
+            yield self._home.flat, lambda: None
+            return
+        if self._chunks is None:
+            self._chunks = self._make_chunks()
+        for chunk in self._chunks:
+            numel = chunk.size * self._ranks
+            buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
+            _copy(list(_parts(buffer, chunk.mine)))
+            yield buffer, partial(_unpack, buffer, chunk.others)
+
+    def _decode(self, codes: torch.Tensor) -> None:
+        """Takes what `end_step` has yielded, once every rank's part is there."""
+        assert self._codes is not None
+        self._codes.decode(codes, self._elements_of)
+        self._awaits_codes = False
+
+    def _make_chunks(self) -> list[_Chunk]:
+        """What travels at a time, where parameters lie elsewhere than in one buffer."""
+        region = self.layout.region
+        most = align_up(max(1, _CHUNK // self.dtype.itemsize // self._ranks), ALIGNMENT)
+        begins = range(0, region, most)
+        chunks = [_Chunk(min(most, region - begin), [], []) for begin in begins]
+        for piece in self.layout.pieces:
+            start = self.layout.offsets[piece.param] + piece.begin - piece.rank * region
+            end = start + piece.end - piece.begin
+            for number in range(start // most, -(-end // most)):
+                first, last = max(start, number * most), min(end, (number + 1) * most)
+                chunk, shift = chunks[number], piece.begin - start
+                place = piece.rank * chunk.size + first - number * most
+                elements = self._in_a_row(piece.param, first + shift, last + shift)
+                whose = chunk.mine if piece.rank == self._rank else chunk.others
+                whose.append((place, elements))
+        return chunks
 
     def _changed(self) -> list[bool]:
         """Of which pieces the parameters do not hold the exact masters."""
         pairs = ((self._elements[piece], master) for piece, master in self.own.items())
         return [not torch.equal(elements.float(), master) for elements, master in pairs]
 
-    def receive(self, buffer: torch.Tensor) -> None:
-        """Takes what `end_step` returned, once every rank's part is there."""
-        if self._codes is not None:
-            self._codes.decode(buffer, self._elements_of)
-            self._awaits_codes = False
-
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""
-        pairs = zip(self.params, self._views, strict=True)
-        return all(p.data_ptr() == v.data_ptr() and p.dtype is v.dtype for p, v in pairs)
+        return _lie_at(self.params, self._views)
 
     def cut(self, piece: Piece, full: torch.Tensor) -> torch.Tensor:
         """The elements of `piece` in a tensor of its parameter's shape: a view where it can be."""
@@ -235,6 +347,13 @@ class Space:
         view = self._views[param]
         return torch.empty_strided(view.shape, view.stride(), dtype=part.dtype, device=part.device)
 
+    def outline(self, param: int, piece: torch.Tensor, value: Any) -> Any:
+        """A value of a piece's state, or, if it belongs to its elements, one without memory that
+        belongs to the whole parameter's."""
+        if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+            return value
+        return self.full_like(param, value.to("meta"))
+
     def owned_ranges(self) -> list[tuple[int, int, int]]:
         """By parameter: where this rank's elements begin in its region, how many, and in the
         parameter."""
@@ -243,3 +362,20 @@ class Space:
             start = self.layout.offsets[piece.param] + piece.begin - self._rank * self.layout.region
             ranges[piece.param] = (start, piece.end - piece.begin, piece.begin)
         return ranges
+
+
+def _parts(
+    buffer: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for place, elements in places:
+        yield buffer[place : place + elements.numel()], elements
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+
+
+def _unpack(buffer: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]]) -> None:
+    _copy([(elements, part) for part, elements in _parts(buffer, places)])

@@ -8,6 +8,7 @@ from fastsync.torch_private.callers import caller, caller_level
 from fastsync.torch_private.composable import is_replicated, register_sharded
 from fastsync.torch_private.dtensors import (
     DTensorSpec,
+    cut_like,
     local_gradient,
     local_of,
     make_dtensor,
@@ -73,6 +74,8 @@ from fastsync.torch_private.tensors import (
     accumulate_hooks,
     creation_number,
     flatten,
+    has_views,
+    is_view_of_argument,
     is_wrapper,
     map_tensors,
     next_creation_number,
@@ -80,6 +83,7 @@ from fastsync.torch_private.tensors import (
     storage_address,
     tensor_hooks,
     unflatten,
+    written_arguments,
 )
 
 __all__ = [
@@ -106,6 +110,7 @@ __all__ = [
     "connect_store",
     "cpu_backend",
     "creation_number",
+    "cut_like",
     "default_group",
     "file_of",
     "find_tensors",
@@ -118,10 +123,12 @@ __all__ = [
     "group_store",
     "group_timeout",
     "has_python_reducer",
+    "has_views",
     "is_apart",
     "is_gloo",
     "is_registered",
     "is_replicated",
+    "is_view_of_argument",
     "is_wrapper",
     "keep_for_good",
     "local_gradient",
@@ -153,4 +160,5 @@ __all__ = [
     "with_dtype",
     "with_own_storage",
     "without_modes",
+    "written_arguments",
 ]

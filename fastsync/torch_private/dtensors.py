@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 __all__ = [
     "DTensorSpec",
+    "cut_like",
     "local_gradient",
     "local_of",
     "make_dtensor",
@@ -109,6 +110,25 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor itself, without autograd."""
     return cast(DTensor, tensor)._local_tensor
+
+
+def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Cut a tensor that every rank has whole as a DTensor of the same sizes is: a copy."""
+    if isinstance(whole, DTensor):
+        return whole
+    spec, local = spec_of(like), whole
+    # A strided shard cuts what the other dimensions of the mesh have cut.
+    order = sorted(
+        range(spec.mesh.ndim),
+        key=lambda dim: (isinstance(spec.placements[dim], _StridedShard), dim),
+    )
+    for dim in order:
+        placement = spec.placements[dim]
+        if isinstance(placement, Shard | _StridedShard):
+            parts = local.chunk(spec.mesh.size(dim), placement.dim)
+            mine = spec.mesh.get_local_rank(dim)
+            local = parts[mine] if mine < len(parts) else local.narrow(placement.dim, 0, 0)
+    return make_dtensor(local.detach().clone().contiguous(), with_dtype(spec, whole.dtype))
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,8 @@ class InnermostHooks:
 
         The last optimizer that was given is the only one whose steps call them.
         """
-        pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        pre = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+        post = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
         before, after = self._ids
         if pre.get(before) is not self._before or post.get(after) is not self._after:
             self._before.optimizer = self._after.optimizer = weakref.ref(optimizer)
@@ -98,5 +99,7 @@ def first_state(
         _optimizer_step_pre_hooks=OrderedDict(),
         _optimizer_step_post_hooks=OrderedDict(),
     )
-    type(optimizer).step(trial)
+    step = type(optimizer).step
+    # As the class makes it: hooks of all optimizers are not to hear of this one.
+    getattr(step, "__wrapped__", step)(trial) if getattr(step, "hooked", False) else step(trial)
     return {name: state[param] for name, param in params.items() if param in state}

@@ -15,6 +15,8 @@ __all__ = [
     "accumulate_hooks",
     "creation_number",
     "flatten",
+    "has_views",
+    "is_view_of_argument",
     "is_wrapper",
     "map_tensors",
     "next_creation_number",
@@ -22,6 +24,7 @@ __all__ = [
     "storage_address",
     "tensor_hooks",
     "unflatten",
+    "written_arguments",
 ]
 
 T = TypeVar("T", bound="WrapperTensor")
@@ -95,3 +98,26 @@ def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> An
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is made of others, which say what they are."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def has_views(tensor: torch.Tensor) -> bool:
+    """Whether other tensors that are alive have the same storage."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, and `storage`
+
+
+def is_view_of_argument(func: Any) -> bool:
+    """Whether an operator returns memory of an argument that it does not write to."""
+    arguments = func._schema.arguments
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes to."""
+    found: list[Any] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        found += given if isinstance(given, list | tuple) else [given]
+    return [each for each in found if isinstance(each, torch.Tensor)]

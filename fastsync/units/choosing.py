@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from fastsync.torch_private import cut_like
 
 __all__ = [
     "UnitChoice",
@@ -100,26 +104,57 @@ def _is_block(module: nn.Module) -> bool:
 def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> int:
     """Has every optimizer that holds `old` parameters hold the `new` ones in their place.
 
-    Their states, which constructors, steps or load_state_dict() have made, are moved too. They are
-    those of whole parameters, which the next step cuts.
+    What it keeps of them, because it has stepped before or its constructor makes a state, is cut as
+    the parameters are.
 
     Returns:
         how many optimizers did.
+
+    Raises:
+        ValueError: a state cannot be cut.
     """
     places = {id(before): after for before, after in zip(old, new, strict=True)}
-    changed = 0
-    for optimizer in _optimizers():
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        ours = [param for param in held if places.get(id(param), param) is not param]
-        if not ours:
-            continue
+    found = [o for o in _optimizers() if any(id(param) in places for param in _params(o))]
+    states = [
+        {
+            param: _cut_state(optimizer, optimizer.state[param], places[id(param)])
+            for param in _params(optimizer)
+            if id(param) in places and param in optimizer.state
+        }
+        for optimizer in found
+    ]
+    for optimizer, cut in zip(found, states, strict=True):
+        for param, state in cut.items():
+            del optimizer.state[param]
+            optimizer.state[places[id(param)]] = state
         for group in optimizer.param_groups:
             group["params"] = [places.get(id(param), param) for param in group["params"]]
-        for param in ours:
-            if param in optimizer.state:
-                optimizer.state[places[id(param)]] = optimizer.state.pop(param)
-        changed += 1
-    return changed
+    return len(found)
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _cut_state(
+    optimizer: Optimizer, state: Mapping[str, Any], param: torch.Tensor
+) -> dict[str, Any]:
+    """This rank's part of the state of a whole parameter, which `param` has taken the place of."""
+    if not isinstance(param, DTensor):
+        return dict(state)
+    cut = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape:
+            value = cut_like(value, param)
+        elif isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was made before the model was wrapped with "
+                f"zero=3, and keeps {name!r} of shape {tuple(value.shape)} of a parameter of shape "
+                f"{tuple(param.shape)}, which cannot be cut as the parameter is; make the "
+                "optimizer after the model has been wrapped"
+            )
+        cut[name] = value
+    return cut
 
 
 def _optimizers() -> list[Optimizer]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from fastsync.engine.tied import Memories, check_untied
 from fastsync.engine.watch import expect_watch
 from fastsync.plan.policy import UnitWires
 from fastsync.torch_private import (
@@ -47,6 +48,8 @@ T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 # On a parameter that is shared: its unit and member, for modules outside that are tied to it.
 _OWNER = "_fastsync_owner"
+# Of parameters that have been sharded, where another tensor keeps it.
+_memories = Memories()
 
 
 def fully_shard(
@@ -102,6 +105,13 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     params, buffers = _managed(modules, ignored_params or set())
+    fresh = ((n, _local(p)) for n, p in params.items() if getattr(p, _OWNER, None) is None)
+    kind = type(modules[0]).__name__
+    check_untied(
+        ((f"{name} of {kind}", local) for name, local in fresh),
+        "or put both into ignored_params",
+        _memories,
+    )
     cuts = [_cut(name, param, shard_placement_fn, place) for name, param in params.items()]
     _move([*buffers, *(params.values() if place.offload is None else ())], place.device)
     for name in params:

@@ -1,0 +1,108 @@
+"""Parameters that are tied by their memory instead of being one parameter.
+
+Under DistributedDataParallel they stay tied, as nothing moves them. Where ranks share parameters,
+or step on slices of them, each parameter has memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Memories", "check_untied"]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Where a tensor lies. Keeps no memory alive.
+
+    Attributes:
+        begin: address of its first byte.
+        end: address behind the last byte that one of its elements has.
+    """
+
+    name: str
+    storage: StorageWeakRef
+    begin: int
+    end: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Memory | None:
+        """None: it has no memory, or none that can be compared."""
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+            return None
+        try:
+            storage, begin = tensor.untyped_storage(), tensor.data_ptr()
+        except RuntimeError:  # as of tensors that are traced
+            return None
+        if storage.data_ptr() == 0:
+            return None
+        sizes, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        end = begin + (last + 1) * itemsize
+        return cls(name, StorageWeakRef(storage), begin, end, sizes, strides, itemsize)
+
+    def overlaps(self, other: _Memory) -> bool:
+        """Whether both have the same element, or a part of it."""
+        if self.begin >= other.end or other.begin >= self.end:
+            return False
+        origin = min(self.begin, other.begin)
+        touched = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool)
+        self._bytes(touched, origin).fill_(True)
+        return bool(other._bytes(touched, origin).any())
+
+    def _bytes(self, touched: torch.Tensor, origin: int) -> torch.Tensor:
+        strides = [stride * self.itemsize for stride in self.strides]
+        sizes = (*self.sizes, self.itemsize)
+        return touched.as_strided(sizes, (*strides, 1), self.begin - origin)
+
+
+class Memories:
+    """Parameters so far, of one model or of several."""
+
+    def __init__(self) -> None:
+        self._known: defaultdict[int, list[_Memory]] = defaultdict(list)  # by their storage
+
+    def add(self, name: str, tensor: torch.Tensor) -> str | None:
+        """Add a tensor, and return the name of one that shares elements with it.
+
+        Those whose storage is gone do not count.
+        """
+        memory = _Memory.of(name, tensor)
+        if memory is None:
+            return None
+        beside = self._known[memory.storage.cdata]
+        beside[:] = [other for other in beside if not other.storage.expired()]
+        found = next((other.name for other in beside if memory.overlaps(other)), None)
+        beside.append(memory)
+        return found
+
+
+def check_untied(
+    named: Iterable[tuple[str, torch.Tensor]], remedy: str, memories: Memories | None = None
+) -> None:
+    """Check that no two of these tensors share memory.
+
+    Args:
+        remedy: what else a script may do.
+        memories: of tensors that came before.
+
+    Raises:
+        ValueError: two do.
+    """
+    memories = Memories() if memories is None else memories
+    for name, tensor in named:
+        other = memories.add(name, tensor)
+        if other is not None:
+            raise ValueError(
+                f"{other!r} and {name!r} share memory, but are not the same parameter, so each "
+                "would get memory of its own and they would differ after the first step. Have "
+                f"both modules hold one parameter, as in head.weight = embedding.weight, {remedy}"
+            )
