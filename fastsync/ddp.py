@@ -398,8 +398,9 @@ class FastDDP(ReturningFront):
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """What torch.distributed.checkpoint saves or loads: this rank's share, by parameter name.
 
-        Collective. The form is that of torch's `get_optimizer_state_dict`. Of an optimizer without
-        state it is room for a checkpoint's.
+        `torch.save` writes the whole state, read from the other ranks. The form is that of torch's
+        `get_optimizer_state_dict`. Of an optimizer without state it is room for a checkpoint's;
+        that is collective.
 
         Raises:
             ValueError: a parameter is not the model's, or its state cannot be saved in pieces.

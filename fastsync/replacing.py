@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsync.build.env import Env, ask_to_replace
 from fastsync.ddp import FastDDP
-from fastsync.saving import have_trainer_collect
 from fastsync.torch_private import caller
 
 __all__ = ["configured", "is_replaced", "replace_ddp", "replace_where_asked"]
@@ -39,8 +38,6 @@ def configured(
     class Configured(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, **options})
-            if self._policy.zero.stage:
-                have_trainer_collect()
             if wrapped is not None:
                 wrapped(self)
 

@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from io import BufferedReader
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -132,6 +133,7 @@ class Server:
             return
         common = store.compare_set("fastsync/served", "", secrets.token_hex(8)).decode()
         of_torch = torch_private.group_store(group)
+        open_store: Callable[[], Store]
         if served := served_at(store):
             open_store = partial(_reach, *served)
         elif file := None if of_torch is None else file_of(of_torch):
@@ -334,7 +336,7 @@ class Call:
         self._connection = socket.create_connection((host, port), timeout=_CONNECTS)
         self._connection.settimeout(None)
         limit_connection(self._connection, lost_after)
-        self._reader = self._connection.makefile("rb", buffering=_READS)
+        self._reader = BufferedReader(self._connection.makefile("rb", buffering=0), _READS)
         self._connection.sendall(f"{secret}\n".encode())
 
     def ask(self, asked: dict[str, Any]) -> bytes:

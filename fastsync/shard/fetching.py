@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +170,12 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(order).flatten() if order.is_complex() else order).view(torch.uint8)
 
 
+def _memory(flat: torch.Tensor) -> memoryview:
+    """Return the memory of bytes on the CPU."""
+    array: Any = flat.numpy()  # numpy's annotations hide that it is a buffer before Python 3.12
+    return memoryview(array)
+
+
 def _packed(parts: Parts) -> tuple[bytes, list[torch.Tensor]]:
     """Return a head that has a `_Spec` in place of each plain tensor, and these tensors."""
     tensors: list[torch.Tensor] = []
@@ -210,7 +217,7 @@ def _each_view(tensors: Iterable[torch.Tensor], done: Any) -> Iterator[memoryvie
             continue
         flat = _flat(tensor)
         if tensor.is_cpu:
-            yield memoryview(flat.numpy())
+            yield _memory(flat)
             continue
         module = torch.get_device_module(tensor.device)
         if stream is None:  # not the one that computes, which may wait for the rank that asks
@@ -221,7 +228,7 @@ def _each_view(tensors: Iterable[torch.Tensor], done: Any) -> Iterator[memoryvie
         for part in flat.split(_STAGED):
             with module.stream(stream):
                 host[: part.numel()].copy_(part)
-            yield memoryview(host[: part.numel()].numpy())
+            yield _memory(host[: part.numel()])
 
 
 class Others:
@@ -386,18 +393,24 @@ def fetch_whole(
         ValueError: a value belongs to no elements, and parts of a parameter differ in it.
     """
     whole, asked = _Whole(spaces), {"name": others.name_of(number), "version": own.gate.version}
+    left = deque(share for share in range(cut.size) if share not in cut.kept)
+    holders: deque[_Holder] = deque()
     with ExitStack() as stack:
-        left = [share for share in range(cut.size) if share not in cut.kept]
-        calls: deque[_Holder] = deque()
-        for share in range(cut.size):
-            while left and len(calls) < _AHEAD:
-                calls.append(_Holder(left.pop(0), cut, others, asked))
-                stack.callback(calls[-1].close)
-            if share in cut.kept:
-                for number, piece, state in own.parts(share):
-                    whole.add(number, piece, state)
-            else:
-                calls.popleft().read(whole)
+
+        def connect() -> None:
+            while left and len(holders) < _AHEAD:
+                holders.append(_Holder(left.popleft(), cut, others, asked))
+                stack.callback(holders[-1].close)
+
+        connect()
+        for share in cut.kept:
+            for space, piece, state in own.parts(share):
+                whole.add(space, piece, state)
+        copied = stack.enter_context(ThreadPoolExecutor(1)).submit(whole.copy_own)
+        while holders:
+            holders.popleft().read(whole)
+            connect()
+        copied.result()
         return whole.finished()
 
 
@@ -451,10 +464,12 @@ class _Holder:
 
     def _fault(self, error: OSError) -> SyncFault:
         rank, group = self._ranks[0], self._others.group
-        text = (
-            f"rank {rank} does not answer: {error}. If its script has come to its end, have it "
-            "wait there in torch.distributed.barrier() until this rank has saved"
-        )
+        text = f"rank {rank} does not answer: {error}"
+        if isinstance(error, ConnectionRefusedError):
+            text += (
+                ". If its script has come to its end, have it wait there in "
+                "torch.distributed.barrier() until this rank has saved"
+            )
         explain_end(group, _PLACE, rank, text)
         return SyncFault(
             f"fastsync: rank {group.rank()} asks rank {rank} for its share of an optimizer's "
@@ -473,11 +488,11 @@ def _fill(call: Call, target: torch.Tensor) -> None:
         return
     flat = _flat(target)
     if target.is_cpu:
-        call.fill(memoryview(flat.numpy()))
+        call.fill(_memory(flat))
         return
     host = torch.empty(min(flat.numel(), _STAGED), dtype=torch.uint8)
     for part in flat.split(_STAGED):
-        call.fill(memoryview(host[: part.numel()].numpy()))
+        call.fill(_memory(host[: part.numel()]))
         part.copy_(host[: part.numel()])
 
 
@@ -497,11 +512,12 @@ class _Joined:
 
 
 class _Whole:
-    """States of whole parameters, put together from parts in the order of their owners."""
+    """States of whole parameters, put together from parts."""
 
     def __init__(self, spaces: Sequence[Space]) -> None:
         self._spaces = spaces
         self._joined: list[dict[int, _Joined]] = [{} for _ in spaces]
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and values
 
     def add(self, number: int, piece: Piece, state: State) -> list[torch.Tensor]:
         """Take in the state of a part, or the shape of it, once more if reading it has failed.
@@ -519,16 +535,29 @@ class _Whole:
                 if name not in joined.values:
                     joined.values[name] = space.full_like(piece.param, self._like(space, value))
                 part = space.cut(piece, joined.values[name])
-                if isinstance(value, torch.Tensor):
-                    part.copy_(value.detach())
             else:
-                spec = isinstance(value, _Spec)
-                part = value.make(space.params[0].device) if spec else _copied(value)
+                part = self._new(space, value)
                 joined.values.setdefault(name, part)
                 joined.rest.setdefault(name, {})[piece] = part
             if isinstance(value, _Spec):
                 targets.append(part)
+            elif isinstance(value, torch.Tensor) and value.is_cpu:
+                self._own.append((part, value.detach()))
+            elif isinstance(value, torch.Tensor):
+                part.copy_(value.detach())
         return targets
+
+    def copy_own(self) -> None:
+        """Copy what this rank has on the CPU, which takes as long as reading as much does."""
+        for target, value in self._own:
+            target.copy_(value)
+
+    @staticmethod
+    def _new(space: Space, value: Any) -> Any:
+        """Return room for a value that belongs to one part, or a value that is no tensor."""
+        if isinstance(value, _Spec):
+            return value.make(space.params[0].device)
+        return torch.empty_like(value.detach()) if isinstance(value, torch.Tensor) else value
 
     @staticmethod
     def _like(space: Space, value: _Spec | torch.Tensor) -> torch.Tensor:
@@ -556,7 +585,3 @@ class _Whole:
                     joined.values[name] = next(iter(values.values()))
                 found[param] = joined.values
         return found
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
