@@ -5,6 +5,7 @@
 
 import io
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -206,6 +207,57 @@ def may_stop(wrapped):
     return free_use(wrapped) and outputs_are_seen(wrapped) and not wrapped.siblings
 
 
+def some(rng, params):
+    """Positions that all ranks draw alike, which a hook may be asked for again."""
+    return [i for i in range(len(params)) if rng.random() < 0.4]
+
+
+def reset_state(wrapped):
+    """What the optimizer keeps of some parameters, in one of the ways that scripts have."""
+    state = wrapped.optimizer.state
+    way = wrapped.rng.choice(("pop", "delete", "assign", "zero", "scale", "copy", "all"))
+    for i in some(wrapped.rng, wrapped.twins.params) if way != "all" else ():
+        param, exact = wrapped.twins.params[i][0], wrapped.exact[i]
+        has = exact.state.get("momentum_buffer") is not None
+        assert has == (param in state and state[param].get("momentum_buffer") is not None), i
+        if way in ("pop", "delete", "assign"):
+            exact.state = {}
+            if way == "assign":
+                state[param] = {}
+            elif way == "pop":
+                state.pop(param, None)
+            elif param in state:
+                del state[param]
+        elif has:
+            reset_values(way, state[param]["momentum_buffer"], exact.state["momentum_buffer"])
+    if way == "all":
+        state.clear()
+        for exact in wrapped.exact:
+            exact.state = {}
+
+
+def reset_values(way, ours, theirs):
+    if theirs.is_sparse:
+        return
+    if way == "zero":
+        ours.zero_()
+        theirs.zero_()
+    elif way == "scale":
+        ours.mul_(0.5)
+        theirs.mul_(0.5)
+    else:
+        ours.copy_(torch.ones_like(theirs))
+        theirs.fill_(1)
+
+
+def assign_data(wrapped):
+    """Other memory, and other values, for some parameters, on all ranks."""
+    for i in some(wrapped.rng, wrapped.twins.params):
+        ours, theirs = wrapped.twins.params[i]
+        ours.data = ours.data * 0.5
+        theirs.data.mul_(0.5)
+
+
 BEFORE = {
     "skipped forward": Stage(skip_forward, may_stop),
     "exception in forward": Stage(fail_in_forward),
@@ -225,6 +277,8 @@ BEFORE = {
     "thaw": Stage(thaw, free_use, weight=2),
     "order": Stage(turn, free_use, weight=2),
     "freeze": Stage(freeze, free_use, weight=4),
+    "reset state": Stage(reset_state, lambda w: w.drawn.zero and free_use(w), weight=3),
+    "data": Stage(assign_data, lambda w: w.drawn.zero and free_use(w)),
 }
 
 
@@ -265,7 +319,42 @@ def optimizer_step(wrapped):
     if rule.gradients_are_alike(wrapped):
         if wrapped.rng.random() < 0.5:
             clip(wrapped)
-        wrapped.step()
+        wrapped.step(draw_before(wrapped.rng), draw_after(wrapped.rng))
+
+
+def draw_before(rng):
+    """What a hook does before a step: the same with the model and with its copy."""
+    way, seed = rng.choice(("nothing", "scale", "replace", "drop", "write")), rng.random()
+
+    def before(params):
+        for i in some(random.Random(seed), params):
+            param = params[i]
+            if way == "write":
+                param.data.mul_(0.5)
+            elif way == "drop":
+                param.grad = None
+            elif param.grad is None or param.grad.is_sparse:
+                continue
+            elif way == "scale":
+                param.grad.mul_(2.0)
+            elif way == "replace":
+                param.grad = param.grad * 0.5
+
+    return before
+
+
+def draw_after(rng):
+    """What a hook does with parameters after a step."""
+    way, seed = rng.choice(("nothing", "nothing", "halve", "assign")), rng.random()
+
+    def after(params):
+        for i in some(random.Random(seed), params):
+            if way == "halve":
+                params[i].mul_(0.5)
+            elif way == "assign":
+                params[i].data = params[i].data * 0.5
+
+    return after
 
 
 def clip(wrapped):

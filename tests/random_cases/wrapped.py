@@ -51,12 +51,18 @@ def same_elements(one, other):
     return (one == other) | (one.isnan() & other.isnan())
 
 
+def make_optimizer(params):
+    """Whose steps round alike however parameters are cut."""
+    return torch.optim.SGD(params, lr=2**-4, momentum=0.5)
+
+
 class Exact:
     """What a parameter of the copy is stepped on: itself, or fp32 where it is rounded then."""
 
     def __init__(self, param):
         self.master = self.delivered = param.detach().clone()
         self.moved = torch.zeros_like(self.master, dtype=torch.bool)  # elements, by the last step
+        self.state = {}  # what the optimizer keeps of it
 
     def step(self, param, rounding):
         """Follows what has been written since the last step, steps, and rounds."""
@@ -66,7 +72,9 @@ class Exact:
         self.master = before.clone()
         stepped = torch.nn.Parameter(self.master)
         stepped.grad = None if param.grad is None else param.grad.to(wide)
-        torch.optim.SGD([stepped], lr=2**-4).step()
+        optimizer = make_optimizer([stepped])
+        optimizer.state[stepped] = self.state
+        optimizer.step()
         self.moved = ~same_elements(before, self.master)
         if param.grad is not None:
             param.data.copy_(stepped.data if rounding is None else rounding(stepped))
@@ -226,21 +234,44 @@ class Wrapped:
     def spread(self):
         """The first step of an optimizer, which changes nothing: gradients are shared after it."""
         self.zero("none")
-        self.optimizer = torch.optim.SGD(self.tree.parameters(), lr=2**-4)
+        self.optimizer = make_optimizer(self.tree.parameters())
         self.optimizer.step()
         self.exact = [Exact(theirs) for _, theirs in self.twins.params]
 
-    def step(self):
-        """Of the optimizer; the copy's is an ordinary one, on exact weights."""
+    def step(self, before=lambda params: None, after=lambda params: None):
+        """Of the optimizer; the copy's is an ordinary one, on exact weights.
+
+        Args:
+            before: what a hook does with parameters, and their gradients, before the step.
+            after: what one does after it.
+        """
+        params = [ours for ours, _ in self.twins.params]
+        seen = []  # by a hook after the step
+
+        def look(*_):
+            seen.extend(p.detach().clone() for p in params)
+            with torch.no_grad():
+                after(params)
+
+        handles = [
+            self.optimizer.register_step_pre_hook(lambda *_: before(params)),
+            self.optimizer.register_step_post_hook(look),
+        ]
+        with torch.no_grad():
+            before([theirs for _, theirs in self.twins.params])
         self.optimizer.step()
+        for handle in handles:
+            handle.remove()
         for index, (ours, theirs) in enumerate(self.twins.params):
-            exact = self.exact[index]
+            exact, found = self.exact[index], seen[index]
             exact.step(theirs, self.drawn.rounding(theirs.dtype))
             # A piece that no step has changed stays exact.
-            still = same_elements(ours, exact.master.to(ours.dtype)) & ~exact.moved
-            right = same_elements(ours, theirs) | still
+            still = same_elements(found, exact.master.to(found.dtype)) & ~exact.moved
+            right = same_elements(found, theirs) | still
             assert bool(right.all()), f"parameter {index} is another one after a step"
-            exact.delivered = theirs.data.copy_(ours.data).clone()
+            exact.delivered = found
+            theirs.data.copy_(ours.data)
+            theirs.grad = None if ours.grad is None else theirs.grad
 
     @property
     def tree(self):
