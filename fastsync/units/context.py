@@ -300,7 +300,7 @@ class Context(StepWatcher, Generic[S]):
         self.connections.log.end_forward()
         self.lookahead.forward.end()
         self._order = self._running
-        self._drop_prefetched()
+        self.forget_prefetched()
         self._hand_back()
         self._show_shares()
 
@@ -317,7 +317,8 @@ class Context(StepWatcher, Generic[S]):
         for unit in self.units():
             hand_back(unit.strands)
 
-    def _drop_prefetched(self) -> None:
+    def forget_prefetched(self) -> None:
+        """Let go of units that were gathered ahead, and not used."""
         for unit in self.units():
             if id(unit) in self._ahead:
                 unit.reshard()
@@ -376,7 +377,7 @@ class Context(StepWatcher, Generic[S]):
             self._done.clear()
             for unit in self.units():
                 unit.places.clear()
-            self._drop_prefetched()
+            self.forget_prefetched()
         self._hand_back()
         self._show_shares()
         self.trim()

@@ -86,6 +86,8 @@ class Member:
     watched: core.WatchedGradient | None = None
     _relay: RemovableHandle | None = None
     _lent: torch.Tensor | None = None
+    _lent_version = 0
+    _version: int | None = None  # of the share, when it was gathered
     _wrapper: torch.UntypedStorage = field(init=False)
     _local: torch.Tensor = field(init=False)
 
@@ -157,6 +159,27 @@ class Member:
         """The local tensor is where it should be."""
         self.check_data()
         self._note()
+
+    def note_version(self) -> None:
+        """The share is gathered as it is now, unless that has begun before."""
+        if self._version is None:
+            self._version = self.sharded._version
+
+    def forget_version(self) -> None:
+        """Nothing is gathered."""
+        self._version = None
+
+    def is_gathered(self) -> bool:
+        """Return whether `whole` has the values of the shares, or is about to."""
+        return self._version is not None
+
+    def is_changed(self) -> bool:
+        """Return whether a script has written to the share since it was gathered.
+
+        It is seen alike on every rank, as it is the version of the DTensor. What is written to
+        `.data` has versions of its own.
+        """
+        return self._version is not None and self.sharded._version != self._version
 
     def is_exchanged(self) -> bool:
         """Return whether a script has registered another parameter, or given this one other data.
@@ -248,8 +271,15 @@ class Member:
         """Let a script find the share's gradient at `whole`, to read, change or reset it."""
         if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
             return
-        if self.inner is None and self.whole.dtype == self.sharded.dtype:
-            self._lent = self.whole.grad = self.sharded.grad
+        if self.inner is None:
+            lent = self._in_dtype(self.sharded.grad, self.whole.dtype)
+            self._lent, self._lent_version, self.whole.grad = lent, lent._version, lent
+
+    def _in_dtype(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a DTensor as it is, or a copy of another dtype."""
+        if gradient.dtype == dtype:
+            return gradient
+        return make_dtensor(local_of(gradient).to(dtype), with_dtype(spec_of(gradient), dtype))
 
     @torch.no_grad()
     def take_script_gradient(self) -> None:
@@ -258,10 +288,11 @@ class Member:
         if lent is None or self.whole is None:
             return
         found, self.whole.grad = self.whole.grad, None
-        if found is lent:
+        if found is lent and lent._version == self._lent_version:
             return  # and the share's may be another one by now
         if found is None or isinstance(found, DTensor):
-            self.sharded.grad = found
+            dtype = self.sharded.dtype
+            self.sharded.grad = None if found is None else self._in_dtype(found, dtype)
             return
         each, dim = self.shape.count(0, self.place.world), self.shape.dim
         begin = min(each * self.place.rank, self.shape.sizes[dim])

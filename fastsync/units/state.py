@@ -337,6 +337,9 @@ class State:
             state._missing = set(state.modules) if state is self else set()
             for unit in state.uses:
                 unit.running = 0
+                if not unit.stays:  # a script may have written to the shares since
+                    unit.reshard()
+        self.context.forget_prefetched()
 
     def _prefetch_forward(self) -> None:
         for state in self.forward_next:

@@ -179,7 +179,8 @@ class Unit:
 
         Those that stay are frozen or thawed as their shares are.
         """
-        if (self.stale or self.concealed) and not self.running:
+        changed = any(member.is_changed() for member in self.members)
+        if (self.stale or self.concealed or changed) and not self.running:
             self.reshard()
         if not self.running and any([member.is_exchanged() for member in self.members]):
             self.reshard()
@@ -197,6 +198,8 @@ class Unit:
         """Collective, unless the unit is whole or on the way."""
         if self.is_whole:
             return
+        for member in self.members:
+            member.note_version()
         for strand in self.strands:
             if not isinstance(strand, ExtendedStrand):
                 _check_plain(strand)
@@ -282,6 +285,8 @@ class Unit:
         if self.is_whole:
             self.show_sharded()
             self.is_whole = self.concealed = False
+        for member in self.members:
+            member.forget_version()
         for strand in self.strands:
             strand.release(keepers)
 

@@ -28,6 +28,16 @@ OPTIMIZERS = {
 }
 
 
+def members_of(module):
+    unit = state_of(module).unit
+    return () if unit is None else unit.members
+
+
+def half(grad):
+    """What a script's hook makes of a gradient."""
+    return grad * 0.5
+
+
 def whole(tensor):
     """All of a DTensor. Collective where ranks share it."""
     found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -63,7 +73,7 @@ class UnitCase:
         assert self.params.keys() == self.copies.keys()
         for name, param in self.copies.items():
             self._watch(name, param)
-        self.before = dict.fromkeys(self.params)
+        self.before, self.hooked = dict.fromkeys(self.params), {}
         self.set_low()
         make = self.rng.choice(tuple(OPTIMIZERS))
         self.optimizer = OPTIMIZERS[make](self.model.parameters())
@@ -206,11 +216,30 @@ class UnitCase:
         own = self.rng if self.checkpoints else self.mine
         uses = Uses(self.rng, own, numbers, fault)
         x = torch.randn(WIDTH, dtype=torch.float64, generator=self.inputs)
-        ours = self.model(x.clone().requires_grad_(), uses).double().sum()
-        theirs = self.twin(x.clone().requires_grad_(), uses).double().sum() if not fault else None
+        if any(uses.views.values()):
+            self.note("in place")
+        ours = self.loss(self.model, x, uses)
+        theirs = self.loss(self.twin, x, uses) if not fault else None
         if theirs is not None:
             assert torch.allclose(ours, theirs, rtol=1e-12 if not self.low else 1e-2), "outputs"
         return ours, theirs
+
+    @staticmethod
+    def loss(model, x, uses):
+        output = model(x.clone().requires_grad_(), uses)
+        if uses.views[model.number]:
+            output.add_(0.25).mul_(2.0)
+        return output.double().sum()
+
+    def reset_between(self):
+        """A script resets gradients, at an optimizer's parameters or at the model's."""
+        losses = self.losses()
+        shown = dict(self.model.named_parameters()) if self.rng.random() < 0.5 else self.params
+        for name, param in shown.items():
+            if self.rng.random() < 0.7:
+                param.grad = self.copies[name].grad = self.before[name] = None
+        for loss in losses:
+            loss.backward()
 
     def backward(self):
         for loss in self.losses():
@@ -377,6 +406,32 @@ class UnitCase:
                 if theirs.requires_grad:
                     theirs._backward_hooks = None
                     self._watch(name, theirs)
+                    if name in self.hooked:
+                        theirs.register_hook(half)
+
+    def hook(self):
+        """Gradients are halved on each rank from now on, or no more."""
+        for name, param in self.params.items():
+            if name in self.hooked and self.rng.random() < 0.5:
+                self.hooked.pop(name).remove()
+                theirs = self.copies[name]
+                theirs._backward_hooks = None
+                if theirs.requires_grad:
+                    self._watch(name, theirs)
+            elif param.requires_grad and name not in self.hooked and self.rng.random() < 0.3:
+                self.hooked[name] = param.register_hook(half)
+                self.copies[name].register_hook(half)
+
+    def write(self):
+        """To the weights, past the optimizer."""
+        kept = any(member.is_gathered() for unit in self.units for member in members_of(unit))
+        way = "no_grad" if kept else self.rng.choice(("no_grad", "data"))
+        self.note(f"write: {way}")
+        with torch.no_grad():
+            for name, param in self.params.items():
+                if self.rng.random() < 0.5:
+                    (param if way == "no_grad" else param.data).mul_(0.75)
+                    self.copies[name].mul_(0.75)
 
     def unshard(self):
         unit = self.rng.choice(self.units)
@@ -409,6 +464,8 @@ BETWEEN = {
     "switch resharding": UnitCase.switch,
     "prefetch": UnitCase.prefetch,
     "freeze": UnitCase.freeze,
+    "hook": UnitCase.hook,
+    "write": UnitCase.write,
     "unshard": UnitCase.unshard,
     "divide": UnitCase.divide,
     "reload": UnitCase.reload,
@@ -419,4 +476,5 @@ STEPS = {
     "accumulate sums": UnitCase.accumulate_sums,
     "two forwards": UnitCase.two_forwards,
     "abandoned forward": UnitCase.abandoned_forward,
+    "reset between": UnitCase.reset_between,
 }

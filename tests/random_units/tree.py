@@ -17,6 +17,7 @@ class Uses:
     Args:
         common: random numbers that all ranks share: units run everywhere or nowhere.
         mine: this rank's own.
+        views: of each module whether it returns a view that is changed in place.
         fault: where to raise: "forward", "backward" or None; in the module of number `at`.
     """
 
@@ -24,6 +25,8 @@ class Uses:
         self.runs = {n: common.random() < 0.85 or fault is not None for n in numbers}
         self.seed = mine.randrange(1 << 30)
         self.fault, self.at = fault, common.choice(numbers)
+        often = common.choice((0.0, 0.0, 0.3))
+        self.views = {n: common.random() < often for n in numbers}
 
     def weights(self, number, count):
         """Positions, in the order of use; the same when checkpointing runs the module again."""
@@ -49,6 +52,10 @@ class _Part(nn.Module):
         x = x if self.low is None else x.to(self.low)
         return Raise.apply(x) if uses.at == self.number and uses.fault == "backward" else x
 
+    def end(self, x, uses):
+        """A view of something that was made here, which whoever called changes in place."""
+        return (x * 1.0)[...] if uses.views[self.number] else x
+
 
 class Leaf(_Part):
     """Weights, each of which changes what passes through."""
@@ -70,7 +77,7 @@ class Leaf(_Part):
             waves = torch.arange(1.0, 1.0 + flat.numel(), dtype=torch.float64)
             spread = (waves[:, None] * torch.arange(1.0, WIDTH + 1)).cos() / (1 + flat.numel())
             x = x.double() + torch.tanh(flat @ spread) * x.double().mean()
-        return x
+        return self.end(x, uses)
 
 
 class Node(_Part):
@@ -87,10 +94,13 @@ class Node(_Part):
             if not uses.runs[part.number]:
                 continue
             if way is None or not torch.is_grad_enabled():
-                x = x + part(x, uses)
+                out = part(x, uses)
+                if uses.views[part.number]:
+                    out.mul_(0.5)
+                x = x + out
             else:
                 x = x + checkpoint(part, x, uses, use_reentrant=way == "reentrant")
-        return x
+        return self.end(x, uses)
 
     def all_ways(self):
         """Of this node and those below."""
