@@ -96,7 +96,7 @@ def join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
         numel = parts[0][0].end - parts[0][0].begin
         by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
         if len(parts) == 1 or not by_element:
-            if not _alike([state[name] for _, state in parts]):
+            if len(parts) > 1 and not _alike([state[name] for _, state in parts]):
                 raise ValueError(
                     f"{name!r} in the optimizer's state differs between parts of a parameter that "
                     "lie on different ranks, so the whole has no such value; wrap the model with "
