@@ -117,7 +117,7 @@ def join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
         numel = parts[0][0].end - parts[0][0].begin
         by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
         if len(parts) == 1 or not by_element:
-            if not alike([state[name] for _, state in parts]):
+            if len(parts) > 1 and not alike([state[name] for _, state in parts]):
                 raise unlike_parts(name)
             joined[name] = first
             continue

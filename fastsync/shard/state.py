@@ -485,7 +485,8 @@ class StateSlice(WrapperTensor):
         self._slices.exchange.meet(f"{self._name!r} in the state of a parameter of shape {shape}")
         for piece, part in self._parts:
             if piece.rank == self._slices.rank:
-                (space.cut(piece, whole) if by_element else whole).copy_(part)
+                dense = part.to_dense() if part.is_sparse else part
+                (space.cut(piece, whole) if by_element else whole).copy_(dense)
         flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         self._slices.exchange.reduce(flat, "the collection of an optimizer's state")
         return whole
