@@ -580,7 +580,7 @@ class _Whole:
                         "been removed on some ranks alone; change optimizer.state on every rank"
                     )
                 for name, values in joined.rest.items():
-                    if not alike(list(values.values())):
+                    if len(values) > 1 and not alike(list(values.values())):
                         raise unlike_parts(name)
                     joined.values[name] = next(iter(values.values()))
                 found[param] = joined.values
