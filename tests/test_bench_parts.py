@@ -1,5 +1,8 @@
 """What benchmarks compute from what they measure."""
 
+import mmap
+import multiprocessing
+import os
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +13,7 @@ from bench.measure.transfers import CASES
 from bench.models import WORKLOADS
 from bench.report.charts import Labels, Line, line_chart, nice_marks
 from bench.report.formulas import bucketed, finish, least_exposed
+from docs.measure_charged import charged
 from examples.common import variants
 from examples.common.ranks import CheckFailed
 from examples.common.rounds import Measured, summarise
@@ -93,3 +97,30 @@ def test_charts_are_wellformed_and_hold_what_they_are_given():
 def test_marks_are_round_and_reach_the_largest(largest):
     marks = nice_marks(largest)
     assert marks[0] == 0 and marks[-1] >= largest * (1 - 1e-9) and 3 <= len(marks) <= 8
+
+
+def _touch_shared(pipe, memory):
+    memory[:] = b"\1" * len(memory)
+    pipe.send(os.getpid())
+    pipe.recv()
+
+
+def test_memory_that_ranks_share_is_charged_once():
+    """As the kernel charges it to all of them together; what each has for itself counts in each."""
+    size = 64 << 20
+    context = multiprocessing.get_context("fork")
+    memory = mmap.mmap(-1, size)
+    here, there = context.Pipe()
+    other = context.Process(target=_touch_shared, args=(there, memory))
+    other.start()
+    try:
+        pids = [os.getpid(), here.recv()]
+        before = charged(pids)
+        assert memory[:: mmap.PAGESIZE] == b"\1" * (size // mmap.PAGESIZE)  # mapped in both
+        shared = charged(pids) - before
+        own = b"\1" * size
+        added = charged(pids) - before - shared
+    finally:
+        here.send(None)
+        other.join()
+    assert abs(shared) < size // 8 and abs(added - len(own)) < size // 8

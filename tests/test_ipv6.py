@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,30 +12,35 @@ from tests.scripts import ROOT, environment
 
 MISSING = netns.missing_rights()
 WORLD = 3
-
-
-def has_ipv6():
-    """Whether links may have such addresses here."""
-    try:
-        with netns.network(2, ipv6=True):
-            return True
-    except subprocess.CalledProcessError:
-        return False
-
-
+SUBNET = "fd13:213:"
 needs_links = pytest.mark.skipif(
-    MISSING is not None or not has_ipv6(), reason=f"links: {MISSING or 'no IPv6'}"
+    MISSING is not None or not Path("/proc/net/if_inet6").exists(),
+    reason=f"links: {MISSING or 'no IPv6'}",
 )
+
+
+def give_ipv6_alone(seats):
+    """Their links lose their IPv4 addresses."""
+    for number, seat in enumerate(seats, 1):
+        enabled = f"echo 0 > /proc/sys/net/ipv6/conf/{netns.DEVICE}/disable_ipv6"
+        for command in (
+            ("sh", "-c", enabled),
+            ("ip", "-4", "addr", "flush", "dev", netns.DEVICE),
+            ("ip", "addr", "add", f"{SUBNET}:{number}/64", "dev", netns.DEVICE, "nodad"),
+        ):
+            inside = ("nsenter", f"--net=/proc/{seat.holder}/ns/net")
+            subprocess.run([*inside, *command], check=True)
 
 
 @needs_links
 def test_ranks_look_out_for_each_other_by_ipv6_alone():
-    with netns.network(WORLD, ipv6=True) as seats:
+    with netns.network(WORLD) as seats:
+        give_ipv6_alone(seats)
         ranks = []
         for rank, seat in enumerate(seats):
             place = seat.placement(0, 1)
             placed = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-            placed["MASTER_ADDR"] = f"{netns.SUBNET_6}:1"
+            placed["MASTER_ADDR"] = f"{SUBNET}:1"
             ranks.append(
                 subprocess.Popen(
                     [*place.prefix, sys.executable, "-m", "tests.sudden_script"],

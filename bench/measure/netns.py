@@ -26,7 +26,7 @@ import torch.distributed as dist
 from examples.common.ranks import Placement, UsageError
 
 DEVICE, PORT = "fslink", 29500  # in every namespace of a rank, which nobody else uses
-SUBNET, SUBNET_6 = "10.213.0", "fd13:213:"
+SUBNET = "10.213.0"
 RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 # The token bucket's depth: less loses throughput at 1 Gbit/s, where a timer's tick is 32 KiB.
@@ -121,11 +121,8 @@ class Seat(NamedTuple):
 
 
 @contextmanager
-def network(machines: int, ipv6: bool = False) -> Iterator[tuple[Seat, ...]]:
+def network(machines: int) -> Iterator[tuple[Seat, ...]]:
     """Namespaces and links for at least two machines: the seat of each.
-
-    Args:
-        ipv6: their links have addresses of that kind alone, `SUBNET_6`:1 and so on.
 
     Raises:
         subprocess.CalledProcessError: on entry, where the system refuses; nothing is left behind.
@@ -148,12 +145,8 @@ def network(machines: int, ipv6: bool = False) -> Iterator[tuple[Seat, ...]]:
         # Neighbour discovery of IPv6 would be counted as traffic of the benchmark.
         quiet = f"echo 1 > /proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6 2>/dev/null || true"
         for number, holder in enumerate(holders, 1):
-            if ipv6:
-                address = (f"{SUBNET_6}:{number}/64", "dev", DEVICE, "nodad")
-            else:
-                _in(holder, "sh", "-c", quiet)
-                address = (f"{SUBNET}.{number}/24", "dev", DEVICE)
-            _in(holder, "ip", "addr", "add", *address)
+            _in(holder, "sh", "-c", quiet)
+            _in(holder, "ip", "addr", "add", f"{SUBNET}.{number}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 _in(holder, "ip", "link", "set", device, "up")
         yield seats

@@ -72,8 +72,7 @@ bool comes_true(const Condition& condition) {
   return false;
 }
 
-std::vector<std::unique_ptr<Rank>> connected(int64_t count,
-                                             const std::string& host = "127.0.0.1") {
+std::vector<std::unique_ptr<Rank>> connected(int64_t count, const std::string& host = "127.0.0.1") {
   std::vector<std::unique_ptr<Rank>> ranks;
   std::vector<PeerAddress> addresses;
   for (int64_t r = 0; r < count; ++r) {

@@ -115,7 +115,8 @@ void an_old_report_does_not_place_a_rank_in_an_earlier_step() {
   says("after step 5, as it said 30.1 s earlier");
   news.kind = News::Kind::kRaised;  // which a rank says of itself
   at.step = 4;
-  FS_CHECK(describe(news, &at, {}, &mine) == "rank 2 raised was killed by SIGKILL after step 4", "");
+  FS_CHECK(describe(news, &at, {}, &mine) == "rank 2 raised was killed by SIGKILL after step 4",
+           "");
 }
 
 }  // namespace
