@@ -256,7 +256,8 @@ class State:
     @untraced
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The parameters are there; what follows is the forward."""
-        if self.moment is Moment.BEFORE_BACKWARD:  # checkpointing computes it again
+        in_backward = self.moment is Moment.BEFORE_BACKWARD and backward_is_running()
+        if in_backward:  # checkpointing computes it again
             self._gather()
             return self._cast_inputs(args, kwargs)
         if not self._missing:
@@ -298,6 +299,8 @@ class State:
         if self.context.root_forward is self:  # its last forward failed half-way
             self._recover()
         if self.context.root_forward is None:
+            if self.context.ends_queued and not backward_is_running():
+                self._forget()  # the last backward failed, and will not come to its end
             if self._registrations != registrations():
                 self.check_layers()
             self.context.root_forward = self
@@ -532,6 +535,9 @@ class State:
         """
         if self.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._forget()
+
+    def _forget(self) -> None:
         for state in self.context.states:
             state.moment = Moment.IDLE
             state._missing.clear()

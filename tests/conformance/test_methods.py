@@ -350,3 +350,43 @@ def with_another_model(wrap, rank):
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_an_optimizer_of_two_models(stage):
     check(with_another_model, stage)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("as a lack of memory would")
+
+
+class FailsOnce(Net):
+    """The backward of the second step fails half-way."""
+
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        hidden = self.norm(self.first(x))
+        return self.head(smooth(Fails.apply(hidden) if self.steps == 2 else hidden))
+
+
+def goes_on_after_a_backward_that_failed(wrap, rank):
+    model = wrap(net(FailsOnce))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(rank, step)))
+        try:
+            loss.backward()
+        except ValueError:
+            continue
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_goes_on_after_a_backward_that_failed(stage):
+    check(Script(instead_of_ddp, goes_on_after_a_backward_that_failed), stage)
