@@ -101,7 +101,7 @@ void bind_logs(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<UnitLog, std::shared_ptr<UnitLog>>(m, "UnitLog")
       .def(py::init<>())
-      .def("begin_forward", &UnitLog::begin_forward, py::arg("counts"))
+      .def("begin_forward", &UnitLog::begin_forward, py::arg("counts"), py::arg("evaluates"))
       .def("end_forward", &UnitLog::end_forward)
       .def("begin_backward", &UnitLog::begin_backward)
       .def("end_backward", &UnitLog::end_backward)

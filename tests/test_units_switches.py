@@ -72,7 +72,7 @@ def asked_for_what_is_so(model):
     model.set_reduce_scatter_unused_params(True)
     model.set_force_sum_reduction_for_comms(True)
     model.set_separate_reduce_scatter_group(False)
-    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_allocate_memory_from_process_group_for_comm(True)
     model._set_unshard_async_op(True)
 
 
@@ -105,7 +105,6 @@ REFUSED = {
     "set_custom_reduce_scatter": (None,),
     "set_symm_mem_for_comm": (),
     "set_separate_reduce_scatter_group": (),
-    "set_allocate_memory_from_process_group_for_comm": (True,),
 }
 
 

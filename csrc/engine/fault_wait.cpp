@@ -61,7 +61,8 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::d
     const auto since = Clock::now() - report.came;
     const bool missing = lacks(report.news, wanted);
     if (report.news.kind == News::Kind::kGaveUp) {
-      if (missing && since >= 2 * grace) secondary.push_back(report);
+      const bool parted = report.news.issued == kUncounted;
+      if ((missing || parted) && since >= 2 * grace) secondary.push_back(report);
     } else if (is_hearsay(report.news.kind)) {
       const bool counts = with_lost || report.news.kind != News::Kind::kLost;
       if (since >= grace && counts) first.push_back(report);
@@ -160,6 +161,7 @@ void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
   const bool long_ago = waited >= seconds_of(kLostGrace);
   const std::vector<Report> gone = ended(wanted, kDeathGrace, long_ago);
   if (!gone.empty()) raise(gone, wanted, waited, "");
+  check_evaluation(wanted, waited);
   if (waited >= patience.next && !patience.asked) {
     ask(wanted);
     patience.asked = true;
@@ -167,6 +169,43 @@ void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
     const bool at_last = waited >= patience.next + seconds_of(kLastAnswers);
     if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance, false};
   }
+}
+
+// Throws where a neighbour has issued collectives of an evaluation that this rank has not, or the other way around: their
+// collectives are not the same ones any more, and both would wait for ever.
+void FaultWatch::check_evaluation(const Wanted& wanted, double waited) {
+  int64_t alone = -1;
+  int64_t other = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (wanted.model >= models_.size()) return;
+    const Progress& own = *models_[wanted.model].progress;
+    for (const auto& [rank, neighbour] : neighbours_) {
+      if (wanted.model >= neighbour.standings.size()) continue;
+      const Evaluated theirs = Evaluated::of(neighbour.standings[wanted.model].evaluated);
+      const int64_t ours = own.evaluated_of(theirs.issued);
+      if (ours < 0 || ours == static_cast<int64_t>(theirs.count)) continue;
+      const bool is_this = ours > static_cast<int64_t>(theirs.count);
+      alone = is_this ? rank_ : rank;
+      other = is_this ? rank : rank_;
+      break;
+    }
+  }
+  if (alone < 0) return;
+  Fault fault;
+  fault.ranks = {alone};
+  fault.reason = "evaluates alone";
+  fault.text = concat(
+      "fastsync: rank ", alone, " evaluates while rank ", other, " trains: rank ", alone,
+      " has run a forward without gradients, which gathers parameters from every rank, and rank ",
+      other, " has not. Rank ", rank_, " waited ", rounded(waited), " in ", wanted.place,
+      ". Either have every rank evaluate, or get a whole copy first, on every rank: "
+      "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+      "options=StateDictOptions(full_state_dict=True)), and load it into a model that is not "
+      "wrapped.");
+  fault.seconds = waited;
+  if (!raised_) give_up(fault, /*parted=*/true);
+  interpreter_.raise(fault);
 }
 
 // Throws once the end of a rank is known. Waits for a moment, and longer where one is to be expected.
@@ -281,11 +320,11 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
 }
 
 // A script may catch the error and end by itself. Then the others would find one that ended without a word.
-void FaultWatch::give_up(const Fault& fault) {
+void FaultWatch::give_up(const Fault& fault, bool parted) {
   fault_ = fault;
   raised_ = true;
   if (survives_) return;
-  tell({News::Kind::kGaveUp, rank_, 0, 0, standings(),
+  tell({News::Kind::kGaveUp, rank_, 0, parted ? kUncounted : 0, standings(),
         concat("SyncFault: ", fault.text.substr(0, fault.text.find('\n'))), fault.ranks});
   peers_.flush(kWordsLeave);
 }

@@ -154,6 +154,7 @@ class FaultWatch {
   bool find_ended(Clock::duration unheard);
   void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
+  void check_evaluation(const Wanted& wanted, double waited);
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace,
                             bool with_lost = true) const;
   std::vector<Report> late(const Wanted& wanted) const;
@@ -161,7 +162,8 @@ class FaultWatch {
   bool warn(const Wanted& wanted, double waited, bool at_last) const;
   [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
                           const std::string& error);
-  void give_up(const Fault& fault);
+  // `parted`: its collectives are not the ones of the others, however many it has issued.
+  void give_up(const Fault& fault, bool parted = false);
   std::string words_for(const News& news, size_t model) const;
 
   Options options_;

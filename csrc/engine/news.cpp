@@ -184,8 +184,8 @@ std::string encode(const std::vector<Standing>& standings) {
   std::string bytes;
   put_word(bytes, static_cast<int64_t>(standings.size()));
   for (const Standing& each : standings) {
-    for (const int64_t value :
-         {each.step, each.phase, each.bucket, each.buckets, each.param, each.issued, each.coding}) {
+    for (const int64_t value : {each.step, each.phase, each.bucket, each.buckets, each.param,
+                                each.issued, each.coding, each.evaluated}) {
       put_word(bytes, value);
     }
   }
@@ -197,7 +197,7 @@ std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
   for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
     Standing each;
     for (int64_t* value : {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param,
-                           &each.issued, &each.coding}) {
+                           &each.issued, &each.coding, &each.evaluated}) {
       *value = take_word(bytes, at);
     }
     result.push_back(each);

@@ -38,7 +38,21 @@ struct Standing {
   int64_t param = -1;   // whose gradient came last; -1: none in this step
   int64_t issued =
       0;  // collectives of this model, ever: the same ones in the same order on every rank
-  int64_t coding = 0;  // milliseconds that a codec of the user's has been at work; 0: none is
+  int64_t coding = 0;     // milliseconds that a codec of the user's has been at work; 0: none is
+  int64_t evaluated = 0;  // of units: see Evaluated
+};
+
+// How many of a rank's first collectives belong to evaluations: forwards without gradients of parameters that are trained. One
+// word, so that a reader never sees one number beside the other of a moment ago.
+struct Evaluated {
+  uint32_t issued = 0;  // so many collectives, of which
+  uint32_t count = 0;   // so many
+
+  static Evaluated of(int64_t word) {
+    const auto bits = static_cast<uint64_t>(word);
+    return {static_cast<uint32_t>(bits >> 32U), static_cast<uint32_t>(bits)};
+  }
+  int64_t word() const { return static_cast<int64_t>(uint64_t{issued} << 32U | count); }
 };
 
 class Progress {
@@ -60,7 +74,7 @@ class Progress {
 
   Standing now() const {
     return {get(kStep),  get(kPhase),  get(kBucket), get(kBuckets),
-            get(kParam), get(kIssued), coding()};
+            get(kParam), get(kIssued), coding(),     get(kEvaluated)};
   }
   // The thread on which a codec was last at work.
   pthread_t coder() const { return coder_.load(std::memory_order_relaxed); }
@@ -80,6 +94,19 @@ class Progress {
     issue();
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
+  // One of units; `evaluates`: in an evaluation.
+  void issue_of_units(bool evaluates) {
+    issue();
+    const Evaluated before = Evaluated::of(get(kEvaluated));
+    const Evaluated now{before.issued + 1, before.count + (evaluates ? 1U : 0U)};
+    history_[now.issued % kHistory] = now;
+    set(kEvaluated, now.word());
+  }
+  // How many of so many belonged to evaluations. Negative: not known, or not any more. On the thread that issues.
+  int64_t evaluated_of(uint32_t issued) const {
+    const Evaluated& found = history_[issued % kHistory];
+    return issued > 0 && found.issued == issued ? static_cast<int64_t>(found.count) : -1;
+  }
   // It has failed, so that this rank is where it was before.
   void take_back() { set(kIssued, get(kIssued) - 1); }
   void await(int64_t index, Phase phase = Phase::kWaiting) {
@@ -104,7 +131,18 @@ class Progress {
   }
 
  private:
-  enum Field { kStep, kPhase, kBucket, kBuckets, kParam, kIssued, kCodingSince, kFields };
+  enum Field {
+    kStep,
+    kPhase,
+    kBucket,
+    kBuckets,
+    kParam,
+    kIssued,
+    kCodingSince,
+    kEvaluated,
+    kFields
+  };
+  static constexpr size_t kHistory = 512;
 
   int64_t get(Field field) const { return values_[field].load(std::memory_order_relaxed); }
   void set(Field field, int64_t value) { values_[field].store(value, std::memory_order_relaxed); }
@@ -120,7 +158,8 @@ class Progress {
 
   std::array<std::atomic<int64_t>, kFields> values_{};
   std::atomic<pthread_t> coder_{};
-  int64_t before_ = 0;  // issued before this step; the writer's own
+  int64_t before_ = 0;                         // issued before this step; the writer's own
+  std::array<Evaluated, kHistory> history_{};  // likewise, by the last digits of `issued`
 };
 
 }  // namespace fastsync::engine

@@ -6,8 +6,9 @@
 
 namespace fastsync::engine {
 
-void UnitLog::begin_forward(bool counts) {
+void UnitLog::begin_forward(bool counts, bool evaluates) {
   counts_ = counts;
+  evaluates_ = evaluates;
   log_.pause(!counts);
   if (counts) log_.begin_forward();
 }
@@ -15,6 +16,7 @@ void UnitLog::begin_forward(bool counts) {
 void UnitLog::end_forward() {
   if (counts_) log_.end_forward();
   counts_ = true;
+  evaluates_ = false;
   log_.pause(false);
 }
 
@@ -33,7 +35,7 @@ void UnitLog::end_work() {
 
 int64_t UnitLog::issue(Direction direction) {
   reduced_ = reduced_ || direction == Direction::kReduce;
-  progress()->issue();
+  progress()->issue_of_units(evaluates_);
   return progress()->issued();
 }
 

@@ -43,7 +43,8 @@ enum class Direction : uint8_t {
 class UnitLog {
  public:
   // The model's outermost forward; one that does not count, as without gradients, belongs to no step.
-  void begin_forward(bool counts);
+  // `evaluates`: it computes no gradients of parameters that are trained.
+  void begin_forward(bool counts, bool evaluates);
   void end_forward();
   void begin_backward();
   // Gradients are computed; some still travel.
@@ -62,6 +63,7 @@ class UnitLog {
   StepLog log_;
   int64_t steps_ = 0;
   bool counts_ = true;
+  bool evaluates_ = false;
   bool reduced_ = false;  // since the last step
 };
 

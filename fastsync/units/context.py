@@ -59,6 +59,11 @@ def _nothing() -> None:
     """Is prefetched."""
 
 
+def _trains(unit: Unit) -> bool:
+    """Whether a backward would reduce gradients of `unit`."""
+    return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.members)
+
+
 class Context(StepWatcher, Generic[S]):
     """Shared by the states of one root module; before its first forward, of each state alone.
 
@@ -151,7 +156,8 @@ class Context(StepWatcher, Generic[S]):
         self._begin_to_look(counts)
         if counts and self.recorder is not None:
             self.recorder.before_step(self.connections.log)
-        self.connections.log.begin_forward(counts)
+        evaluates = not counts and any(map(_trains, self.units()))
+        self.connections.log.begin_forward(counts, evaluates)
 
     def _begin_to_look(self, counts: bool) -> None:
         units = self.units()

@@ -220,9 +220,7 @@ class _Reducing:
         raise _unsupported("set_symm_mem_for_comm()")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported."""
-        if enable:
-            raise _unsupported("set_allocate_memory_from_process_group_for_comm()")
+        """Accept a hint on where NCCL's buffers lie, which no result depends on."""
 
 
 def _unsupported(what: str) -> NotImplementedError:

@@ -1,0 +1,115 @@
+"""A forward without gradients on some ranks only: an error, or what every rank may do."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fastsync.testing import run_ranks
+from tests.conformance.stages import (
+    SHARDED_PARAMETERS,
+    STAGES,
+    batch,
+    check,
+    full,
+    loss_of,
+    net,
+)
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return model(batch(9, 99))
+
+
+def one_evaluates(who, rank, world, stage):
+    """Return how the error of this rank reads, where rank `who` evaluates alone."""
+    model = STAGES[stage](net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+    try:
+        if rank == who:
+            evaluate(model)
+        train(model, optimizer, rank, range(2, 5))
+    except Exception as error:
+        kept = {n: torch.equal(before[n], p.to_local()) for n, p in model.named_parameters()}
+        return f"{type(error).__name__}: {error}", all(kept.values())
+    return "", False
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+@pytest.mark.parametrize(("who", "world"), [(0, 2), (1, 2), (0, 3)])
+def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
+    for raised, unchanged in run_ranks(partial(one_evaluates, who), world, stage, timeout=40.0):
+        assert f"rank {who} evaluates while rank" in raised, raised
+        assert "have every rank evaluate" in raised
+        assert "full_state_dict=True" in raised
+        assert unchanged
+
+
+def every_rank_evaluates(wrap, rank):
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    output = evaluate(model)
+    train(model, optimizer, rank, range(2, 4))
+    return {"output": output, **full(model)}
+
+
+def one_evaluates_a_whole_copy(wrap, rank):
+    """Follow the second remedy."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    output = torch.zeros(4, 3)
+    if rank == 0:
+        copy = net()
+        copy.load_state_dict(weights)
+        output = evaluate(copy)
+    train(model, optimizer, rank, range(2, 4))
+    return {"output": output, **full(model)}
+
+
+def one_saves_its_share(wrap, rank):
+    """state_dict() is each rank's own, and gathers nothing."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    if rank == 0:
+        model.state_dict()
+    train(model, optimizer, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "script", [every_rank_evaluates, one_evaluates_a_whole_copy, one_saves_its_share]
+)
+def test_what_ranks_may_do(script, stage):
+    check(script, stage)
+
+
+def a_frozen_model(rank, world):
+    """Nothing is trained, so ranks may differ in whether they record gradients."""
+    model = STAGES["fully_shard"](net().requires_grad_(False))
+    outputs = []
+    for step in range(4):
+        with torch.set_grad_enabled((rank + step) % 2 == 0):
+            outputs.append(model(batch(0, step)))
+    return outputs
+
+
+def test_ranks_may_differ_where_nothing_is_trained():
+    first, second = run_ranks(a_frozen_model, 2)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
