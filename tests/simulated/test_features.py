@@ -4,19 +4,22 @@ Ours trains under the race detector, theirs without it. Where torch has no such 
 training on the CPU is what to compare with.
 """
 
+import tempfile
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
-from fastsync import FastDDP
+from fastsync import FastDDP, TimelinePolicy
 from tests.conformance.stages import STAGES, full
 from tests.simulated.ranks import run_simulated
 from tests.unit_models import loss_of, net, words
@@ -170,6 +173,19 @@ def power_state():
     )
 
 
+def compiled(wrap):
+    def compile_and_wrap(model):
+        model.compile(backend="eager")
+        return wrap(model)
+
+    return compile_and_wrap
+
+
+def timed(model):
+    path = Path(tempfile.mkdtemp()) / "run.json"
+    return FastDDP(model, timeline=TimelinePolicy(str(path), skip=1, steps=2))
+
+
 LOWER = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 LOWER_DDP = _MixedPrecision(torch.bfloat16, torch.float32)
 # Feature: wrapper of ours, wrapper of theirs, the parts of a step.
@@ -225,6 +241,15 @@ AGAINST_TORCH = {
     "side stream, zero=3": (fast(zero=3), ddp, {"around": side_stream}),
     "own streams": (fast(bucket_cap_mb=0.002), ddp, {"model": TwoStreams}),
     "own streams, zero=2": (fast(zero=2), ddp, {"model": TwoStreams}),
+}
+AGAINST_TORCH |= {
+    "compiled": (compiled(fast()), ddp, {}),
+    "compiled, fully_shard": (
+        compiled(by_block(fastsync.fully_shard)),
+        by_block(torchs),
+        {},
+    ),
+    "timeline": (timed, ddp, {}),
 }
 # What fails, and with which words, for want of an operator of the device or of a name in fastsync.
 MISSING = {
@@ -304,6 +329,39 @@ def test_result_is_torchs(feature):
 def test_result_is_the_cpus(feature):
     """But for codes: where a number lies between two of them, its last bit decides."""
     compare(run_simulated(on_both_devices, 2, feature), 2e-2 if "masters" in feature else 2e-3)
+
+
+def hybrid(rank, world):
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))
+    got, races = detected(lambda: train(by_block(fastsync.fully_shard, mesh=mesh), rank))
+    return got, train(by_block(torchs, mesh=mesh), rank), races
+
+
+def test_hybrid_sharding():
+    compare(run_simulated(hybrid, 4), 1e-5)
+
+
+def joined(rank, world):
+    """Rank 1 has two batches more."""
+
+    def run(wrap):
+        from tests.simulated.device import placed
+
+        model = wrap(placed(net()))
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        with model.join():
+            for step in range(2 + 2 * rank):
+                opt.zero_grad()
+                backward(model, rank, step, DEVICE)
+                opt.step()
+        return {name: value.cpu() for name, value in full(model).items()}
+
+    got, races = detected(lambda: run(fast()))
+    return got, run(ddp), races
+
+
+def test_join():
+    compare(run_simulated(joined, 2), 1e-5)
 
 
 @pytest.mark.parametrize("feature", MISSING)
