@@ -4,6 +4,7 @@ Ours trains under the race detector, theirs without it. Where torch has no such 
 training on the CPU is what to compare with.
 """
 
+import os
 import tempfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -121,13 +122,6 @@ def sparse():
     return Sparse()
 
 
-def untied():
-    """Torch's DDP takes no tied weights in mixed precision."""
-    model = net()
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    return model
-
-
 @contextmanager
 def side_stream():
     here, stream = torch.sim.current_stream(), torch.sim.Stream()
@@ -182,7 +176,7 @@ def compiled(wrap):
 
 
 def timed(model):
-    path = Path(tempfile.mkdtemp()) / "run.json"
+    path = Path(tempfile.gettempdir()) / f"simulated-{os.getppid()}.json"  # the same on both ranks
     return FastDDP(model, timeline=TimelinePolicy(str(path), skip=1, steps=2))
 
 
@@ -202,11 +196,6 @@ AGAINST_TORCH = {
     "static graph": (fast(static_graph=True), ddp, {}),
     "accumulation": (fast(), ddp, {"backward": accumulated}),
     "accumulation, zero=2": (fast(zero=2), ddp, {"backward": accumulated}),
-    "mixed precision": (
-        fast(mixed_precision=LOWER_DDP),
-        lambda m: DDP(m, mixed_precision=LOWER_DDP),
-        {"model": untied},
-    ),
     "mixed precision, fully_shard": (
         by_block(fastsync.fully_shard, mp_policy=LOWER),
         by_block(torchs, mp_policy=LOWER),
@@ -268,6 +257,8 @@ AGAINST_CPU = {
     **{f"{wire}, zero=3": fast(wire=wire, zero=3) for wire in ("bf16", "int8")},
     "masters": lambda m: FastDDP(m.bfloat16(), zero=1, master_weights=True),
     "masters, zero=2": lambda m: FastDDP(m.bfloat16(), zero=2, master_weights=True),
+    # Torch's own has NaN on this device, without a race; why is not known.
+    "mixed precision": fast(mixed_precision=LOWER_DDP),
     "parameter wire": fast(zero=2, wire="int8", parameter_wire="int8"),
     "parameter wire, zero=3": fast(zero=3, wire="int8", parameter_wire="int8"),
 }
@@ -328,7 +319,8 @@ def test_result_is_torchs(feature):
 @pytest.mark.parametrize("feature", AGAINST_CPU)
 def test_result_is_the_cpus(feature):
     """But for codes: where a number lies between two of them, its last bit decides."""
-    compare(run_simulated(on_both_devices, 2, feature), 2e-2 if "masters" in feature else 2e-3)
+    limit = 2e-2 if "masters" in feature or "mixed" in feature else 2e-3
+    compare(run_simulated(on_both_devices, 2, feature), limit)
 
 
 def hybrid(rank, world):
