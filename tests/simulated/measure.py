@@ -63,7 +63,7 @@ def measure(rank, world, case, blocks, width):
     model = net(blocks, width)
     size = sum(p.numel() for p in model.parameters())
     model = CASES[case](placed(model), size * 4 / BUCKETS / 2**20)
-    opt = optim.AdamW(model.parameters(), 1e-3)
+    opt = optim.AdamW(model.parameters(), 1e-3, foreach=False)
     for step in range(1, LAST + 1):
         if step == FIRST:
             low.synchronize()

@@ -4,19 +4,23 @@ Ours trains under the race detector, theirs without it. Where torch has no such 
 training on the CPU is what to compare with.
 """
 
+import os
+import tempfile
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
-from fastsync import FastDDP
+from fastsync import FastDDP, TimelinePolicy
 from tests.conformance.stages import STAGES, full
 from tests.simulated.ranks import run_simulated
 from tests.unit_models import loss_of, net, words
@@ -118,13 +122,6 @@ def sparse():
     return Sparse()
 
 
-def untied():
-    """Torch's DDP takes no tied weights in mixed precision."""
-    model = net()
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    return model
-
-
 @contextmanager
 def side_stream():
     here, stream = torch.sim.current_stream(), torch.sim.Stream()
@@ -170,6 +167,19 @@ def power_state():
     )
 
 
+def compiled(wrap):
+    def compile_and_wrap(model):
+        model.compile(backend="eager")
+        return wrap(model)
+
+    return compile_and_wrap
+
+
+def timed(model):
+    path = Path(tempfile.gettempdir()) / f"simulated-{os.getppid()}.json"  # the same on both ranks
+    return FastDDP(model, timeline=TimelinePolicy(str(path), skip=1, steps=2))
+
+
 LOWER = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 LOWER_DDP = _MixedPrecision(torch.bfloat16, torch.float32)
 # Feature: wrapper of ours, wrapper of theirs, the parts of a step.
@@ -186,11 +196,6 @@ AGAINST_TORCH = {
     "static graph": (fast(static_graph=True), ddp, {}),
     "accumulation": (fast(), ddp, {"backward": accumulated}),
     "accumulation, zero=2": (fast(zero=2), ddp, {"backward": accumulated}),
-    "mixed precision": (
-        fast(mixed_precision=LOWER_DDP),
-        lambda m: DDP(m, mixed_precision=LOWER_DDP),
-        {"model": untied},
-    ),
     "mixed precision, fully_shard": (
         by_block(fastsync.fully_shard, mp_policy=LOWER),
         by_block(torchs, mp_policy=LOWER),
@@ -226,6 +231,15 @@ AGAINST_TORCH = {
     "own streams": (fast(bucket_cap_mb=0.002), ddp, {"model": TwoStreams}),
     "own streams, zero=2": (fast(zero=2), ddp, {"model": TwoStreams}),
 }
+AGAINST_TORCH |= {
+    "compiled": (compiled(fast()), ddp, {}),
+    "compiled, fully_shard": (
+        compiled(by_block(fastsync.fully_shard)),
+        by_block(torchs),
+        {},
+    ),
+    "timeline": (timed, ddp, {}),
+}
 # What fails, and with which words, for want of an operator of the device or of a name in fastsync.
 MISSING = {
     "sparse": (
@@ -243,6 +257,8 @@ AGAINST_CPU = {
     **{f"{wire}, zero=3": fast(wire=wire, zero=3) for wire in ("bf16", "int8")},
     "masters": lambda m: FastDDP(m.bfloat16(), zero=1, master_weights=True),
     "masters, zero=2": lambda m: FastDDP(m.bfloat16(), zero=2, master_weights=True),
+    # Torch's own has NaN on this device, without a race; why is not known.
+    "mixed precision": fast(mixed_precision=LOWER_DDP),
     "parameter wire": fast(zero=2, wire="int8", parameter_wire="int8"),
     "parameter wire, zero=3": fast(zero=3, wire="int8", parameter_wire="int8"),
 }
@@ -303,7 +319,41 @@ def test_result_is_torchs(feature):
 @pytest.mark.parametrize("feature", AGAINST_CPU)
 def test_result_is_the_cpus(feature):
     """But for codes: where a number lies between two of them, its last bit decides."""
-    compare(run_simulated(on_both_devices, 2, feature), 2e-2 if "masters" in feature else 2e-3)
+    limit = 2e-2 if "masters" in feature or "mixed" in feature else 2e-3
+    compare(run_simulated(on_both_devices, 2, feature), limit)
+
+
+def hybrid(rank, world):
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))
+    got, races = detected(lambda: train(by_block(fastsync.fully_shard, mesh=mesh), rank))
+    return got, train(by_block(torchs, mesh=mesh), rank), races
+
+
+def test_hybrid_sharding():
+    compare(run_simulated(hybrid, 4), 1e-5)
+
+
+def joined(rank, world):
+    """Rank 1 has two batches more."""
+
+    def run(wrap):
+        from tests.simulated.device import placed
+
+        model = wrap(placed(net()))
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        with model.join():
+            for step in range(2 + 2 * rank):
+                opt.zero_grad()
+                backward(model, rank, step, DEVICE)
+                opt.step()
+        return {name: value.cpu() for name, value in full(model).items()}
+
+    got, races = detected(lambda: run(fast()))
+    return got, run(ddp), races
+
+
+def test_join():
+    compare(run_simulated(joined, 2), 1e-5)
 
 
 @pytest.mark.parametrize("feature", MISSING)
