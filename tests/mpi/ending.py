@@ -64,16 +64,15 @@ def stuck(rank):
 
 
 def slow(rank):
-    """Rank 0 has done its part and left when rank 1 comes: nothing is wrong."""
+    """Rank 0 has begun all that it takes part in and left, when rank 2 comes: nothing is wrong."""
     tensor = torch.ones(3)
-    if rank == 1:
+    if rank == 0:
+        dist.all_reduce(tensor, async_op=True)
+        return
+    if rank == 2:
         time.sleep(3)
-        dist.broadcast(tensor, 0)
-        dist.recv(tensor, 0)
-        print("rank 1 has", tensor.tolist(), flush=True)
-    else:
-        dist.broadcast(tensor, 0)
-        dist.isend(tensor, 1)
+    dist.all_reduce(tensor)
+    print(f"rank {rank} has", tensor.tolist(), flush=True)
 
 
 def sizes(rank):
