@@ -329,6 +329,7 @@ def hybrid(rank, world):
     return got, train(by_block(torchs, mesh=mesh), rank), races
 
 
+@pytest.mark.slow
 def test_hybrid_sharding():
     compare(run_simulated(hybrid, 4), 1e-5)
 
