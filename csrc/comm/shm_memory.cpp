@@ -48,6 +48,7 @@ std::optional<size_t> SharedMemory::place_of(const at::Tensor& tensor) const {
 }
 
 void SharedMemory::leave(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return;
   if (const auto place = place_of(tensor)) mine_->leave(*place);
 }
 

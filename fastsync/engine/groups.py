@@ -18,6 +18,7 @@ that use the group are gone.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -68,15 +69,13 @@ class OwnGroups:
 
 
 def _end(groups: list[dist.ProcessGroup]) -> None:
-    # A garbage collection may call this anywhere. threading.Thread takes locks.
+    for group in groups:
+        forget_group(group)
+    # A garbage collection may call this anywhere, and threading.Thread takes locks. No thread can
+    # be started while the interpreter ends.
     if groups:
-        _thread.start_new_thread(_forget, (groups,))
-
-
-def _forget(groups: list[dist.ProcessGroup]) -> None:
-    while groups:
-        forget_group(groups[-1])
-        groups.pop()
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(groups.clear, ())
 
 
 def make_links(
