@@ -9,7 +9,10 @@ rank fetches, each sends its part to all, as in an all-gather.
 Each rank counts the changes of its state that have been completed: steps, and `load_state_dict()`.
 The numbers are the same on all ranks, since every rank makes the same calls in the same order. A
 rank that fetches sends its number. A rank that has completed fewer changes lets it wait; one that
-has begun another refuses, and one that is being read begins no other.
+has begun another refuses, and one that is being read begins no other. Where every rank fetches, one
+may be ahead and could begin the next change without the others: a step whose gradients have come
+already, or a load_state_dict(). So a rank that has fetched asks the others to tell it when they
+have come to their next change, and then begins its own.
 
 Tensors travel as bytes, from the memory of one rank to the place in the whole parameter's state on
 the other.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +37,7 @@ from torch.optim import Optimizer
 
 from fastsync.build.env import Env
 from fastsync.engine.handover import populate
-from fastsync.engine.watch import explain_end
+from fastsync.engine.watch import explain_end, looker
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.meeting import needing_store
 from fastsync.ranks.serving import Answer, Call, Server, open_server
@@ -44,7 +48,7 @@ from fastsync.shard.space import Space
 from fastsync.shard.state import held_state
 from fastsync.torch_private import Store
 
-__all__ = ["Others", "Shares", "fetch_whole"]
+__all__ = ["Others", "Shares", "await_others", "fetch_whole"]
 
 _AHEAD = 256  # connections to ranks that are still to be read
 _LARGE = 1 << 16  # bytes from which on a tensor is sent by itself
@@ -52,6 +56,8 @@ _TOGETHER = 1 << 20  # bytes of small tensors that are sent at once
 _POPULATED = 1 << 20  # bytes from which on the pages of a tensor are found ahead
 _STAGED = 1 << 25  # bytes of device memory that are copied at once
 _PLACE = "the fetching of an optimizer's state"
+_NOT_YET = "it has not come to its next change yet"
+_LOOKS = 1.0  # seconds between two looks at ranks that are waited for
 # The states of pieces, with the number of the space of each.
 Parts = Sequence[tuple[int, Piece, State]]
 
@@ -61,12 +67,13 @@ class Gate:
 
     Attributes:
         version: number of completed changes.
+        arrived: the change that this rank has come to last, and may not have begun.
         moving: to be held while entries of the state are elsewhere for a moment.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._readers, self.version = 0, 0
+        self._readers, self.version, self.arrived = 0, 0, 0
         self._changing = False
         self._done: Any = None  # event of the device's stream after the last change
         self.moving = threading.Lock()
@@ -76,8 +83,25 @@ class Gate:
         """Whether a change has begun that has not been completed."""
         return self._changing
 
+    def arrive(self) -> None:
+        """Come to a change, and tell who waits for that."""
+        with self._turn:
+            self.arrived = self.version + 1
+            self._turn.notify_all()
+
+    def await_arrival(self, change: int, timeout: float) -> None:
+        """Return once this rank has come to a change.
+
+        Raises:
+            RuntimeError: it has not within `timeout` seconds.
+        """
+        with self._turn:
+            if not self._turn.wait_for(lambda: self.arrived >= change, timeout):
+                raise RuntimeError(_NOT_YET)
+
     def begin(self) -> None:
         """Begin a change, once no rank reads any more."""
+        self.arrive()
         with self._turn:
             self._changing = True
             while self._readers:
@@ -362,7 +386,11 @@ class Shares:
 
     @contextmanager
     def answer(self, asked: Mapping[str, Any]) -> Iterator[Answer]:
-        """See `Served`. `asked` is what `fetch_whole` sends."""
+        """See `Served`. `asked` is what `fetch_whole` or `await_others` sends."""
+        if "change" in asked:
+            self.gate.await_arrival(asked["change"], asked["seconds"])
+            yield Answer(b"", ())
+            return
         with self.gate.reading(asked["version"], Env.read().agree_timeout) as done:
             if asked["ranks"] != list(self._cut.ranks):
                 raise RuntimeError("it shares the state with other ranks now")
@@ -412,6 +440,41 @@ def fetch_whole(
             connect()
         copied.result()
         return whole.finished()
+
+
+def await_others(cut: Cut, own: Shares, others: Others, number: int) -> None:
+    """Return once the other ranks have come to the change that this one has come to.
+
+    One that has nothing to answer with, or has ended, is not waited for.
+
+    Args:
+        cut, own, others, number: see `fetch_whole`.
+
+    Raises:
+        SyncFault: a rank has ended.
+    """
+    asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
+    look = looker(others.group, "the next change of an optimizer's state")
+    end = time.monotonic() + Env.read().agree_timeout
+    for share in range(cut.size):
+        while share != cut.mine and not _has_arrived(share, others, asked):
+            look()
+            if time.monotonic() > end:
+                return
+
+
+def _has_arrived(share: int, others: Others, asked: dict[str, Any]) -> bool:
+    try:
+        call = others.call(share)
+        try:
+            call.ask(asked)
+        finally:
+            call.close()
+    except OSError:
+        return True
+    except RuntimeError as error:
+        return str(error) != _NOT_YET
+    return True
 
 
 class _Holder:

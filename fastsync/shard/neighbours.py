@@ -141,7 +141,7 @@ class _Recut:
     def install(self) -> None:
         """Goes on with that."""
         sharded, optimizer = self._sharded, self._optimizer
-        sharded.begin_change()
+        sharded.shares.gate.begin()
         sharded.take_state(optimizer)
         spaces = []
         found = zip(sharded.spaces, self._values, self._sharings, strict=True)

@@ -45,7 +45,7 @@ from fastsync.plan.buckets import travels_coded
 from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
-from fastsync.shard.fetching import Others, Shares, fetch_whole
+from fastsync.shard.fetching import Others, Shares, await_others, fetch_whole
 from fastsync.shard.gradients import (
     GradientShards,
     Sharers,
@@ -315,6 +315,7 @@ class ShardedOptimizer:
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
         kinds = owner.kinds_of(params, self._unit == "tensor")
         self.shares, self._let_go = Shares(optimizer), False
+        self._fetched = -1  # the version of the state that this rank has fetched last
         self._view = StateView({})
         self.use(owner.cut, [self._space(*found) for found in kinds])
         self.blank = True
@@ -519,7 +520,15 @@ class ShardedOptimizer:
 
     def begin_change(self) -> None:
         """Wait until no rank reads the state, and let none read it before `end_change`."""
+        self._come_to_change()
         self.shares.gate.begin()
+
+    def _come_to_change(self) -> None:
+        """Wait for the others where this rank has fetched: they may still read its state."""
+        gate = self.shares.gate
+        gate.arrive()
+        if self._fetched == gate.version and self.cut.size > 1:
+            await_others(self.cut, self.shares, self._owner.others, self.number)
 
     def end_change(self, optimizer: Optimizer) -> None:
         """Complete a change of the state: a step, or the loading of one. The ranks count them."""
@@ -617,7 +626,9 @@ class ShardedOptimizer:
             )
         with torch.no_grad():
             others = self._owner.others
-            return fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
+            whole = fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
+        self._fetched = self.shares.gate.version
+        return whole
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
         held = held_state(optimizer)
@@ -646,6 +657,7 @@ class ShardedOptimizer:
         saved = [key for group in loaded.get("param_groups", []) for key in group["params"]]
         pairs = zip(saved, params_of(optimizer), strict=False)
         self._loaded = {id(param): states[key] for key, param in pairs if key in states}
+        self._come_to_change()
         self.shares.loading = True
 
     def _take_collected(self) -> dict[torch.Tensor, State]:

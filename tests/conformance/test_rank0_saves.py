@@ -93,6 +93,32 @@ def test_several_ranks_save_at_once(savers, stage):
     check(partial(saves, meanwhile="next step", savers=savers), stage, world=3)
 
 
+def all_save_before_a_change(wrap, rank, change):
+    """Save on every rank where the next change needs no gradients of a rank that is late."""
+    model = wrap(net())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(2):
+        step_once(model, optimizer, rank, step)
+    optimizer.zero_grad()
+    loss_of(model(batch(rank, 2))).backward()
+    if rank == 1:
+        time.sleep(0.5)
+    state = optimizer.state_dict()
+    saved = values_of(state)
+    if change == "load":
+        optimizer.load_state_dict(state)
+    optimizer.step()
+    step_once(model, optimizer, rank, 3)
+    return {**full(model), **saved}
+
+
+@pytest.mark.parametrize("stage", SAVED)
+@pytest.mark.parametrize("change", ["step", "load"])
+def test_all_ranks_save_before(change, stage):
+    """One that is ahead waits for those that still read its state."""
+    check(partial(all_save_before_a_change, change=change), stage)
+
+
 def saves_two(wrap, rank):
     """Two optimizers, and a parameter without gradient."""
 
