@@ -105,13 +105,7 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     params, buffers = _managed(modules, ignored_params or set())
-    fresh = ((n, _local(p)) for n, p in params.items() if getattr(p, _OWNER, None) is None)
-    kind = type(modules[0]).__name__
-    check_untied(
-        ((f"{name} of {kind}", local) for name, local in fresh),
-        "or put both into ignored_params",
-        _memories,
-    )
+    _check_untied(type(modules[0]).__name__, params)
     cuts = [_cut(name, param, shard_placement_fn, place) for name, param in params.items()]
     _move([*buffers, *(params.values() if place.offload is None else ())], place.device)
     for name in params:
@@ -134,6 +128,13 @@ def fully_shard(
         register_sharded(each)
         each.__class__ = shard_class(cast("Hashable", type(each)))
     return module
+
+
+def _check_untied(kind: str, params: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters of a module of class `kind` that share memory with others."""
+    fresh = ((n, _local(p)) for n, p in params.items() if getattr(p, _OWNER, None) is None)
+    named = ((f"{name} of {kind}", local) for name, local in fresh)
+    check_untied(named, "or put both into ignored_params", _memories)
 
 
 def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
