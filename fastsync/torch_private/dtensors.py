@@ -91,7 +91,11 @@ def with_own_storage(memory: torch.Tensor) -> torch.Tensor:
     A DTensor takes over the offset of its local tensor. Where that is not 0, pickle and deepcopy
     believe that the DTensor itself has memory, and fail. Besides, torch.save() writes the whole
     storage of a tensor, and libraries take tensors in one storage for tied ones.
+
+    On devices that DLPack does not know the tensor itself is returned.
     """
+    if memory.device.type not in ("cpu", "cuda", "meta"):
+        return memory
     with torch.no_grad(), torch.inference_mode(False):
         if memory.is_meta or memory.numel() == 0:
             return torch.empty_strided(
