@@ -2,7 +2,7 @@
 
 # In out/seconds is then what each test has taken, for `python -m tests.slow`.
 tests() {
-  timeout 1200 make test ARGS='--durations=40 --seconds-to=out/seconds/tests.json' 2>&1 |
+  timeout 2400 make test ARGS='--durations=40 --seconds-to=out/seconds/tests.json' 2>&1 |
     tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 

@@ -42,6 +42,14 @@ class _NoReducer:
         """Nobody compares how long ranks with units wait."""
         exchange()
 
+    def prepare_for_backward(self, outputs: object) -> None:
+        """Accept the announcement of a backward: units reduce in every one."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Return that there are no buckets to make anew."""
+        return False
+
+    def _delay_all_reduce(self) -> None: ...
     def _set_static_graph(self) -> None: ...
     def _remove_autograd_hooks(self) -> None: ...
     def _check_reducer_finalized(self) -> None: ...

@@ -202,9 +202,9 @@ def test_report_fills_a_table(tmp_path):
     assert report.NOT_MEASURED in report.filled(text, tmp_path / "nowhere")
 
 
-def table_rows(heading):
-    """First and last cells of the tables under a heading of docs/drop-in.md."""
-    text = (ROOT / "docs/drop-in.md").read_text()
+def table_rows(heading, page="docs/drop-in.md"):
+    """First and last cells of the tables under a heading of a page."""
+    text = (ROOT / page).read_text()
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -224,12 +224,13 @@ def test_every_argument_and_method_of_ddp_has_a_row():
 def test_every_row_names_tests_that_exist():
     named = r"`(test_\w+)::(test_\w+)`"
     headings = ["Arguments", "Methods and properties", "Communication hooks of torch", "Behaviour"]
-    for heading in [*headings, "torch.compile", "Libraries"]:
-        rows = list(table_rows(heading))
+    tables = [table_rows(heading) for heading in [*headings, "torch.compile", "Libraries"]]
+    for rows in map(list, [*tables, table_rows("What a script may do", "docs/zero.md")]):
         assert rows
         for first, last in rows:
             assert re.findall(named, last), f"the row of {first} names no test"
-    for file, test in re.findall(named, (ROOT / "docs/drop-in.md").read_text()):
+    text = "".join((ROOT / page).read_text() for page in ("docs/drop-in.md", "docs/zero.md"))
+    for file, test in re.findall(named, text):
         sources = [*ROOT.glob(f"tests/{file}.py"), *ROOT.glob(f"tests/conformance/{file}.py")]
         assert any(f"def {test}(" in s.read_text() for s in sources), f"{file}::{test}"
 

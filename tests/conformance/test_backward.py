@@ -18,6 +18,7 @@ from tests.conformance.stages import batch, check, full, loss_of, net
 
 # Stages whose wrapper has a reducer that reduces gradients.
 REDUCING = ("zero0", "zero1", "zero1-small", "zero2")
+ANNOUNCING = (*REDUCING, "zero3")
 
 
 @contextlib.contextmanager
@@ -143,7 +144,7 @@ class Call:
         return self.script(wrap, rank, *self.args)
 
 
-@pytest.mark.parametrize("stage", REDUCING)
+@pytest.mark.parametrize("stage", ANNOUNCING)
 @pytest.mark.parametrize("name", ANNOUNCED)
 def test_a_backward_is_announced(name, stage):
     check(Call(announces, name, {}), stage)
@@ -243,18 +244,18 @@ def manual(wrap, rank, step_name, options):
     return full(model)
 
 
-@pytest.mark.parametrize("stage", REDUCING)
+@pytest.mark.parametrize("stage", ANNOUNCING)
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["memory", "network"])
 def test_a_training_step_within_forward_freezes_in_turn(options, stage):
     check(Call(adversaries, options), stage)
 
 
-@pytest.mark.parametrize("stage", REDUCING)
+@pytest.mark.parametrize("stage", ANNOUNCING)
 def test_a_training_step_within_forward_has_several_backwards(stage):
     check(Call(manual, "several_losses", {}), stage)
 
 
-@pytest.mark.parametrize("stage", REDUCING)
+@pytest.mark.parametrize("stage", ANNOUNCING)
 def test_a_training_step_within_forward_of_a_static_graph(stage):
     check(Call(manual, "one_loss", {"static_graph": True}), stage)
 
