@@ -333,6 +333,9 @@ class Context(StepWatcher, Generic[S]):
     # --- backward
 
     def begin_backward(self) -> None:
+        for unit in self.units():
+            if unit.running:  # a backward within a forward, which may have frozen other parameters
+                unit.freeze_alike()
         self.ends_queued, self._ends_soon = True, False
         self.creates_graph = torch.is_grad_enabled()
         self.gradients.announce(True)

@@ -269,6 +269,11 @@ class Unit:
         """At most, that gradients take on their way, the same on every rank."""
         return sum(strand.bytes_to_reduce() for strand in self.strands)
 
+    def freeze_alike(self) -> None:
+        """Have shares and unsharded parameters require gradients alike."""
+        for member in self.members:
+            member.freeze_alike()
+
     def show_sharded(self) -> None:
         for member in self.members:
             member.show_sharded()
