@@ -40,9 +40,9 @@ class _Memory:
             return None
         try:
             storage, begin = tensor.untyped_storage(), tensor.data_ptr()
-        except RuntimeError:  # as of tensors that are traced
-            return None
-        if storage.data_ptr() == 0:
+            if storage.data_ptr() == 0:
+                return None
+        except RuntimeError:  # as of tensors that are traced, or made of others
             return None
         sizes, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
