@@ -70,3 +70,21 @@ def test_calls_grow_as_the_number_of_parameters(way):
     few, many = (run_ranks(calls, 2, way, params)[0] for params in (100, 400))
     for before, after in zip(few, many, strict=True):
         assert after <= 4.4 * before
+
+
+def calls_of_one_storage(rank, world, params):
+    """Return the calls of wrapping a module whose parameters were made views of one tensor."""
+    module = Many(params)
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(module.parameters()), module.parameters()
+    )
+    with Counter() as wrapping:
+        for layer in module.layers:
+            fully_shard(layer)
+        fully_shard(module)
+    return wrapping.calls
+
+
+def test_calls_grow_as_the_number_of_parameters_in_one_storage():
+    few, many = (run_ranks(calls_of_one_storage, 1, params)[0] for params in (100, 400))
+    assert many <= 4.4 * few

@@ -6,6 +6,7 @@ or step on slices of them, each parameter has memory of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,9 +41,9 @@ class _Memory:
             return None
         try:
             storage, begin = tensor.untyped_storage(), tensor.data_ptr()
-        except RuntimeError:  # as of tensors that are traced
-            return None
-        if storage.data_ptr() == 0:
+            if storage.data_ptr() == 0:
+                return None
+        except RuntimeError:  # as of tensors that are traced, or made of others
             return None
         sizes, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -64,11 +65,22 @@ class _Memory:
         return touched.as_strided(sizes, (*strides, 1), self.begin - origin)
 
 
+@dataclass
+class _Stretch:
+    """Tensors of one storage that lie from `begin` to `end`, where no others do."""
+
+    begin: int
+    end: int
+    tensors: list[_Memory]
+
+
 class Memories:
     """Parameters so far, of one model or of several."""
 
     def __init__(self) -> None:
-        self._known: defaultdict[int, list[_Memory]] = defaultdict(list)  # by their storage
+        # By their storage, whose address is no other's while a weak reference is held; in order.
+        self._known: defaultdict[int, list[_Stretch]] = defaultdict(list)
+        self._most = 1000  # storages, until those that are gone are forgotten
 
     def add(self, name: str, tensor: torch.Tensor) -> str | None:
         """Add a tensor, and return the name of one that shares elements with it.
@@ -78,11 +90,24 @@ class Memories:
         memory = _Memory.of(name, tensor)
         if memory is None:
             return None
-        beside = self._known[memory.storage.cdata]
-        beside[:] = [other for other in beside if not other.storage.expired()]
+        if len(self._known) >= self._most:
+            self._forget()
+        stretches = self._known[memory.storage.cdata]
+        first = bisect_right(stretches, memory.begin, key=lambda each: each.end)
+        last = bisect_left(stretches, memory.end, first, key=lambda each: each.begin)
+        met = stretches[first:last]
+        beside = [other for each in met for other in each.tensors]
         found = next((other.name for other in beside if memory.overlaps(other)), None)
-        beside.append(memory)
+        begin = min([memory.begin, *(each.begin for each in met)])
+        end = max([memory.end, *(each.end for each in met)])
+        stretches[first:last] = [_Stretch(begin, end, [*beside, memory])]
         return found
+
+    def _forget(self) -> None:
+        for address, stretches in list(self._known.items()):
+            if stretches[0].tensors[0].storage.expired():
+                del self._known[address]
+        self._most = 2 * len(self._known) + 1000
 
 
 def check_untied(

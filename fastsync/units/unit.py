@@ -104,6 +104,7 @@ class Unit:
     keepers: dist.ProcessGroup | None = None
     places: list[int] = field(default_factory=list)
     name: str = ""
+    _begun: bool = False  # a gather, since the last reshard
     _reducing: list[Strand] = field(default_factory=list)
     _summing: list[_Summing] = field(default_factory=list)
 
@@ -198,8 +199,10 @@ class Unit:
         """Collective, unless the unit is whole or on the way."""
         if self.is_whole:
             return
-        for member in self.members:
-            member.note_version()
+        if not self._begun:
+            self._begun = True
+            for member in self.members:
+                member.note_version()
         for strand in self.strands:
             if not isinstance(strand, ExtendedStrand):
                 _check_plain(strand)
@@ -290,8 +293,10 @@ class Unit:
         if self.is_whole:
             self.show_sharded()
             self.is_whole = self.concealed = False
-        for member in self.members:
-            member.forget_version()
+        if self._begun:  # loading a state dict reshards once for each module
+            self._begun = False
+            for member in self.members:
+                member.forget_version()
         for strand in self.strands:
             strand.release(keepers)
 
