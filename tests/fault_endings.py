@@ -75,7 +75,7 @@ def check_text(job, ending):
     check_hangs(job, ending)
     if wrapper == "blind3":
         check_blind(job, ending)
-    elif fault in STALLS and (place == "nonfinite" or (place == "checkpoint" and sharded(job))):
+    elif fault in STALLS and place == "nonfinite":
         check_meeting(job, ending)
     elif fault in ALIKE:
         check_alike(job, ending)
@@ -115,6 +115,9 @@ def sharded(job):
 def buckets_of(job):
     """Those in which the others may wait; -1: elsewhere; None: that is not for all to say.
 
+    A rank that has its fault instead of collecting its optimizer's state is missed in the next
+    step: as long as its process runs, a thread of it gives the others what they collect.
+
     In a backward the faulty rank fails between the buckets 1 and 2. With two collectives per bucket
     the worker of each other rank waits for the first of bucket 2 before it begins the second of
     bucket 1, if it has come to bucket 2 by then.
@@ -123,8 +126,8 @@ def buckets_of(job):
     halves = wrapper == "int8" and world > 2
     if fault not in KINDS or fault == "thaw" or place == "nonfinite":
         return None
-    if place in ("between", "checkpoint") and sharded(job):
-        return None if fault in STALLS and place == "checkpoint" else {-1}
+    if place == "between" and sharded(job):
+        return {-1}
     if place in ("forward", "between", "checkpoint", "loop", "wrapped"):
         return {0}
     if place == "backward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fastsync.ranks.faults import SyncFault
 from fastsync.torch_private import (
     at_end_of_backward,
     backward_is_running,
@@ -300,7 +302,10 @@ class State:
             self._recover()
         if self.context.root_forward is None:
             if self.context.ends_queued and not backward_is_running():
-                self._forget()  # the last backward failed, and will not come to its end
+                # The last backward failed, and will not come to its end. Where that was because of
+                # other ranks, the next gather says so.
+                with contextlib.suppress(SyncFault):
+                    self._forget()
             if self._registrations != registrations():
                 self.check_layers()
             self.context.root_forward = self
