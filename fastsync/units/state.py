@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fastsync.ranks.faults import SyncFault
 from fastsync.torch_private import (
     at_end_of_backward,
     backward_is_running,
@@ -301,11 +299,8 @@ class State:
         if self.context.root_forward is self:  # its last forward failed half-way
             self._recover()
         if self.context.root_forward is None:
-            if self.context.ends_queued and not backward_is_running():
-                # The last backward failed, and will not come to its end. Where that was because of
-                # other ranks, the next gather says so.
-                with contextlib.suppress(SyncFault):
-                    self._forget()
+            if self.context.ends_queued and not backward_is_running() and not self.context.faulty:
+                self._forget()  # the last backward failed, and will not come to its end
             if self._registrations != registrations():
                 self.check_layers()
             self.context.root_forward = self
