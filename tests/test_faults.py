@@ -90,6 +90,8 @@ STALLS = [
     ("stop", "pieces", "zero2", 3),
     ("stop", "vote", "fp32", 3),
     ("sleep", "skips", "skips", 3),
+    ("sleep", "checkpoint", "zero1", 4),
+    ("stop", "checkpoint", "zero1", 3),
 ]
 # Before the ranks look out for each other.
 ABSENCES = [
@@ -99,8 +101,6 @@ ABSENCES = [
 ]
 # Where the rendezvous store knows who has come.
 MEETINGS = [
-    ("sleep", "checkpoint", "zero1", 4),
-    ("stop", "checkpoint", "zero1", 3),
     ("sleep", "nonfinite", "finite", 3),
 ]
 ALIKE = [
