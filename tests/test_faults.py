@@ -38,6 +38,8 @@ DEATHS = [
     ("exit", "vote", "zero1", 3),
     ("kill", "checkpoint", "zero1", 4),
     ("exit", "checkpoint", "zero2", 2),
+    ("kill", "fetch", "zero1", 3),
+    ("exit", "fetch", "zero2", 2),
     ("kill", "pieces", "codec", 3),
     ("kill", "pieces", "int8", 3),
     ("kill", "pieces", "zero1", 3),
@@ -92,6 +94,7 @@ STALLS = [
     ("sleep", "skips", "skips", 3),
     ("sleep", "checkpoint", "zero1", 4),
     ("stop", "checkpoint", "zero1", 3),
+    ("stop", "fetch", "zero2", 3),
 ]
 # Before the ranks look out for each other.
 ABSENCES = [
