@@ -75,7 +75,7 @@ def check_text(job, ending):
     check_hangs(job, ending)
     if wrapper == "blind3":
         check_blind(job, ending)
-    elif fault in STALLS and (place == "nonfinite" or (place == "checkpoint" and sharded(job))):
+    elif fault in STALLS and place == "nonfinite":
         check_meeting(job, ending)
     elif fault in ALIKE:
         check_alike(job, ending)
@@ -115,6 +115,9 @@ def sharded(job):
 def buckets_of(job):
     """Those in which the others may wait; -1: elsewhere; None: that is not for all to say.
 
+    A rank that has its fault instead of collecting its optimizer's state is missed in the next
+    step: as long as its process runs, a thread of it gives the others what they collect.
+
     In a backward the faulty rank fails between the buckets 1 and 2. With two collectives per bucket
     the worker of each other rank waits for the first of bucket 2 before it begins the second of
     bucket 1, if it has come to bucket 2 by then.
@@ -123,8 +126,10 @@ def buckets_of(job):
     halves = wrapper == "int8" and world > 2
     if fault not in KINDS or fault == "thaw" or place == "nonfinite":
         return None
-    if place in ("between", "checkpoint") and sharded(job):
-        return None if fault in STALLS and place == "checkpoint" else {-1}
+    if place == "between" and sharded(job):
+        return {-1}
+    if place == "fetch":  # or in the next step, where a rank has got its answer before
+        return {-1, 0}
     if place in ("forward", "between", "checkpoint", "loop", "wrapped"):
         return {0}
     if place == "backward":
@@ -142,7 +147,11 @@ def step_of(job):
         return 1
     if fault == "fewer" or (fault == "skip" and place == "forward"):
         return STEPS
-    after = place in ("between", "checkpoint") or (fault, *job[1:3]) == ("sleep", "pieces", "int8")
+    after = place in ("between", "checkpoint", "fetch") or (fault, *job[1:3]) == (
+        "sleep",
+        "pieces",
+        "int8",
+    )
     return AT + 2 if after else AT + 1
 
 
@@ -194,14 +203,18 @@ def check_skip(job, ending):
 
 
 def check_stall(job, ending):
-    """One rank warns for all, again after three times as long, and all name the rank at the end."""
+    """One rank warns for all, again after three times as long, and all name the rank at the end.
+
+    Who fetches may do so alone, and warns for itself.
+    """
     fault, place, wrapper, _ = job
-    (warned,) = [log for log in ending.logs if WARNED.search(log)]
+    warned, *more = [log for log in ending.logs if WARNED.search(log)]
+    assert not more or place == "fetch", str(ending)
     assert f"rank {FAULTY} is {'stopped' if fault == 'stop' else 'late'}" in warned, str(ending)
     assert fault == "stop" or "in fail" in warned, "the stack of the rank that sleeps"
     coding = "; its codec has been at work for " in warned
     assert coding == ((fault, wrapper) == ("sleep", "codec")), str(ending)
-    (waits,) = [waits for waits in ending.warnings() if waits]
+    waits = next(waits for waits in ending.warnings() if waits)
     assert len(waits) == 2, str(ending)
     assert waits[0] >= WARN_AFTER and waits[1] >= 3 * WARN_AFTER, str(ending)
     text, phase = TOGETHER.get(place, ("", None))

@@ -30,6 +30,7 @@ import fastsync.engine.groups as groups
 import fastsync.engine.watch as watch
 from fastsync.build import extension
 from fastsync.shard.delivery import Delivery
+from fastsync.shard.fetching import Shares
 from fastsync.torch_private import TCPStore
 
 LIMIT = 60.0  # seconds for a job
@@ -273,6 +274,18 @@ def fail_between(net, wrapper, rank):
     net.waits = wrapper == "int8" and rank == 0
 
 
+def fail_when_asked(net):
+    """Has the fault happen when another rank asks for this one's share of the optimizer's state."""
+    answer = Shares.answer
+
+    def fail_and_answer(shares, asked):
+        if net.due("fetch") and asked.get("version") == AT + 1:
+            fail(net.fault)
+        return answer(shares, asked)
+
+    Shares.answer = fail_and_answer
+
+
 def train(rank, fault, place, wrapper):
     mine = fault if rank == FAULTY else None
     options = dict(WRAPPERS[wrapper] or {})
@@ -284,6 +297,8 @@ def train(rank, fault, place, wrapper):
     options.update(differ(net, mine))
     if place == "pieces":
         fail_between(net, wrapper, rank)
+    if mine and place == "fetch":
+        fail_when_asked(net)
     all_thaw = (fault, place) == ("store", "vote")  # for which ranks meet in the store
     if fault == "thaw" or all_thaw:
         net.layers[0].weight.requires_grad_(False)
@@ -338,7 +353,7 @@ def train(rank, fault, place, wrapper):
         note_step(model, wrapper)
         if net.due("checkpoint"):
             fail(fault)
-        optimizer.state_dict()  # which all ranks collect, where they share it
+        optimizer.state_dict()  # which each rank collects, where they share it
     if mine == "fewer":
         note_fault()
     return [float(p.detach().double().sum()) for p in net.parameters()]

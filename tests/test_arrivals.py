@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
-from fastsync.engine import core, watch
+from fastsync.engine import core, groups, watch
 from fastsync.ranks.arrivals import Arrivals
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.stores import group_store
@@ -56,7 +56,7 @@ def stops_itself(rank, store):
 
 def is_stopped(rank, store):
     """While it makes a process group, and has told the others where it listens."""
-    make = dist.new_group
+    make = groups.make_beside
 
     def others(*args, **options):
         if rank == 0:
@@ -67,7 +67,7 @@ def is_stopped(rank, store):
         return make(*args, **options)
 
     if rank != FIRST:
-        dist.new_group = others
+        groups.make_beside = others
 
 
 def meet(rank, world, prepare):

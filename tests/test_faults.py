@@ -38,6 +38,8 @@ DEATHS = [
     ("exit", "vote", "zero1", 3),
     ("kill", "checkpoint", "zero1", 4),
     ("exit", "checkpoint", "zero2", 2),
+    ("kill", "fetch", "zero1", 3),
+    ("exit", "fetch", "zero2", 2),
     ("kill", "pieces", "codec", 3),
     ("kill", "pieces", "int8", 3),
     ("kill", "pieces", "zero1", 3),
@@ -90,6 +92,9 @@ STALLS = [
     ("stop", "pieces", "zero2", 3),
     ("stop", "vote", "fp32", 3),
     ("sleep", "skips", "skips", 3),
+    ("sleep", "checkpoint", "zero1", 4),
+    ("stop", "checkpoint", "zero1", 3),
+    ("stop", "fetch", "zero2", 3),
 ]
 # Before the ranks look out for each other.
 ABSENCES = [
@@ -99,8 +104,6 @@ ABSENCES = [
 ]
 # Where the rendezvous store knows who has come.
 MEETINGS = [
-    ("sleep", "checkpoint", "zero1", 4),
-    ("stop", "checkpoint", "zero1", 3),
     ("sleep", "nonfinite", "finite", 3),
 ]
 ALIKE = [

@@ -34,9 +34,10 @@ from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.meeting import MeetingPlace, UnreachableStoreError, needing_store
 from fastsync.ranks.stores import group_store, limit_silence
-from fastsync.torch_private import Store, gather_objects, is_gloo, talks_by_gloo
+from fastsync.torch_private import Store, gather_objects, group_timeout, is_gloo, talks_by_gloo
 
 __all__ = [
+    "answer_of",
     "awaited",
     "come_together",
     "expect_watch",
@@ -387,6 +388,41 @@ def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
     """
     visit = _visit(group, place, "apart")
     return (lambda: None) if visit is None else visit.look
+
+
+@contextlib.contextmanager
+def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Callable[[], None]]:
+    """What warns of `rank` of `group`, for a thread that waits for its answer and looks up.
+
+    A rank whose script has come to its end may still answer, so its end is not looked for at once.
+
+    Args:
+        place: what this rank is in, as it should read in a warning and an error.
+
+    Yields:
+        What may raise a `SyncFault`, and at the group's timeout a `TimeoutError` at least.
+    """
+    lookout, begun, timeout = _lookouts().get(group), time.monotonic(), group_timeout(group)
+    visit: _Visit | None = None
+    if lookout is not None:
+        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first one says who is late
+        visit = lookout.watch.visit("apart", place, both)
+
+    def look() -> None:
+        waited = time.monotonic() - begun
+        if visit is not None and waited >= Env.read().stall_warn:
+            visit.look()
+        if timeout is not None and waited > timeout.total_seconds():
+            text = f"rank {rank} did not come within {timeout.total_seconds():g} s"
+            if visit is not None:
+                visit.explain(text)
+            raise TimeoutError(text)
+
+    try:
+        yield look
+    finally:
+        if visit is not None:
+            visit.end(False)
 
 
 def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:

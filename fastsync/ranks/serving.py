@@ -19,6 +19,7 @@ import contextlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -30,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -50,6 +51,7 @@ _LONGEST = 1 << 20  # bytes of a request
 _READS = 1 << 20  # bytes of a reader's buffer
 _HEAD = struct.Struct("!?Q")  # whether there is an answer, and how long its head or the error is
 _LOOKS = 0.1  # seconds between two looks whether all ranks have let go of something
+_SILENCE = 0.1  # seconds between two looks at a rank that does not answer
 _STORE_ANSWERS = timedelta(seconds=1)  # at the end of a process
 
 
@@ -320,23 +322,51 @@ def open_server(store: Store, lost_after: float) -> Server:
     return servers[host]
 
 
+# Is entered while another rank does not answer; what it yields is called now and then, may raise.
+Waits = Callable[[], AbstractContextManager[Callable[[], None]]]
+
+
+class _Answers(RawIOBase):
+    """What comes over a connection, from a rank that may be stopped."""
+
+    def __init__(self, connection: socket.socket, waits: Waits) -> None:
+        super().__init__()
+        self._connection, self._waits = connection, waits
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        if not self._comes():
+            with self._waits() as look:
+                while not self._comes():
+                    look()
+        return self._connection.recv_into(buffer)
+
+    def _comes(self) -> bool:
+        return bool(self._poll.poll(1000 * _SILENCE))
+
+
 class Call:
     """A connection to the server of another rank, which does not end its process meanwhile.
 
     Args:
         address: its `Server.address`.
         lost_after: seconds in which its machine may acknowledge nothing.
+        waits: looks out for that rank.
 
     Raises:
         OSError: it cannot be reached.
     """
 
-    def __init__(self, address: str, lost_after: float) -> None:
+    def __init__(self, address: str, lost_after: float, waits: Waits) -> None:
         host, port, secret = json.loads(address)
         self._connection = socket.create_connection((host, port), timeout=_CONNECTS)
         self._connection.settimeout(None)
         limit_connection(self._connection, lost_after)
-        self._reader = BufferedReader(self._connection.makefile("rb", buffering=0), _READS)
+        self._reader = BufferedReader(_Answers(self._connection, waits), _READS)
         self._connection.sendall(f"{secret}\n".encode())
 
     def ask(self, asked: dict[str, Any]) -> bytes:
@@ -346,7 +376,7 @@ class Call:
             asked: plain values for `Served.answer`; "name" says whose.
 
         Raises:
-            RuntimeError: the other rank has no answer; says why.
+            RuntimeError: the other rank has no answer; says why. Or `waits` raises it.
             OSError: the other rank has ended.
         """
         self._connection.sendall(f"{json.dumps(asked)}\n".encode())

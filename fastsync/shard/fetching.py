@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch.optim import Optimizer
 
 from fastsync.build.env import Env
 from fastsync.engine.handover import populate
-from fastsync.engine.watch import explain_end, looker
+from fastsync.engine.watch import answer_of, explain_end, looker
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.meeting import needing_store
 from fastsync.ranks.serving import Answer, Call, Server, open_server
@@ -301,7 +302,7 @@ class Others:
             address = self._store.get(f"{self.name}/serves/{rank}").decode()
         if not address.startswith("["):
             raise OSError(address)
-        return Call(address, Env.read().lost_after)
+        return Call(address, Env.read().lost_after, partial(answer_of, self.group, _PLACE, rank))
 
 
 class Shares:
@@ -416,7 +417,7 @@ def fetch_whole(
         number: of the optimizer.
 
     Raises:
-        SyncFault: a rank has ended, and with it the only copy of its share.
+        SyncFault: a rank has ended, and with it the only copy of its share, or is stopped.
         RuntimeError: a rank does not have that version.
         ValueError: a value belongs to no elements, and parts of a parameter differ in it.
     """
@@ -451,7 +452,7 @@ def await_others(cut: Cut, own: Shares, others: Others, number: int) -> None:
         cut, own, others, number: see `fetch_whole`.
 
     Raises:
-        SyncFault: a rank has ended.
+        SyncFault: a rank has ended, or is stopped.
     """
     asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
     look = looker(others.group, "the next change of an optimizer's state")
@@ -472,6 +473,8 @@ def _has_arrived(share: int, others: Others, asked: dict[str, Any]) -> bool:
             call.close()
     except OSError:
         return True
+    except SyncFault:
+        raise
     except RuntimeError as error:
         return str(error) != _NOT_YET
     return True
@@ -519,6 +522,8 @@ class _Holder:
                 if len(self._ranks) == 1:
                     raise self._fault(error) from error
                 self._connect(error)
+            except SyncFault:
+                raise
             except RuntimeError as error:
                 me, it = self._others.group.rank(), self._ranks[0]
                 raise RuntimeError(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from fastsync.engine import core
 from fastsync.engine.reports import UnitCounters
 from fastsync.engine.steps import Arguments, StepWatcher, params_of, watch_steps
+from fastsync.ranks.faults import SyncFault
 from fastsync.timeline.recorder import Recorder
 from fastsync.units.connections import Connections, links_in, travels
 from fastsync.units.links import Links
@@ -73,6 +75,7 @@ class Context(StepWatcher, Generic[S]):
     Attributes:
         root_forward: the state whose forward is the outermost one of those that run.
         ends_queued: whether the running backward will call the root at its end.
+        faulty: it has been in vain to wait for other ranks, and will be.
         creates_graph: the running backward, or the last one, is differentiated again, so that the
             unsharded parameters stay.
         conceals: between a forward and its backward scripts see shares, unless they asked for
@@ -88,7 +91,7 @@ class Context(StepWatcher, Generic[S]):
     def __init__(self, first: S) -> None:
         self.states = [first]
         self.root_forward: S | None = None
-        self.ends_queued = self.creates_graph = self.conceals = False
+        self.ends_queued = self.creates_graph = self.conceals = self.faulty = False
         self.last_backward = True
         self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
@@ -197,15 +200,25 @@ class Context(StepWatcher, Generic[S]):
                 it starts at once, after `units`, else when they are there.
         """
         at_once = all(map(travels, units))
-        if at_once:
+        with self._waiting():
+            if at_once:
+                for unit in units:
+                    self._start(unit)
+                prefetch()
             for unit in units:
-                self._start(unit)
-            prefetch()
-        for unit in units:
-            self._finish(unit)
-        if not at_once:
-            prefetch()
+                self._finish(unit)
+            if not at_once:
+                prefetch()
         self._look()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Waits for other ranks."""
+        try:
+            yield
+        except SyncFault:
+            self.faulty = True
+            raise
 
     def _start(self, unit: Unit) -> None:
         if not unit.is_whole:
@@ -361,10 +374,11 @@ class Context(StepWatcher, Generic[S]):
 
     def reduce(self, unit: Unit) -> None:
         """Sends the gradients of `unit`; before that, waits for former ones. Collective."""
-        while len(self._reducing) >= self.most_in_flight:
-            self._finish_oldest()
-        if unit.in_flight:  # a unit whose backward comes twice
-            self._finish_all()
+        with self._waiting():
+            while len(self._reducing) >= self.most_in_flight:
+                self._finish_oldest()
+            if unit.in_flight:  # a unit whose backward comes twice
+                self._finish_all()
         if self._ends_soon:
             for links in self.all_links():
                 links.core.trim_pool()
@@ -403,9 +417,10 @@ class Context(StepWatcher, Generic[S]):
         self.connections.log.end_work()
 
     def _deliver_all(self) -> None:
-        self._finish_all()
-        for unit in self.units():
-            unit.finish_sums()
+        with self._waiting():
+            self._finish_all()
+            for unit in self.units():
+                unit.finish_sums()
         for unit in self.units():
             land(unit.strands)
         self.ends_queued = False

@@ -299,7 +299,7 @@ class State:
         if self.context.root_forward is self:  # its last forward failed half-way
             self._recover()
         if self.context.root_forward is None:
-            if self.context.ends_queued and not backward_is_running():
+            if self.context.ends_queued and not backward_is_running() and not self.context.faulty:
                 self._forget()  # the last backward failed, and will not come to its end
             if self._registrations != registrations():
                 self.check_layers()
