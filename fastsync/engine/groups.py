@@ -156,8 +156,9 @@ def _new_group(
     )
     ends = carried == "gloo" and group_timeout(group) is not None
     if ends or (is_apart(group) and len(ranks) == group.size()):
-        # Parts of a group are made at the same time, and have no rank in common.
-        name = f"fastsync/{number}/{ranks[0]}/{purpose}"
+        # Parts of a group are made at the same time, and have no rank in common. Ranks that come
+        # back number the default group's ranks in another way, but not those of `group`.
+        name = f"fastsync/{number}/{dist.get_group_rank(group, ranks[0])}/{purpose}"
         make = partial(make_beside, group, ranks, name, carried)
     keep = own.add if ends else lambda made: made
     if not looks_out(group):

@@ -12,7 +12,8 @@ rank that fetches sends its number. A rank that has completed fewer changes lets
 has begun another refuses, and one that is being read begins no other. Where every rank fetches, one
 may be ahead and could begin the next change without the others: a step whose gradients have come
 already, or a load_state_dict(). So a rank that has fetched asks the others to tell it when they
-have come to their next change, and then begins its own.
+have come to their next change, and then begins its own. What a script writes to `optimizer.state`
+makes no version, but is waited for, too: it is the next change of a rank that comes to it.
 
 Tensors travel as bytes, from the memory of one rank to the place in the whole parameter's state on
 the other.
@@ -67,13 +68,14 @@ class Gate:
 
     Attributes:
         version: number of completed changes.
-        arrived: the change that this rank has come to last, and may not have begun.
+        arrived: the change that this rank has come to last, and may not have begun: the version
+            that it makes, and how many values the script has written to that.
         moving: to be held while entries of the state are elsewhere for a moment.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._readers, self.version, self.arrived = 0, 0, 0
+        self._readers, self.version, self.arrived = 0, 0, (0, 0)
         self._changing = False
         self._done: Any = None  # event of the device's stream after the last change
         self.moving = threading.Lock()
@@ -86,10 +88,24 @@ class Gate:
     def arrive(self) -> None:
         """Come to a change, and tell who waits for that."""
         with self._turn:
-            self.arrived = self.version + 1
+            self.arrived = (self.version + 1, 0)
             self._turn.notify_all()
 
-    def await_arrival(self, change: int, timeout: float) -> None:
+    def arrive_to_write(self) -> None:
+        """Come to the writing of a value between two changes, and tell who waits for that."""
+        with self._turn:
+            version, written = max(self.arrived, (self.version, 0))
+            if version == self.version:
+                self.arrived = (version, written + 1)
+            self._turn.notify_all()
+
+    def await_readers(self) -> None:
+        """Return once no rank reads."""
+        with self._turn:
+            while self._readers:
+                self._turn.wait()
+
+    def await_arrival(self, change: tuple[int, int], timeout: float) -> None:
         """Return once this rank has come to a change.
 
         Raises:
@@ -388,7 +404,8 @@ class Shares:
     def answer(self, asked: Mapping[str, Any]) -> Iterator[Answer]:
         """See `Served`. `asked` is what `fetch_whole` or `await_others` sends."""
         if "change" in asked:
-            self.gate.await_arrival(asked["change"], asked["seconds"])
+            version, written = asked["change"]
+            self.gate.await_arrival((version, written), asked["seconds"])
             yield Answer(b"", ())
             return
         with self.gate.reading(asked["version"], Env.read().agree_timeout) as done:

@@ -107,6 +107,7 @@ class Slices:
             of a space, without its elements; None: a step makes none.
         siblings: a weak reference to what returns what this rank steps on of the parameters in the
             same group.
+        writes: a weak reference to what is called before the script changes values.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class Slices:
         order: Sequence[torch.Tensor],
         template: Callable[[], Callable[[Space, int], State | None] | None],
         siblings: Callable[[], Callable[[torch.Tensor], Sequence[torch.Tensor]] | None],
+        writes: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.exchange, self.rank = exchange, exchange.group.rank()
-        self._template, self._siblings = template, siblings
+        self._template, self._siblings, self._writes = template, siblings, writes
         self.places: dict[torch.Tensor, tuple[Space, int]] = {}
         self.pieces: dict[torch.Tensor, list[tuple[Piece, nn.Parameter]]] = {}
         for space in spaces:
@@ -129,6 +131,12 @@ class Slices:
                 self.pieces[space.params[piece.param]].append((piece, tensor))
         self.places = {param: self.places[param] for param in order if param in self.places}
         self._elsewhere: dict[torch.Tensor, _Elsewhere] = {}
+
+    def before_write(self) -> None:
+        """Return once other ranks do not need the values as they are. Every rank calls it."""
+        writes = self._writes()
+        if writes is not None:
+            writes()
 
     def note_step(self, space: Space) -> None:
         """A step is made on the parameters of a space that have gradients."""
@@ -235,6 +243,7 @@ class StateView(MutableMapping[Any, Any]):
             self.held[key] = values
             return
         values = dict(values)  # which may be the present ones
+        slices.before_write()
         self._clear(slices, key, {})
         _ParamState(self, slices, key).update(values)
 
@@ -245,6 +254,7 @@ class StateView(MutableMapping[Any, Any]):
             return
         if not slices.has_state(self.held, key):
             raise KeyError(key)
+        slices.before_write()
         self._clear(slices, key, None)
 
     def _clear(self, slices: Slices, param: torch.Tensor, entry: State | None) -> None:
@@ -359,6 +369,7 @@ class _ParamState(MutableMapping[str, Any]):
         return StateSlice(self._slices, self._param, name, parts, (value, shape))
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self._slices.before_write()
         pieces = self._slices.pieces[self._param]
         if not pieces:
             if isinstance(value, StateSlice) and value.part_of(self._param, None) is None:
@@ -390,6 +401,7 @@ class _ParamState(MutableMapping[str, Any]):
         return cut_value(self._space, piece, self._param, value)
 
     def __delitem__(self, name: str) -> None:
+        self._slices.before_write()
         del self._known()[name]
         for *_, state in self._held()[1:]:
             del state[name]
@@ -493,10 +505,16 @@ class StateSlice(WrapperTensor):
 
     def write(self, whole: torch.Tensor) -> None:
         """This rank's elements are those of `whole` from now on."""
+        self.before_write()
         space, _ = self._slices.places[self._param]
         for piece, part in self._parts:
             cut = whole.shape == self._param.shape and part.shape != whole.shape and part.dim()
             part.copy_(space.cut(piece, whole) if cut else whole)
+
+    def before_write(self) -> None:
+        """Return once other ranks do not need the elements as they are. Every rank calls it."""
+        if self.dim() or not self._param.dim():  # else only ranks with several parts have a face
+            self._slices.before_write()
 
     def to_local(self) -> torch.Tensor:
         """Return the elements that this rank owns, one-dimensional unless these are all."""
@@ -566,6 +584,7 @@ def _detach(func: Any, face: StateSlice) -> StateSlice:
 def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
     if not isinstance(face, StateSlice) or not all(map(_is_number, others)):
         return NotImplemented
+    face.before_write()
     for _, part in face._parts:
         func(part, *others, **named)
     return face
@@ -584,6 +603,8 @@ def _elementwise_all(func: Any, faces: Sequence[Any], *others: Any, **named: Any
     spread = [face for face in faces if isinstance(face, StateSlice)]
     if len(spread) < len(faces) or not all(map(_is_number, others)):
         return NotImplemented
+    for face in spread:
+        face.before_write()
     if parts := [part for face in spread for _, part in face._parts]:
         func(parts, *others, **named)
     return None
