@@ -348,7 +348,7 @@ class ShardedOptimizer:
         exchange = self._owner.exchange
         # By weak references: a cycle would keep the model until it is collected.
         template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
-        writes = weakref.WeakMethod(self._before_write)
+        writes = weakref.WeakMethod(self._writing)
         self.slices = Slices(spaces, exchange, order, template, alike, writes)
         self._view.slices = [each for each in self._view.slices if each is not before]
         self._view.slices.append(self.slices)
@@ -529,13 +529,20 @@ class ShardedOptimizer:
         self.shares.gate.arrive()
         self._await_others()
 
-    def _before_write(self) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         """The same before the script changes values of the state between two steps."""
         gate = self.shares.gate
-        if not gate.changing:
-            gate.arrive_to_write()
-            self._await_others()
-            gate.await_readers()
+        if gate.changing:
+            yield
+            return
+        gate.arrive_to_write()
+        self._await_others()
+        gate.await_readers()
+        try:
+            yield
+        finally:
+            gate.end_write()
 
     def _await_others(self) -> None:
         if self._fetched == self.shares.gate.version and self.cut.size > 1:
