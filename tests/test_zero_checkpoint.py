@@ -1,6 +1,7 @@
 """Checkpoints of sharded optimizers: written with any number of ranks and stage, read with any."""
 
 import copy
+import time
 from pathlib import Path
 
 import pytest
@@ -272,3 +273,51 @@ def flattened(rank, world):
 def test_torchs_flattened_form_is_loaded():
     """Torch looks up in `optimizer.state` what there is of whole parameters."""
     assert run_ranks(flattened, 2) == [True, True]
+
+
+def written(rank, world, write):
+    _, model, optimizer = made("adamw", 1)
+    train(model, optimizer, [0], rank, world)
+    found = []
+    for wait in (0, 1):  # one rank is ahead, then the other
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(wait + 1.0)
+        if rank == wait:
+            time.sleep(0.5)
+        states = copy.deepcopy(optimizer.state_dict())["state"].values()
+        found.append({float(v) for state in states for v in state["exp_avg"].flatten()})
+        write(optimizer)
+    assert found == [{1.0}, {2.0}]
+    train(model, optimizer, [1], rank, world)
+    return True
+
+
+def fills(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(7.0)
+
+
+def fills_at_once(optimizer):
+    torch._foreach_add_([state["exp_avg"] for state in optimizer.state.values()], 1.0)
+
+
+def assigns(optimizer):
+    for param, state in optimizer.state.items():
+        state["exp_avg"] = torch.full_like(param, 7.0)
+
+
+def copies(optimizer):
+    for param, state in optimizer.state.items():
+        state["exp_avg"].copy_(torch.full_like(param, 7.0))
+
+
+def removes(optimizer):
+    for param, state in list(optimizer.state.items()):
+        values = dict(state)
+        del optimizer.state[param]
+        optimizer.state[param] = values
+
+
+@pytest.mark.parametrize("write", [fills, fills_at_once, assigns, copies, removes])
+def test_what_is_written_after_a_save_is_not_in_that_of_a_later_rank(write):
+    assert run_ranks(written, 2, write) == [True, True]

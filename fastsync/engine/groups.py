@@ -12,13 +12,18 @@ others wait for. Another wrapper never gets the group, since two ranks might use
 different orders, and collectives of one group have to be in one order. Nor does a later group get
 its name, which the store knows already. The end joins threads, which takes long where a collective
 has been left unfinished, so it has a thread of its own. It starts once the objects of the extension
-that use the group are gone.
+that use the group are gone. A process that ends waits for these threads for a while: Python ends
+each thread that returns from C++ to an interpreter that is gone, and a destructor there ends the
+process with SIGABRT. What has not begun to end by then never does.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
+import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -34,12 +39,15 @@ from fastsync.torch_private import (
     forget_group,
     group_timeout,
     is_apart,
+    keep_for_good,
     make_beside,
     renewed_backend,
 )
 from fastsync.wire.formats import Wire
 
 __all__ = ["OwnGroups", "make_links", "new_cpu_group", "new_part"]
+
+_ENDS = 3.0  # seconds for the groups of wrappers that have died right before the process ends
 
 
 class OwnGroups:
@@ -55,7 +63,7 @@ class OwnGroups:
             user: where they are used by an object of the extension, that object: its finalizers run
                 once what it stands for has ended.
         """
-        weakref.finalize(user, _end, self._groups).atexit = False
+        weakref.finalize(user, _endings().begin, self._groups).atexit = False
 
     def take_over(self, other: OwnGroups) -> None:
         """Have the groups of another one end with these."""
@@ -68,14 +76,62 @@ class OwnGroups:
         return group
 
 
-def _end(groups: list[dist.ProcessGroup]) -> None:
-    for group in groups:
-        forget_group(group)
-    # A garbage collection may call this anywhere, and threading.Thread takes locks. No thread can
-    # be started while the interpreter ends.
-    if groups:
-        with contextlib.suppress(RuntimeError):
-            _thread.start_new_thread(groups.clear, ())
+class _Endings:
+    """The ends of this process's groups, which have threads."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, list[dist.ProcessGroup]] = {}  # groups of each thread, by list
+        self._process_ends = False
+
+    def begin(self, groups: list[dist.ProcessGroup]) -> None:
+        """End these, which nobody uses any more."""
+        for group in groups:
+            forget_group(group)
+        if not groups:
+            return
+        if self._process_ends:
+            _keep(groups)
+            return
+        # A garbage collection may call this anywhere, and threading.Thread takes locks. No thread
+        # can be started while the interpreter ends.
+        self._running[id(groups)] = groups
+        try:
+            _thread.start_new_thread(self._run, (groups,))
+        except RuntimeError:
+            del self._running[id(groups)]
+            _keep(groups)
+
+    def _run(self, groups: list[dist.ProcessGroup]) -> None:
+        with contextlib.suppress(IndexError):  # the main thread may keep the rest
+            while not self._process_ends:
+                groups.pop()
+        del self._running[id(groups)]
+
+    def finish(self) -> None:
+        """Wait for the threads at the end of the process."""
+        self._process_ends = True
+        for groups in list(self._running.values()):
+            _keep(groups)
+        deadline = time.monotonic() + _ENDS
+        while self._running and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def abandon(self) -> None:
+        """This process was forked from the one that has the threads."""
+        self._running.clear()
+
+
+def _keep(groups: list[dist.ProcessGroup]) -> None:
+    for group in list(groups):
+        keep_for_good(group)
+
+
+@cache
+def _endings() -> _Endings:
+    endings = _Endings()
+    atexit.register(endings.finish)
+    os.register_at_fork(after_in_child=endings.abandon)
+    return endings
 
 
 def make_links(
@@ -156,8 +212,9 @@ def _new_group(
     )
     ends = carried == "gloo" and group_timeout(group) is not None
     if ends or (is_apart(group) and len(ranks) == group.size()):
-        # Parts of a group are made at the same time, and have no rank in common.
-        name = f"fastsync/{number}/{ranks[0]}/{purpose}"
+        # Parts of a group are made at the same time, and have no rank in common. Ranks that come
+        # back number the default group's ranks in another way, but not those of `group`.
+        name = f"fastsync/{number}/{dist.get_group_rank(group, ranks[0])}/{purpose}"
         make = partial(make_beside, group, ranks, name, carried)
     keep = own.add if ends else lambda made: made
     if not looks_out(group):

@@ -12,7 +12,9 @@ rank that fetches sends its number. A rank that has completed fewer changes lets
 has begun another refuses, and one that is being read begins no other. Where every rank fetches, one
 may be ahead and could begin the next change without the others: a step whose gradients have come
 already, or a load_state_dict(). So a rank that has fetched asks the others to tell it when they
-have come to their next change, and then begins its own.
+have come to their next change, and then begins its own. What a script writes to `optimizer.state`
+makes no version, but is counted and waited for, too: it is the next change of a rank that comes to
+it, and whoever fetches after it waits for those that have not written as much.
 
 Tensors travel as bytes, from the memory of one rank to the place in the whole parameter's state on
 the other.
@@ -68,13 +70,15 @@ class Gate:
 
     Attributes:
         version: number of completed changes.
-        arrived: the change that this rank has come to last, and may not have begun.
+        arrived: the change that this rank has come to last, and may not have begun: the version
+            that it makes, and how many values the script has written to that.
         moving: to be held while entries of the state are elsewhere for a moment.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._readers, self.version, self.arrived = 0, 0, 0
+        self._readers, self.version, self.arrived = 0, 0, (0, 0)
+        self._written = 0
         self._changing = False
         self._done: Any = None  # event of the device's stream after the last change
         self.moving = threading.Lock()
@@ -87,10 +91,33 @@ class Gate:
     def arrive(self) -> None:
         """Come to a change, and tell who waits for that."""
         with self._turn:
-            self.arrived = self.version + 1
+            self.arrived = (self.version + 1, 0)
             self._turn.notify_all()
 
-    def await_arrival(self, change: int, timeout: float) -> None:
+    @property
+    def stands(self) -> tuple[int, int]:
+        """The version, and how many values have been written to it."""
+        return self.version, self._written
+
+    def arrive_to_write(self) -> None:
+        """Come to the writing of a value between two changes, and tell who waits for that."""
+        with self._turn:
+            self.arrived = max(self.arrived, (self.version, self._written + 1))
+            self._turn.notify_all()
+
+    def end_write(self) -> None:
+        """Complete it."""
+        with self._turn:
+            self._written += 1
+            self._turn.notify_all()
+
+    def await_readers(self) -> None:
+        """Return once no rank reads."""
+        with self._turn:
+            while self._readers:
+                self._turn.wait()
+
+    def await_arrival(self, change: tuple[int, int], timeout: float) -> None:
         """Return once this rank has come to a change.
 
         Raises:
@@ -120,12 +147,12 @@ class Gate:
             done.record()
         with self._turn:
             self._changing, self._done = False, done
-            self.version += 1
+            self.version, self._written = self.version + 1, 0
             self._turn.notify_all()
 
     @contextmanager
-    def reading(self, version: int, timeout: float) -> Iterator[Any]:
-        """Wait for a version, and keep it.
+    def reading(self, version: int, written: int, timeout: float) -> Iterator[Any]:
+        """Wait for a version with so many values written to it, and keep it.
 
         Yields:
             The event after which it is there; None on a CPU.
@@ -134,7 +161,12 @@ class Gate:
             RuntimeError: it does not come, or has gone.
         """
         with self._turn:
-            self._turn.wait_for(lambda: self.version >= version, timeout)
+            self._turn.wait_for(lambda: self.stands >= (version, written), timeout)
+            if self.version == version and self._written < written:
+                raise RuntimeError(
+                    f"it has not written as many values to optimizer.state within {timeout:g} s: "
+                    f"{self._written}, and not {written}. Write them on every rank"
+                )
             if self.version < version:
                 raise RuntimeError(
                     f"it has not come so far within {timeout:g} s: it has changed the state "
@@ -389,10 +421,11 @@ class Shares:
     def answer(self, asked: Mapping[str, Any]) -> Iterator[Answer]:
         """See `Served`. `asked` is what `fetch_whole` or `await_others` sends."""
         if "change" in asked:
-            self.gate.await_arrival(asked["change"], asked["seconds"])
+            version, written = asked["change"]
+            self.gate.await_arrival((version, written), asked["seconds"])
             yield Answer(b"", ())
             return
-        with self.gate.reading(asked["version"], Env.read().agree_timeout) as done:
+        with self.gate.reading(*asked["stands"], Env.read().agree_timeout) as done:
             if asked["ranks"] != list(self._cut.ranks):
                 raise RuntimeError("it shares the state with other ranks now")
             with self.gate.moving:
@@ -421,7 +454,7 @@ def fetch_whole(
         RuntimeError: a rank does not have that version.
         ValueError: a value belongs to no elements, and parts of a parameter differ in it.
     """
-    whole, asked = _Whole(spaces), {"name": others.name_of(number), "version": own.gate.version}
+    whole, asked = _Whole(spaces), {"name": others.name_of(number), "stands": own.gate.stands}
     left = deque(share for share in range(cut.size) if share not in cut.kept)
     holders: deque[_Holder] = deque()
     with ExitStack() as stack:

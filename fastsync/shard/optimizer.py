@@ -315,7 +315,7 @@ class ShardedOptimizer:
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
         kinds = owner.kinds_of(params, self._unit == "tensor")
         self.shares, self._let_go = Shares(optimizer), False
-        self._fetched = -1  # the version of the state that this rank has fetched last
+        self._fetched = -1  # the version that this rank has fetched since it came to a change
         self._view = StateView({})
         self.use(owner.cut, [self._space(*found) for found in kinds])
         self.blank = True
@@ -348,7 +348,8 @@ class ShardedOptimizer:
         exchange = self._owner.exchange
         # By weak references: a cycle would keep the model until it is collected.
         template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
-        self.slices = Slices(spaces, exchange, order, template, alike)
+        writes = weakref.WeakMethod(self._writing)
+        self.slices = Slices(spaces, exchange, order, template, alike, writes)
         self._view.slices = [each for each in self._view.slices if each is not before]
         self._view.slices.append(self.slices)
 
@@ -525,10 +526,28 @@ class ShardedOptimizer:
 
     def _come_to_change(self) -> None:
         """Wait for the others where this rank has fetched: they may still read its state."""
+        self.shares.gate.arrive()
+        self._await_others()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The same before the script changes values of the state between two steps."""
         gate = self.shares.gate
-        gate.arrive()
-        if self._fetched == gate.version and self.cut.size > 1:
+        if gate.changing:
+            yield
+            return
+        gate.arrive_to_write()
+        self._await_others()
+        gate.await_readers()
+        try:
+            yield
+        finally:
+            gate.end_write()
+
+    def _await_others(self) -> None:
+        if self._fetched == self.shares.gate.version and self.cut.size > 1:
             await_others(self.cut, self.shares, self._owner.others, self.number)
+        self._fetched = -1
 
     def end_change(self, optimizer: Optimizer) -> None:
         """Complete a change of the state: a step, or the loading of one. The ranks count them."""

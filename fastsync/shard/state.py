@@ -13,6 +13,7 @@ by parameter, as under DistributedDataParallel, and what they change there takes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -107,6 +108,7 @@ class Slices:
             of a space, without its elements; None: a step makes none.
         siblings: a weak reference to what returns what this rank steps on of the parameters in the
             same group.
+        writes: a weak reference to what returns a context in which the script changes values.
     """
 
     def __init__(
@@ -116,9 +118,10 @@ class Slices:
         order: Sequence[torch.Tensor],
         template: Callable[[], Callable[[Space, int], State | None] | None],
         siblings: Callable[[], Callable[[torch.Tensor], Sequence[torch.Tensor]] | None],
+        writes: Callable[[], Callable[[], AbstractContextManager[None]] | None],
     ) -> None:
         self.exchange, self.rank = exchange, exchange.group.rank()
-        self._template, self._siblings = template, siblings
+        self._template, self._siblings, self._writes = template, siblings, writes
         self.places: dict[torch.Tensor, tuple[Space, int]] = {}
         self.pieces: dict[torch.Tensor, list[tuple[Piece, nn.Parameter]]] = {}
         for space in spaces:
@@ -129,6 +132,11 @@ class Slices:
                 self.pieces[space.params[piece.param]].append((piece, tensor))
         self.places = {param: self.places[param] for param in order if param in self.places}
         self._elsewhere: dict[torch.Tensor, _Elsewhere] = {}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Enter once other ranks do not need the values as they are. Every rank does."""
+        writes = self._writes()
+        return nullcontext() if writes is None else writes()
 
     def note_step(self, space: Space) -> None:
         """A step is made on the parameters of a space that have gradients."""
@@ -235,7 +243,8 @@ class StateView(MutableMapping[Any, Any]):
             self.held[key] = values
             return
         values = dict(values)  # which may be the present ones
-        self._clear(slices, key, {})
+        with slices.writing():
+            self._clear(slices, key, {})
         _ParamState(self, slices, key).update(values)
 
     def __delitem__(self, key: Any) -> None:
@@ -245,7 +254,8 @@ class StateView(MutableMapping[Any, Any]):
             return
         if not slices.has_state(self.held, key):
             raise KeyError(key)
-        self._clear(slices, key, None)
+        with slices.writing():
+            self._clear(slices, key, None)
 
     def _clear(self, slices: Slices, param: torch.Tensor, entry: State | None) -> None:
         """Has the parameter a copy of this entry; None: no entry."""
@@ -359,6 +369,10 @@ class _ParamState(MutableMapping[str, Any]):
         return StateSlice(self._slices, self._param, name, parts, (value, shape))
 
     def __setitem__(self, name: str, value: Any) -> None:
+        with self._slices.writing():
+            self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
         pieces = self._slices.pieces[self._param]
         if not pieces:
             if isinstance(value, StateSlice) and value.part_of(self._param, None) is None:
@@ -390,9 +404,10 @@ class _ParamState(MutableMapping[str, Any]):
         return cut_value(self._space, piece, self._param, value)
 
     def __delitem__(self, name: str) -> None:
-        del self._known()[name]
-        for *_, state in self._held()[1:]:
-            del state[name]
+        with self._slices.writing():
+            del self._known()[name]
+            for *_, state in self._held()[1:]:
+                del state[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._known()))
@@ -494,9 +509,16 @@ class StateSlice(WrapperTensor):
     def write(self, whole: torch.Tensor) -> None:
         """This rank's elements are those of `whole` from now on."""
         space, _ = self._slices.places[self._param]
-        for piece, part in self._parts:
-            cut = whole.shape == self._param.shape and part.shape != whole.shape and part.dim()
-            part.copy_(space.cut(piece, whole) if cut else whole)
+        with self.writing():
+            for piece, part in self._parts:
+                cut = whole.shape == self._param.shape and part.shape != whole.shape and part.dim()
+                part.copy_(space.cut(piece, whole) if cut else whole)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Enter once other ranks do not need the elements as they are. Every rank does."""
+        # Of a number only ranks with several parts have a face.
+        everywhere = self.dim() or not self._param.dim()
+        return self._slices.writing() if everywhere else nullcontext()
 
     def to_local(self) -> torch.Tensor:
         """Return the elements that this rank owns, one-dimensional unless these are all."""
@@ -566,8 +588,9 @@ def _detach(func: Any, face: StateSlice) -> StateSlice:
 def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
     if not isinstance(face, StateSlice) or not all(map(_is_number, others)):
         return NotImplemented
-    for _, part in face._parts:
-        func(part, *others, **named)
+    with face.writing():
+        for _, part in face._parts:
+            func(part, *others, **named)
     return face
 
 
@@ -584,8 +607,11 @@ def _elementwise_all(func: Any, faces: Sequence[Any], *others: Any, **named: Any
     spread = [face for face in faces if isinstance(face, StateSlice)]
     if len(spread) < len(faces) or not all(map(_is_number, others)):
         return NotImplemented
-    if parts := [part for face in spread for _, part in face._parts]:
-        func(parts, *others, **named)
+    with ExitStack() as stack:
+        for face in spread:
+            stack.enter_context(face.writing())
+        if parts := [part for face in spread for _, part in face._parts]:
+            func(parts, *others, **named)
     return None
 
 
