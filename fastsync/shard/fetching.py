@@ -425,7 +425,8 @@ class Shares:
             self.gate.await_arrival((version, written), asked["seconds"])
             yield Answer(b"", ())
             return
-        with self.gate.reading(*asked["stands"], Env.read().agree_timeout) as done:
+        version, written = asked["stands"]
+        with self.gate.reading(version, written, Env.read().agree_timeout) as done:
             if asked["ranks"] != list(self._cut.ranks):
                 raise RuntimeError("it shares the state with other ranks now")
             with self.gate.moving:
