@@ -279,7 +279,7 @@ def fail_when_asked(net):
     answer = Shares.answer
 
     def fail_and_answer(shares, asked):
-        if net.due("fetch") and asked.get("version") == AT + 1:
+        if net.due("fetch") and asked.get("stands", [None])[0] == AT + 1:
             fail(net.fault)
         return answer(shares, asked)
 
