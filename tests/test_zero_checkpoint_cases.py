@@ -237,9 +237,13 @@ def load_other_groups(rank, world, path):
     model.load_optimizer_state_dict(optimizer, state)
 
 
-def load_whole_tensors(rank, world, path):
+def load_wrong_tensors(rank, world, path):
+    """Tensors that are neither whole nor what this rank owns."""
     model, optimizer, _ = stepped(rank, world)
-    model.load_optimizer_state_dict(optimizer, get_optimizer_state_dict(model, optimizer))
+    state = get_optimizer_state_dict(model, optimizer)
+    for values in state["state"].values():
+        values.update({name: v[:-1] for name, v in values.items() if getattr(v, "ndim", 0) > 0})
+    model.load_optimizer_state_dict(optimizer, state)
 
 
 def load_other_elements(rank, world, path):
@@ -291,7 +295,7 @@ FAULTS = {
     load_fewer_parameters: r"has no 'scale', but the optimizer has; load the checkpoint into",
     load_more_parameters: r"has 'more.weight', but the optimizer has not; load the checkpoi",
     load_other_groups: r"its parameters in other groups; load the checkpoint into",
-    load_whole_tensors: r"'exp_avg' in the state of '.*' is not of the elements that this",
+    load_wrong_tensors: r"'exp_avg' in the state of '.*' is not of the elements that this",
     load_other_elements: r"is not of the elements that this rank owns; pass what model.opt",
     load_another_shape: r"Size mismatch .* for optimizer.state.last.weight.exp_avg",
     load_another_model: r"Missing key in checkpoint state_dict: optimizer.state.0.weight",
