@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 
 STEPS = 3
-WIRES = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4")
 
 
 def net():
