@@ -313,18 +313,7 @@ def _release(shards: weakref.ref[GradientShards], index: int) -> None:
         alive.release(index)
 
 
-def _on(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what makes these operators of `aten`."""
-
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            operator, overload = name.split(".")
-            packet = getattr(torch.ops.aten, operator, None)
-            if packet is not None and overload in packet.overloads():
-                ShardedGradient._handlers[getattr(packet, overload)] = handler
-        return handler
-
-    return register
+_on = ShardedGradient.handles
 
 
 def _is_scalar(value: object) -> bool:

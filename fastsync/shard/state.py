@@ -560,18 +560,7 @@ class StateSlice(WrapperTensor):
         )
 
 
-def _on(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what makes these operators of `aten`."""
-
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            operator, overload = name.split(".")
-            packet = getattr(torch.ops.aten, operator, None)
-            if packet is not None and overload in packet.overloads():
-                StateSlice._handlers[getattr(packet, overload)] = handler
-        return handler
-
-    return register
+_on = StateSlice.handles
 
 
 @_on("detach.default", "alias.default")

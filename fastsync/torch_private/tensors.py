@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import _utils
@@ -32,6 +32,26 @@ T = TypeVar("T", bound="WrapperTensor")
 
 class WrapperTensor(torch.Tensor):
     """A tensor without memory. A subclass defines `__torch_dispatch__`."""
+
+    _handlers: ClassVar[dict[Any, Callable[..., Any]]]  # of each subclass, by operator
+
+    @classmethod
+    def handles(cls, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register what makes these operators of `aten`, as far as this version of torch has them.
+
+        Args:
+            names: with their overloads, such as "add_.Tensor".
+        """
+
+        def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+            for name in names:
+                operator, overload = name.split(".")
+                packet = getattr(torch.ops.aten, operator, None)
+                if packet is not None and overload in packet.overloads():
+                    cls._handlers[getattr(packet, overload)] = handler
+            return handler
+
+        return register
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
