@@ -60,10 +60,15 @@ class Share:
         return True
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item):
+    def pytest_runtest_protocol(self, item, nextitem):
         if item.path not in self.mine:
             self.mine[item.path] = self.takes(item.path)
-        return None if self.mine[item.path] else True  # which says that it has been run
+        if not self.mine[item.path]:
+            return True  # which says that it has been run
+        if nextitem is not None and nextitem.path != item.path:
+            # The next file may be another process's: keep no fixture or folder open for it.
+            return item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        return None
 
 
 class Others:

@@ -84,6 +84,20 @@ def test_the_others_find_the_options_where_no_path_is_given(folder, monkeypatch)
     assert done.stdout.str().count("1 passed") + 2 * done.stdout.str().count("2 passed") == 2
 
 
+def test_the_next_file_of_a_folder_may_be_taken_by_another_process(folder):
+    """Its folder is then left before a file of another folder is begun."""
+    for place in ("inner/test_one.py", "inner/test_two.py", "other/test_three.py"):
+        path = folder.path / place
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text("def test_it(): pass\n")
+    taken = folder.mkdir("taken")
+    (taken / str(folder.path / "inner/test_two.py").replace("/", "-")).touch()
+    done = folder.runpytest_subprocess(f"--share-of={taken}", "inner", "other")
+    assert done.ret == 0, done.stdout.str()
+    assert "2 passed" in done.stdout.str()
+
+
 @pytest.mark.parametrize("file", ["one", "two"])
 def test_a_failure_in_either_process_fails_the_run(folder, file):
     last = f'assert "test_{file}" not in __file__, "as planned"'
