@@ -62,7 +62,11 @@ def price(rank: int, world: int, name: str, rounds: int, memory: bool) -> tuple[
     torch.set_num_threads(1)
     width, _, rows = MODELS[name]
     models = [
-        fastsync.FastDDP(make(name), elastic=elastic, shared_memory=memory)
+        fastsync.FastDDP(
+            make(name),
+            faults=fastsync.Faults(elastic=elastic),
+            wire=fastsync.Wire(shared_memory=memory),
+        )
         for elastic in (False, True)
     ]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
@@ -90,7 +94,12 @@ def survive(rank: int, world: int, folder: str, memory: bool) -> None:
         timeout=timedelta(seconds=60),
     )
     net = make("deep")
-    model = fastsync.FastDDP(net, elastic=True, bucket_cap_mb=0.5, shared_memory=memory)
+    model = fastsync.FastDDP(
+        net,
+        faults=fastsync.Faults(elastic=True),
+        bucket_cap_mb=0.5,
+        wire=fastsync.Wire(shared_memory=memory),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     died = Path(folder, "died")
 
@@ -218,7 +227,7 @@ def come_back(training: Return, rank: int, attempt: int) -> None:
     training.begin(rank, attempt)
     last = training.world - 1
     net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(int(8 * training.link.scale))])
-    model = fastsync.FastDDP(net, elastic=True)
+    model = fastsync.FastDDP(net, faults=fastsync.Faults(elastic=True))
     optimizer = torch.optim.AdamW(model.parameters())
     if not attempt:
         Link.here(training.world).shape(training.link.rate)  # wrapping has broadcast the weights

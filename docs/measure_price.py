@@ -122,7 +122,7 @@ def make(name: str, team: Team) -> Lane:
     watched, compared = list(WAYS.values())[team.number]
     os.environ["FASTSYNC_WATCH"] = str(int(watched))
     policy = ReplicaPolicy(every=EVERY) if compared else False
-    wrap = fast_ddp(process_group=team.ranks, check_replicas=policy)
+    wrap = fast_ddp(process_group=team.ranks, replicas=policy)
     return make_lane(scaled(name, 1.0), Variant(name, wrap), team.group, "sgd")
 
 

@@ -1,7 +1,7 @@
 """Peaks of memory, as planned and as measured: this project's models at every stage, as they are,
 with checkpointing, and in bf16 with fp32 masters; and in the wire formats that a stage can have.
 
-Masters of stages 1 and 2 are those of `FastDDP(master_weights=True)`, of stage 3 those of
+Masters of stages 1 and 2 are those of `Zero(master_weights=True)`, of stage 3 those of
 `fully_shard(mp_policy=...)`, whose shares are fp32. Stage 0 has none, so a script keeps them beside
 its parameters.
 """

@@ -73,7 +73,7 @@ def train(rank: int, world: int, wire: str, library: str, steps: int) -> tuple[l
         fastsync.register_codec("signs-cpp", lambda: fastsync.load_codec(library))
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
-    model = fastsync.FastDDP(network, wire=wire, shared_memory=False)
+    model = fastsync.FastDDP(network, wire=fastsync.Wire(wire, shared_memory=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     data = torch.Generator().manual_seed(rank)
     losses = []

@@ -16,6 +16,7 @@ from fastsync.front.elastic import Membership
 from fastsync.front.nonfinite import NonFiniteGradientError
 from fastsync.front.replicas import ReplicaError
 from fastsync.front.seat import meet_alone_where_started_later
+from fastsync.plan.arguments import Faults, Zero
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.plan.replicas import ReplicaPolicy
@@ -41,6 +42,7 @@ __all__ = [
     "ElasticPolicy",
     "FSDPModule",
     "FastDDP",
+    "Faults",
     "Membership",
     "NonFiniteGradientError",
     "PowerSGD",
@@ -56,6 +58,7 @@ __all__ = [
     "TunePolicy",
     "UnitTiming",
     "Wire",
+    "Zero",
     "__version__",
     "fully_shard",
     "include_dir",

@@ -26,8 +26,9 @@ from fastsync.front.request import Request, check_hook, check_join, named_params
 from fastsync.front.returning import ReturningFront
 from fastsync.front.skipping import Skips
 from fastsync.front.torch_faces import FrontLogger, FrontReducer, in_lockstep
+from fastsync.plan.arguments import Faults, Zero, moved
 from fastsync.plan.elastic import ElasticPolicy
-from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.shard.norms import clip_norm
@@ -45,10 +46,11 @@ from fastsync.torch_private import (
 )
 from fastsync.tune.policy import TunePolicy
 from fastsync.tune.tuner import attach_tuner
-from fastsync.units.choosing import UnitChoice, unit_words
 from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["FastDDP"]
+
+_NO_FAULTS = Faults()
 
 
 class FastDDP(ReturningFront):
@@ -76,27 +78,13 @@ class FastDDP(ReturningFront):
         timeline: a path: writes there what every rank did in 20 steps, for `python -m
             fastsync.timeline`. True: records until training ends, for `sync_stats()` and
             `write_timeline()`. A `TimelinePolicy` says more. The same on every rank.
-        zero: 1 spreads the state of every optimizer over the ranks: each keeps, and updates, its
-            share of the parameters for all, and between backward and step it has the gradients of
-            that share alone. 2 reduces gradients after every backward, under `no_sync()` too, so
-            that they never take more; see docs/zero.md. 3 shares parameters too; see docs/zero3.md.
-        shard_by: what shares are cut by: "element" or "tensor"; "auto" knows torch's optimizers.
-        units: with zero=3, what is gathered together: modules, their names or classes.
-        master_weights: with `zero`, optimizers step on fp32 masters of parameters of 16 bits; each
-            rank has those of its share.
-        parameter_wire: with `zero`, the format that updated parameters travel as, such as
-            "int8". Each rank keeps exact ones of its share; see docs/zero.md, docs/zero3.md.
-        on_nonfinite: what becomes of a step on gradients that hold NaN or infinity: "skip" leaves
-            it out, "raise" makes it an error, on every rank; both name parameter and ranks.
-        check_replicas: True compares parameters and averages of all ranks every 10 steps; if any
-            bit differs, the error names it. A `ReplicaPolicy` says more; see docs/faults.md.
-        shared_memory: False has CPU ranks of one machine average through the process group, too.
-        tune: True tries other sizes of buckets in the first 50 steps, and keeps what is faster for
-            later runs, too. A `TunePolicy` says more; see docs/tuning.md.
-        on_skip: "average_others" lets ranks leave out steps that fail: `skipping()`.
-        elastic: True or an `ElasticPolicy`: ranks go on when others die; see docs/faults.md.
-        on_preemption: called without arguments on every rank, after the same step, once any rank
-            gets SIGTERM; then all end. A `PreemptionPolicy` names other signals.
+        zero: the stage of sharding, or a `fastsync.Zero` that says more. 1 shards the state of
+            every optimizer: each rank keeps, and updates, a part of the parameters for all, and
+            between backward and step it has the gradients of that part alone. 2 reduces gradients
+            after every backward, under `no_sync()` too, so that they never take more; see
+            docs/zero.md. 3 shards parameters, too; see docs/zero3.md.
+        faults: what happens when gradients are not finite, replicas differ, a step fails, a rank
+            dies or a machine is taken away: a `fastsync.Faults`.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -130,19 +118,13 @@ class FastDDP(ReturningFront):
         *,
         wire: Wire | Choice = "fp32",
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
-        zero: int = 0,
-        shard_by: str = "auto",
-        units: Sequence[UnitChoice] | None = None,
-        master_weights: bool = False,
-        parameter_wire: str | None = None,
-        on_nonfinite: str = "ignore",
-        check_replicas: bool | ReplicaPolicy = False,
-        shared_memory: bool = True,
+        zero: int | Zero = 0,
+        faults: Faults = _NO_FAULTS,
         tune: bool | TunePolicy = False,
-        on_skip: str = "raise",
-        elastic: bool | ElasticPolicy = False,
-        on_preemption: Callable[[], object] | PreemptionPolicy | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise moved(unknown)
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline, self._tune, self._saves = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
@@ -154,17 +136,16 @@ class FastDDP(ReturningFront):
                 skip_unused=skip_all_reduce_unused_params,
                 warn_unused=find_unused_parameters is None and not static_graph,
                 mixed=MixedPolicy.of(mixed_precision),
-                zero=ZeroPolicy(zero, shard_by, master_weights, unit_words(units), parameter_wire),
-                on_nonfinite=on_nonfinite,
-                shared_memory=shared_memory,
-                replicas=ReplicaPolicy.of(check_replicas),
-                on_skip=on_skip,
-                elastic=ElasticPolicy.of(elastic),
+                zero=Zero.of(zero),
+                nonfinite=faults.nonfinite,
+                replicas=ReplicaPolicy.of(faults.replicas),
+                on_skip=faults.on_skip,
+                elastic=ElasticPolicy.of(faults.elastic),
             ),
             lambda: TimelinePolicy.of(timeline),
-            lambda: (TunePolicy.of(tune), PreemptionPolicy.of(on_preemption)),
+            lambda: (TunePolicy.of(tune), PreemptionPolicy.of(faults.on_preemption)),
         )
-        self._buffer_watch, self._units = BufferWatch(), None if units is None else list(units)
+        self._buffer_watch = BufferWatch()
         with request.wrapping():
             super().__init__(
                 module,
@@ -281,7 +262,7 @@ class FastDDP(ReturningFront):
         """As in DistributedDataParallel.
 
         Raises:
-            ValueError: with zero, on_nonfinite or check_replicas: ranks without inputs miss steps.
+            ValueError: with zero, nonfinite or replicas: ranks without inputs miss steps.
         """
         check_join(self._policy, enable)
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
@@ -305,7 +286,7 @@ class FastDDP(ReturningFront):
         hook may be replaced by another between two steps.
 
         Raises:
-            ValueError: `wire` or `mixed_precision` compresses gradients already, or on_nonfinite
+            ValueError: `wire` or `mixed_precision` compresses gradients already, or nonfinite
                 asks to look at them.
         """
         self._check_comm_hook(hook)
@@ -365,7 +346,8 @@ class FastDDP(ReturningFront):
                 "a communication hook reduces the gradients, so they cannot travel in a wire "
                 "format too; wrap the model again to leave the hook"
             )
-        return replace(self._policy, wire=Wire.of(wire))
+        kept = self._policy.wire.shared_memory
+        return replace(self._policy, wire=replace(Wire.of(wire), shared_memory=kept))
 
     def sync_state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs of this rank's synchronisation beside model and optimizer.

@@ -5,9 +5,9 @@ itself, so that rank 0 may die as well::
 
     python -m fastsync.elastic --nproc-per-node 4 train.py --lr 0.1
 
-The script wraps its model with `FastDDP(model, elastic=True)`. With `--restarts` ranks that die are
-started again, and `model.catch_up(optimizer)` brings them back into the training. It also brings in
-the ranks that join with `--max-ranks`, one for each SIGUSR1.
+The script wraps its model with `FastDDP(model, faults=fastsync.Faults(elastic=True))`. With
+`--restarts` ranks that die are started again, and `model.catch_up(optimizer)` brings them back into
+the training. It also brings in the ranks that join with `--max-ranks`, one for each SIGUSR1.
 
 On several machines it runs on each, with the number of the machine; the first serves the store::
 

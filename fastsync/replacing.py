@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsync.build.env import Env, ask_to_replace
 from fastsync.ddp import FastDDP
+from fastsync.plan.arguments import grouped
 from fastsync.torch_private import caller
 
 __all__ = ["configured", "is_replaced", "replace_ddp", "replace_where_asked"]
@@ -101,5 +102,5 @@ def replace_where_asked() -> None:
     """Does what the environment variable FASTSYNC_REPLACE_DDP asks for, here and in children."""
     options = Env.read().replace_ddp
     if options is not None and not is_replaced():
-        replace_ddp(**options)
+        replace_ddp(**grouped(options))
         ask_to_replace()

@@ -27,6 +27,7 @@ from fastsync.build.env import (
     has_rank,
     launched_by_mpi,
 )
+from fastsync.plan.arguments import grouped
 from fastsync.replacing import is_replaced, replace_ddp
 
 __all__ = ["main"]
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ask_to_replace(text or "1")
     if asked.module or _is_script(asked.program):
         if not is_replaced():
-            replace_ddp(**options)
+            replace_ddp(**grouped(options))
         if launched_by_mpi() and not has_rank():
             _join_mpi()
         _run(asked.program, asked.arguments, asked.module)

@@ -81,7 +81,7 @@ class ShardedDDP(FastDDP, zero=3):
             parameter_wire=self._policy.zero.parameter_wire,
         )
         with _own_words():
-            for unit in choose_units(self.module, self._units):
+            for unit in choose_units(self.module, self._policy.zero.units):
                 shard(unit)
             shard(self.module)
         for module in self.module.modules():
@@ -90,7 +90,7 @@ class ShardedDDP(FastDDP, zero=3):
         new = dict(self.module.named_parameters())
         exchange_in_optimizers(list(old.values()), [new[name] for name in old])
         context_of(self.module).conceals = True
-        context_of(self.module).connections.in_memory = self._policy.shared_memory
+        context_of(self.module).connections.in_memory = self._policy.wire.shared_memory
         self._module_parameters = [p for n, p in new.items() if n not in self.parameters_to_ignore]
         policy, group = self._timeline, self.process_group
         self.reducer = _NoReducer(None if policy is None else record(self.module, policy, group))

@@ -63,7 +63,7 @@ def main():
     begin(rank, folder, by_address=how == "two")
     import fastsync
 
-    model = fastsync.FastDDP(nn.Linear(4, 4), elastic=True)
+    model = fastsync.FastDDP(nn.Linear(4, 4), faults=fastsync.Faults(elastic=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = model.catch_up(optimizer)
     dies_at = 2 if rank == victim else -1

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import fastsync
 from fastsync.engine import engine, routes
 from fastsync.front import elastic
+from fastsync.plan.arguments import grouped
 from fastsync.ranks.survivors import Survivors
 from tests import elastic_script
 
@@ -94,7 +95,9 @@ def train_two(rank, job, fate, seen):
     kind = options.pop("twin")
 
     def wrap(net):
-        return fastsync.FastDDP(net, elastic=job.elastic, bucket_cap_mb=0.02, **options)
+        return fastsync.FastDDP(
+            net, faults=fastsync.Faults(elastic=job.elastic), bucket_cap_mb=0.02, **grouped(options)
+        )
 
     first = wrap(Net(fate, job.width))
     models = [first, twin_of(first, kind, wrap)]

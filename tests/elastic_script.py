@@ -25,6 +25,7 @@ from torch import nn
 import fastsync
 from fastsync.build import extension
 from fastsync.build.env import NCCL_LETS_LIVE
+from fastsync.plan.arguments import grouped
 from fastsync.torch_private import group_timeout
 
 LIMIT = 60.0  # seconds for a job
@@ -197,7 +198,7 @@ def train(rank, job, fate, seen):
     if isinstance(elastic, dict):
         elastic = fastsync.ElasticPolicy(**elastic)
     options = {"bucket_cap_mb": 0.02, "find_unused_parameters": True, **as_taken(job.options)}
-    model = fastsync.FastDDP(net, elastic=elastic, **options)
+    model = fastsync.FastDDP(net, faults=fastsync.Faults(elastic=elastic), **grouped(options))
     note_members(model, seen)
     for step in range(job.steps):
         if not change_group(model, job, step, rank):

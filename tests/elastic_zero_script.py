@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fastsync
+from fastsync.plan.arguments import grouped
 from fastsync.shard import kinds, neighbours, optimizer
 from fastsync.shard.codes import rounded
 from fastsync.shard.delivery import Delivery
@@ -173,7 +174,9 @@ def train(rank, job, fate, seen):
         options |= {"master_weights": job.masters, "parameter_wire": job.wire}
     asked = isinstance(job.elastic, dict)
     elastic = fastsync.ElasticPolicy(**job.elastic) if asked else job.elastic
-    model = fastsync.FastDDP(net, elastic=elastic, zero=job.zero, **options)
+    model = fastsync.FastDDP(
+        net, faults=fastsync.Faults(elastic=elastic), **grouped({"zero": job.zero, **options})
+    )
     for each in optimizers:
         if not isinstance(each, WideSteps):
             each.register_step_pre_hook(lambda *_: fate.reach("optimizer"))

@@ -29,6 +29,7 @@ import fastsync.engine.engine as engine
 import fastsync.engine.groups as groups
 import fastsync.engine.watch as watch
 from fastsync.build import extension
+from fastsync.plan.arguments import grouped
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.fetching import Shares
 from fastsync.torch_private import TCPStore
@@ -51,7 +52,7 @@ WRAPPERS = {
     "fsdp": None,
     "codec": {},  # a user's, which runs between the two collectives of a bucket
     "skips": {"on_skip": "average_others"},
-    "finite": {"on_nonfinite": "raise"},
+    "finite": {"nonfinite": "raise"},
 }
 
 
@@ -215,7 +216,7 @@ def wrap(net, wrapper, options):
     if wrapper == "codec":
         options["wire"] = Halves(net)
     if wrapper != "fsdp":
-        return fastsync.FastDDP(net, **{"bucket_cap_mb": 0.01, **options})
+        return fastsync.FastDDP(net, **grouped({"bucket_cap_mb": 0.01, **options}))
     for layer in net.layers:
         fastsync.fully_shard(layer)
     return fastsync.fully_shard(net)
@@ -290,9 +291,9 @@ def train(rank, fault, place, wrapper):
     mine = fault if rank == FAULTY else None
     options = dict(WRAPPERS[wrapper] or {})
     if fault == "nan":
-        options["on_nonfinite"] = "raise"
+        options["nonfinite"] = "raise"
     if fault == "flip":
-        options["check_replicas"] = fastsync.ReplicaPolicy(every=1)
+        options["replicas"] = fastsync.ReplicaPolicy(every=1)
     net = Net(mine, place)
     options.update(differ(net, mine))
     if place == "pieces":

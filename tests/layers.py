@@ -66,6 +66,7 @@ MODULE_LAYERS = {
     "plan": [
         ["layout", "switch", "topology"],
         ["elastic", "preemption", "replicas"],
+        ["arguments"],
         ["policy"],
         ["buckets", "sizes"],
     ],

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench.commands import curves
 from examples.common.training import rate_share
 from fastsync import FastDDP
-from fastsync.plan.policy import PARAMETER_WIRES
+from fastsync.plan.arguments import PARAMETER_WIRES, grouped
 from fastsync.testing import run_ranks
 
 NUDGED = "None, nudged"
@@ -41,7 +41,7 @@ def train(rank, world, task, wire, zero=1):
     task = curves.nudged(task) if wire == NUDGED else task
     module = task.build()
     options = rows_of(zero).get(wire, {})
-    model = FastDDP(module, zero=zero, bucket_cap_mb=curves.BUCKET_MIB, **options)
+    model = FastDDP(module, bucket_cap_mb=curves.BUCKET_MIB, **grouped({"zero": zero, **options}))
     optimizer = task.optimizer(module)
     rate = partial(rate_share, steps=curves.STEPS, warmup=curves.WARMUP_STEPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import fastsync
+from fastsync.plan.arguments import grouped
 from tests.launched import leave_process_number
 
 FOR_EVER = 100_000  # steps
@@ -81,7 +82,7 @@ def train(folder, case, rank, steps=FOR_EVER, pause=0.01):
         torch.save(found, folder / f"saved {rank} {time.time_ns()}")
 
     told = {} if steps < FOR_EVER else {"on_preemption": policy(case, save)}
-    model = fastsync.FastDDP(Model(pause), **case.get("options", {}), **told)
+    model = fastsync.FastDDP(Model(pause), **grouped({**case.get("options", {}), **told}))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loaded = batches(case, rank, pause)
     for done in range(case.get("steps", steps)):

@@ -27,6 +27,7 @@ import fastsync
 from fastsync.build import extension
 from fastsync.engine.state import Carried, Progress
 from fastsync.front.seat import ELASTIC_STORE
+from fastsync.plan.arguments import grouped
 from fastsync.ranks.newcomers import ENDED
 from fastsync.ranks.stores import group_store
 from fastsync.torch_private import make_group
@@ -149,7 +150,9 @@ class Training:
         options |= as_taken(job.options)
         if job.buffers:
             options["broadcast_buffers"] = False
-        self.model = fastsync.FastDDP(self.net, elastic=elastic, **options, **self.wrapped_with())
+        self.model = fastsync.FastDDP(
+            self.net, **grouped({"elastic": elastic, **options, **self.wrapped_with()})
+        )
         self.attempt, self.is_doomed = attempt, False
 
     def make_net(self):

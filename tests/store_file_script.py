@@ -47,7 +47,7 @@ def train(rank, path, pieces, death):
 
     last = rank == dist.get_world_size() - 1
     net = Victim(die) if last and death == "wrap" else torch.nn.Linear(8, 8)
-    model = fastsync.FastDDP(net, zero=2, shared_memory=False)
+    model = fastsync.FastDDP(net, zero=2, wire=fastsync.Wire(shared_memory=False))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         model(torch.ones(2, 8)).sum().backward()

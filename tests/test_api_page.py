@@ -10,6 +10,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
 import fastsync.testing
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import wire_formats
 
@@ -75,7 +76,7 @@ def another_value(name, group):
         "units": {"zero": 3, "units": [torch.nn.Linear]},
         "master_weights": {"zero": 1, "master_weights": True},
         "parameter_wire": {"zero": 1, "parameter_wire": "int8"},
-        "on_nonfinite": {"on_nonfinite": "raise"},
+        "nonfinite": {"nonfinite": "raise"},
         "on_skip": {"on_skip": "average_others"},
         "on_preemption": {"on_preemption": lambda: None},
     }
@@ -85,7 +86,7 @@ def another_value(name, group):
 
 
 def trained(layer, arguments):
-    model = fastsync.FastDDP(layer, **arguments)
+    model = fastsync.FastDDP(layer, **grouped(arguments))
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     return all(p.grad is not None for p in model.parameters())

@@ -6,7 +6,7 @@ import torch
 from bench.measure.bare import BareList
 from bench.report.formulas import HELD, held_table, variant_bytes, wire_bytes
 from examples.common.variants import VARIANTS
-from fastsync import FastDDP
+from fastsync import FastDDP, Wire
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import wire_formats
 
@@ -61,7 +61,7 @@ def counted(rank, world, wires):
     found = {}
     for wire in wires:
         module = BareList([(64, 128), (64, 128)], CPU)
-        model = FastDDP(module, wire=wire, shared_memory=False)
+        model = FastDDP(module, wire=Wire(wire, shared_memory=False))
         for _ in range(3):
             module.ready += [torch.randn_like(p) for p in module.list]
             model().backward()

@@ -117,7 +117,7 @@ def test_a_communicator_is_aborted_and_made_anew(world, comes):
 
 def refusal(rank, world):
     try:
-        fastsync.FastDDP(torch.nn.Linear(2, 2).cuda(), elastic=True)
+        fastsync.FastDDP(torch.nn.Linear(2, 2).cuda(), faults=fastsync.Faults(elastic=True))
     except ValueError as error:
         return str(error)
     return ""

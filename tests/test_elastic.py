@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fastsync
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.elastic_script import STEPS
 from tests.scripts import cases_asked_for, run_jobs
@@ -231,8 +232,8 @@ REFUSED = {
     "wire='int8' and zero=1": {"wire": "int8", "zero": 1},
     "static_graph": {"static_graph": True},
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
-    "on_nonfinite='raise'": {"on_nonfinite": "raise"},
-    "check_replicas": {"check_replicas": True},
+    "nonfinite='raise'": {"nonfinite": "raise"},
+    "replicas": {"replicas": True},
     "on_skip='average_others'": {"on_skip": "average_others"},
     "timeline": {"timeline": True},
     "tune": {"tune": True},
@@ -255,8 +256,8 @@ def refusals(rank, world):
     for name, options in REFUSED.items():
         module = options.get("module", lambda: nn.Linear(2, 2))()
         given = {"elastic": True, **{k: v for k, v in options.items() if k != "module"}}
-        found[name] = text_of(lambda m=module, g=given: fastsync.FastDDP(m, **g))
-    model = fastsync.FastDDP(nn.Linear(2, 2), elastic=True)
+        found[name] = text_of(lambda m=module, g=given: fastsync.FastDDP(m, **grouped(g)))
+    model = fastsync.FastDDP(nn.Linear(2, 2), faults=fastsync.Faults(elastic=True))
     found["hook"] = text_of(lambda: model.register_comm_hook(None, lambda state, bucket: None))
     found["join()"] = text_of(lambda: model.join())
     found["wire"] = text_of(lambda: model.set_wire("topk"))

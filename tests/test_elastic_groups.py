@@ -13,6 +13,7 @@ from torch import nn
 import fastsync
 from fastsync.build.env import NCCL_LETS_LIVE
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
+from fastsync.plan.arguments import grouped
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import SyncPolicy
 from fastsync.plan.topology import Network
@@ -119,7 +120,11 @@ def refusals(rank, world):
     found = {}
     for name, options in REFUSED.items():
         try:
-            fastsync.FastDDP(nn.Linear(2, 2, device="meta"), elastic=True, **options)
+            fastsync.FastDDP(
+                nn.Linear(2, 2, device="meta"),
+                faults=fastsync.Faults(elastic=True),
+                **grouped(options),
+            )
         except ValueError as error:
             found[name] = str(error)
     return found

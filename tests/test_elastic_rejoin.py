@@ -16,6 +16,7 @@ from torch import nn
 
 import fastsync
 from fastsync.engine.handover import give, receive
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.scripts import cases_asked_for, finish, start
 
@@ -282,7 +283,7 @@ def text_of(call):
 
 def refusals(rank, world):
     def model(**options):
-        return fastsync.FastDDP(nn.Linear(2, 2), **options)
+        return fastsync.FastDDP(nn.Linear(2, 2), **grouped(options))
 
     found = [model(elastic=True).catch_up(), text_of(model().catch_up)]
     os.environ["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{world}"  # as its launcher does
@@ -293,6 +294,6 @@ def refusals(rank, world):
 def test_what_catch_up_refuses():
     for start_of_one, plain, begun, again, second in run_ranks(refusals, 2):
         assert start_of_one == begun == 0
-        assert plain == "RuntimeError: catch_up() needs FastDDP(model, elastic=True)"
+        assert plain == "RuntimeError: catch_up() needs FastDDP(model, faults=Faults(elastic=True))"
         assert again.startswith("RuntimeError: catch_up() is called once")
         assert second.startswith("ValueError: catch_up() of a second model")

@@ -62,7 +62,9 @@ def test_a_codec_of_the_user_s():
 
 
 def bytes_of_steps(rank, world, wire, steps, shared_memory):
-    wrapped = FastDDP(model(), wire=wire, find_unused_parameters=False, shared_memory=shared_memory)
+    wrapped = FastDDP(
+        model(), wire=Wire(wire, shared_memory=shared_memory), find_unused_parameters=False
+    )
     for step in range(steps):
         wrapped(inputs(step, rank)).square().mean().backward()
     coded = [bucket.coded.layout for bucket in wrapped._engine.plan.buckets]

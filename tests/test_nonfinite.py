@@ -1,4 +1,4 @@
-"""on_nonfinite: steps on NaN and infinity are skipped on every rank, or an error on every rank."""
+"""nonfinite: steps on NaN and infinity are skipped on every rank, or an error on every rank."""
 
 import math
 import warnings
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fastsync import FastDDP, NonFiniteGradientError
+from fastsync import FastDDP, Faults, NonFiniteGradientError
 from fastsync.engine import core
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.zero_loops import close
 
@@ -71,10 +72,10 @@ def loop(model, rank, bad=math.nan, skipping=None):
 
 def skip_as_by_hand(rank, world, way, bad):
     options = {"find_unused_parameters": True, **WAYS[way]}
-    wanted = loop(FastDDP(net(), **options), rank, skipping=BAD_STEP)
+    wanted = loop(FastDDP(net(), **grouped(options)), rank, skipping=BAD_STEP)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = loop(FastDDP(net(), on_nonfinite="skip", **options), rank, bad)
+        found = loop(FastDDP(net(), faults=Faults(nonfinite="skip"), **grouped(options)), rank, bad)
     return found, wanted, [str(w.message) for w in caught if "NaN" in str(w.message)]
 
 
@@ -91,7 +92,9 @@ def test_a_bad_step_is_left_out_on_every_rank(way):
 
 
 def raising(rank, world, options):
-    model = FastDDP(net(), on_nonfinite="raise", find_unused_parameters=True, **options)
+    model = FastDDP(
+        net(), faults=Faults(nonfinite="raise"), find_unused_parameters=True, **grouped(options)
+    )
     with pytest.raises(NonFiniteGradientError) as caught:
         loop(model, rank)
     return str(caught.value), caught.value.parameters, caught.value.ranks
@@ -113,7 +116,7 @@ def refused(optimizer):
 
 def whole_graph(rank, world):
     """Infinity in the loss reaches all gradients; the one that comes first is named first."""
-    model = FastDDP(net(), on_nonfinite="raise")
+    model = FastDDP(net(), faults=Faults(nonfinite="raise"))
     optimizer = optim.SGD(model.parameters(), 0.1)
     for step in range(2):
         optimizer.zero_grad()
@@ -133,7 +136,7 @@ def test_all_parameters_are_named_in_the_order_of_backward():
 
 def accumulated(rank, world, zero):
     """NaN that comes in an earlier of several backwards of one step; then mended by hand."""
-    model = FastDDP(net(), on_nonfinite="raise", zero=zero)
+    model = FastDDP(net(), faults=Faults(nonfinite="raise"), zero=zero)
     optimizer = optim.SGD(model.parameters(), 0.1)
     outcomes = []
     for mended in (None, False, True):
@@ -162,7 +165,7 @@ def test_what_accumulates_is_not_forgotten_and_may_be_mended(zero):
 
 def two_optimizers(rank, world):
     """Only the optimizer that would step on NaN is held up."""
-    model = FastDDP(net(), on_nonfinite="skip")
+    model = FastDDP(net(), faults=Faults(nonfinite="skip"))
     first, second = model.module[0], model.module[2]
     optimizers = [optim.SGD(layer.parameters(), 0.1) for layer in (first, second)]
     hook = poison(first.weight, math.nan) if rank == 1 else None
@@ -192,7 +195,7 @@ class Words(nn.Module):
 
 
 def sparse_rows(rank, world):
-    model = FastDDP(Words(), on_nonfinite="raise")
+    model = FastDDP(Words(), faults=Faults(nonfinite="raise"))
     optimizer = optim.SGD(model.parameters(), 0.1)
     for step in range(2):
         optimizer.zero_grad()
@@ -210,7 +213,7 @@ def test_rows_of_sparse_gradients_are_looked_at():
 
 
 def alone(rank, world):
-    model = FastDDP(net(), on_nonfinite="raise")
+    model = FastDDP(net(), faults=Faults(nonfinite="raise"))
     optimizer = optim.SGD(model.parameters(), 0.1)
     poison(model.module[0].weight, math.inf)
     model(batch(0, 0)).sum().backward()
@@ -223,12 +226,10 @@ def test_one_rank_alone_looks_too():
 
 def without_looking(rank, world):
     errors = []
-    with pytest.raises(
-        ValueError, match="on_nonfinite must be one of ignore, skip, raise"
-    ) as error:
-        FastDDP(net(), on_nonfinite="stop")
+    with pytest.raises(ValueError, match="nonfinite must be one of ignore, skip, raise") as error:
+        FastDDP(net(), faults=Faults(nonfinite="stop"))
     errors.append(error)
-    model = FastDDP(net(), on_nonfinite="skip")
+    model = FastDDP(net(), faults=Faults(nonfinite="skip"))
     with pytest.raises(ValueError, match="communication hook"):
         model.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(ValueError, match="join"), model.join():
@@ -360,7 +361,7 @@ def test_clipping_nothing_is_no_error():
 
 def frozen_since(rank, world):
     """What was poisoned is frozen before the step, and the next plan lacks it."""
-    model = FastDDP(net(), on_nonfinite="raise")
+    model = FastDDP(net(), faults=Faults(nonfinite="raise"))
     optimizer = optim.SGD(model.parameters(), 0.1)
     weight = model.module[0].weight
     hook = poison(weight, math.nan) if rank == 0 else None

@@ -3,6 +3,7 @@
 import torch
 
 from fastsync import FastDDP, ReplicaPolicy
+from fastsync.plan.arguments import grouped
 from fastsync.testing import count_dispatched_ops, run_ranks
 from tests.models import many
 
@@ -20,7 +21,7 @@ def count(rank, world, options):
 
     step(bare)
     alone = count_dispatched_ops(lambda: step(bare))
-    model = FastDDP(bare, **options)
+    model = FastDDP(bare, **grouped(options))
     for _ in range(3):  # the plan settles
         step(model)
     return alone, count_dispatched_ops(lambda: step(model))
@@ -52,7 +53,7 @@ def test_comparing_replicas_adds_none():
     Gloo's."""
     for options, most in (({}, 0), ({"shared_memory": False}, 2)):
         plain, rarely, always = (
-            run_ranks(count, 2, {"check_replicas": policy, **options})[0][1]
+            run_ranks(count, 2, {"replicas": policy, **options})[0][1]
             for policy in (False, ReplicaPolicy(every=100), ReplicaPolicy(every=1))
         )
         assert plain == rarely <= always <= plain + most

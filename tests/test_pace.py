@@ -10,6 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP
 from fastsync.engine.pace import ACTIVITIES, PaceWarning, during, pace_of
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 
 MS = 1_000_000
@@ -129,7 +130,7 @@ def train(rank, world, slow, where, options):
     logging.getLogger("fastsync").addHandler(handler)
     torch.set_num_threads(1)
     options = dict(options)
-    model = FastDDP(Net(options.pop("norm", False)), **options)
+    model = FastDDP(Net(options.pop("norm", False)), **grouped(options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model.module.sleeps = where if rank in slow else ""
 

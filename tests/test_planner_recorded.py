@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastsync.ddp import FastDDP
+from fastsync.plan.arguments import grouped
 from fastsync.planner.command import main
 from fastsync.planner.devices import device_named
 from fastsync.planner.links import Cluster, Link, collective_seconds
@@ -240,7 +241,7 @@ def train(rank, world, path, options):
     model = runpy.run_path(str(path.with_name("recorded_model.py")))["build_model"]()
     if options.get("zero") == 3:
         options = {**options, "units": [type(model[0])]}
-    model = FastDDP(model, timeline=True, **options)
+    model = FastDDP(model, timeline=True, **grouped(options))
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(6):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""FastDDP(model, on_preemption=save): all ranks save after the same step, once, and end."""
+"""Faults(on_preemption=save): all ranks save after the same step, once, and end."""
 
 import gc
 import json
@@ -16,6 +16,7 @@ from torch import nn
 
 import fastsync
 from fastsync import FastDDP, PreemptionPolicy
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.launched import launched
 from tests.preemption_script import train
@@ -133,7 +134,7 @@ def outlive(ready):
 
 
 def wrap(**options):
-    return FastDDP(nn.Linear(2, 2), **({"on_preemption": lambda: None} | options))
+    return FastDDP(nn.Linear(2, 2), **grouped({"on_preemption": lambda: None} | options))
 
 
 def refusals(rank, world):

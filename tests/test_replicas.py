@@ -1,4 +1,4 @@
-"""check_replicas: a bit that differs between ranks is found, named, and repaired or an error."""
+"""replicas: a bit that differs between ranks is found, named, and repaired or an error."""
 
 import logging
 import os
@@ -11,8 +11,9 @@ import torch
 from torch import nn, optim
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import FastDDP, RankMismatchError, ReplicaError, ReplicaPolicy
+from fastsync import FastDDP, Faults, RankMismatchError, ReplicaError, ReplicaPolicy
 from fastsync.engine import core
+from fastsync.plan.arguments import grouped
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.testing import RankError, run_ranks
 
@@ -89,7 +90,7 @@ def weights_flipped(rank, world, seed, options):
     With zero each step sends the owner's parameters to all: there it flips before the third.
     """
     at = EVERY if "zero" in options else 2
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=EVERY), **options)
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=EVERY)), **grouped(options))
     fault = Fault(seed, world, model.module)
 
     def before_step(step):
@@ -118,7 +119,7 @@ def test_a_flipped_bit_of_a_weight_is_found_at_the_next_comparison(way, world):
 
 def two_ranks(rank, world, seed, repair):
     policy = ReplicaPolicy(every=1, repair=repair)
-    model = FastDDP(net(), check_replicas=policy)
+    model = FastDDP(net(), faults=Faults(replicas=policy))
     fault = Fault(seed, world, model.module)
     if rank == fault.rank:
         fault.flip(fault.param)
@@ -149,10 +150,10 @@ class Said(logging.Handler):
 
 def repaired(rank, world, seed, what, options):
     """Just before a comparison, so that nothing has come of it; with what a sound run ends with."""
-    sound = loop(FastDDP(net(), **options), rank, 2 * EVERY)
+    sound = loop(FastDDP(net(), **grouped(options)), rank, 2 * EVERY)
     said = Said()
     policy = ReplicaPolicy(every=EVERY, repair=True)
-    model = FastDDP(net(), check_replicas=policy, **options)
+    model = FastDDP(net(), faults=Faults(replicas=policy), **grouped(options))
     fault = Fault(seed, world, model.module)
 
     def corrupt():
@@ -195,7 +196,7 @@ def test_a_repair_leaves_no_trace(way, what):
 def led_astray(rank, world, seed, make):
     """One rank steps on an average that the others do not have, and compares one step later."""
     policy = ReplicaPolicy(every=2, repair=True)
-    model = FastDDP(net(), check_replicas=policy)
+    model = FastDDP(net(), faults=Faults(replicas=policy))
     optimizer = make(model.parameters(), lr=0.05)
     fault = Fault(seed, world, model.module)
     for step in range(1, 9):
@@ -222,7 +223,7 @@ def test_the_optimizers_state_is_repaired_too(make):
 
 def several(rank, world):
     """Two ranks of five differ in one parameter, another one in a second."""
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=1))
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=1)))
     with torch.no_grad():
         if rank in (1, 4):
             model.module[0].bias[7] += rank
@@ -241,7 +242,7 @@ def test_everything_that_differs_is_named():
 
 
 def sound(rank, world, way, every):
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every), **WAYS[way])
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every)), **grouped(WAYS[way]))
     return loop(model, rank, 5, make=optim.AdamW)
 
 
@@ -252,7 +253,7 @@ def test_sound_ranks_are_left_alone(way):
 
 def skipping(rank, world):
     """One rank leaves out an optimizer's step that the others make."""
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=EVERY))
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=EVERY)))
     optimizer = optim.SGD(model.parameters(), lr=0.05)
     with pytest.raises(ReplicaError) as caught:
         for step in range(1, EVERY + 1):
@@ -286,7 +287,7 @@ def digested(model):
 
 def digesting(rank, world, options):
     """The fast way and the slow one, after each step."""
-    model = FastDDP(Branches(), find_unused_parameters=True, **options)
+    model = FastDDP(Branches(), find_unused_parameters=True, **grouped(options))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):
@@ -313,7 +314,7 @@ def test_one_pass_digests_what_the_definition_says(options):
 
 def called(rank, world):
     """How often Python is called, of six steps."""
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=1))
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=1)))
     calls = []
     model._engine.core.compare_every(2, calls.append)
 
@@ -350,7 +351,9 @@ class Branches(nn.Module):
 
 def lopsided(rank, world):
     """What legitimately differs: gradients that nobody averages, sparse ones, other branches."""
-    model = FastDDP(Branches(), check_replicas=ReplicaPolicy(every=1), find_unused_parameters=True)
+    model = FastDDP(
+        Branches(), faults=Faults(replicas=ReplicaPolicy(every=1)), find_unused_parameters=True
+    )
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
@@ -369,7 +372,7 @@ def test_gradients_that_nobody_averages_are_not_compared():
 
 def dying(rank, world, options):
     """One rank ends where the others compare."""
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=EVERY), **options)
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=EVERY)), **grouped(options))
 
     def before_step(step):
         if (rank, step) == (1, EVERY):
@@ -392,10 +395,10 @@ def test_a_rank_that_ends_meanwhile_is_named(way):
 def counted_on(rank, world):
     """Steps that were made before a restart count."""
     said = Said()
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=4, repair=True))
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=4, repair=True)))
     loop(model, rank, 3)
     state = model.sync_state_dict()
-    model = FastDDP(net(), check_replicas=ReplicaPolicy(every=4, repair=True))
+    model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=4, repair=True)))
     model.load_sync_state_dict(state)
     if rank == 1:
         with torch.no_grad():
@@ -414,14 +417,14 @@ def refusals(rank, world):
 
     def refused(kind, **options):
         with pytest.raises(kind) as caught:
-            FastDDP(net(), **options)
+            FastDDP(net(), **grouped(options))
         said.append(str(caught.value))
 
-    refused(ValueError, zero=3, check_replicas=True)
-    refused(TypeError, check_replicas="repair")
-    refused(RankMismatchError, check_replicas=ReplicaPolicy(every=1 + rank))
-    model = FastDDP(net(), check_replicas=True)
-    with pytest.raises(ValueError, match="check_replicas would find"), model.join():
+    refused(ValueError, zero=3, replicas=True)
+    refused(TypeError, replicas="repair")
+    refused(RankMismatchError, replicas=ReplicaPolicy(every=1 + rank))
+    model = FastDDP(net(), faults=Faults(replicas=True))
+    with pytest.raises(ValueError, match="replicas would find"), model.join():
         pass
     return said
 
@@ -430,7 +433,7 @@ def test_what_cannot_be_compared_is_refused():
     for zero3, other, unlike in run_ranks(refusals, 2):
         assert "with zero=3 each has its share" in zero3
         assert "must be True, False or a ReplicaPolicy" in other
-        assert "check_replicas is ReplicaPolicy(every=2" in unlike
+        assert "replicas is ReplicaPolicy(every=2" in unlike
     with pytest.raises(ValueError, match="at least 1"):
         ReplicaPolicy(every=0)
     with pytest.raises(TypeError, match="a number"):
@@ -438,7 +441,7 @@ def test_what_cannot_be_compared_is_refused():
 
 
 def alone(rank, world):
-    return len(loop(FastDDP(net(), check_replicas=ReplicaPolicy(every=1)), rank, 2))
+    return len(loop(FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=1))), rank, 2))
 
 
 def test_one_rank_has_nobody_to_compare_with():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastsync import FastDDP
 from fastsync.engine import core, memory
 from fastsync.engine.memory import share_memory
+from fastsync.plan.arguments import grouped
 from fastsync.testing import RankError, run_ranks
 from tests.test_shm import connected, gradients, in_memory, inputs, net, over, same
 
@@ -237,7 +238,7 @@ def by_argument(rank, world):
     os.environ.pop("FASTSYNC_SHM", None)
     ways = []
     for options in ({}, {"shared_memory": False}, {"wire": "bf16"}, {"wire": "int8"}, {"zero": 1}):
-        wrapped = FastDDP(net(), **options)
+        wrapped = FastDDP(net(), **grouped(options))
         wrapped(inputs(rank, 0)).sum().backward()
         ways.append(Path("/proc/self/maps").read_text().count("memfd:fastsync"))
         del wrapped

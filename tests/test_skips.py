@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Faults
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 
 LAYERS, WIDTH, STEPS = 4, 8, 6
@@ -64,7 +65,9 @@ def train(rank, world, schedule, options):
     options = dict(options)
     dtype = dtype_of(options)
     net = Net(options.pop("norm", False)).to(dtype)
-    model = FastDDP(net, bucket_cap_mb=0.0001, on_skip="average_others", **options)
+    model = FastDDP(
+        net, bucket_cap_mb=0.0001, faults=Faults(on_skip="average_others"), **grouped(options)
+    )
     optimizer = optimizer_of(net)
     names = [name for name, _ in net.named_parameters()]
     told = []
@@ -188,7 +191,7 @@ def one_step(rank, model, fails=()):
 
 def break_contract(rank, world, how):
     """What each rank says of a script that does not keep to the contract."""
-    model = FastDDP(Net(), on_skip="average_others")
+    model = FastDDP(Net(), faults=Faults(on_skip="average_others"))
     optimizer = optimizer_of(model)
     one_step(rank, model)
     optimizer.step()
@@ -241,7 +244,7 @@ def test_what_would_leave_ranks_with_other_weights_is_an_error_on_every_rank(how
 
 
 def raise_another(rank, world):
-    model = FastDDP(Net(), on_skip="average_others")
+    model = FastDDP(Net(), faults=Faults(on_skip="average_others"))
     with suppress(MemoryError), model.skipping(BadSample):
         raise MemoryError("not asked for")
     model(batch(rank, 0)).backward()  # the step that nobody has made
@@ -258,7 +261,7 @@ def keep_sum(state, bucket):
 
 def ask(rank, world, options, call):
     try:
-        model = FastDDP(Net(), **options)
+        model = FastDDP(Net(), **grouped(options))
         if call == "skipping":
             model.skipping(BadSample).__enter__()
         elif call == "join":
@@ -273,7 +276,7 @@ def ask(rank, world, options, call):
 @pytest.mark.parametrize(
     ("options", "call", "words"),
     [
-        ({}, "skipping", "needs FastDDP(model, on_skip='average_others')"),
+        ({}, "skipping", "needs FastDDP(model, faults=Faults(on_skip='average_others'))"),
         ({"on_skip": "ignore"}, "", "on_skip must be one of raise, average_others"),
         ({"on_skip": "average_others"}, "join", "on_skip='raise' with join()"),
         ({"on_skip": "average_others"}, "hook", "on_skip='raise' with it"),

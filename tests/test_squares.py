@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from fastsync import FastDDP
 from fastsync.engine import core
+from fastsync.plan.arguments import grouped
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.testing import run_ranks
 
@@ -48,7 +49,7 @@ def known(model):
 
 
 def summed(rank, world, options, dtype, parts):
-    model = FastDDP(net().to(dtype), **options)
+    model = FastDDP(net().to(dtype), **grouped(options))
     if dtype is torch.float64:
         model.register_forward_pre_hook(lambda _, args: (args[0].double(),))
     optimizer = optim.SGD(model.parameters(), 0.01)
@@ -137,7 +138,7 @@ def exact_norm(model):
 
 def changed(rank, world, options):
     """The norms that the model returns after each change, and those of a model without zero."""
-    models = [FastDDP(net(), **options), FastDDP(net())]
+    models = [FastDDP(net(), **grouped(options)), FastDDP(net())]
     optimizers = [optim.SGD(model.parameters(), 0.01) for model in models]
     norms = []
     for step, change in enumerate((None, None, *CHANGES)):
@@ -253,7 +254,7 @@ def test_two_models():
 
 def in_buckets(rank, world, dtype, options):
     """What each rank hears of whole gradients: after a backward, and once they were changed."""
-    model = FastDDP(net().to(dtype), **options)
+    model = FastDDP(net().to(dtype), **grouped(options))
     model.register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
     heard, exact = [], []
     for step in range(4):

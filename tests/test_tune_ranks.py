@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, TunePolicy, Wire
+from fastsync.plan.arguments import grouped
 from fastsync.plan.sizes import Sizes
 from fastsync.plan.topology import Network
 from fastsync.testing import run_ranks
@@ -24,7 +25,7 @@ KEPT = Sizes(500, 600, 100)
 def wrap(tune, width=16, **options):
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
-    model = FastDDP(module, tune=tune, **options)
+    model = FastDDP(module, tune=tune, **grouped(options))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 

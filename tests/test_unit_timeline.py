@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fastsync
-from fastsync import FastDDP, TimelinePolicy, UnitTiming, fully_shard, log_to_tensorboard
+from fastsync import FastDDP, TimelinePolicy, UnitTiming, Zero, fully_shard, log_to_tensorboard
 from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, find_straggler, load, steps_of
 from fastsync.timeline.moves import moves_of
@@ -23,7 +23,7 @@ UNITS = ["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 def wrap(way, timeline=False, **options):
     """A unit per block, and the root's."""
     if way == "zero3":
-        return FastDDP(net(4, 256), zero=3, units=[type(net().blocks[0])], timeline=timeline)
+        return FastDDP(net(4, 256), zero=Zero(3, units=[type(net().blocks[0])]), timeline=timeline)
     model = apply(fully_shard, net(4, 256), **options)
     if timeline:
         model.record_timeline(timeline)

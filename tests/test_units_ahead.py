@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fastsync import FastDDP, TimelinePolicy, fully_shard
+from fastsync import FastDDP, TimelinePolicy, Zero, fully_shard
 from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, load
 from fastsync.units import context
@@ -23,7 +23,7 @@ MARK = "FASTSYNC_UNIT_MEMORY_MB"
 
 def made(how, world):
     if how == "zero=3":
-        return FastDDP(net(6), zero=3, units=[Block])
+        return FastDDP(net(6), zero=Zero(3, units=[Block]))
     options = {
         "replicas": {"mesh": mesh_of(world, 2) if how == "replicas" else None},
         "lower": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},

@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard as torchs
 
-from fastsync import FastDDP, fully_shard
+from fastsync import FastDDP, Zero, fully_shard
 from fastsync.testing import run_ranks
 from tests.unit_models import OPTIMIZERS, Block, farthest, whole
 
@@ -70,15 +70,15 @@ def in_place(shard, backend):
 
 
 def inside_stage(shard, backend):
-    return FastDDP(torch.compile(Chain(), backend=backend), zero=3, units=[Block])
+    return FastDDP(torch.compile(Chain(), backend=backend), zero=Zero(3, units=[Block]))
 
 
 def around_stage(shard, backend):
-    return torch.compile(FastDDP(Chain(), zero=3, units=[Block]), backend=backend)
+    return torch.compile(FastDDP(Chain(), zero=Zero(3, units=[Block])), backend=backend)
 
 
 def stage_in_place(shard, backend):
-    model = FastDDP(Chain(), zero=3, units=[Block])
+    model = FastDDP(Chain(), zero=Zero(3, units=[Block]))
     model.compile(backend=backend)
     return model
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fastsync import FastDDP, fully_shard
+from fastsync import FastDDP, Zero, fully_shard
 from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
 from tests.unit_models import OPTIMIZERS, farthest, whole
@@ -58,7 +58,7 @@ def by_bases():
 WAYS = {
     "a unit per layer": by_layers,
     "bases apart": by_bases,
-    "zero=3": lambda: FastDDP(adapted(), zero=3, units=[nn.Linear]),
+    "zero=3": lambda: FastDDP(adapted(), zero=Zero(3, units=[nn.Linear])),
 }
 
 

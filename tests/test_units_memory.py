@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fastsync import FastDDP, RankMismatchError, fully_shard
+from fastsync import FastDDP, RankMismatchError, Wire, fully_shard
 from fastsync.testing import RankError, run_ranks
 from tests.unit_models import OPTIMIZERS, apply, loss_of, net, words
 
@@ -86,7 +86,7 @@ def test_weights_are_those_through_the_group(world, way):
 
 
 def without_memory(rank, world):
-    model = FastDDP(net(), zero=3, shared_memory=False)
+    model = FastDDP(net(), zero=3, wire=Wire(shared_memory=False))
     loss_of(model, words(rank, 0)).backward()
     return segments()
 
@@ -97,7 +97,7 @@ def test_shared_memory_false_goes_through_the_group():
 
 def disagree(rank, world):
     with pytest.raises(RankMismatchError, match="shared_memory") as caught:
-        FastDDP(net(), zero=3, shared_memory=rank == 0)
+        FastDDP(net(), zero=3, wire=Wire(shared_memory=rank == 0))
     return str(caught.value)
 
 

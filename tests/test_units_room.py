@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fastsync import FastDDP, fully_shard
+from fastsync import FastDDP, Zero, fully_shard
 from fastsync.ranks.consensus import RankMismatchError
 from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
@@ -24,7 +24,7 @@ def set_mark(nbytes):
 
 def made(how, world):
     if how == "zero=3":
-        return FastDDP(net(4, 128), zero=3, units=[Block])
+        return FastDDP(net(4, 128), zero=Zero(3, units=[Block]))
     options = {"mesh": mesh_of(world, 2)} if how == "replicas" else {}
     if how == "lower":
         options["mp_policy"] = BF16

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fastsync import FastDDP, Wire, fully_shard
-from fastsync.plan.policy import PARAMETER_WIRES
+from fastsync.plan.arguments import PARAMETER_WIRES, grouped
 from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
 from tests.parameter_losses import NUDGED, rows_of
@@ -179,7 +179,7 @@ def test_replicas_add_up_what_was_coded_between_the_ranks_of_a_row():
 
 def steps_with(rank, world, make, options):
     """Whole weights after a training, those of a checkpoint, and a loss by the former."""
-    model = FastDDP(net(), zero=3, units=["blocks.0", "blocks.2"], **options)
+    model = FastDDP(net(), **grouped({"zero": 3, "units": ["blocks.0", "blocks.2"], **options}))
     optimizer = OPTIMIZERS[make](model.parameters())
     train(model, rank, optimizer)
     saved = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
@@ -218,7 +218,8 @@ def bytes_of_steps(rank, world, options, wrap):
     module = net(4, 256)
     size = sum(p.nbytes for p in module.parameters())
     if wrap:
-        model = FastDDP(module, zero=3, units=["blocks.0", "blocks.1", "blocks.2"], **options)
+        units = ["blocks.0", "blocks.1", "blocks.2"]
+        model = FastDDP(module, **grouped({"zero": 3, "units": units, **options}))
         module = model.module
     else:
         model = apply(fully_shard, module, **options)

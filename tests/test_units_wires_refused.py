@@ -2,7 +2,8 @@
 
 import pytest
 
-from fastsync import FastDDP, PowerSGD, RankMismatchError, TopK, Wire, fully_shard
+from fastsync import FastDDP, PowerSGD, RankMismatchError, TopK, Wire, Zero, fully_shard
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.unit_models import apply, mesh_of, net, words
 
@@ -22,15 +23,21 @@ REFUSED = {
 def refuse(rank, world):
     found = []
     for wire, text in REFUSED.values():
-        for wrap in (fully_shard, lambda module, **options: FastDDP(module, zero=3, **options)):
+        for wrap in (
+            fully_shard,
+            lambda module, **options: FastDDP(module, **grouped({"zero": 3, **options})),
+        ):
             with pytest.raises(ValueError, match=text) as error:
                 wrap(net(), wire=wire)
             found.append(str(error.value))
-    for wrap in (fully_shard, lambda module, **options: FastDDP(module, zero=3, **options)):
+    for wrap in (
+        fully_shard,
+        lambda module, **options: FastDDP(module, **grouped({"zero": 3, **options})),
+    ):
         with pytest.raises(ValueError, match="too much of a weight"):
             wrap(net(), parameter_wire="int4")
     with pytest.raises(ValueError, match="makes none of the parameters smaller"):
-        FastDDP(net().double(), zero=3, parameter_wire="int8")
+        FastDDP(net().double(), zero=Zero(3, parameter_wire="int8"))
     return found
 
 
@@ -46,7 +53,7 @@ def differ(rank, world, rows, one, other, wrap):
     options = WIRES[other] if rank == world - 1 else WIRES[one]
     try:
         if wrap:
-            FastDDP(net(), zero=3, **options)
+            FastDDP(net(), **grouped({"zero": 3, **options}))
         else:
             model = apply(fully_shard, net(), mesh=mesh_of(world, rows), **options)
             model(words(rank, 0))

@@ -10,22 +10,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fastsync import FastDDP, fully_shard
+from fastsync import FastDDP, Wire, Zero, fully_shard
 from fastsync.testing import run_ranks
 from tests.conformance.stages import batch, full, loss_of, net, sharded_by_layer
 
 KINDS = {
     "zero0": lambda m: FastDDP(m),
-    "zero0-network": lambda m: FastDDP(m, shared_memory=False),
+    "zero0-network": lambda m: FastDDP(m, wire=Wire(shared_memory=False)),
     "int8": lambda m: FastDDP(m, wire="int8"),
-    "int8-network": lambda m: FastDDP(m, wire="int8", shared_memory=False),
-    "hook": lambda m: hooked(FastDDP(m, shared_memory=False)),
+    "int8-network": lambda m: FastDDP(m, wire=Wire("int8", shared_memory=False)),
+    "hook": lambda m: hooked(FastDDP(m, wire=Wire(shared_memory=False))),
     "zero1": lambda m: FastDDP(m, zero=1),
-    "zero1-network": lambda m: FastDDP(m, zero=1, shared_memory=False),
-    "zero2-network": lambda m: FastDDP(m, zero=2, shared_memory=False),
-    "zero2-int8": lambda m: FastDDP(m, zero=2, wire="int8", parameter_wire="int8"),
+    "zero1-network": lambda m: FastDDP(m, zero=1, wire=Wire(shared_memory=False)),
+    "zero2-network": lambda m: FastDDP(m, zero=2, wire=Wire(shared_memory=False)),
+    "zero2-int8": lambda m: FastDDP(m, zero=Zero(2, parameter_wire="int8"), wire="int8"),
     "zero3": lambda m: FastDDP(m, zero=3),
-    "zero3-network": lambda m: FastDDP(m, zero=3, shared_memory=False),
+    "zero3-network": lambda m: FastDDP(m, zero=3, wire=Wire(shared_memory=False)),
     "fully_shard": sharded_by_layer,
 }
 
@@ -149,7 +149,7 @@ class FailsHalfWay(nn.Module):
 
 def dropped_unfinished(rank, world):
     """Rank 0 has sent a bucket that rank 1 never sends when the wrapper goes."""
-    model = FastDDP(FailsHalfWay(), wire="int8", shared_memory=False, bucket_cap_mb=1e-6)
+    model = FastDDP(FailsHalfWay(), wire=Wire("int8", shared_memory=False), bucket_cap_mb=1e-6)
     for _ in range(3):
         model(torch.ones(1, 4), False).backward()
     if rank == 0:

@@ -10,7 +10,8 @@ from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Zero
+from fastsync.plan.arguments import grouped
 from fastsync.testing import RankError, run_ranks
 from tests.zero_loops import OPTIMIZERS, STEPS, Net, batch, close, net, train, trained
 
@@ -72,7 +73,7 @@ class Mine(optim.SGD):
 
 def step_with_mine(rank, world, shard_by):
     module = net()
-    model = FastDDP(module, zero=1, shard_by=shard_by, find_unused_parameters=True)
+    model = FastDDP(module, zero=Zero(1, shard_by=shard_by), find_unused_parameters=True)
     optimizer = Mine(model.parameters(), 0.1)
     model(batch(rank, 0)).mean().backward()
     optimizer.step()
@@ -158,7 +159,7 @@ class Sized(optim.SGD):
 
 
 def save_sized(rank, world, shard_by):
-    model = FastDDP(net(), zero=1, shard_by=shard_by, find_unused_parameters=True)
+    model = FastDDP(net(), zero=Zero(1, shard_by=shard_by), find_unused_parameters=True)
     optimizer = Sized(model.parameters(), 0.1)
     train(model, optimizer, rank, [0])
     if shard_by == "tensor":
@@ -332,7 +333,7 @@ def test_arguments_that_make_no_sense(arguments):
 
 
 def wrap_with(rank, world, arguments):
-    FastDDP(net(), **arguments)
+    FastDDP(net(), **grouped(arguments))
 
 
 FEATURES = {
@@ -350,7 +351,7 @@ def with_feature(rank, world, name):
     for zero in (0, 1):
         module = net()
         options = {"find_unused_parameters": True, **FEATURES[name]}
-        model = FastDDP(module, zero=zero, **options)
+        model = FastDDP(module, **grouped({"zero": zero, **options}))
         if name == "hook":
             model.register_comm_hook(None, fp16_compress_hook)
         optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fastsync import FastDDP, RankMismatchError
+from fastsync import FastDDP, RankMismatchError, Zero
+from fastsync.plan.arguments import grouped
 from fastsync.testing import RankError, run_ranks
 from fastsync.units.choosing import choose_units
 from tests.unit_models import OPTIMIZERS, Net, farthest, loss_of, net, whole, words
@@ -26,7 +27,7 @@ def script(rank, world, zero, make, early, units=None):
 
     optimizer = optimizer_of(module) if early else None
     options = {} if units is None else {"units": units}
-    model = FastDDP(module, zero=zero, **options)
+    model = FastDDP(module, **grouped({"zero": zero, **options}))
     optimizer = optimizer or optimizer_of(model)
     schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step in range(4):
@@ -162,7 +163,7 @@ def test_what_a_wrapped_model_shows():
 
 REFUSED = {
     "wire": {"wire": "topk"},
-    "on_nonfinite": {"on_nonfinite": "skip"},
+    "nonfinite": {"nonfinite": "skip"},
     "shard_by": {"shard_by": "tensor"},
     "master_weights": {"master_weights": True},
 }
@@ -172,19 +173,19 @@ def refuse(rank, world):
     found = {}
     for what, options in REFUSED.items():
         with pytest.raises(ValueError, match=r"zero=3") as error:
-            FastDDP(net(), zero=3, **options)
+            FastDDP(net(), **grouped({"zero": 3, **options}))
         found[what] = str(error.value)
     with pytest.raises(ValueError, match="'scale' has none"):
         module = net()
         module.scale = nn.Parameter(torch.tensor(1.0))
         FastDDP(module, zero=3)
     with pytest.raises(ValueError, match="what zero=3 gathers"):
-        FastDDP(net(), zero=2, units=["blocks.0"])
+        FastDDP(net(), zero=Zero(2, units=["blocks.0"]))
     with pytest.raises(ValueError, match="with delay_all_reduce_named_params"):
         module = net()
         delayed = [("blocks.0.gain", module.blocks[0].gain)]
         options = {"param_to_hook_all_reduce": module.blocks[1].gain}
-        FastDDP(module, zero=3, delay_all_reduce_named_params=delayed, **options)
+        FastDDP(module, delay_all_reduce_named_params=delayed, **grouped({"zero": 3, **options}))
     model = FastDDP(net(), zero=3)
     for call in (
         lambda: model.register_comm_hook(None, lambda state, bucket: None),

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from fastsync import FastDDP, PowerSGD, Wire
+from fastsync import FastDDP, PowerSGD, Wire, Zero
 from fastsync.shard.chunks import Chunks
 from fastsync.testing import RankError, run_ranks
 from tests.zero_checkpoints import STAGES, Net, load, made, net, same, save, train
@@ -281,7 +281,7 @@ class Nested(optim.SGD):
 
 
 def save_nested_state(rank, world, path):
-    model = FastDDP(net(), zero=1, shard_by="element")
+    model = FastDDP(net(), zero=Zero(1, shard_by="element"))
     optimizer = Nested(model.parameters(), 0.1)
     train(model, optimizer, [0], rank, world)
     model.optimizer_state_dict(optimizer)

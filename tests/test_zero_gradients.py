@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Wire
 from fastsync.testing import RankError, run_ranks
 from tests.zero_loops import STEPS, batch, close, net, train, trained
 
@@ -134,7 +134,7 @@ def test_gradients_that_are_kept_and_accumulated(zero):
 def sizes_while_accumulating(rank, world, zero):
     """Elements of gradients that this rank holds after a backward under no_sync(), and bytes."""
     module = nn.Linear(64, 64)
-    model = FastDDP(module, zero=zero, shared_memory=False)
+    model = FastDDP(module, zero=zero, wire=Wire(shared_memory=False))
     optimizer = optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         model(torch.randn(2, 64)).sum().backward()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Zero
 from fastsync.testing import run_ranks
 
 STEPS = 8
@@ -68,7 +68,9 @@ def by_hand(rank, make):
 
 
 def wrapped(zero, make, module=None):
-    model = FastDDP(module or Net(), zero=zero, master_weights=True, find_unused_parameters=True)
+    model = FastDDP(
+        module or Net(), zero=Zero(zero, master_weights=True), find_unused_parameters=True
+    )
     return model, OPTIMIZERS[make](model.parameters())
 
 
@@ -181,7 +183,7 @@ def test_masters_that_torch_has_rounded_are_an_error():
 
 def refused(rank, world):
     with pytest.raises(ValueError, match="zero=1 or 2"):
-        FastDDP(Net(), master_weights=True)
+        FastDDP(Net(), zero=Zero(master_weights=True))
     return True
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
-from fastsync import FastDDP, TopK
-from fastsync.plan.policy import PARAMETER_WIRES
+from fastsync import FastDDP, TopK, Zero
+from fastsync.plan.arguments import PARAMETER_WIRES, grouped
 from fastsync.testing import RankError, run_ranks
 from fastsync.wire.formats import FORMATS
 from tests.parameter_losses import loss_of
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 def wrapped(wire, make="adamw", zero=1, module=None, **options):
     module = module or net()
     options = {"find_unused_parameters": True, **options}
-    model = FastDDP(module, zero=zero, parameter_wire=wire, **options)
+    model = FastDDP(module, **grouped({"zero": zero, "parameter_wire": wire, **options}))
     return model, OPTIMIZERS[make](model.parameters())
 
 
@@ -265,10 +265,10 @@ def test_masters_follow_what_is_written_and_keep_the_rest():
     assert run_ranks(written, 2) == [(True, True)] * 2
 
 
-def grouped(rank, world):
+def adds_a_group(rank, world):
     """A group that is added later has the optimizer taken over anew."""
     module = net()
-    model = FastDDP(module, zero=1, parameter_wire="int8", find_unused_parameters=True)
+    model = FastDDP(module, zero=Zero(1, parameter_wire="int8"), find_unused_parameters=True)
     late = {id(p) for p in module.conv.parameters()}
     optimizer = optim.SGD([p for p in module.parameters() if id(p) not in late], 0.05)
     train(model, optimizer, rank, range(2))
@@ -284,7 +284,7 @@ def grouped(rank, world):
 
 
 def test_masters_stay_when_a_group_is_added():
-    assert run_ranks(grouped, 2) == [True, True]
+    assert run_ranks(adds_a_group, 2) == [True, True]
 
 
 # Checkpoints.
@@ -388,7 +388,7 @@ def test_a_resumed_training_has_the_same_bits(way, tmp_path):
 
 def refused(rank, world, options, message, dtype=torch.float32):
     with pytest.raises(ValueError, match=message):
-        FastDDP(nn.Linear(3, 3, dtype=dtype), **options)
+        FastDDP(nn.Linear(3, 3, dtype=dtype), **grouped(options))
     return True
 
 
@@ -416,7 +416,7 @@ def test_models_that_no_code_makes_smaller_are_refused(dtype, wire):
 
 
 def disagreeing(rank, world):
-    FastDDP(nn.Linear(3, 3), zero=1, parameter_wire=("int8", "bf16")[rank])
+    FastDDP(nn.Linear(3, 3), zero=Zero(1, parameter_wire=("int8", "bf16")[rank]))
 
 
 def test_ranks_that_differ_are_told():

@@ -3,7 +3,7 @@
 import pytest
 from torch import optim
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Zero
 from fastsync.testing import run_ranks
 from tests.zero_loops import OPTIMIZERS, STEPS, batch, close, net
 
@@ -24,7 +24,10 @@ def in_turns(rank, world, make, zero):
     """Weights, losses, how often each hook was called, steps that were counted, and buckets."""
     module = net()
     model = FastDDP(
-        module, zero=zero, shard_by="element", bucket_cap_mb=SMALL, find_unused_parameters=True
+        module,
+        zero=Zero(zero, shard_by="element"),
+        bucket_cap_mb=SMALL,
+        find_unused_parameters=True,
     )
     known = make != "counting"
     optimizer = OPTIMIZERS[make](model.parameters()) if known else Counting(model.parameters(), 0.1)

@@ -185,7 +185,9 @@ def test_nothing_is_lost_with_error_feedback(world, form, local):
 def bytes_of_a_step(rank, world, wire, local):
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     module = nn.Linear(256, 256, bias=False)
-    model = FastDDP(module, zero=2, wire=wire, find_unused_parameters=False, shared_memory=False)
+    model = FastDDP(
+        module, zero=2, wire=Wire(wire, shared_memory=False), find_unused_parameters=False
+    )
     optimizer = optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         before = model.sync_stats()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.common.ranks import UsageError
 from fastsync import FastDDP, Wire
+from fastsync.plan.arguments import grouped
 from fastsync.wire.formats import wire_formats
 
 BASELINE, FLOOR, OURS = "ddp", "no_sync", "fastsync"
@@ -69,9 +70,12 @@ def _wrapper(kind: type[DistributedDataParallel], **options: Any) -> Wrap:
     return wrap
 
 
-# Called with the wrapper's options.
-ddp = partial(_wrapper, DistributedDataParallel)
-fast_ddp = partial(_wrapper, FastDDP)
+ddp = partial(_wrapper, DistributedDataParallel)  # called with its options
+
+
+def fast_ddp(**settings: Any) -> Wrap:
+    """Wrap in FastDDP with settings named one by one, as for `python -m fastsync.run`."""
+    return _wrapper(FastDDP, **grouped(settings))
 
 
 def hooked(wrap: Wrap, hook: Callable[..., Any]) -> Wrap:

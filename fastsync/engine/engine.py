@@ -93,7 +93,7 @@ class Engine:
         self.routes.use_group(group, policy)
         memory = self.routes.memory
         shares = memory and policy.zero.stage > 0 and policy.elastic is None
-        sized = buckets.in_memory(policy.zero.masters) if shares else buckets
+        sized = buckets.in_memory(policy.zero.master_weights) if shares else buckets
         self.sizing = Sizing(self.core, sized, params[0].tensor.device)
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False

@@ -90,13 +90,13 @@ class NonFiniteGuard(StepWatcher):
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS computes gradients while it steps, so that nobody can look at them before; "
-                "use on_nonfinite='ignore'"
+                "use nonfinite='ignore'"
             )
         args = with_loss(args)
         report = self._report(mine)
         if report is None:
             return args
-        if self._engine.policy.on_nonfinite == "raise":
+        if self._engine.policy.nonfinite == "raise":
             raise report
         if self._engine.group.rank() == 0:
             warnings.warn(f"{report}; this step is skipped", stacklevel=caller_level())
@@ -137,7 +137,7 @@ class NonFiniteGuard(StepWatcher):
             return [mine]
         self._place.meet(
             "the others to step on gradients that hold NaN or infinity",
-            remedy="With on_nonfinite, every rank makes the same steps",
+            remedy="With nonfinite='skip' or 'raise', every rank makes the same steps",
         )
         return gather_watched(mine, group, "the search for NaN and infinity")
 

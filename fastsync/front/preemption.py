@@ -1,4 +1,4 @@
-"""Saves when the machines of a training are taken away: `FastDDP(model, on_preemption=save)`.
+"""Save when the machines of a training are taken away: `Faults(on_preemption=save)`.
 
 fastsync/ranks/preemption.py tells how the ranks agree where. The places where they may save are
 those before a forward that follows a step of an optimizer: what the script does after such a step

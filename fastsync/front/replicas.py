@@ -156,7 +156,7 @@ class ReplicaGuard(StepWatcher):
         if not self._policy.repair and all(f.source is not None for f in findings):
             remedy += (
                 ", or have ranks take over what most of them have: "
-                "check_replicas=fastsync.ReplicaPolicy(repair=True)"
+                "replicas=fastsync.ReplicaPolicy(repair=True)"
             )
         return ReplicaError(
             f"after step {step}, {text}{more}. A bit was flipped, or a script changed one rank "

@@ -24,8 +24,9 @@ from fastsync.engine.tied import check_untied
 from fastsync.engine.watch import open_watch, watched, wrapping
 from fastsync.front.preemption import check_preemption
 from fastsync.front.survivable import check_on_gpus
+from fastsync.plan.arguments import Zero
 from fastsync.plan.buckets import travels_coded
-from fastsync.plan.policy import BucketPolicy, SyncPolicy, ZeroPolicy
+from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.ranks import consensus
 from fastsync.ranks.links import check_grid, find_nodes
@@ -86,12 +87,12 @@ class Request:
                 "static_graph": str(settled.static_graph),
                 "timeline": str(recorded),
                 "mixed_precision": str(settled.mixed),
-                "zero": str(settled.zero),
-                "on_nonfinite": settled.on_nonfinite,
-                "check_replicas": str(settled.replicas),
+                "zero": settled.zero.describe(),
+                "nonfinite": settled.nonfinite,
+                "replicas": str(settled.replicas),
                 "on_skip": settled.on_skip,
                 "elastic": str(settled.elastic),
-                "shared_memory": str(settled.shared_memory),
+                "shared_memory": str(settled.wire.shared_memory),
                 "tune": describe_tuning(tuned),
                 "on_preemption": str(saves and saves.signals),
             }
@@ -239,7 +240,7 @@ class Request:
         for what in (what for what, is_there in unfit.items() if is_there):
             raise ValueError(f"elastic does not go with {what} yet; leave one out")
 
-    def _check_zero(self, zero: ZeroPolicy) -> None:
+    def _check_zero(self, zero: Zero) -> None:
         group = self._group()
         if zero.stage and group.size() > 1 and not is_registered(group):
             raise ValueError(
@@ -389,12 +390,12 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
     if policy.checks_finite:
         raise ValueError(
             "a rank that has run out of inputs makes no steps that could be skipped; use "
-            "on_nonfinite='ignore' with join()"
+            "nonfinite='ignore' with join()"
         )
     if policy.replicas is not None:
         raise ValueError(
             "a rank that has run out of inputs makes no optimizer steps, so its weights are others "
-            "until the end of join(), and check_replicas would find that; leave it out"
+            "until the end of join(), and replicas would find that; leave it out"
         )
     if policy.zero.stage:
         raise ValueError(
@@ -417,7 +418,7 @@ def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
     if policy.checks_finite:
         raise ValueError(
             "only the communication hook knows what its buffers hold, so look for NaN there and "
-            "use on_nonfinite='ignore'"
+            "use nonfinite='ignore'"
         )
     if policy.elastic is not None:
         raise ValueError(

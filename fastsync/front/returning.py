@@ -269,7 +269,7 @@ class ReturningFront(ElasticFront):
         """
         engine, elastic = cast(Engine, cast(Any, self)._engine), self._elastic
         if engine.policy.elastic is None:
-            raise RuntimeError("catch_up() needs FastDDP(model, elastic=True)")
+            raise RuntimeError("catch_up() needs FastDDP(model, faults=Faults(elastic=True))")
         if self._returns is not None:
             raise RuntimeError("catch_up() is called once, before the first step")
         if elastic is None or not elastic.seat.lasting:

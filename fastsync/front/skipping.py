@@ -150,7 +150,9 @@ class SkippingFront(PreemptedFront):
 
     def _checked_skips(self, errors: Sequence[type[Exception]]) -> Skips:
         if self._skips is None:
-            raise RuntimeError("skipping() needs FastDDP(model, on_skip='average_others')")
+            raise RuntimeError(
+                "skipping() needs FastDDP(model, faults=Faults(on_skip='average_others'))"
+            )
         if not errors:
             raise ValueError("skipping() expects the classes of errors that end a step")
         module = cast(nn.Module, self.module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from fastsync.plan.arguments import Zero
 from fastsync.torch_private import Front
 
 if TYPE_CHECKING:
@@ -28,17 +29,23 @@ class StagedFront(Front):
             StagedFront._by_stage[zero] = cls
 
     @classmethod
-    def class_for(cls, stage: object) -> type[Self]:
+    def class_for(cls, zero: object) -> type[Self]:
         """Return the class of the models of a stage: this one, or the subclass made for it."""
-        return cast("type[Self]", StagedFront._by_stage.get(cast(int, stage), cls))
+        return cast("type[Self]", StagedFront._by_stage.get(_stage_of(zero), cls))
 
     def __new__(cls, *args: object, **kwargs: Any) -> Self:
-        wanted = StagedFront._by_stage.get(kwargs.get("zero", 0))
+        stage = _stage_of(kwargs.get("zero", 0))
+        wanted = StagedFront._by_stage.get(stage)
         if wanted is None or issubclass(cls, wanted):
             return super().__new__(cls)
         if cls not in wanted.__mro__:
             raise ValueError(
-                f"zero={kwargs['zero']} makes a model of another class than {cls.__name__}: call "
+                f"zero={stage} makes a model of another class than {cls.__name__}: call "
                 "fastsync.FastDDP itself"
             )
         return cast("Self", super().__new__(wanted))
+
+
+def _stage_of(zero: object) -> int:
+    """Return the stage that the argument `zero` names, or is."""
+    return cast(int, zero.stage if isinstance(zero, Zero) else zero)

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fastsync.plan.arguments import Zero, check_parameter_wire
 from fastsync.plan.elastic import ElasticPolicy, may_lose_ranks
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.plan.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
 
 __all__ = [
-    "PARAMETER_WIRES",
     "BucketPolicy",
     "MixedPolicy",
     "SyncPolicy",
     "UnitWires",
-    "ZeroPolicy",
     "piece_bytes",
 ]
 
@@ -146,82 +145,6 @@ class MixedPolicy:
         return cls(param, reduce or param, buffer)
 
 
-UNITS = ("auto", "element", "tensor")
-BLOCKS = "repeated blocks"
-# What updated parameters may travel as. Others are too coarse for weights: see docs/zero.md.
-PARAMETER_WIRES = ("bf16", "fp16", "fp8_e4m3", "int8")
-
-
-@dataclass(frozen=True)
-class ZeroPolicy:
-    """What the ranks share instead of repeating it.
-
-    Attributes:
-        stage: 0: nothing; 1: the state of optimizers, and gradients between backward and step; 2:
-            gradients while they accumulate, too; 3: parameters as well.
-        unit: what a rank's share is cut by: "element", "tensor", or "auto", which the class of the
-            optimizer decides.
-        masters: optimizers step on fp32 masters of parameters of 16 bits.
-        units: of stage 3, what is gathered together, in words.
-        parameter_wire: the format that parameters travel as, one of `PARAMETER_WIRES`; their
-            owners keep exact ones. None: as they are.
-
-    Raises:
-        ValueError: there is no such stage, unit or format, or nothing that masters could belong to.
-    """
-
-    stage: int = 0
-    unit: str = "auto"
-    masters: bool = False
-    units: str = BLOCKS
-    parameter_wire: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(
-                f"zero must be 0 (every rank holds everything), 1 (each holds its share of the "
-                f"optimizer's state), 2 (and of gradients under no_sync()) or 3 (and of "
-                f"parameters), but is {self.stage!r}"
-            )
-        if self.units != BLOCKS and self.stage != 3:
-            raise ValueError("units= says what zero=3 gathers together; leave it out otherwise")
-        if self.stage == 3 and (self.masters or self.unit != "auto"):
-            raise ValueError(
-                "zero=3 keeps parameters as they are stored and cuts them along their first "
-                "dimension; leave out master_weights and shard_by"
-            )
-        if self.unit not in UNITS:
-            raise ValueError(f"shard_by must be one of {', '.join(UNITS)}, but is {self.unit!r}")
-        if self.masters and self.stage == 0:
-            raise ValueError(
-                "master_weights=True spreads masters over the ranks, which zero=0 does not; pass "
-                "zero=1 or 2"
-            )
-        if self.parameter_wire is not None:
-            self._check_parameter_wire()
-
-    def _check_parameter_wire(self) -> None:
-        if self.stage == 0:
-            raise ValueError(
-                "parameter_wire says what the ranks of zero=1, 2 and 3 send each other of their "
-                "parameters, which zero=0 does not; leave it out"
-            )
-        check_parameter_wire(self.parameter_wire)
-
-
-def check_parameter_wire(name: str | None) -> None:
-    """
-    Raises:
-        ValueError: parameters cannot travel as `name`.
-    """
-    if name is not None and name not in PARAMETER_WIRES:
-        known = ", ".join(map(repr, PARAMETER_WIRES))
-        raise ValueError(
-            f"parameter_wire must be None or one of {known}, but is {name!r}; other formats lose "
-            "too much of a weight"
-        )
-
-
 @dataclass(frozen=True)
 class UnitWires:
     """What units that ranks share (stage 3) travel as.
@@ -277,7 +200,7 @@ class UnitWires:
         return self.gradients.describe() + parameters
 
 
-ON_NONFINITE = ("ignore", "skip", "raise")
+NONFINITE = ("ignore", "skip", "raise")
 ON_SKIP = ("raise", "average_others")
 
 
@@ -296,9 +219,7 @@ class SyncPolicy:
         mixed: the dtypes of mixed precision.
         network: as it was seen to carry bytes of gradients.
         zero: what the ranks share.
-        on_nonfinite: what a step does with gradients that hold NaN or infinity, one of
-            `ON_NONFINITE`.
-        shared_memory: the ranks of one machine may average through memory that they share.
+        nonfinite: what a step does with gradients that hold NaN or infinity, one of `NONFINITE`.
         replicas: when they compare what all of them should have; None: never.
         on_skip: what becomes of a step that a rank has no gradients for because it failed, one of
             `ON_SKIP`.
@@ -314,9 +235,8 @@ class SyncPolicy:
     hooked: bool = False
     mixed: MixedPolicy = MixedPolicy()
     network: Network = field(default_factory=Network)
-    zero: ZeroPolicy = ZeroPolicy()
-    on_nonfinite: str = "ignore"
-    shared_memory: bool = True
+    zero: Zero = field(default_factory=Zero)
+    nonfinite: str = "ignore"
     replicas: ReplicaPolicy | None = None
     on_skip: str = "raise"
     elastic: ElasticPolicy | None = None
@@ -336,7 +256,7 @@ class SyncPolicy:
     @property
     def checks_finite(self) -> bool:
         """Whether gradients are looked at for NaN and infinity."""
-        return self.on_nonfinite != "ignore"
+        return self.nonfinite != "ignore"
 
     @property
     def flagged(self) -> bool:
@@ -346,7 +266,7 @@ class SyncPolicy:
     @property
     def in_memory(self) -> bool:
         """Whether the ranks of one machine may read each other's buckets."""
-        return self.shared_memory and not self.hooked
+        return self.wire.shared_memory and not self.hooked
 
     @property
     def shardable(self) -> bool:
@@ -360,10 +280,9 @@ class SyncPolicy:
         return self.zero.stage == 2 and self.shardable
 
     def __post_init__(self) -> None:
-        if self.on_nonfinite not in ON_NONFINITE:
+        if self.nonfinite not in NONFINITE:
             raise ValueError(
-                f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, but is "
-                f"{self.on_nonfinite!r}"
+                f"nonfinite must be one of {', '.join(NONFINITE)}, but is {self.nonfinite!r}"
             )
         if self.zero.stage == 3:
             self._check_stage3()
@@ -396,15 +315,15 @@ class SyncPolicy:
         coded = not self.wire.plain and self.wire.form != "native"
         unfit = {
             f"zero={self.zero.stage}": self.zero.stage > 2,
-            f"shard_by={self.zero.unit!r}": self.zero.unit != "auto",
+            f"shard_by={self.zero.shard_by!r}": self.zero.shard_by != "auto",
             f"{wire} (of wires, it goes with block formats such as 'int8', in all forms but the "
             "hierarchical one)": not may_lose_ranks(self.wire),
             f"{wire} and zero={self.zero.stage}": coded and self.zero.stage > 0,
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_unused,
             "mixed_precision": mixed,
-            f"on_nonfinite={self.on_nonfinite!r}": self.checks_finite,
-            "check_replicas": self.replicas is not None,
+            f"nonfinite={self.nonfinite!r}": self.checks_finite,
+            "replicas": self.replicas is not None,
             f"on_skip={self.on_skip!r}": self.may_skip,
         }
         for name in (name for name, asked in unfit.items() if asked):
@@ -414,13 +333,13 @@ class SyncPolicy:
         UnitWires(self.wire, self.zero.parameter_wire)
         if self.replicas is not None:
             raise ValueError(
-                "check_replicas compares what every rank has, and with zero=3 each has its share "
+                "replicas compares what every rank has, and with zero=3 each has its share "
                 "of everything; leave it out"
             )
         asked = {
             "mixed_precision (use fastsync.fully_shard with mp_policy)": self.mixed
             != MixedPolicy(),
-            f"on_nonfinite={self.on_nonfinite!r}": self.checks_finite,
+            f"nonfinite={self.nonfinite!r}": self.checks_finite,
         }
         for what, is_asked in asked.items():
             if is_asked:

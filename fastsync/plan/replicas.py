@@ -27,9 +27,9 @@ class ReplicaPolicy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool):
-            raise TypeError(f"check_replicas: every must be a number, but is {self.every!r}")
+            raise TypeError(f"replicas: every must be a number, but is {self.every!r}")
         if self.every < 1:
-            raise ValueError(f"check_replicas: every must be at least 1, but is {self.every}")
+            raise ValueError(f"replicas: every must be at least 1, but is {self.every}")
 
     @classmethod
     def of(cls, wanted: bool | ReplicaPolicy) -> ReplicaPolicy | None:
@@ -38,4 +38,4 @@ class ReplicaPolicy:
         Raises:
             TypeError: it is something else.
         """
-        return policy_of(cls, wanted, "check_replicas")
+        return policy_of(cls, wanted, "replicas")

@@ -298,7 +298,7 @@ def _named(held: _Held, state: State) -> dict[str, Any]:
             raise ValueError(
                 f"{name!r} in the state of {held.name!r} is neither a number nor has it the shape "
                 "of what the optimizer steps on, so it cannot be saved in pieces; use "
-                "FastDDP(shard_by='tensor')"
+                "zero=Zero(stage, shard_by='tensor')"
             )
         named[name] = value
     return named

@@ -18,8 +18,8 @@ from typing import Final
 import torch
 
 from fastsync.engine import core
+from fastsync.plan.arguments import PARAMETER_WIRES
 from fastsync.plan.layout import align_up
-from fastsync.plan.policy import PARAMETER_WIRES
 from fastsync.shard.layout import Piece, ShardLayout
 from fastsync.wire.formats import FORMATS, Format
 

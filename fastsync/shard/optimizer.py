@@ -41,8 +41,8 @@ from fastsync.engine.steps import (
     with_loss,
 )
 from fastsync.engine.watch import gather_watched, meeting_place
+from fastsync.plan.arguments import Zero
 from fastsync.plan.buckets import travels_coded
-from fastsync.plan.policy import ZeroPolicy
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.exchange import Exchange
 from fastsync.shard.fetching import Others, Shares, await_others, fetch_whole
@@ -82,8 +82,8 @@ class ShardedOptimizers(StepWatcher):
         asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
     """
 
-    def __init__(self, engine: Engine, policy: ZeroPolicy) -> None:
-        self.engine, self.unit, self._policy = engine, policy.unit, policy
+    def __init__(self, engine: Engine, policy: Zero) -> None:
+        self.engine, self.unit, self._policy = engine, policy.shard_by, policy
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         timeout = Env.read().agree_timeout
         self.place = meeting_place(engine.group, "sharded optimizer", timeout)
@@ -221,7 +221,7 @@ class ShardedOptimizers(StepWatcher):
         wire = FORMATS.get(self._policy.parameter_wire or "")
         if shares == 1 or (wire and not travels_coded(wire, dtype)):
             wire = None
-        masters = wire is not None or (self._policy.masters and dtype in NARROW)
+        masters = wire is not None or (self._policy.master_weights and dtype in NARROW)
         return Sharing(gradients and dtype.is_floating_point, masters, wire, whole)
 
     def meet(self, call: str, remedy: str) -> None:

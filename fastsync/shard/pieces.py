@@ -102,7 +102,7 @@ def unlike_parts(name: str) -> ValueError:
     return ValueError(
         f"{name!r} in the optimizer's state differs between parts of a parameter that lie on "
         "different ranks, so the whole has no such value; wrap the model with "
-        "FastDDP(shard_by='tensor')"
+        "zero=Zero(stage, shard_by='tensor')"
     )
 
 

@@ -22,7 +22,7 @@ def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
     """What `optimizer` can be given pieces of: "element" or "tensor".
 
     Args:
-        asked: `ZeroPolicy.unit`; anything but "auto" is taken as the user's word.
+        asked: `Zero.shard_by`; anything but "auto" is taken as the user's word.
 
     Raises:
         ValueError: the class is not known, or couples parameters.
@@ -40,7 +40,7 @@ def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
         return "tensor"
     raise ValueError(
         f"zero does not know how {kind.__module__}.{kind.__qualname__} may be sharded. Pass "
-        "FastDDP(shard_by='element') if each element's update depends on that element alone (as in "
-        "SGD and Adam), shard_by='tensor' if it depends on other elements of the same parameter "
-        "(as in LAMB, Muon and Shampoo), or zero=0 if it depends on other parameters"
+        "zero=Zero(stage, shard_by='element') if each element's update depends on that element "
+        "alone (as in SGD and Adam), shard_by='tensor' if it depends on other elements of the "
+        "same parameter (as in LAMB, Muon and Shampoo), or zero=0 if it depends on other parameters"
     )

@@ -359,7 +359,7 @@ class _ParamState(MutableMapping[str, Any]):
                 raise RuntimeError(
                     f"{name!r} in the optimizer's state has neither one element nor one for each "
                     "of its parameter, so no rank knows the whole of it; wrap the model with "
-                    "FastDDP(shard_by='tensor')"
+                    "zero=Zero(stage, shard_by='tensor')"
                 )
             if len(held) == 1:
                 return value
@@ -399,7 +399,7 @@ class _ParamState(MutableMapping[str, Any]):
             raise ValueError(
                 f"{name!r} of shape {tuple(value.shape)} has neither one element nor one for each "
                 f"of its parameter of shape {tuple(self._param.shape)}, so it cannot be cut into "
-                "what each rank owns; wrap the model with FastDDP(shard_by='tensor')"
+                "what each rank owns; wrap the model with zero=Zero(stage, shard_by='tensor')"
             )
         return cut_value(self._space, piece, self._param, value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ __all__ = [
     "choose_units",
     "contiguous",
     "exchange_in_optimizers",
-    "unit_words",
 ]
 
 # A module, a class of modules, or a module's name in the model.
@@ -30,18 +29,8 @@ SMALLEST_UNIT = 1 << 20  # bytes
 MOST_UNITS = 64
 
 
-def unit_words(units: Sequence[UnitChoice] | None) -> str:
-    """The same text on all ranks that mean the same."""
-    if units is None:
-        return "repeated blocks"
-    return ", ".join(
-        unit if isinstance(unit, str) else (unit if isinstance(unit, type) else type(unit)).__name__
-        for unit in units
-    )
-
-
 def choose_units(
-    root: nn.Module, units: Sequence[UnitChoice] | None
+    root: nn.Module, units: Iterable[UnitChoice] | None
 ) -> list[nn.Module | list[nn.Module]]:
     """Modules, or lists of modules, in an order in which fully_shard() takes them.
 

@@ -344,6 +344,8 @@ class Wire:
         node_group: for the hierarchical form, the process group of the ranks in this rank's node;
             None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
         cross_group: likewise, the ranks that have this rank's place in each node.
+        shared_memory: CPU ranks of one machine average through memory that they share; False: all
+            through the process group. `set_wire()` does not change it.
     """
 
     format: Choice = "fp32"
@@ -357,6 +359,7 @@ class Wire:
     piece_bytes: int | None = None
     node_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     cross_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         for wire in (self.format, *self.overrides.values()):
@@ -406,7 +409,8 @@ class Wire:
     def describe(self) -> str:
         """Everything that ranks must agree on, in words."""
         default = Wire()
-        unsaid = ("format", "node_group", "cross_group")  # other ones on every rank
+        # Groups differ between ranks; shared memory is a setting of its own.
+        unsaid = ("format", "node_group", "cross_group", "shared_memory")
         others = [name for name in self.__dataclass_fields__ if name not in unsaid]
         chosen = [name for name in others if getattr(self, name) != getattr(default, name)]
         values = {name: getattr(self, name) for name in chosen}

@@ -22,21 +22,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 
 # Name of a stage: how it wraps. Small buckets have several leave in one backward.
 STAGES = {
-    "zero0": lambda net, **options: fastsync.FastDDP(net, **options),
-    "zero1": lambda net, **options: fastsync.FastDDP(net, zero=1, **options),
-    "zero1-small": lambda net, **options: fastsync.FastDDP(
-        net, zero=1, **{"bucket_cap_mb": 0.0001, **options}
-    ),
-    "zero2": lambda net, **options: fastsync.FastDDP(net, zero=2, **options),
-    "zero3": lambda net, **options: fastsync.FastDDP(net, zero=3, **options),
+    "zero0": lambda net, **options: at_stage(0, net, options),
+    "zero1": lambda net, **options: at_stage(1, net, options),
+    "zero1-small": lambda net, **options: at_stage(1, net, {"bucket_cap_mb": 0.0001, **options}),
+    "zero2": lambda net, **options: at_stage(2, net, options),
+    "zero3": lambda net, **options: at_stage(3, net, options),
     "fully_shard": lambda net, **_: sharded_by_layer(net),
 }
 SHARDED_PARAMETERS = ("zero3", "fully_shard")
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+
+
+def at_stage(stage, net, options):
+    """Wrap `net` in FastDDP at a stage, with settings named one by one."""
+    return fastsync.FastDDP(net, **grouped({"zero": stage, **options}))
 
 
 def sharded_by_layer(module):

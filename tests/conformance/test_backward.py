@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastsync import FastDDP
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.conformance.stages import batch, check, full, loss_of, net
 
@@ -264,7 +265,7 @@ def coded_adversaries(rank, world, wire, stage):
     """Return parameters with DDP and with a wire format."""
     ddp = adversaries(lambda net, **o: DistributedDataParallel(net, **o), rank, {})
     options = {"wire": wire, "zero": stage}
-    return ddp, adversaries(lambda net, **o: FastDDP(net, **o), rank, options)
+    return ddp, adversaries(lambda net, **o: FastDDP(net, **grouped(o)), rank, options)
 
 
 @pytest.mark.parametrize(("wire", "stage"), [("int8", 0), ("bf16", 1), ("int8", 2)])
@@ -353,7 +354,7 @@ def test_a_backward_of_the_wrapper_within_its_own_is_refused(stage):
 
 def one_differs(rank, world, options, extra):
     """In step 3, rank 1 leaves out its backward, or makes an extra one."""
-    model = FastDDP(net(), **options)
+    model = FastDDP(net(), **grouped(options))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     try:
         for step in range(1, 5):

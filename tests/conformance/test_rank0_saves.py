@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fastsync
+from fastsync.plan.arguments import grouped
 from fastsync.shard.fetching import Shares
 from fastsync.shard.whole import whole_states
 from fastsync.testing import RankError, run_ranks
@@ -231,7 +232,7 @@ def test_rank_0_calls_get_optimizer_state_dict(stage):
 def resumes_by_name(rank, world, stage, options):
     """Rank 0 alone saves `model.optimizer_state_dict()` in a file, from which all resume."""
     module = net()
-    model = fastsync.FastDDP(module, zero=stage, **options)
+    model = fastsync.FastDDP(module, **grouped({"zero": stage, **options}))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for step in range(3):
         step_once(model, optimizer, rank, step)
@@ -248,7 +249,7 @@ def resumes_by_name(rank, world, stage, options):
     saved = torch.load(io.BytesIO(content[0]), weights_only=True)
     other = net(seed=1)
     other.load_state_dict(saved["model"])
-    model = fastsync.FastDDP(other, zero=stage, **options)
+    model = fastsync.FastDDP(other, **grouped({"zero": stage, **options}))
     optimizer = torch.optim.AdamW(model.parameters(), 0.5)
     model.load_optimizer_state_dict(optimizer, saved["optimizer"])
     for step in range(3, 5):
@@ -286,7 +287,7 @@ def both_forms(rank, world, make, options):
     """The bytes of what rank 0 fetches alone, and of what an all-gather of all ranks collects."""
     torch.manual_seed(0)
     module = Narrow()
-    model = fastsync.FastDDP(module, **options)
+    model = fastsync.FastDDP(module, **grouped(options))
     optimizer = OPTIMIZERS[make](model.parameters())
     for step in range(3):
         optimizer.zero_grad()

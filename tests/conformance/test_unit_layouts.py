@@ -21,7 +21,9 @@ LAYOUTS = {
     "one unit that stays": lambda module: fastsync.fully_shard(module, reshard_after_forward=False),
     "one unit that goes": lambda module: fastsync.fully_shard(module, reshard_after_forward=True),
     # Units below a root that has parameters of its own.
-    "units of FastDDP": lambda module: fastsync.FastDDP(module, zero=3, units=[nn.Linear]),
+    "units of FastDDP": lambda module: fastsync.FastDDP(
+        module, zero=fastsync.Zero(3, units=[nn.Linear])
+    ),
 }
 
 

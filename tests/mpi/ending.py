@@ -116,7 +116,7 @@ def late(rank):
 def elastic(rank):
     import fastsync
 
-    fastsync.FastDDP(torch.nn.Linear(4, 4), elastic=True)
+    fastsync.FastDDP(torch.nn.Linear(4, 4), faults=fastsync.Faults(elastic=True))
 
 
 def main():

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.plan.arguments import grouped
 
 STEPS = 3
 
@@ -62,8 +63,8 @@ def fast_ddp(rank, world, stages, wires, shared_memory):
     for stage in stages:
         for wire in wires:
             options = {"wire": wire, "zero": stage, "shared_memory": shared_memory}
-            ours = train(fastsync.FastDDP(net(), **options), rank)
-            other = train(fastsync.FastDDP(net(), process_group=theirs, **options), rank)
+            ours = train(fastsync.FastDDP(net(), **grouped(options)), rank)
+            other = train(fastsync.FastDDP(net(), process_group=theirs, **grouped(options)), rank)
             if not torch.equal(bits(ours), bits(other)):
                 wrong.append((stage, wire, float((ours - other).abs().max())))
     return wrong

@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import ReplicaPolicy, TunePolicy, Wire
+from fastsync.plan.arguments import PARAMETER_WIRES
 from fastsync.plan.buckets import travels_coded
-from fastsync.plan.policy import PARAMETER_WIRES
 from fastsync.wire.formats import FORMATS
 from tests.random_cases.tree import KINDS, REAL
 from tests.random_cases.wires import EXACT_WIRES, draw_wire
@@ -91,12 +91,12 @@ class Drawn:
     @property
     def looks(self):
         """For NaN and infinity."""
-        return self.options["on_nonfinite"] != "ignore"
+        return self.options["nonfinite"] != "ignore"
 
     @property
     def compares(self):
         """What all ranks should have."""
-        return "check_replicas" in self.options
+        return "replicas" in self.options
 
     @property
     def rounds_sums(self):
@@ -117,11 +117,11 @@ def draw(rng, world, theme=None):
         "bucket_cap_mb": rng.choice((1e-6, 1e-4, 1e-3, None)),
         "gradient_as_bucket_view": rng.random() < 0.7,
         "find_unused_parameters": rng.choice((None, True)),
-        "on_nonfinite": "ignore" if theme == "hook" else rng.choice(("ignore", "ignore", "skip")),
+        "nonfinite": "ignore" if theme == "hook" else rng.choice(("ignore", "ignore", "skip")),
         "shared_memory": rng.random() < 0.5,
     }
     if rng.random() < 0.4:
-        options["check_replicas"] = ReplicaPolicy(every=rng.choice((1, 1, 2)))
+        options["replicas"] = ReplicaPolicy(every=rng.choice((1, 1, 2)))
     if theme not in ("hook", "zero") and rng.random() < 0.25:
         options |= {"bucket_cap_mb": None, "tune": TUNED}
     if theme == "plain":

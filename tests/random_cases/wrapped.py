@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync import FastDDP
+from fastsync.plan.arguments import grouped
 from fastsync.shard.gradients import ShardedGradient
 from tests.random_cases import drawing
 from tests.random_cases.tree import WIDTH, Fault, loss_of
@@ -225,7 +226,7 @@ class Wrapped:
         trained = [p.dtype for p in self.tree.parameters() if p.requires_grad]
         if not any(map(self.drawn.rounding, trained)):
             options.pop("parameter_wire", None)  # which would be refused
-        self.model = FastDDP(self.twins.tree, **options)
+        self.model = FastDDP(self.twins.tree, **grouped(options))
         drawing.register(self.model, self.drawn)
         if self.drawn.zero:
             self.spread()

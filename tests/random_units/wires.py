@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fastsync import Wire
-from fastsync.plan.policy import PARAMETER_WIRES
+from fastsync.plan.arguments import PARAMETER_WIRES
 from fastsync.wire.formats import FORMATS
 from tests.random_cases.wires import BOUNDS
 from tests.reference_codes import by_shares

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard as torchs
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fastsync
-from fastsync import FastDDP
+from fastsync import FastDDP, Zero
+from fastsync.plan.arguments import grouped
 from tests.simulated.ranks import run_simulated
 from tests.unit_models import loss_of, net, words
 
@@ -33,11 +34,11 @@ def by_block(shard):
 
 
 def fast(**options):
-    return lambda model, cap: FastDDP(model, bucket_cap_mb=cap, **options)
+    return lambda model, cap: FastDDP(model, bucket_cap_mb=cap, **grouped(options))
 
 
 def lower(model, cap):
-    return FastDDP(model.bfloat16(), bucket_cap_mb=cap, zero=2, master_weights=True)
+    return FastDDP(model.bfloat16(), bucket_cap_mb=cap, zero=Zero(2, master_weights=True))
 
 
 CASES = {
@@ -51,7 +52,7 @@ CASES = {
     "int8": fast(wire="int8"),
     "zero=2, int8 both ways": fast(zero=2, wire="int8", parameter_wire="int8"),
     "masters, zero=2": lower,
-    "on_nonfinite": fast(on_nonfinite="skip"),
+    "nonfinite": fast(nonfinite="skip"),
     "clipping": fast(),
 }
 

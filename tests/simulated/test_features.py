@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
-from fastsync import FastDDP, TimelinePolicy
+from fastsync import FastDDP, TimelinePolicy, Zero
+from fastsync.plan.arguments import grouped
 from tests.conformance.stages import STAGES, full
 from tests.simulated.ranks import run_simulated
 from tests.unit_models import loss_of, net, words
@@ -68,7 +69,7 @@ def ddp(model, **options):
 
 
 def fast(**options):
-    return lambda model: FastDDP(model, **options)
+    return lambda model: FastDDP(model, **grouped(options))
 
 
 def by_block(shard, **options):
@@ -206,9 +207,9 @@ AGAINST_TORCH = {
         by_block(torchs, offload_policy=CPUOffloadPolicy()),
         {},
     ),
-    "nonfinite": (fast(on_nonfinite="skip"), ddp, {}),
-    "nonfinite, zero=2": (fast(on_nonfinite="skip", zero=2), ddp, {}),
-    "replicas": (fast(check_replicas=True), ddp, {}),
+    "nonfinite": (fast(nonfinite="skip"), ddp, {}),
+    "nonfinite, zero=2": (fast(nonfinite="skip", zero=2), ddp, {}),
+    "replicas": (fast(replicas=True), ddp, {}),
     "clipping": (fast(), ddp, {"update": clipped}),
     "clipping, zero=2": (fast(zero=2), ddp, {"update": clipped}),
     "clipping, zero=3": (fast(zero=3), ddp, {"update": clipped}),
@@ -255,8 +256,8 @@ AGAINST_CPU = {
     **{f"{wire}": fast(wire=wire) for wire in WIRES},
     **{f"{wire}, zero=2": fast(wire=wire, zero=2) for wire in ("bf16", "int8")},
     **{f"{wire}, zero=3": fast(wire=wire, zero=3) for wire in ("bf16", "int8")},
-    "masters": lambda m: FastDDP(m.bfloat16(), zero=1, master_weights=True),
-    "masters, zero=2": lambda m: FastDDP(m.bfloat16(), zero=2, master_weights=True),
+    "masters": lambda m: FastDDP(m.bfloat16(), zero=Zero(1, master_weights=True)),
+    "masters, zero=2": lambda m: FastDDP(m.bfloat16(), zero=Zero(2, master_weights=True)),
     # Torch's own has NaN on this device, without a race; why is not known.
     "mixed precision": fast(mixed_precision=LOWER_DDP),
     "parameter wire": fast(zero=2, wire="int8", parameter_wire="int8"),

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Wire
 
 __all__ = ["WRAPPERS", "Suite", "SuiteDDP"]
 
@@ -19,7 +19,8 @@ class SuiteDDP(FastDDP):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("find_unused_parameters", False)
         kwargs.setdefault("gradient_as_bucket_view", False)
-        kwargs.setdefault("shared_memory", False)  # profiles are to show the backend's collectives
+        # Profiles are to show the backend's collectives.
+        kwargs.setdefault("wire", Wire(shared_memory=False))
         super().__init__(module, *args, **kwargs)
 
 
