@@ -259,7 +259,6 @@ void bind_engine(py::module_& m) {
            py::arg("precision") = nullptr)
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1,
            py::arg("keep") = false)
-      .def("set_until", &Reducer::set_until, release, py::arg("until"))
       .def("restore_plan", &Reducer::restore_plan, release, py::arg("number"))
       .def("keeps_plan", &Reducer::keeps_plan, release, py::arg("number"))
       .def("forget_plans", &Reducer::forget_plans, release)

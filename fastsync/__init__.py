@@ -28,7 +28,6 @@ from fastsync.sharded import ShardedDDP as ShardedDDP
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
 from fastsync.timeline.units import UnitTiming
-from fastsync.tune.policy import TunePolicy
 from fastsync.units.module import FSDPModule, register_fsdp_forward_method
 from fastsync.units.sharding import fully_shard
 from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
@@ -53,7 +52,6 @@ __all__ = [
     "SyncStats",
     "TimelinePolicy",
     "TopK",
-    "TunePolicy",
     "UnitTiming",
     "Wire",
     "__version__",

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fastsync.front.buffers import BufferWatch, buffer_arguments
 from fastsync.front.guards import make_guards
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.front.request import Request, check_hook, check_join, named_params
+from fastsync.front.request import Request, check_hook, check_join, named_params, refuse_unknown
 from fastsync.front.returning import ReturningFront
 from fastsync.front.skipping import Skips
 from fastsync.front.torch_faces import FrontLogger, FrontReducer, in_lockstep
@@ -43,8 +43,6 @@ from fastsync.torch_private import (
     split_graphs_at_buckets,
     untraced,
 )
-from fastsync.tune.policy import TunePolicy
-from fastsync.tune.tuner import attach_tuner
 from fastsync.units.choosing import UnitChoice, unit_words
 from fastsync.wire.formats import Choice, Wire
 
@@ -91,8 +89,6 @@ class FastDDP(ReturningFront):
         check_replicas: True compares parameters and averages of all ranks every 10 steps; if any
             bit differs, the error names it. A `ReplicaPolicy` says more; see docs/faults.md.
         shared_memory: False has CPU ranks of one machine average through the process group, too.
-        tune: True tries other sizes of buckets in the first 50 steps, and keeps what is faster for
-            later runs, too. A `TunePolicy` says more; see docs/tuning.md.
         on_skip: "average_others" lets ranks leave out steps that fail: `skipping()`.
         elastic: True or an `ElasticPolicy`: ranks go on when others die; see docs/faults.md.
         on_preemption: called without arguments on every rank, after the same step, once any rank
@@ -100,6 +96,7 @@ class FastDDP(ReturningFront):
 
     Raises:
         RuntimeError: there is no parameter to train.
+        TypeError: there is no such argument, or there is none any more.
         ValueError: there is no process group, or an argument makes no sense.
         RankMismatchError: the ranks were given different models or settings.
         BuildError: the extension has to be compiled and cannot be.
@@ -138,13 +135,14 @@ class FastDDP(ReturningFront):
         on_nonfinite: str = "ignore",
         check_replicas: bool | ReplicaPolicy = False,
         shared_memory: bool = True,
-        tune: bool | TunePolicy = False,
         on_skip: str = "raise",
         elastic: bool | ElasticPolicy = False,
         on_preemption: Callable[[], object] | PreemptionPolicy | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown(unknown)
         request = Request(module, process_group, device_mesh, device_ids, output_device)
-        self._buckets, self._policy, self._timeline, self._tune, self._saves = request.settle(
+        self._buckets, self._policy, self._timeline, self._saves = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
                 wire=Wire.of(wire),
@@ -162,7 +160,7 @@ class FastDDP(ReturningFront):
                 elastic=ElasticPolicy.of(elastic),
             ),
             lambda: TimelinePolicy.of(timeline),
-            lambda: (TunePolicy.of(tune), PreemptionPolicy.of(on_preemption)),
+            lambda: PreemptionPolicy.of(on_preemption),
         )
         self._buffer_watch, self._units = BufferWatch(), None if units is None else list(units)
         with request.wrapping():
@@ -218,7 +216,6 @@ class FastDDP(ReturningFront):
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
-        attach_tuner(engine, self._tune)
         self.reducer = FrontReducer(engine, logger, recorder, lockstep, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
@@ -309,7 +306,7 @@ class FastDDP(ReturningFront):
                 asks to look at them.
         """
         self._check_comm_hook(hook)
-        check_hook(self._policy, self._tune)
+        check_hook(self._policy)
         self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]

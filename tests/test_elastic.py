@@ -235,7 +235,6 @@ REFUSED = {
     "check_replicas": {"check_replicas": True},
     "on_skip='average_others'": {"on_skip": "average_others"},
     "timeline": {"timeline": True},
-    "tune": {"tune": True},
     "broadcast_buffers=False": {"module": WithBuffers},
     "Embedding(sparse=False)": {"module": lambda: nn.Embedding(4, 2, sparse=True)},
     "min_ranks is 3, but only 2": {"elastic": fastsync.ElasticPolicy(min_ranks=3)},

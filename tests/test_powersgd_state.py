@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP, PowerSGD, RankMismatchError, Wire
-from fastsync.engine.sizing import Sizing
 from fastsync.plan.policy import BucketPolicy
 from fastsync.testing import run_ranks
 from tests.test_wire_state import inputs, load, residual_of, run, states_of, train, wrap
@@ -97,7 +96,7 @@ def replanned(rank, world, cap):
     before, engine = factors_of(wrapped), wrapped._engine
     order = [index for bucket in engine.plan.buckets for index in bucket.params]
     count = len(engine.plan.buckets)
-    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)), torch.device("cpu"))
+    engine._buckets = BucketPolicy((cap,))
     engine._install(order[::-1])
     return before, factors_of(wrapped), count, len(engine.plan.buckets)
 

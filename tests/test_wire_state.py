@@ -10,7 +10,6 @@ from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.engine.checkpoint import VERSION, deal
-from fastsync.engine.sizing import Sizing
 from fastsync.plan.policy import BucketPolicy
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import Codec
@@ -188,7 +187,7 @@ def replanned(rank, world, cap):
     engine = wrapped._engine
     plan = engine.plan
     order = [index for bucket in plan.buckets for index in bucket.params]
-    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)), torch.device("cpu"))
+    engine._buckets = BucketPolicy((cap,))
     engine._install(order[::-1])
     after = residual_of(wrapped)
     same = all(torch.equal(before[name], after[name]) for name in before)

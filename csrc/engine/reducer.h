@@ -105,8 +105,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // training has made `until` steps; -1: never for that reason.
   // `keep`: the plan that is replaced will be wanted again. See [Note: recent plans].
   void set_plan(const std::vector<BucketSpec>& specs, int64_t until = -1, bool keep = false);
-  // Of the plan that is there: from then on one is due at the end of every step.
-  void set_until(int64_t until);
   // Goes back to plan `number`, as sync_stats counts them; false where it is not kept any more.
   bool restore_plan(int64_t number);
   bool keeps_plan(int64_t number) const;

@@ -45,11 +45,6 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
   watch_.plan_installed();
 }
 
-void Reducer::set_until(int64_t until) {
-  const Lock lock(mutex_);
-  plan_.until = until;
-}
-
 bool Reducer::restore_plan(int64_t number) {
   const Lock lock(mutex_);
   leave_backward("change the plan");

@@ -48,7 +48,6 @@ DDP_OPTIONS: Mapping[str, type] = {
     "on_nonfinite": str,
     "check_replicas": bool,
     "shared_memory": bool,
-    "tune": bool,
     "on_skip": str,
     "elastic": bool,
 }

@@ -21,7 +21,6 @@ from fastsync.engine.agreement import PlanFacts, agree_on_plan
 from fastsync.engine.pace import PaceWatch
 from fastsync.engine.routes import Routes
 from fastsync.engine.shares import ShardedUnit, Shares
-from fastsync.engine.sizing import Sizing
 from fastsync.engine.state import Carried, Progress
 from fastsync.engine.unused import NamedParam, UnusedParams
 from fastsync.engine.watch import meeting_place, open_watch, watch_of
@@ -34,7 +33,6 @@ from fastsync.plan.buckets import (
     settled_order,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.plan.sizes import Sizes
 from fastsync.plan.topology import Network
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.torch_private import backward_is_running, resolvable_name, without_modes
@@ -59,7 +57,6 @@ class Engine:
         graphs: what compiled graphs yield, each in planned order.
         policy: how gradients travel, now.
         shares: what of them the ranks share.
-        sizing: how much travels at a time, and who tries other sizes.
         routes: what gradients travel over beside the process group.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
@@ -93,8 +90,7 @@ class Engine:
         self.routes.use_group(group, policy)
         memory = self.routes.memory
         shares = memory and policy.zero.stage > 0 and policy.elastic is None
-        sized = buckets.in_memory(policy.zero.masters) if shares else buckets
-        self.sizing = Sizing(self.core, sized, params[0].tensor.device)
+        self._buckets = buckets.in_memory(policy.zero.masters) if shares else buckets
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False
         self._plan_changed = self._follows = False
@@ -136,8 +132,6 @@ class Engine:
         if captured and self.policy.uncapturable:
             reason = self.policy.uncapturable
             raise RuntimeError(f"a step that is captured into a CUDA graph {reason}")
-        if captured:
-            self.sizing.keep("a step is captured into a CUDA graph, which knows its buckets")
         if self.on_step is not None and not captured and not backward_is_running():
             self.on_step(self.core)
         if self.precision is not None:
@@ -223,7 +217,7 @@ class Engine:
         order = [index_of[id(t)] for t in ready if id(t) in index_of]
         plan = self.plan
         if self.core.stats()["steps"] == 0:
-            plan = self._plan(order, None)  # by sizes that stay
+            plan = self._plan(order)
             self.graphs.extend(list(bucket.params) for bucket in plan.buckets)
         known = set(order)
         groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
@@ -244,7 +238,6 @@ class Engine:
         self.shares = Shares(self.core, group, device, self.routes.memory)
         self._meeting = self._meeting_place()
         self._forget_plans()
-        self.sizing.forget("the process group is another one")
         if agreed:
             self._install(self._order())
         else:
@@ -269,7 +262,6 @@ class Engine:
         order = self._order()
         self.policy = replace(self.policy, wire=wire)
         self._forget_plans()
-        self.sizing.forget("the wire is another one")
         self.routes.find_nodes(wire)
         self._install(order)
         for name, shapes in self.state_shapes().items():
@@ -349,29 +341,16 @@ class Engine:
         self.core.set_hook(state, hook, self.routes.flags_group(self.policy))
         self._install(order)
 
-    def use(self, sizes: Sizes | None) -> None:
-        """Plans by `sizes` from now on, or by policy and network. Collective.
-
-        Every rank calls it between the same two steps, or at the end of one.
-        """
-        self.sizing.chosen = sizes
-        self._forget_plans()
-        self._follow([index for bucket in self.plan.buckets for index in bucket.params])
-
-    def plan_by(self, sizes: Sizes | None) -> BucketPlan:
-        """What the plan would be by other sizes."""
-        return self._plan([index for bucket in self.plan.buckets for index in bucket.params], sizes)
-
-    def _plan(self, order: Sequence[int], sizes: Sizes | None) -> BucketPlan:
+    def _plan(self, order: Sequence[int]) -> BucketPlan:
         wire = Wire() if self._is_warming_up() else self.policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = self._group.size()
         # Compiled graphs have been split where the first plan's buckets end.
-        rules = self.sizing.rules(sizes, wire, self.network, fixed=bool(self.graphs))
-        buckets, wire, network = rules
+        adapts = self._buckets.adaptive and not self.graphs
+        network = self.network if adapts else Network()
         policy = replace(self.policy, wire=wire, network=network)
         node_ranks = len(self.routes.nodes.node_ranks) if self.routes.nodes else 1
-        return make_plan(specs, order, buckets, policy, world, node_ranks)
+        return make_plan(specs, order, self._buckets.on(network), policy, world, node_ranks)
 
     def _is_warming_up(self) -> bool:
         return self.core.steps() < self.policy.wire.warmup_steps
@@ -382,11 +361,9 @@ class Engine:
         Args:
             keep: the plan that it replaces will be wanted again.
         """
-        self.plan = self._plan(order, self.sizing.chosen)
+        self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
-        warming = self._is_warming_up()
-        until = self.sizing.until(settled=self._order_is_known and not warming)
-        until = self.policy.wire.warmup_steps if warming else until
+        until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
         if self.plan.chained and self._group.size() > 1:
             self.routes.make_chains(self.policy)
         nodes, gradients = self.routes.nodes, self.shares.gradients
@@ -410,8 +387,6 @@ class Engine:
         known = number if self.core.keeps_plan(number) else 0
         reason = f"the others to train the same parameters ({len(trained)} on this rank)"
         alike = self._meeting.meet(reason, f"plan {known}")
-        if self.sizing.tuner is not None:
-            self.sizing.forget("other parameters are trained")
         if not (known and alike):
             self._replan(keep=True)
             return
@@ -432,7 +407,7 @@ class Engine:
     def _end_step(self) -> None:
         if self._follows and self.core.stats()["steps"] == 1:
             self._install(self._order())  # the others have seen an order before
-        elif not self.sizing.tick():
+        else:
             self._replan()
 
     def _replan(self, keep: bool = False) -> None:

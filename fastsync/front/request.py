@@ -6,7 +6,7 @@ itself, from the report that they raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -32,16 +32,17 @@ from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.ranks.meeting import UnreachableStoreError
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer, is_registered
-from fastsync.tune.policy import TunePolicy, check_tunable, describe_tuning
 from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
 
-__all__ = ["Request", "check_hook", "check_join", "named_params"]
+__all__ = ["Request", "check_hook", "check_join", "named_params", "refuse_unknown"]
 
 T = TypeVar("T")
-Settled = tuple[
-    BucketPolicy, SyncPolicy, TimelinePolicy | None, TunePolicy | None, PreemptionPolicy | None
-]
+Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, PreemptionPolicy | None]
+# Former arguments of FastDDP, and what to use instead.
+_FORMER = {
+    "tune": "leave it out: the sizes of buckets adapt to the network, and bucket_cap_mb sets others"
+}
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,15 @@ class Request:
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
         timeline: Callable[[], TimelinePolicy | None],
-        extras: Callable[[], tuple[TunePolicy | None, PreemptionPolicy | None]],
+        preemption: Callable[[], PreemptionPolicy | None],
     ) -> Settled:
         """Checks the arguments and agrees on them with all ranks."""
 
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
-            caps, settled, recorded, (tuned, saves) = buckets(), policy(), timeline(), extras()
+            caps, settled, recorded, saves = buckets(), policy(), timeline(), preemption()
             check_preemption(saves, settled, self._group())
-            check_tunable(tuned, caps, settled)
-            self._check_elastic(settled, recorded, tuned)
+            self._check_elastic(settled, recorded)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
@@ -92,10 +92,9 @@ class Request:
                 "on_skip": settled.on_skip,
                 "elastic": str(settled.elastic),
                 "shared_memory": str(settled.shared_memory),
-                "tune": describe_tuning(tuned),
                 "on_preemption": str(saves and saves.signals),
             }
-            return (caps, settled, recorded, tuned, saves), settings
+            return (caps, settled, recorded, saves), settings
 
         failure = "FastDDP cannot be built on every rank;"
         settled = self._together(check, failure, partial(open_watch, self._group()))
@@ -222,18 +221,12 @@ class Request:
                 "out, or use a group of init_process_group() or new_group()"
             )
 
-    def _check_elastic(
-        self,
-        policy: SyncPolicy,
-        timeline: TimelinePolicy | None,
-        tuned: TunePolicy | None,
-    ) -> None:
+    def _check_elastic(self, policy: SyncPolicy, timeline: TimelinePolicy | None) -> None:
         if policy.elastic is None:
             return
         check_on_gpus(policy, self._params())
         unfit = {
             "timeline": timeline is not None,
-            "tune": tuned is not None,
             "device_mesh; pass its group": self.device_mesh is not None,
         }
         for what in (what for what, is_there in unfit.items() if is_there):
@@ -353,6 +346,17 @@ class Request:
         consensus.agree(statement, group, self._device(), failure, run)
 
 
+def refuse_unknown(arguments: Iterable[str]) -> None:
+    """Report arguments that FastDDP does not take, and what to use instead of former ones.
+
+    Raises:
+        TypeError: there are any.
+    """
+    for name in arguments:
+        advice = f"; {_FORMER[name]}" if name in _FORMER else ""
+        raise TypeError(f"FastDDP has no argument {name!r}{advice}")
+
+
 def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:
     """Every parameter once, under its first name, frozen ones included."""
     sparse = {
@@ -403,17 +407,12 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
         )
 
 
-def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
+def check_hook(policy: SyncPolicy) -> None:
     """Whether a communication hook may reduce the buckets.
 
     Raises:
         ValueError: not under this policy.
     """
-    if tuned is not None:
-        raise ValueError(
-            "a communication hook may keep something of each bucket, and tune tries other buckets; "
-            "leave one of them out"
-        )
     if policy.checks_finite:
         raise ValueError(
             "only the communication hook knows what its buffers hold, so look for NaN there and "
