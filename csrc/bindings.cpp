@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "comm/host_backend.h"
 #include "comm/python_hook.h"
 #include "comm/shm_collective.h"
 #include "comm/shm_words.h"
@@ -319,7 +320,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_ops(m);
   bind_timeline(m);
   bind_specs(m);
-  bind_store(m);
+  comm::bind_host_backend(m);
   bind_memory(m);
   bind_units(m);
   bind_watch(m);

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch._C._distributed_c10d import Backend, Store, Work
+from torch._C._distributed_c10d import Backend, Work
 
 from fastsync.engine.reports import Counters, StepReport, UnitCounters
 
@@ -307,9 +307,6 @@ class HostBackend(Backend):
         self, rank: int, size: int, name: str, seconds: float, functions: object
     ) -> None: ...
     def close(self) -> None: ...
-
-class FileStore(Store):
-    def __init__(self, path: str) -> None: ...
 
 class FaultWatch:
     def __init__(

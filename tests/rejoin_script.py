@@ -28,8 +28,7 @@ from fastsync.build import extension
 from fastsync.engine.state import Carried, Progress
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.ranks.newcomers import ENDED
-from fastsync.ranks.stores import group_store
-from fastsync.torch_private import make_group
+from fastsync.torch_private import group_store, make_group
 from tests import elastic_script
 from tests.elastic_script import Fate, Net, as_taken, batch
 

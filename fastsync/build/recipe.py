@@ -31,9 +31,8 @@ _CPP_NAMES = {
     "kernels": "norm_cpu digest_cpu pack_cpu codec_cpu select_cpu low_rank_cpu sum_cpu",
     "ops": "buffers device items ops loan pool codec_ops lossy_ops norms digests",
     "comm": (
-        "sparse_rows collective messages record_file file_store peers worker shm_segment shm_bell "
-        "shm_channel shm_mail shm_memory incoming shm_collective shm_words shm_messages chain "
-        "python_hook host_backend"
+        "sparse_rows collective messages peers worker shm_segment shm_bell shm_channel shm_mail "
+        "shm_memory incoming shm_collective shm_words shm_messages chain python_hook host_backend"
     ),
     "engine": (
         "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_reduce "
@@ -47,7 +46,7 @@ _CPP_NAMES = {
         "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
         "sparse chained choose"
     ),
-    "": "bind_ops bind_specs bind_store bind_units bind_watch bindings",
+    "": "bind_ops bind_specs bind_units bind_watch bindings",
 }
 CPP_SOURCES = tuple(
     f"{folder}/{name}.cpp".lstrip("/")

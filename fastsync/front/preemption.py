@@ -24,7 +24,7 @@ from fastsync.plan.policy import SyncPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.preemption import Preemption, check_handlers
-from fastsync.ranks.stores import group_store
+from fastsync.torch_private import group_store
 
 __all__ = ["PreemptedFront", "check_preemption"]
 
