@@ -112,7 +112,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "units": [
-        ["changes", "choosing", "depth", "errors", "layout", "nested", "staging", "stepping"],
+        ["changes", "choosing", "errors", "layout", "nested", "staging", "stepping"],
         ["mesh"],
         ["codes", "links", "member"],
         ["kept", "loaded"],
@@ -121,7 +121,6 @@ MODULE_LAYERS = {
         ["unit"],
         ["room"],
         ["connections"],
-        ["lookahead"],
         ["context"],
         ["state"],
         ["recording"],
