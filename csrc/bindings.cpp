@@ -81,21 +81,14 @@ Tensors tensors_of(const Optionals& optionals) {
   return result;
 }
 
-std::map<std::string, Optionals> states_of(const engine::Reducer& reducer) {
-  const engine::States states = [&] {
-    const py::gil_scoped_release release;
-    return reducer.states();
-  }();
-  std::map<std::string, Optionals> result;
-  for (const auto& [name, tensors] : states) result[name] = optionals(tensors);
-  return result;
+Optionals residuals_of(const engine::Reducer& reducer) {
+  const py::gil_scoped_release release;
+  return optionals(reducer.residuals());
 }
 
-void load_states(engine::Reducer& reducer, const std::map<std::string, Optionals>& given) {
+void load_residuals(engine::Reducer& reducer, const Optionals& given) {
   const py::gil_scoped_release release;
-  engine::States states;
-  for (const auto& [name, tensors] : given) states[name] = tensors_of(tensors);
-  reducer.load_states(states);
+  reducer.load_residuals(tensors_of(given));
 }
 
 py::dict stats_dict(const engine::Reducer& reducer) {
@@ -289,9 +282,9 @@ void bind_engine(py::module_& m) {
       .def("use_memory", &use_memory, release, py::arg("memory"))
       .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
       .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"))
-      .def("states", &states_of)
-      .def("load_states", &load_states, py::arg("states"))
-      .def("drop_parked", &Reducer::drop_parked, release, py::arg("name"), py::arg("params"))
+      .def("residuals", &residuals_of)
+      .def("load_residuals", &load_residuals, py::arg("residuals"))
+      .def("drop_parked", &Reducer::drop_parked, release, py::arg("params"))
       .def("resume", &Reducer::resume, release, py::arg("steps"))
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)

@@ -30,7 +30,7 @@ from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
 from fastsync.timeline.units import UnitTiming
 from fastsync.units.module import FSDPModule, register_fsdp_forward_method
 from fastsync.units.sharding import fully_shard
-from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
+from fastsync.wire.formats import Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "FastDDP",
     "Membership",
     "NonFiniteGradientError",
-    "PowerSGD",
     "PreemptionPolicy",
     "RankMismatchError",
     "ReplicaError",

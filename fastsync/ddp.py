@@ -371,10 +371,10 @@ class FastDDP(ReturningFront):
 
         Returns:
             Plain values and tensors, for torch.save and torch.load(weights_only=True): by parameter
-            name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape) and
-            `factors` (what PowerSGD's next step starts with: fp32, [rank, columns]); `steps`,
-            `order` (parameters, as buckets hold them), `rate` (bytes of gradients per second) and
-            `latency` (seconds of a collective of nothing), `rank`, `world_size`, `wire`, `version`.
+            name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape);
+            `steps`, `order` (parameters, as buckets hold them), `rate` (bytes of gradients per
+            second) and `latency` (seconds of a collective of nothing), `rank`, `world_size`,
+            `wire`, `version`.
         """
         return checkpoint.capture(self._engine)
 

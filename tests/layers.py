@@ -150,12 +150,7 @@ CPP_LAYERS = [
     ["comm/host_backend", "comm/python_hook", "codec/coder"],
     ["codec/topk_coder", "codec/python_codec", "codec/plugin_codec"],
     ["transport/coded_spec", "transport/coding", "transport/slots"],
-    [
-        "transport/code_buffers",
-        "transport/gradient_buffer",
-        "transport/low_rank",
-        "transport/transport",
-    ],
+    ["transport/code_buffers", "transport/gradient_buffer", "transport/transport"],
     [
         "transport/coded",
         "transport/hierarchical",

@@ -142,7 +142,6 @@ def test_checkpoints_of_the_model_stay_as_they_are():
     for same, keys in run_ranks(apart_from_the_model, 2):
         assert same
         assert keys == [
-            "factors",
             "latency",
             "order",
             "rank",
@@ -282,7 +281,6 @@ def small_state(rank=0, world=2, **changes):
         "rate": 0.0,
         "latency": 0.0,
         "residuals": {"a": torch.ones(2)},
-        "factors": {},
     }
     return {**state, **changes}
 

@@ -71,7 +71,7 @@ void Reducer::check_covers(const Plan& plan) const {
 
 // A plan that has passed all checks.
 void Reducer::install(Plan plan, bool keep) {
-  const States states = state_views();
+  const Residuals residuals = residual_views();
   counts_ = used_counts();  // the buckets that know go
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
@@ -83,7 +83,7 @@ void Reducer::install(Plan plan, bool keep) {
     plan.replaced = stats_.steps;
     kept_plans_.insert_or_assign(plan.number, std::move(plan));
   }
-  load_states(states);
+  load_residuals(residuals);
   hooks().update();
   log_.plan_installed(plan_.number);
   log_.progress()->plan(static_cast<int64_t>(plan_.buckets.size()));

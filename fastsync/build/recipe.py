@@ -28,7 +28,7 @@ from pathlib import Path
 MODULE = "_C"
 # By their folder in csrc.
 _CPP_NAMES = {
-    "kernels": "norm_cpu digest_cpu pack_cpu codec_cpu select_cpu low_rank_cpu sum_cpu",
+    "kernels": "norm_cpu digest_cpu pack_cpu codec_cpu select_cpu sum_cpu",
     "ops": "buffers device items ops loan pool codec_ops lossy_ops norms digests",
     "comm": (
         "sparse_rows collective messages peers worker shm_segment shm_bell shm_channel shm_mail "
@@ -42,7 +42,7 @@ _CPP_NAMES = {
     ),
     "codec": "coder python_codec plugin_codec topk_coder",
     "transport": (
-        "low_rank coded hierarchical slots coding code_buffers gradient_buffer flat hooked "
+        "coded hierarchical slots coding code_buffers gradient_buffer flat hooked "
         "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
         "sparse chained choose"
     ),
@@ -53,7 +53,7 @@ CPP_SOURCES = tuple(
     for folder, names in _CPP_NAMES.items()
     for name in names.split()
 )
-CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "codec", "low_rank"))
+CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "codec"))
 # torch's own load() adds no -O flag, which costs the pack kernels a factor of ten. A product and a
 # sum are never contracted into one rounding: host, device and the slow twins must agree on bits.
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")

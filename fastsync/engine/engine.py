@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,13 +21,12 @@ from fastsync.engine.agreement import PlanFacts, agree_on_plan
 from fastsync.engine.pace import PaceWatch
 from fastsync.engine.routes import Routes
 from fastsync.engine.shares import ShardedUnit, Shares
-from fastsync.engine.state import Carried, Progress
+from fastsync.engine.state import Progress
 from fastsync.engine.unused import NamedParam, UnusedParams
 from fastsync.engine.watch import meeting_place, open_watch, watch_of
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
-    factor_shape,
     feeds_back,
     make_plan,
     settled_order,
@@ -264,29 +263,19 @@ class Engine:
         self._forget_plans()
         self.routes.find_nodes(wire)
         self._install(order)
-        for name, shapes in self.state_shapes().items():
-            gone = [i for i, p in enumerate(self._params) if p.name not in shapes]
-            self.core.drop_parked(name, gone)
+        shapes = self.residual_shapes()
+        self.core.drop_parked([i for i, p in enumerate(self._params) if p.name not in shapes])
 
-    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of what parameters carry, by the name of the state and of the parameter."""
-        return {"residual": self._feedback_shapes(), "factor": self._factor_shapes()}
-
-    def _feedback_shapes(self) -> dict[str, tuple[int, ...]]:
+    def residual_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
         specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
         pairs = zip(self._params, specs, strict=True)
         return {p.name: tuple(p.tensor.shape) for p, spec in pairs if feeds_back(spec, self.wire)}
 
-    def _factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what PowerSGD's next step starts with, by name, frozen parameters included."""
-        specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
-        found = zip(self._params, map(factor_shape, specs), strict=True)
-        return {param.name: shape for param, shape in found if shape is not None}
-
-    def carried(self) -> Carried:
-        """What coding carries to the next step on this rank: copies."""
-        return Carried.of(self.core, [param.name for param in self._params])
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Copies of what error feedback keeps back on this rank, by parameter name."""
+        pairs = zip(self._params, self.core.residuals(), strict=True)
+        return {param.name: held for param, held in pairs if held is not None}
 
     def next_order(self) -> list[int]:
         """The order that the buckets of the next step will follow, as far as this rank knows."""
@@ -305,10 +294,16 @@ class Engine:
         rate = self._measured_rate or (self.core.wire_rate() if timed else 0.0)
         return Network(rate, self.network.latency)
 
-    def resume(self, progress: Progress, carried: Carried, follows: bool = False) -> None:
+    def resume(
+        self,
+        progress: Progress,
+        residuals: Mapping[str, torch.Tensor],
+        follows: bool = False,
+    ) -> None:
         """Resumes where a training was left. Collective: rank 0's order decides.
 
         Args:
+            residuals: what error feedback keeps back, by parameter name; others have none.
             follows: this rank is about to join others, who go on by plans in this order.
         """
         self._follows = follows
@@ -319,7 +314,9 @@ class Engine:
         order = [index_of[name] for name in progress.order if name in index_of]
         trained, agreed = self._agreed(order)
         self._install([i for i in self._complete(agreed) if trained[i]])
-        carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
+        held = [(residuals.get(p.name), p.tensor.device) for p in self._params]
+        loaded = [None if r is None else r.to(device, torch.float32) for r, device in held]
+        self.core.load_residuals(loaded)
 
     def _order(self) -> list[int]:
         """The plan's, then parameters that have been thawed since it was made."""

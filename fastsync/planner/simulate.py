@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
-from fastsync.plan.layout import PayloadLayout
 from fastsync.planner.compute import Compute
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
@@ -210,16 +209,13 @@ def _bucket_cost(
     if bucket.coded.form == "gather":
         gathered = nbytes * world
         kinds = [("all_gather", gathered)]
-    elif bucket.coded.form == "low_rank":
-        kinds = [("all_reduce", nbytes)]
     elif bucket.coded.form == "scatter":
         kinds = [("all_to_all", nbytes)]
     else:
         kinds = [("all_to_all", nbytes), ("all_gather", nbytes)]
     travelling = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)
     # Pieces of a bucket are coded while others travel; the first and last one's turns show.
-    layout = bucket.coded.layout
-    pieces = layout.pieces if isinstance(layout, PayloadLayout) else 1
+    pieces = bucket.coded.layout.pieces
     seconds = max(travelling, coding) + min(travelling, coding) / pieces
     return seconds, sum(sent_bytes(kind, size, world) for kind, size in kinds)
 
