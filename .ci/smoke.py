@@ -32,7 +32,7 @@ STEPS = 10
 # Wires that a backend sums, with DDP's way to the same bits.
 NATIVE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Coded wires, with how far from fp32's weights they may end, as a part of the way from the start.
-CODED: dict[str | fastsync.TopK | fastsync.PowerSGD, float] = {
+CODED: dict[str | fastsync.TopK, float] = {
     "bf16": 0.005,
     "fp16": 0.001,
     "fp8_e4m3": 0.06,
@@ -40,7 +40,6 @@ CODED: dict[str | fastsync.TopK | fastsync.PowerSGD, float] = {
     "int8": 0.02,
     "int4": 0.05,
     fastsync.TopK(0.5): 0.05,
-    fastsync.PowerSGD(2): 0.4,
 }
 
 

@@ -145,36 +145,6 @@ void bind_lossy_ops(py::module_& m) {
         (by_torch ? ops::select_largest_by_torch : ops::select_largest)(values, positions);
       },
       release, py::arg("values"), py::arg("positions"), py::arg("by_torch") = false);
-  m.def(
-      "orthonormalise",
-      [](const at::Tensor& vectors, const std::optional<at::Tensor>& refill, bool by_torch) {
-        const at::Tensor others = refill.value_or(at::Tensor());
-        if (by_torch) return ops::orthonormalise_by_torch(vectors, others);
-        ops::orthonormalise({{vectors, others}});
-      },
-      release, py::arg("vectors"), py::arg("refill") = py::none(), py::arg("by_torch") = false);
-  m.def(
-      "low_rank_product",
-      [](const std::pair<at::Tensor, at::Tensor>& factors, double share, const at::Tensor& matrix,
-         const std::optional<at::Tensor>& residual, bool by_torch) {
-        const at::Tensor lost = residual.value_or(at::Tensor());
-        const auto& [left, right] = factors;
-        if (by_torch) return ops::low_rank_product_by_torch(left, right, share, matrix, lost);
-        ops::low_rank_product({{left, right, share, matrix, lost, at::Tensor()}});
-      },
-      release, py::arg("factors"), py::arg("share"), py::arg("matrix"),
-      py::arg("residual") = py::none(), py::arg("by_torch") = false);
-  m.def(
-      "project",
-      [](const at::Tensor& matrix, const at::Tensor& factor, const at::Tensor& out, bool left) {
-        ops::project(left ? kernels::Factor::kLeft : kernels::Factor::kRight,
-                     {{matrix, factor, out}});
-      },
-      release, py::arg("matrix"), py::arg("factor"), py::arg("out"), py::arg("left"));
-  m.def(
-      "fill_random",
-      [](const at::Tensor& values, uint64_t seed) { ops::fill_random({{values, seed}}); }, release,
-      py::arg("values"), py::arg("seed"));
 }
 
 }  // namespace

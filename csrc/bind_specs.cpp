@@ -30,14 +30,12 @@ namespace {
 engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
                              int64_t flags_offset, at::ScalarType dtype, bool views, bool sparse,
                              std::optional<engine::CodedSpec> coded,
-                             std::optional<engine::LowRankSpec> low_rank,
                              std::optional<engine::ScatterSpec> scatter) {
   engine::BucketSpec spec;
   for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
   spec.flat = {numel, flags_offset, dtype, views};
   spec.sparse = sparse;
   spec.coded = std::move(coded);
-  spec.low_rank = std::move(low_rank);
   spec.scatter = std::move(scatter);
   return spec;
 }
@@ -84,41 +82,6 @@ void bind_coded(py::module_& m) {
       .def_readwrite("error_feedback", &CodedSpec::error_feedback)
       .def_readwrite("stochastic", &CodedSpec::stochastic)
       .def_readwrite("seed", &CodedSpec::seed);
-}
-
-void bind_low_rank(py::module_& m) {
-  using engine::LowRankSpec;
-  py::class_<LowRankSpec>(m, "LowRankSpec")
-      .def(py::init<>())
-      .def(
-          "lay_out",
-          [](LowRankSpec& spec, int64_t numel, int64_t flags_offset, int64_t flags,
-             int64_t first_numel, int64_t second_numel) {
-            spec.numel = numel;
-            spec.flags_offset = flags_offset;
-            spec.flags = flags;
-            spec.first_numel = first_numel;
-            spec.second_numel = second_numel;
-          },
-          py::arg("numel"), py::arg("flags_offset"), py::arg("flags"), py::arg("first_numel"),
-          py::arg("second_numel"))
-      .def(
-          "add_matrix",
-          [](LowRankSpec& spec, int64_t offset, std::pair<int64_t, int64_t> sizes, int64_t rank,
-             std::pair<int64_t, int64_t> places) {
-            spec.matrices.push_back(
-                {offset, sizes.first, sizes.second, rank, places.first, places.second});
-          },
-          py::arg("offset"), py::arg("sizes"), py::arg("rank"), py::arg("places"))
-      .def(
-          "add_run",
-          [](LowRankSpec& spec, int64_t offset, int64_t numel, int64_t place) {
-            spec.runs.push_back({offset, numel, place});
-          },
-          py::arg("offset"), py::arg("numel"), py::arg("place"))
-      .def_readwrite("error_feedback", &LowRankSpec::error_feedback)
-      .def_readwrite("warm_start", &LowRankSpec::warm_start)
-      .def_readwrite("seed", &LowRankSpec::seed);
 }
 
 // Faces as Python holds them. A tensor's Python object has so many references where nobody else does.
@@ -208,12 +171,11 @@ void bind_shards(py::module_& m) {
 
 void bind_specs(py::module_& m) {
   bind_coded(m);
-  bind_low_rank(m);
   bind_shards(m);
   py::class_<engine::BucketSpec>(m, "BucketSpec")
       .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
            py::arg("dtype"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
-           py::arg("low_rank") = py::none(), py::arg("scatter") = py::none());
+           py::arg("scatter") = py::none());
 }
 
 }  // namespace fastsync

@@ -151,9 +151,6 @@ void bind_units(py::module_& m) {
       .def("trim", &UnitLinks::trim, release)
       .def("trim_pool", &UnitLinks::trim_pool, release)
       .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })
-      .def(
-          "time_gathers", [](UnitLinks& links, bool whether) { links.times_gathers = whether; },
-          py::arg("whether"))
       .def("peers", [](const UnitLinks& links) { return links.peers; });
   using engine::UnitGradients;
   py::class_<engine::WatchedGradient>(m, "WatchedGradient");
@@ -174,7 +171,6 @@ void bind_units(py::module_& m) {
       .def("finish_gather", &Unit::finish_gather, release)
       .def("lend", &Unit::lend, release)
       .def("is_gathered", &Unit::is_gathered)
-      .def("take_gather_seconds", &Unit::take_gather_seconds)
       .def("release", &Unit::release, release)
       .def(
           "start_reduce",

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "comm/host_backend.h"
 #include "comm/python_hook.h"
 #include "comm/shm_collective.h"
 #include "comm/shm_words.h"
@@ -80,21 +81,14 @@ Tensors tensors_of(const Optionals& optionals) {
   return result;
 }
 
-std::map<std::string, Optionals> states_of(const engine::Reducer& reducer) {
-  const engine::States states = [&] {
-    const py::gil_scoped_release release;
-    return reducer.states();
-  }();
-  std::map<std::string, Optionals> result;
-  for (const auto& [name, tensors] : states) result[name] = optionals(tensors);
-  return result;
+Optionals residuals_of(const engine::Reducer& reducer) {
+  const py::gil_scoped_release release;
+  return optionals(reducer.residuals());
 }
 
-void load_states(engine::Reducer& reducer, const std::map<std::string, Optionals>& given) {
+void load_residuals(engine::Reducer& reducer, const Optionals& given) {
   const py::gil_scoped_release release;
-  engine::States states;
-  for (const auto& [name, tensors] : given) states[name] = tensors_of(tensors);
-  reducer.load_states(states);
+  reducer.load_residuals(tensors_of(given));
 }
 
 py::dict stats_dict(const engine::Reducer& reducer) {
@@ -259,7 +253,6 @@ void bind_engine(py::module_& m) {
            py::arg("precision") = nullptr)
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1,
            py::arg("keep") = false)
-      .def("set_until", &Reducer::set_until, release, py::arg("until"))
       .def("restore_plan", &Reducer::restore_plan, release, py::arg("number"))
       .def("keeps_plan", &Reducer::keeps_plan, release, py::arg("number"))
       .def("forget_plans", &Reducer::forget_plans, release)
@@ -289,9 +282,9 @@ void bind_engine(py::module_& m) {
       .def("use_memory", &use_memory, release, py::arg("memory"))
       .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
       .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"))
-      .def("states", &states_of)
-      .def("load_states", &load_states, py::arg("states"))
-      .def("drop_parked", &Reducer::drop_parked, release, py::arg("name"), py::arg("params"))
+      .def("residuals", &residuals_of)
+      .def("load_residuals", &load_residuals, py::arg("residuals"))
+      .def("drop_parked", &Reducer::drop_parked, release, py::arg("params"))
       .def("resume", &Reducer::resume, release, py::arg("steps"))
       .def("detach_hooks", &Reducer::detach_hooks, release)
       .def("ready_order", &Reducer::ready_order, release)
@@ -320,7 +313,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_ops(m);
   bind_timeline(m);
   bind_specs(m);
-  bind_store(m);
+  comm::bind_host_backend(m);
   bind_memory(m);
   bind_units(m);
   bind_watch(m);

@@ -16,9 +16,6 @@ void bind_specs(pybind11::module_& m);
 // Parameters that ranks share.
 void bind_units(pybind11::module_& m);
 
-// Rendezvous stores.
-void bind_store(pybind11::module_& m);
-
 // What looks out for other ranks' faults.
 void bind_watch(pybind11::module_& m);
 

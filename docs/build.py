@@ -55,7 +55,10 @@ READING: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
             "docs/faults.md",
         ),
     ),
-    ("Look up", ("docs/api.md", "docs/environment.md", "docs/troubleshooting.md")),
+    (
+        "Look up",
+        ("docs/api.md", "docs/environment.md", "docs/troubleshooting.md", "docs/upgrade.md"),
+    ),
     ("Measured", ("docs/benchmarks.md", "docs/gpu.md")),
     ("Inside", ("docs/how-it-works.md", "docs/decisions.md")),
 )

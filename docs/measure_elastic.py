@@ -83,12 +83,12 @@ def price(rank: int, world: int, name: str, rounds: int, memory: bool) -> tuple[
     return median(times[0]), median(times[1])
 
 
-def survive(rank: int, world: int, folder: str, memory: bool) -> None:
+def survive(rank: int, world: int, folder: str, memory: bool, port: int) -> None:
     """Trains; the last rank dies in its tenth backward."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        store=TCPStore(HERE, port, is_master=False),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
@@ -123,14 +123,19 @@ def seconds_of_death(world: int, memory: bool) -> float:
     """From the signal to the end of the step, on the survivor that takes longest."""
     forking = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
+        here, there = forking.Pipe()
+        server = forking.Process(target=serve, args=(there, None))
+        server.start()
+        port = here.recv()
         ranks = [
-            forking.Process(target=survive, args=(rank, world, folder, memory))
+            forking.Process(target=survive, args=(rank, world, folder, memory, port))
             for rank in range(world)
         ]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join(120)
+        server.kill()
         found = [float(file.read_text()) for file in Path(folder).glob("*.json")]
     assert len(found) == world - 1
     return max(found)

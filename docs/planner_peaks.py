@@ -33,7 +33,7 @@ from fastsync.units.choosing import choose_units
 
 RANKS, CAP_MB = 2, 25.0
 MODELS, STAGES = ("wide", "transformer", "gpt2", "conv"), (0, 1, 2, 3)
-WIRES = ("int8", "int4", "powersgd")  # with and without residuals, in codes and in factors
+WIRES = ("int8", "int4")  # without residuals, and with them
 NARROW = torch.bfloat16
 
 

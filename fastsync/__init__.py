@@ -29,10 +29,9 @@ from fastsync.sharded import ShardedDDP as ShardedDDP
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
 from fastsync.timeline.units import UnitTiming
-from fastsync.tune.policy import TunePolicy
 from fastsync.units.module import FSDPModule, register_fsdp_forward_method
 from fastsync.units.sharding import fully_shard
-from fastsync.wire.formats import Codec, PowerSGD, TopK, Wire, register_codec
+from fastsync.wire.formats import Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "Faults",
     "Membership",
     "NonFiniteGradientError",
-    "PowerSGD",
     "PreemptionPolicy",
     "RankMismatchError",
     "ReplicaError",
@@ -55,7 +53,6 @@ __all__ = [
     "SyncStats",
     "TimelinePolicy",
     "TopK",
-    "TunePolicy",
     "UnitTiming",
     "Wire",
     "Zero",

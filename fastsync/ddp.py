@@ -22,11 +22,13 @@ from fastsync.front.buffers import BufferWatch, buffer_arguments
 from fastsync.front.guards import make_guards
 from fastsync.front.logging_data import wrap_facts
 from fastsync.front.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.front.request import Request, check_hook, check_join, named_params
+from fastsync.front.request import Request, named_params
 from fastsync.front.returning import ReturningFront
 from fastsync.front.skipping import Skips
 from fastsync.front.torch_faces import FrontLogger, FrontReducer, in_lockstep
+from fastsync.plan import compatibility
 from fastsync.plan.arguments import Faults, Zero, moved
+from fastsync.plan.compatibility import Setup
 from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.policy import BucketPolicy, MixedPolicy, SyncPolicy
 from fastsync.plan.preemption import PreemptionPolicy
@@ -44,8 +46,6 @@ from fastsync.torch_private import (
     split_graphs_at_buckets,
     untraced,
 )
-from fastsync.tune.policy import TunePolicy
-from fastsync.tune.tuner import attach_tuner
 from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["FastDDP"]
@@ -88,6 +88,7 @@ class FastDDP(ReturningFront):
 
     Raises:
         RuntimeError: there is no parameter to train.
+        TypeError: there is no such argument, or there is none any more.
         ValueError: there is no process group, or an argument makes no sense.
         RankMismatchError: the ranks were given different models or settings.
         BuildError: the extension has to be compiled and cannot be.
@@ -120,13 +121,12 @@ class FastDDP(ReturningFront):
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
         zero: int | Zero = 0,
         faults: Faults = _NO_FAULTS,
-        tune: bool | TunePolicy = False,
         **unknown: object,
     ) -> None:
         if unknown:
             raise moved(unknown)
         request = Request(module, process_group, device_mesh, device_ids, output_device)
-        self._buckets, self._policy, self._timeline, self._tune, self._saves = request.settle(
+        self._buckets, self._policy, self._timeline, self._saves = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
                 wire=Wire.of(wire),
@@ -143,7 +143,7 @@ class FastDDP(ReturningFront):
                 elastic=ElasticPolicy.of(faults.elastic),
             ),
             lambda: TimelinePolicy.of(timeline),
-            lambda: (TunePolicy.of(tune), PreemptionPolicy.of(faults.on_preemption)),
+            lambda: PreemptionPolicy.of(faults.on_preemption),
         )
         self._buffer_watch = BufferWatch()
         with request.wrapping():
@@ -199,7 +199,6 @@ class FastDDP(ReturningFront):
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
-        attach_tuner(engine, self._tune)
         self.reducer = FrontReducer(engine, logger, recorder, lockstep, sharded)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
@@ -215,7 +214,8 @@ class FastDDP(ReturningFront):
 
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
-        check_join(self._policy, self._join_config.enable)  # torch's Join does not call join()
+        if self._join_config.enable:  # torch's Join does not call join()
+            compatibility.check(Setup(self._policy, join=True))
         if not backward_is_running():  # else a checkpoint runs a forward again
             self._come_between_steps()
         with explained(self.process_group, "the start of a forward"):
@@ -264,7 +264,8 @@ class FastDDP(ReturningFront):
         Raises:
             ValueError: with zero, nonfinite or replicas: ranks without inputs miss steps.
         """
-        check_join(self._policy, enable)
+        if enable:
+            compatibility.check(Setup(self._policy, join=True))
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
@@ -290,7 +291,7 @@ class FastDDP(ReturningFront):
                 asks to look at them.
         """
         self._check_comm_hook(hook)
-        check_hook(self._policy, self._tune)
+        compatibility.check(Setup(self._policy, hook=True))
         self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]
@@ -356,10 +357,10 @@ class FastDDP(ReturningFront):
 
         Returns:
             Plain values and tensors, for torch.save and torch.load(weights_only=True): by parameter
-            name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape) and
-            `factors` (what PowerSGD's next step starts with: fp32, [rank, columns]); `steps`,
-            `order` (parameters, as buckets hold them), `rate` (bytes of gradients per second) and
-            `latency` (seconds of a collective of nothing), `rank`, `world_size`, `wire`, `version`.
+            name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape);
+            `steps`, `order` (parameters, as buckets hold them), `rate` (bytes of gradients per
+            second) and `latency` (seconds of a collective of nothing), `rank`, `world_size`,
+            `wire`, `version`.
         """
         return checkpoint.capture(self._engine)
 

@@ -26,7 +26,8 @@ import fastsync
 from fastsync.build import extension
 from fastsync.build.env import NCCL_LETS_LIVE
 from fastsync.plan.arguments import grouped
-from fastsync.torch_private import group_timeout
+from fastsync.torch_private import TCPStore, group_timeout
+from tests.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job
 TIMEOUT = 120.0  # seconds, of the process group: who waits so long has not ended by LIMIT
@@ -65,7 +66,7 @@ class Job:
     fails: bool = False
     lingers: bool = False
     destroys: bool = False
-    port: int = 0  # of a store that rank 0 serves; 0: a file
+    port: int = 0  # of a store that rank 0 serves; 0: one that outlives every rank
     width: int = WIDTH
     steps: int = STEPS
     device: str = "cpu"
@@ -221,14 +222,14 @@ def train(rank, job, fate, seen):
     seen["patience"] = [group_timeout(link).total_seconds() for link in links]
 
 
-def run(folder, name, rank, job, train):
+def run(folder, name, rank, job, train, served):
     seen = {"weights": [], "members": [], "backward": []}
     file = Path(folder, f"{name}-{rank}.json")
     logging.basicConfig(level=logging.WARNING)
     prepare_device(rank, job)
     dist.init_process_group(
         job.backend,
-        init_method=f"tcp://127.0.0.1:{job.port}" if job.port else f"file://{folder}/{name}.store",
+        store=TCPStore("127.0.0.1", job.port or served, is_master=bool(job.port) and rank == 0),
         rank=rank,
         world_size=job.world,
         timeout=timedelta(seconds=TIMEOUT),
@@ -244,12 +245,12 @@ def run(folder, name, rank, job, train):
         dist.destroy_process_group()
 
 
-def start(folder, name, rank, job, train):
+def start(folder, name, rank, job, train, served):
     """In a forked process: what it prints goes to a file."""
     log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    run(folder, name, rank, job, train)
+    run(folder, name, rank, job, train, served)
 
 
 def wait_for(children, lingering):
@@ -279,13 +280,15 @@ def main(job_class=Job, train=train):
     for name, arguments in jobs:
         job, children = job_class(**arguments), []
         os.environ["FASTSYNC_SHM"] = "1" if job.memory else "0"
+        port, process = serve_store()
         for rank in range(job.world):
             child = os.fork()
             if child == 0:
-                start(folder, name, rank, job, train)
+                start(folder, name, rank, job, train, port)
                 return
             children.append(child)
         codes[name] = wait_for(children, len(job.deaths) if job.lingers else 0)
+        end_store(process)
     print(json.dumps(codes))
 
 

@@ -33,6 +33,7 @@ from fastsync.plan.arguments import grouped
 from fastsync.shard.delivery import Delivery
 from fastsync.shard.fetching import Shares
 from fastsync.torch_private import TCPStore
+from tests.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job
 STALLED = 5.0  # seconds: the group's timeout where a rank stops or sleeps
@@ -366,31 +367,17 @@ def facts_of(error):
     return {"error": type(error).__name__, "text": str(error), "at": time.time(), **facts}
 
 
-def serve_store():
-    """Port and number of a process that serves a store and nothing else."""
-    reader, writer = os.pipe()
-    process = os.fork()
-    if process == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writer, str(store.port).encode())
-        signal.pause()
-    return int(os.read(reader, 16)), process
-
-
 def run(folder, name, rank, job, served):
     fault, place, wrapper, world = job
+    port, process = served
     os.environ["FAULT_NOTES"] = f"{folder}/{name}-{rank}.notes"
-    start = {"init_method": f"file://{folder}/{name}.store"}
-    if served is not None:
-        port, process = served
-        os.environ["STORE_PROCESS"] = str(process)
-        start = {"store": TCPStore("127.0.0.1", port, is_master=False)}
+    os.environ["STORE_PROCESS"] = str(process)
     dist.init_process_group(
         "gloo",
+        store=TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=STALLED if fault in ("stop", "sleep") else 60),
-        **start,
     )
     try:
         seen = {"weights": train(rank, fault, place, wrapper)}
@@ -435,7 +422,7 @@ def main():
     stuck = {}
     for job in jobs:
         name, children = "-".join(map(str, job)), []
-        served = serve_store() if job[0] == "store" else None
+        served = serve_store()
         for rank in range(job[3]):
             child = os.fork()
             if child == 0:
@@ -443,9 +430,7 @@ def main():
                 return
             children.append(child)
         stuck[name] = wait_for(children, job[0] in ("stop", "sleep"))
-        if served is not None:
-            os.kill(served[1], signal.SIGKILL)
-            os.waitpid(served[1], 0)
+        end_store(served[1])
     print(json.dumps(stuck))
 
 

@@ -25,12 +25,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 import fastsync
 from fastsync.build import extension
-from fastsync.engine.state import Carried, Progress
+from fastsync.engine.state import Progress
 from fastsync.front.seat import ELASTIC_STORE
 from fastsync.plan.arguments import grouped
 from fastsync.ranks.newcomers import ENDED
-from fastsync.ranks.stores import group_store
-from fastsync.torch_private import make_group
+from fastsync.torch_private import group_store, make_group
 from tests import elastic_script
 from tests.elastic_script import Fate, Net, as_taken, batch
 
@@ -282,11 +281,11 @@ class Training:
         if lacks:
             engine.policy = replace(engine.policy, wire=held[0])
             engine.core.resume(held[1])
-            engine.core.load_states({"residual": [None] * len(engine.params)})
+            engine.core.load_residuals([None] * len(engine.params))
             if self.job.began:
                 engine.use_group(self.make_group(f"{held[1]}-{self.rank}", [self.rank]))
                 progress = Progress(held[1], held[2], engine.measured())
-                engine.resume(progress, Carried({"residual": {}, "factor": {}}), follows=True)
+                engine.resume(progress, residuals={}, follows=True)
             for each, state in zip((self.net, *self.states), held[3:], strict=True):
                 each.load_state_dict(state)
 

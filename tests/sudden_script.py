@@ -28,9 +28,8 @@ def train(rank):
 
 
 def main():
-    place = os.environ.get("MEETS_AT", "env://")
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    dist.init_process_group("gloo", place, rank=rank, world_size=world)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         train(rank)
     except fastsync.SyncFault as error:

@@ -33,7 +33,9 @@ def rows(heading):
 
 
 def parameters(function):
-    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    """Those that a caller may name; FastDDP takes any other to report it."""
+    found = inspect.signature(function).parameters.values()
+    return [p for p in found if p.name != "self" and p.kind is not p.VAR_KEYWORD]
 
 
 def documented(function, name):

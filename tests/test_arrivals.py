@@ -15,8 +15,8 @@ import fastsync
 from fastsync.engine import core, groups, watch
 from fastsync.ranks.arrivals import Arrivals
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.stores import group_store
 from fastsync.testing import RankError, run_ranks
+from fastsync.torch_private import group_store
 
 WORLD, FIRST, NAMED = 4, 1, 7
 TIMEOUT = timedelta(seconds=3)

@@ -36,16 +36,6 @@ def test_top_k_sends_positions_and_values_to_all_others(world):
     assert wire_bytes("topk", SHAPES, world, CPU) == (world - 1) * 8 * round(0.01 * NUMEL)
 
 
-def test_powersgd_sends_factors_and_what_is_not_compressed():
-    # 64 x 128 at rank 4; 128; 16 x 128 at rank 4, too
-    factors = (64 + 128) * 4
-    vectors = 128
-    small = (16 + 128) * 4
-    assert small * 2 < 16 * 128
-    assert wire_bytes("powersgd", SHAPES, 4, CPU) == 1.5 * 4 * (factors + vectors + small)
-    assert wire_bytes("powersgd", [(8, 8)], 2, CPU) == 4 * 64
-
-
 def test_every_variant_has_a_formula():
     """But the hierarchical ones, whose bytes follow from how the ranks lie on machines."""
     for name, variant in VARIANTS.items():
@@ -53,7 +43,7 @@ def test_every_variant_has_a_formula():
         assert (found is None) == name.startswith("fastsync_nodes"), name
         assert found is None or found > 0, name
     assert variant_bytes(VARIANTS["ddp_fp16"], SHAPES, 4, CPU) == 1.5 * 2 * NUMEL
-    assert set(PER_ELEMENT) | {"topk", "powersgd"} <= set(wire_formats())
+    assert set(PER_ELEMENT) | {"topk"} <= set(wire_formats())
 
 
 def counted(rank, world, wires):

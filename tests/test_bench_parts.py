@@ -78,7 +78,7 @@ def test_a_codec_that_does_too_little_is_found_out(case):
 
 def test_wire_formats_are_those_of_the_package():
     ours = {v.wire: v for v in variants.VARIANTS.values() if v.wire and not v.by_name}
-    assert {*FORMATS, "topk", "powersgd"} <= set(ours)
+    assert {*FORMATS, "topk"} <= set(ours)
     for wire, variant in ours.items():
         assert variant.name == ("fastsync" if wire == "fp32" else f"fastsync_{wire}")
         assert variant.lossy == (wire != "fp32")

@@ -4,9 +4,8 @@ import time
 from unittest import mock
 
 from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks, clock_name
-from fastsync.ranks.stores import group_store
 from fastsync.testing import run_ranks
-from fastsync.torch_private import default_group
+from fastsync.torch_private import default_group, group_store
 
 SECOND = 1_000_000_000
 

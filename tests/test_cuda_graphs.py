@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from fastsync import FastDDP, PowerSGD, Wire
+from fastsync import FastDDP, Wire
 from tests import models
 from tests.devices import needs_gpu, run_cuda_ranks
 from tests.models import batch, build, loss_of
@@ -87,8 +87,6 @@ WAYS = {
     "hook": hooked,
     "gather": Wire("int8", form="gather"),
     "pieces": Wire("int8", form="two_shot", piece_bytes=65536),
-    "power": PowerSGD(2),
-    "power_cold": PowerSGD(2, warm_start=False),
 }
 
 

@@ -6,11 +6,13 @@ Network namespaces stand for machines.
 import json
 
 import pytest
+import torch.distributed as dist
 
 from bench.measure import netns
 from tests.cut_link import WORLD, start, train_apart
 from tests.fault_outside import OPTIONS, needs_store, patience, says_whom_it_cannot_reach
 from tests.fault_places import WAYS
+from tests.served_store import environment_of
 
 CUTS = [
     *(("forward", way) for way in WAYS),
@@ -66,9 +68,10 @@ def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
 
 
 @pytest.mark.parametrize("options", [{}, {"zero": 2}], ids=["fp32", "zero2"])
-def test_who_catches_its_error_and_exits_is_not_taken_for_the_cause(options, tmp_path):
+def test_who_catches_its_error_and_exits_is_not_taken_for_the_cause(options):
     """Rank 0's time is over a second before rank 1's, and its process ends at once."""
-    variables = {"MEETS_AT": f"file://{tmp_path}/store"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {**environment_of(store.port)}
     ranks = [start(["stop", options, "forward"], r, WORLD, variables) for r in range(WORLD)]
     try:
         printed = [rank.communicate(timeout=120) for rank in ranks[:-1]]

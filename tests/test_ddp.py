@@ -3,6 +3,7 @@
 import inspect
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +22,13 @@ def test_it_takes_every_argument_of_ddp_in_the_same_order():
     assert not missing
     shared = [name for name in ours if name in theirs]
     assert shared == theirs
+
+
+def test_former_arguments_are_errors_that_say_what_to_use_instead():
+    with pytest.raises(TypeError, match=r"no argument 'tune'; leave it out.*bucket_cap_mb"):
+        FastDDP(nn.Linear(2, 2), tune=True)
+    with pytest.raises(TypeError, match=r"no argument 'tone'$"):
+        FastDDP(nn.Linear(2, 2), tone=True)
 
 
 def describe(rank, world):

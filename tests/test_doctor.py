@@ -21,8 +21,8 @@ from fastsync.doctor.examine import Asked, examine
 from fastsync.doctor.report import report_json
 from fastsync.doctor.slow import PairTime
 from fastsync.doctor.team import Team
-from fastsync.ranks.stores import group_store
 from fastsync.testing import RankError, run_ranks
+from fastsync.torch_private import group_store
 from tests.scripts import ROOT, environment, run_module
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node"]

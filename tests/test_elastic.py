@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fastsync
@@ -225,7 +226,6 @@ REFUSED = {
     "zero=3": {"zero": 3},
     "shard_by='element'": {"zero": 1, "shard_by": "element"},
     "wire='topk(density=0.01)'": {"wire": "topk"},
-    "wire='powersgd(": {"wire": "powersgd"},
     "wire='bytes'": {"wire": Bytes()},
     "overrides={'*': 'bytes'}": {"wire": fastsync.Wire("int8", overrides={"*": Bytes()})},
     "in all forms but the hierarchical one": {"wire": fastsync.Wire("int8", "hierarchical")},
@@ -236,7 +236,6 @@ REFUSED = {
     "replicas": {"replicas": True},
     "on_skip='average_others'": {"on_skip": "average_others"},
     "timeline": {"timeline": True},
-    "tune": {"tune": True},
     "broadcast_buffers=False": {"module": WithBuffers},
     "Embedding(sparse=False)": {"module": lambda: nn.Embedding(4, 2, sparse=True)},
     "min_ranks is 3, but only 2": {"elastic": fastsync.ElasticPolicy(min_ranks=3)},
@@ -269,3 +268,17 @@ def test_what_cannot_be_survived_is_refused_by_name():
     for found in run_ranks(refusals, 2):
         for name, text in found.items():
             assert "elastic" in text and name in text, (name, text)
+
+
+def meet_in_a_file(rank, world, path):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    model = fastsync.FastDDP(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    return text_of(lambda: fastsync.FastDDP(nn.Linear(2, 2), elastic=True))
+
+
+def test_a_store_in_a_file_is_refused(tmp_path):
+    """Others train with one."""
+    for text in run_ranks(meet_in_a_file, 2, tmp_path / "store"):
+        assert "elastic does not go with a rendezvous store that is no TCP store" in text

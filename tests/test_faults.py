@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from tests.fault_endings import Ending, check, name_of
 from tests.scripts import ROOT, asked_for, environment, run_jobs
+from tests.served_store import environment_of
 
 # Fault, where, wrapper, ranks.
 DEATHS = [
@@ -220,9 +222,10 @@ def test_errors_of_the_backend_name_the_unit_too(endings, job):
     check(job, endings[job])
 
 
-def test_a_rank_that_dies_right_after_its_last_report_is_not_placed_in_an_earlier_step(tmp_path):
+def test_a_rank_that_dies_right_after_its_last_report_is_not_placed_in_an_earlier_step():
     """It has said that step 1 is over, and steps 2 to 5 take less time than a report's turn."""
-    variables = {"WORLD_SIZE": "3", "MEETS_AT": f"file://{tmp_path}/store"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"WORLD_SIZE": "3", **environment_of(store.port)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.sudden_script"],

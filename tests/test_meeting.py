@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from fastsync.ranks.meeting import MeetingPlace, looks
-from fastsync.ranks.stores import group_store, limit_silence
+from fastsync.ranks.stores import limit_silence
 from fastsync.testing import run_ranks
-from fastsync.torch_private import TCPStore
+from fastsync.torch_private import TCPStore, group_store
 
 
 def arrive(rank, world, absent):

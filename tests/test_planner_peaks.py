@@ -28,7 +28,6 @@ CASES = [
     Case("transformer", 0, masters=True),
     Case("transformer", 3, checkpointing=True, masters=True),
     Case("gpt2", 0, wire="int8"),
-    Case("conv", 0, wire="powersgd"),
 ]
 
 

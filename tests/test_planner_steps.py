@@ -1,20 +1,17 @@
-"""What docs/measure_steps.py and measure_tuning.py measure, as the documents show it."""
+"""What docs/measure_steps.py measures, as the documents show it."""
 
 import json
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from bench.measure.netns import LinkName
 from bench.report.charts import Labels
 from docs import planner_steps
 from docs.measure_steps import WAYS, scale_on
-from docs.measure_tuning import Found, row
 from docs.planner_steps import Cell, Constants, fitted, network_of
 from docs.scatter import scatter_chart
-from examples.common.ranks import Group
 
 TRUTH = Constants(sending=4e-10, launching=4e-4, handling=1e-5, coding=3e9, reached=0.85)
 PROBES = ((1 << 14, 4e-4), (1 << 20, 9e-3))
@@ -104,24 +101,3 @@ def test_what_is_on_the_diagonal_is_drawn_there():
 def test_slower_links_have_smaller_models():
     scales = [scale_on(LinkName(name)) for name in ("loopback", "10gbit", "1gbit", "100mbit")]
     assert scales == [1.0, 1.0, 1 / 4, 1 / 16]
-
-
-def test_the_share_of_the_gap_is_of_what_the_grids_best_gains():
-    group = Group(0, 2, torch.device("cpu"))
-    seconds = {
-        "fastsync|default": [1.0] * 8,
-        "again 1": [1.02] * 8,
-        "again 2": [0.1] * 8,  # the default as well, and no size of the grid
-        "tuned 0": [0.85] * 8,
-        "tuned 1": [0.95] * 8,
-        "tuned 2": [0.75, 0.95] * 4,
-        "fastsync|1 MiB": [0.5] + [1.2] * 7,  # one lucky round
-        "fastsync|4 MiB": [0.8] * 8,
-    }
-    found = Found(seconds, {"tuned 0": "1/4/1", "tuned 1": "default", "tuned 2": "1/4/1"})
-    cells = row("wide", LinkName("1gbit"), group, found)
-    again = "-2.0 ± 0.0 %, +90.0 ± 0.0 %"
-    gains = "+15.0 ± 0.0 % (1/4/1), +5.0 ± 0.0 % (default), +15.0 ± 11.1 % (1/4/1)"
-    assert cells[2:] == ["1000.0 ms", again, gains, "+20.0 ± 0.0 % (4 MiB)", "75%"]
-    seconds["fastsync|4 MiB"] = [1.1] * 8
-    assert row("wide", LinkName("1gbit"), group, found)[-1] == "no gap"

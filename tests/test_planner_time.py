@@ -1,7 +1,6 @@
 """The planner's time: collectives, the events of a step, and what recordings say."""
 
 import math
-import os
 import random
 from dataclasses import replace
 
@@ -21,9 +20,7 @@ from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.synthetic import transformer_of
 from fastsync.planner.tracing import trace_model
 from fastsync.planner.unit_marks import ROOT
-from fastsync.planner.unit_steps import UnitCost, walk
 from fastsync.timeline.data import BucketInfo, RankRecord, Run
-from fastsync.units.depth import Stop, depths, length
 
 NVLINK, NET = Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92)
 
@@ -201,33 +198,6 @@ def test_stage_3_gathers_the_root_once():
         assert job.launched == rounds * (3 * 5 - 1)
         times = [2 if param.unit == ROOT else 3 for param in record.params]
         assert job.handled == rounds * sum(times)
-
-
-def test_units_are_gathered_as_far_ahead_as_the_engine_gathers_them():
-    """The simulation of a forward beside the engine's own arithmetic."""
-    rng, farther = random.Random(int.from_bytes(os.urandom(4), "big")), 0
-    for _ in range(200):
-        spent = [(rng.uniform(0, 1), rng.choice((0.0, rng.uniform(0, 1)))) for _ in range(8)]
-        stops = [Stop(computes, gather, 1) for computes, gather in spent]
-        found = depths(stops, 8)
-        units = [UnitCost(computes, 0.0, (gather, 0.0), 0.0) for computes, gather in spent]
-        begun = [at + ahead for at, ahead in enumerate(found)]
-        assert walk(units, 1.0, found) == pytest.approx(spent[0][1] + length(stops, begun))
-        assert walk(units, 1.0, found) <= walk(units, 1.0) + 1e-9
-        farther += max(found) > 1
-    assert farther > 20
-
-
-def test_several_units_are_gathered_ahead_over_links_between_cpus_alone():
-    record = trace_model(lambda: nn.Sequential(*(nn.Linear(900, 900) for _ in range(6))), (4, 900))
-    compute, strategy = from_record(record, device_named("cpu"), 0.0), named("3", 2, 1)
-    plan, _ = engine_plan(record, strategy)
-
-    def ahead(device, per_node):
-        return job_of(record, strategy, plan, compute, cluster(2, per_node), device).ahead
-
-    assert all(ahead(device_named("cpu"), 1))
-    assert ahead(device_named("cpu"), 2) == ahead(device_named("h100"), 1) == ((), ())
 
 
 def test_a_straggler_makes_all_ranks_wait():

@@ -82,7 +82,7 @@ def test_codes_go_where_shares_are_added_up_by_parts():
     ways = {
         (stage, wire): Strategy(stage, 8, 8, wire=wire).possible
         for stage in (0, 1, 2, 3)
-        for wire in ("fp32", "bf16", "int8", "int4", "powersgd")
+        for wire in ("fp32", "bf16", "int8", "int4", "topk")
     }
     impossible = {way for way, possible in ways.items() if not possible}
-    assert impossible == {(3, "int4"), *((stage, "powersgd") for stage in (1, 2, 3))}
+    assert impossible == {(3, "int4"), *((stage, "topk") for stage in (1, 2, 3))}

@@ -27,7 +27,6 @@ WAYS = {
     "bf16": {"wire": "bf16"},
     "int8": {"wire": "int8"},
     "top-k": {"wire": "topk"},
-    "low rank": {"wire": "powersgd"},
     "mixed": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},

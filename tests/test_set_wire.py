@@ -18,7 +18,7 @@ def switched(rank, world):
     wrapped.set_wire("int8")
     train(wrapped, optimizer, range(3, 5), rank)
     freed = wrapped.sync_stats()["residual_bytes"], residual_of(wrapped)
-    gone = all(r is None for r in wrapped._engine.core.states()["residual"])
+    gone = all(r is None for r in wrapped._engine.core.residuals())
     wrapped.set_wire("fp32")
     train(wrapped, optimizer, range(5, 7), rank)
     formats = {bucket.coded for bucket in wrapped._engine.plan.buckets}

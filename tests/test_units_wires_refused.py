@@ -2,14 +2,13 @@
 
 import pytest
 
-from fastsync import FastDDP, PowerSGD, RankMismatchError, TopK, Wire, Zero, fully_shard
+from fastsync import FastDDP, RankMismatchError, TopK, Wire, Zero, fully_shard
 from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.unit_models import apply, mesh_of, net, words
 
 REFUSED = {
     "topk": (TopK(0.1), "whole gradients"),
-    "powersgd": (PowerSGD(), "whole gradients"),
     "int4": ("int4", "error feedback"),
     "feedback": (Wire("int8", error_feedback=True), "error feedback"),
     "overrides": (Wire("int8", overrides={"*norm*": "fp32"}), "know no overrides"),

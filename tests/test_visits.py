@@ -9,8 +9,8 @@ from torch import nn
 import fastsync
 from fastsync.engine import watch
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.stores import group_store
 from fastsync.testing import run_ranks
+from fastsync.torch_private import group_store
 
 SLEEPER, ERROR, SOON = 1, "timed out after 3 s", timedelta(seconds=30)
 

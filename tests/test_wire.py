@@ -151,7 +151,7 @@ def residual_mass(rank, world, wire):
         wrapped.zero_grad()
         wrapped(inputs(step, rank)).square().mean().backward()
         owed = owed + true_average(step, world) - flat_grads(wrapped).double()
-    residuals = wrapped._engine.core.states()["residual"]
+    residuals = wrapped._engine.core.residuals()
     mass = torch.cat([r.flatten() for r in residuals]).double()
     dist.all_reduce(mass)
     return ((mass - owed).norm() / owed.norm()).item(), (owed.norm() / mass.norm()).item()
@@ -274,10 +274,16 @@ def test_an_error_in_a_codec_surfaces_with_its_text():
     run_ranks(fail, 2)
 
 
+def test_powersgd_is_a_hook_of_torch():
+    for wrap in (Wire, Wire.of, lambda name: Wire(overrides={"*": name})):
+        with pytest.raises(ValueError, match=r"powerSGD_hook with model\.register_comm_hook\(\)"):
+            wrap("powersgd")
+
+
 def test_names_can_be_registered_once():
     register_codec("halves", Halves)
     assert make_codec("halves").name == "halves"
-    assert set(wire_formats()) >= {*FORMATS, "topk", "powersgd", "halves"}
+    assert set(wire_formats()) >= {*FORMATS, "topk", "halves"}
     for taken in ("halves", "int8"):
         with pytest.raises(ValueError, match="exists already"):
             register_codec(taken, Halves)

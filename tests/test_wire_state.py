@@ -10,7 +10,6 @@ from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.engine.checkpoint import VERSION, deal
-from fastsync.engine.sizing import Sizing
 from fastsync.plan.policy import BucketPolicy
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import Codec
@@ -143,7 +142,6 @@ def test_checkpoints_of_the_model_stay_as_they_are():
     for same, keys in run_ranks(apart_from_the_model, 2):
         assert same
         assert keys == [
-            "factors",
             "latency",
             "order",
             "rank",
@@ -188,7 +186,7 @@ def replanned(rank, world, cap):
     engine = wrapped._engine
     plan = engine.plan
     order = [index for bucket in plan.buckets for index in bucket.params]
-    engine.sizing = Sizing(engine.core, BucketPolicy((cap,)), torch.device("cpu"))
+    engine._buckets = BucketPolicy((cap,))
     engine._install(order[::-1])
     after = residual_of(wrapped)
     same = all(torch.equal(before[name], after[name]) for name in before)
@@ -283,7 +281,6 @@ def small_state(rank=0, world=2, **changes):
         "rate": 0.0,
         "latency": 0.0,
         "residuals": {"a": torch.ones(2)},
-        "factors": {},
     }
     return {**state, **changes}
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import Codec, FastDDP, PowerSGD, TopK, Wire
+from fastsync import Codec, FastDDP, TopK, Wire
 from fastsync.testing import run_ranks
 
 STEPS = 7
@@ -32,7 +32,6 @@ WIRES = {
     "int4": Wire("int4", form="two_shot"),
     "int4, gathered": Wire("int4", form="gather"),
     "topk": Wire(TopK(0.6)),  # more than one layer
-    "powersgd": Wire(PowerSGD(2)),
     "a codec": Wire(Half(), form="gather"),
 }
 

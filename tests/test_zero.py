@@ -338,7 +338,7 @@ def wrap_with(rank, world, arguments):
 
 FEATURES = {
     "int8": {"wire": "int8"},
-    "powersgd": {"wire": "powersgd"},
+    "topk": {"wire": "topk"},
     "mixed": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32, None)},
     "copies": {"gradient_as_bucket_view": False},
     "static": {"static_graph": True},

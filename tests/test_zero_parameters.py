@@ -399,7 +399,6 @@ def refused(rank, world, options, message, dtype=torch.float32):
         ({"zero": 1, "parameter_wire": "int4"}, "one of 'bf16', .* but is 'int4'"),
         ({"zero": 1, "parameter_wire": "topk"}, "but is 'topk'"),
         ({"zero": 2, "parameter_wire": TopK(0.1)}, "but is TopK"),
-        ({"zero": 2, "parameter_wire": "powersgd"}, "but is 'powersgd'"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

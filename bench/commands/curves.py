@@ -6,8 +6,8 @@ A byte-level GPT and a residual conv net are trained from the same weights on th
 each format. The loss that counts is that of held-out data after the last step. Exit code 1 where it
 is more than 1 % above that of fp32, which runs once more from weights nudged by 1e-4 of their size.
 
-Top-k and PowerSGD are judged as docs/tuning.md recommends them; what they reach when nothing is
-chosen is shown beside it.
+Top-k is judged as docs/tuning.md recommends it; what it reaches when nothing is chosen is shown
+beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.models import WORKLOADS
 from examples import data, gpt
 from examples.common.ranks import CheckFailed, Group, argument, whole
 from examples.common.training import rate_share
-from fastsync import FastDDP, PowerSGD, TopK, Wire
+from fastsync import FastDDP, TopK, Wire
 from fastsync.wire.formats import wire_formats
 
 REFERENCE, CHOSEN = "fp32", ", recommended"
@@ -163,8 +163,6 @@ def recommended(name: str, steps: int) -> Wire | None:
     """What docs/tuning.md advises for a training of `steps`; None: the name alone."""
     if name == "topk":
         return Wire(TopK(0.1), warmup_steps=steps // 2)
-    if name == "powersgd":
-        return Wire(PowerSGD(16), warmup_steps=steps // 10)
     return None
 
 

@@ -31,7 +31,7 @@ COUNTERS = (
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 )
 SMOKE_TESTS = ("tests/test_cuda_smoke.py",)
-KERNEL_TESTS = ("tests/test_ops.py", "tests/test_cuda_ops.py", "tests/test_cuda_low_rank.py")
+KERNEL_TESTS = ("tests/test_ops.py", "tests/test_cuda_ops.py")
 RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in ("ddp", "wire", "graphs", "offload"))
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"

@@ -27,7 +27,7 @@ import torch
 from examples.common.text import render
 from examples.common.variants import Variant
 from fastsync.planner.held import HELD
-from fastsync.wire.formats import PowerSGD, Wire, make_codec
+from fastsync.wire.formats import Wire, make_codec
 
 
 def bus_factor(world: int) -> float:
@@ -52,26 +52,14 @@ def wire_bytes(
     """The same, where FastDDP sends them as `wire`, any name that it takes.
 
     Every rank sends a part to each of the others and, once summed, its own part to all of them; in
-    the gather form it sends all it has to all others. PowerSGD sums its factors, and what it does
-    not compress, in all-reduces.
+    the gather form it sends all it has to all others.
     """
     codec = make_codec(wire)
-    if isinstance(codec, PowerSGD):
-        return bus_factor(world) * 4 * sum(_low_rank_numel(codec, shape) for shape in shapes)
     elements = sum(map(math.prod, shapes))
     full = -(-elements // codec.block) * codec.block
     payload = codec.coded_bytes(full) * elements / full
     gathers = Wire(wire).form_for(codec, world, device) == "gather"
     return float(payload * (world - 1 if gathers else bus_factor(world)))
-
-
-def _low_rank_numel(codec: PowerSGD, shape: Sequence[int]) -> int:
-    """Elements of P and Q, or of the gradient where it is not compressed."""
-    numel = math.prod(shape)
-    rows = shape[0] if shape else 1
-    cols = numel // max(1, rows)
-    rank = codec.rank_for(rows, cols)
-    return (rows + cols) * rank if rank else numel
 
 
 WORLDS, LARGE = (2, 4, 8), 70  # ranks, billion parameters

@@ -105,8 +105,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // training has made `until` steps; -1: never for that reason.
   // `keep`: the plan that is replaced will be wanted again. See [Note: recent plans].
   void set_plan(const std::vector<BucketSpec>& specs, int64_t until = -1, bool keep = false);
-  // Of the plan that is there: from then on one is due at the end of every step.
-  void set_until(int64_t until);
   // Goes back to plan `number`, as sync_stats counts them; false where it is not kept any more.
   bool restore_plan(int64_t number);
   bool keeps_plan(int64_t number) const;
@@ -202,11 +200,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // on all ranks. Empty where nobody looks.
   std::vector<std::pair<int64_t, bool>> nonfinite() const;
 
-  // Copies of what parameters carry from step to step, and the other way.
-  States states() const;
-  void load_states(const States& states);
-  // Frees what is parked of the state called `name` of these parameters. See [Note: parked states].
-  void drop_parked(const std::string& name, const std::vector<int64_t>& params);
+  // Copies of what error feedback keeps back of each parameter, and the other way.
+  Residuals residuals() const;
+  void load_residuals(const Residuals& residuals);
+  // Frees parked residuals of these parameters. See [Note: parked residuals].
+  void drop_parked(const std::vector<int64_t>& params);
 
  private:
   // Enough to keep the network busy while the next one fills.
@@ -278,8 +276,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_backward_by(Ending ending, void (Reducer::*step)(int64_t));
   void close_backward(int64_t generation);
   void finish_backward(int64_t generation);
-  States state_views() const;
-  bool is_held(const std::string& state, size_t param) const;
+  Residuals residual_views() const;
+  bool holds_residual(int64_t bucket) const;
   void close_buckets();
   void finish_buckets();
   void start_flags();
@@ -314,7 +312,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   Plan plan_;
   std::map<int64_t, Plan> kept_plans_;  // by number
-  States parked_;                       // see [Note: parked states]
+  Residuals parked_;                    // see [Note: parked residuals]
   std::vector<bool> planned_;           // parameters in the current plan
 
   Forwards forwards_;

@@ -45,11 +45,6 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
   watch_.plan_installed();
 }
 
-void Reducer::set_until(int64_t until) {
-  const Lock lock(mutex_);
-  plan_.until = until;
-}
-
 bool Reducer::restore_plan(int64_t number) {
   const Lock lock(mutex_);
   leave_backward("change the plan");
@@ -76,7 +71,7 @@ void Reducer::check_covers(const Plan& plan) const {
 
 // A plan that has passed all checks.
 void Reducer::install(Plan plan, bool keep) {
-  const States states = state_views();
+  const Residuals residuals = residual_views();
   counts_ = used_counts();  // the buckets that know go
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
@@ -88,7 +83,7 @@ void Reducer::install(Plan plan, bool keep) {
     plan.replaced = stats_.steps;
     kept_plans_.insert_or_assign(plan.number, std::move(plan));
   }
-  load_states(states);
+  load_residuals(residuals);
   hooks().update();
   log_.plan_installed(plan_.number);
   log_.progress()->plan(static_cast<int64_t>(plan_.buckets.size()));

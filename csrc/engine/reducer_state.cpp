@@ -1,9 +1,9 @@
 // What others may ask a reducer and tell it between steps: its counters, what parameters carry, its ways between ranks.
 //
-// [Note: parked states]
+// [Note: parked residuals]
 // A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
 // error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
-// error feedback off. Factors are parked alike, until a bucket takes them or the wire has no use for them.
+// error feedback off.
 #include <utility>
 
 #include "../check.h"
@@ -73,59 +73,49 @@ ReducerStats Reducer::stats() const {
   for (const Bucket& bucket : plan_.buckets) {
     stats.residual_bytes += bucket.transport().residual_bytes();
   }
-  const auto parked = parked_.find(kResidual);
-  if (parked == parked_.end()) return stats;
-  for (const at::Tensor& residual : parked->second) {
+  for (const at::Tensor& residual : parked_) {
     if (residual.defined()) stats.residual_bytes += static_cast<int64_t>(residual.nbytes());
   }
   return stats;
 }
 
-States Reducer::state_views() const {
-  States views = parked_;
-  for (const char* name : {kResidual, kFactor}) views[name].resize(params_.size());
+Residuals Reducer::residual_views() const {
+  Residuals views = parked_;
+  views.resize(params_.size());
   for (const Bucket& bucket : plan_.buckets) bucket.transport().read(views);
   return views;
 }
 
-States Reducer::states() const {
+Residuals Reducer::residuals() const {
   const Lock lock(mutex_);
-  States copies = state_views();
-  for (auto& [name, tensors] : copies) {
-    for (at::Tensor& copy : tensors) {
-      if (copy.defined()) copy = ops::copy_of(copy);
-    }
+  Residuals copies = residual_views();
+  for (at::Tensor& copy : copies) {
+    if (copy.defined()) copy = ops::copy_of(copy);
   }
   return copies;
 }
 
-void Reducer::load_states(const States& states) {
+void Reducer::load_residuals(const Residuals& residuals) {
   const Lock lock(mutex_);
   leave_backward("load what parameters carry");
-  States parked;
-  for (const auto& [name, tensors] : states) {
-    FS_CHECK_VALUE(tensors.size() == params_.size(), "expects one ", name,
-                   " per parameter, but got ", tensors.size(), " for ", params_.size());
-    parked[name].resize(params_.size());
-    for (size_t i = 0; i < params_.size(); ++i) {
-      if (!is_held(name, i)) parked[name][i] = own(tensors[i]);
-    }
+  FS_CHECK_VALUE(residuals.size() == params_.size(), "expects one residual per parameter, but got ",
+                 residuals.size(), " for ", params_.size());
+  Residuals parked(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!holds_residual(plan_.places[i].bucket)) parked[i] = own(residuals[i]);
   }
-  for (Bucket& bucket : plan_.buckets) bucket.transport().load(states);
+  for (Bucket& bucket : plan_.buckets) bucket.transport().load(residuals);
   parked_ = std::move(parked);
 }
 
-bool Reducer::is_held(const std::string& state, size_t param) const {
-  const Place& place = plan_.places[param];
-  return place.bucket >= 0 &&
-         plan_.buckets[static_cast<size_t>(place.bucket)].transport().holds(state, place.slot);
+bool Reducer::holds_residual(int64_t bucket) const {
+  return bucket >= 0 && plan_.buckets[static_cast<size_t>(bucket)].transport().residual_bytes() > 0;
 }
 
-void Reducer::drop_parked(const std::string& name, const std::vector<int64_t>& params) {
+void Reducer::drop_parked(const std::vector<int64_t>& params) {
   const Lock lock(mutex_);
-  const auto parked = parked_.find(name);
-  if (parked == parked_.end()) return;
-  for (const int64_t param : params) parked->second.at(static_cast<size_t>(param)).reset();
+  if (parked_.empty()) return;
+  for (const int64_t param : params) parked_.at(static_cast<size_t>(param)).reset();
 }
 
 void Reducer::check_capture() const {

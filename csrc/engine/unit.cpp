@@ -157,16 +157,7 @@ void Unit::start_coded_gather() {
 }
 
 void Unit::tell_when_gathered() {
-  auto done = gather_->on_done();
-  travelled_->store(0.0);
-  if (links_->times_gathers) {
-    using Clock = std::chrono::steady_clock;
-    done = [done = std::move(done), to = travelled_, begun = Clock::now()] {
-      to->store(std::chrono::duration<double>(Clock::now() - begun).count());
-      if (done) done();
-    };
-  }
-  if (done) gathering_->on_done(std::move(done));
+  if (auto done = gather_->on_done()) gathering_->on_done(std::move(done));
 }
 
 void Unit::start_gather() {

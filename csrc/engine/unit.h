@@ -30,8 +30,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -68,7 +66,6 @@ struct UnitLinks {
   comm::Worker adder;  // adds up what has come, so that gradients can go
   ops::BlockPool pool;
   std::shared_ptr<UnitPeers> peers;
-  bool times_gathers = false;  // has somebody look when each one ends
 };
 
 // Where a member's share lies among those that travel together. fastsync/units/layout.py makes these numbers.
@@ -115,8 +112,6 @@ class Unit {
   void finish_gather();
   // Gives them memory for somebody else to fill, where they have none: all of it, one-dimensional.
   at::Tensor lend();
-  // Seconds from the start of the last gather until everything had come, once; 0 where nobody has looked.
-  double take_gather_seconds() { return travelled_->exchange(0.0); }
   bool is_gathered() const { return whole_.has_memory() && !gathering_; }
   // Takes the whole members' memory away.
   void release();
@@ -213,7 +208,6 @@ class Unit {
   std::shared_ptr<comm::Incoming> borrowed_;   // all ranks' shares, while they are under way there
   std::unique_ptr<UnitCodes> gathered_codes_;  // while they are under way
   std::unique_ptr<Movement> gather_;
-  std::shared_ptr<std::atomic<double>> travelled_ = std::make_shared<std::atomic<double>>(0.0);
   std::shared_ptr<Reduction> reduction_;
   uint64_t coded_reductions_ = 0;
 };

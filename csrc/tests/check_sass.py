@@ -141,17 +141,11 @@ def reduce_accesses(codec: str) -> Accesses:
     return Accesses.of(loads, code_accesses(codec) + group_accesses(4))
 
 
-def single_accesses() -> Accesses:
-    """Element by element."""
-    return Accesses(0, 0)
-
-
 EXPECTATIONS = (
     (r"transfer_kernel<(\w+), (\w+), (true|false), ", transfer_accesses),
     (r"encode_kernel<(\w+), (\w+), ", encode_accesses),
     (r"decode_kernel<(\w+), (\w+), ", decode_accesses),
     (r"reduce_kernel<(\w+)>", reduce_accesses),
-    (r"(?:orthonormalise|random|product|left|right|sum)_kernel$", single_accesses),
 )
 
 

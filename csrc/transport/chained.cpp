@@ -77,28 +77,28 @@ class Chained final : public Transport {
     return coding_->residual_bytes() + static_cast<int64_t>(copied);
   }
 
-  bool holds(const std::string& state, size_t slot) const override {
-    if (state == kResidual) return has_residual();
-    return state == kFactor && factor(slot).defined();
+  void read(Residuals& residuals) const override {
+    if (!has_residual()) return;
+    const at::Tensor flat = coding_->residual();
+    for (const Slot& slot : slots_) {
+      residuals.at(slot.index) = ops::view_of(flat, slot.layout, at::kFloat);
+    }
   }
 
-  void read(States& states) const override {
-    const at::Tensor flat = has_residual() ? coding_->residual() : at::Tensor();
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      const Slot& slot = slots_[i];
-      if (flat.defined()) {
-        states[kResidual].at(slot.index) = ops::view_of(flat, slot.layout, at::kFloat);
+  void load(const Residuals& residuals) override {
+    if (!has_residual()) return;
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = coding_->residual();
+    for (const Slot& slot : slots_) {
+      const at::Tensor mine = ops::view_of(flat, slot.layout, at::kFloat);
+      const at::Tensor& loaded = residuals.at(slot.index);
+      if (loaded.defined()) {
+        mine.copy_(loaded);
+      } else {
+        mine.zero_();
       }
-      if (holds(kFactor, i)) states[kFactor].at(slot.index) = factor(i);
     }
-  }
-
-  void load(const States& states) override {
-    if (has_residual()) load_residuals(states.at(kResidual));
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      if (!holds(kFactor, i)) continue;
-      coding_->load_factor(slots_[i].layout.offset, states.at(kFactor).at(slots_[i].index));
-    }
+    coding_->load_residual(flat);
   }
 
  private:
@@ -154,27 +154,6 @@ class Chained final : public Transport {
       delivery.layouts.push_back(slot.layout);
     }
     return delivery;
-  }
-
-  at::Tensor factor(size_t slot) const {
-    const ops::SlotLayout& layout = slots_[slot].layout;
-    if (layout.numel == 0) return {};  // its offset is that of its successor
-    return coding_->factor(layout.offset);
-  }
-
-  void load_residuals(const std::vector<at::Tensor>& residuals) {
-    const at::NoGradGuard no_grad;
-    const at::Tensor flat = coding_->residual();
-    for (const Slot& slot : slots_) {
-      const at::Tensor mine = ops::view_of(flat, slot.layout, at::kFloat);
-      const at::Tensor& loaded = residuals.at(slot.index);
-      if (loaded.defined()) {
-        mine.copy_(loaded);
-      } else {
-        mine.zero_();
-      }
-    }
-    coding_->load_residual(flat);
   }
 
   std::unique_ptr<Coding> coding_;

@@ -33,7 +33,6 @@ class Alone final : public Transport {
 
 std::unique_ptr<Coding> make_coding(const BucketSpec& spec, const comm::Collective& group,
                                     at::Device device) {
-  if (spec.low_rank) return make_low_rank(*spec.low_rank, group.size(), device);
   if (spec.coded->node_ranks > 1) return make_hierarchical(*spec.coded, device);
   return make_coded(*spec.coded, group.rank(), group.size(), device);
 }
@@ -74,7 +73,7 @@ std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots
   if (!routes.communicate()) return std::make_unique<Alone>();
   if (spec.scatter) return make_scattered(*spec.scatter, slots, regions_of(spec, routes));
   const at::Device device = slots.front().param->tensor.device();
-  if (spec.low_rank || spec.coded) {
+  if (spec.coded) {
     FS_CHECK(routes.chains, "coded buckets need process groups for their chains");
     return make_chained(make_coding(spec, *routes.group, device), slots, routes.chains);
   }

@@ -9,7 +9,6 @@
 #include "../comm/hook.h"
 #include "coded_spec.h"
 #include "flat.h"
-#include "low_rank.h"
 #include "scattered.h"
 
 namespace fastsync::engine {
@@ -26,7 +25,6 @@ struct BucketSpec {
   bool sparse = false;  // one parameter whose gradient may be a sparse tensor
   // Travels as codes instead; no views, no flags in the flat buffer.
   std::optional<CodedSpec> coded;
-  std::optional<LowRankSpec> low_rank;
   // Each rank keeps the averages of its own region.
   std::optional<ScatterSpec> scatter;
 };

@@ -1,4 +1,4 @@
-// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k, thin matrices. A Coding has
+// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k. A Coding has
 // the buffers and makes the chain of collectives that carries them; the transport in chained.h gives it gradients.
 #pragma once
 
@@ -70,11 +70,6 @@ class Coding {
   // Takes the place of residual(), and may be its result, changed.
   virtual void load_residual(const at::Tensor& flat) = 0;
   virtual int64_t residual_bytes() const = 0;
-  // What the next step's code of the gradient at element `offset` of the flat buffer starts with, where the format learns from
-  // step to step: the coding's own memory, equal on all ranks. Undefined where it does not.
-  virtual at::Tensor factor(int64_t /*offset*/) const { return {}; }
-  // Takes its place; undefined, or of other sizes: it begins anew. Only where there is a factor.
-  virtual void load_factor(int64_t /*offset*/, const at::Tensor& /*factor*/) {}
 };
 
 }  // namespace fastsync::engine

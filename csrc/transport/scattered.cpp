@@ -154,23 +154,20 @@ class Scattered final : public Transport {
   int64_t between_nodes_bytes() const override { return regions_->between_nodes_bytes(); }
 
   int64_t residual_bytes() const override { return regions_->residual_bytes(); }
-  bool holds(const std::string& state, size_t /*slot*/) const override {
-    return state == kResidual && residual_bytes() > 0;
-  }
 
-  void read(States& states) const override {
+  void read(Residuals& residuals) const override {
     if (residual_bytes() == 0) return;
     const at::Tensor flat = regions_->residual();
     for (size_t i = 0; i < slots_.size(); ++i) {
-      states[kResidual].at(slots_[i].index) = residual_in(flat, i);
+      residuals.at(slots_[i].index) = residual_in(flat, i);
     }
   }
 
-  void load(const States& states) override {
+  void load(const Residuals& residuals) override {
     if (residual_bytes() == 0) return;
     const at::Tensor flat = regions_->residual();
     for (size_t i = 0; i < slots_.size(); ++i) {
-      set_residual(flat, i, states.at(kResidual).at(slots_[i].index));
+      set_residual(flat, i, residuals.at(slots_[i].index));
     }
     regions_->load_residual(flat);
   }

@@ -1,7 +1,7 @@
 // A bucket's way from gradients to averages.
 //
 // Each bucket has one, chosen with its plan: all-reduce, sparse, hooked, or a chain of collectives that carries codes (coded,
-// hierarchical, low rank). The bucket counts gradients and keeps the states; the transport has the buffers, and does not
+// hierarchical). The bucket counts gradients and keeps the states; the transport has the buffers, and does not
 // know the states. In a step it is asked to
 //
 //   begin() ─▶ take()* ─▶ pack() ─▶ launch() ─▶ receive() ─▶ deliver()
@@ -13,9 +13,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "../comm/collective.h"
@@ -34,13 +32,8 @@ struct Packing {
   bool repeatable = false;  // after a death the survivors may average the step again
 };
 
-// Names of what parameters carry: what error feedback keeps back, and Coding::factor.
-constexpr const char* kResidual = "residual";
-constexpr const char* kFactor = "factor";
-
-// What parameters carry from step to step, fp32: by the name of the state, then by the parameter's index; undefined where
-// there is nothing.
-using States = std::map<std::string, std::vector<at::Tensor>>;
+// What error feedback keeps back of each parameter's averages, fp32; undefined where there is nothing.
+using Residuals = std::vector<at::Tensor>;
 
 // A collective that this rank joins only so that the others do not wait for it.
 struct Shadow {
@@ -94,13 +87,11 @@ class Transport {
   virtual int64_t sent_bytes() const = 0;
   virtual int64_t between_nodes_bytes() const { return 0; }
 
-  // Whether the slot's parameter has the state of this name here.
-  virtual bool holds(const std::string& /*state*/, size_t /*slot*/) const { return false; }
-  // Adds what its parameters carry: perhaps views of its memory.
-  virtual void read(States& /*states*/) const {}
+  // Adds those of its parameters: perhaps views of its memory.
+  virtual void read(Residuals& /*residuals*/) const {}
   // The other way. Where there is nothing, it begins anew.
-  virtual void load(const States& /*states*/) {}
-  // Memory that error feedback holds.
+  virtual void load(const Residuals& /*residuals*/) {}
+  // Memory that error feedback holds; 0: there is none here.
   virtual int64_t residual_bytes() const { return 0; }
 };
 

@@ -1,7 +1,5 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
-#include "../bind_store.cpp"
 #include "../comm/collective.cpp"
-#include "../comm/file_store.cpp"
 #include "../comm/host_backend.cpp"
 #include "../comm/messages.cpp"
 #include "../comm/python_hook.cpp"

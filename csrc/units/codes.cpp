@@ -17,6 +17,5 @@
 #include "../transport/coded_regions.cpp"
 #include "../transport/coding.cpp"
 #include "../transport/hierarchical.cpp"
-#include "../transport/low_rank.cpp"
 #include "../transport/node_regions.cpp"
 #include "../transport/region_codes.cpp"

@@ -48,7 +48,6 @@ DDP_OPTIONS: Mapping[str, type] = {
     "nonfinite": str,
     "replicas": bool,
     "shared_memory": bool,
-    "tune": bool,
     "on_skip": str,
     "elastic": bool,
 }

@@ -28,12 +28,11 @@ from pathlib import Path
 MODULE = "_C"
 # By their folder in csrc.
 _CPP_NAMES = {
-    "kernels": "norm_cpu digest_cpu pack_cpu codec_cpu select_cpu low_rank_cpu sum_cpu",
+    "kernels": "norm_cpu digest_cpu pack_cpu codec_cpu select_cpu sum_cpu",
     "ops": "buffers device items ops loan pool codec_ops lossy_ops norms digests",
     "comm": (
-        "sparse_rows collective messages record_file file_store peers worker shm_segment shm_bell "
-        "shm_channel shm_mail shm_memory incoming shm_collective shm_words shm_messages chain "
-        "python_hook host_backend"
+        "sparse_rows collective messages peers worker shm_segment shm_bell shm_channel shm_mail "
+        "shm_memory incoming shm_collective shm_words shm_messages chain python_hook host_backend"
     ),
     "engine": (
         "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_reduce "
@@ -43,18 +42,18 @@ _CPP_NAMES = {
     ),
     "codec": "coder python_codec plugin_codec topk_coder",
     "transport": (
-        "low_rank coded hierarchical slots coding code_buffers gradient_buffer flat hooked "
+        "coded hierarchical slots coding code_buffers gradient_buffer flat hooked "
         "region_codes plain_regions coded_regions node_regions scattered shared_gradients "
         "sparse chained choose"
     ),
-    "": "bind_ops bind_specs bind_store bind_units bind_watch bindings",
+    "": "bind_ops bind_specs bind_units bind_watch bindings",
 }
 CPP_SOURCES = tuple(
     f"{folder}/{name}.cpp".lstrip("/")
     for folder, names in _CPP_NAMES.items()
     for name in names.split()
 )
-CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "codec", "low_rank"))
+CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "codec"))
 # torch's own load() adds no -O flag, which costs the pack kernels a factor of ten. A product and a
 # sum are never contracted into one rounding: host, device and the slow twins must agree on bits.
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")

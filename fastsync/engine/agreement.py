@@ -14,7 +14,7 @@ from fastsync.engine.watch import watched
 from fastsync.plan.topology import Network
 from fastsync.torch_private import talks_by_gloo
 
-__all__ = ["PlanFacts", "agree_on_plan", "slowest"]
+__all__ = ["PlanFacts", "agree_on_plan"]
 
 _PROBES = 3
 _VOTE = "the vote on a plan"
@@ -57,16 +57,6 @@ def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.devic
     order, latency = _of_first_rank(mine, latency, group, device)
     trained = rows[:, network.nbytes :].amax(dim=0).tolist()
     return PlanFacts([bool(t) for t in trained], order, Network(rate, latency))
-
-
-def slowest(
-    mine: Sequence[float], group: dist.ProcessGroup, device: torch.device
-) -> tuple[float, ...]:
-    """Collective. Each of these numbers as it is on the rank where it is largest."""
-    row = torch.tensor(mine, dtype=torch.float64, device=_spoken(device, group))
-    everyones = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    _all_gather(everyones, row, group)
-    return tuple(torch.stack(everyones).amax(dim=0).tolist())
 
 
 def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:

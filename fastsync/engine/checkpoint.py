@@ -1,8 +1,7 @@
 """What coding carries between steps, as a checkpoint: by parameter name, on any number of ranks.
 
 A rank's residual is what it still owes to the averages, in units of the averages. Only the sum over
-ranks has a meaning, and it is what survives a change of world size (see `deal`). A factor, which
-PowerSGD's next step starts with, is the same on all ranks and passes unchanged.
+ranks has a meaning, and it is what survives a change of world size (see `deal`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync.engine.engine import Engine
-from fastsync.engine.state import Carried, Progress
+from fastsync.engine.state import Progress
 from fastsync.engine.watch import watched
 from fastsync.plan.topology import Network
 from fastsync.ranks import consensus
@@ -34,7 +33,6 @@ _KEYS: Final = (
     "rate",
     "latency",
     "residuals",
-    "factors",
 )
 
 State = Mapping[str, Any]
@@ -45,14 +43,12 @@ class Share:
     """What one rank takes from a checkpoint."""
 
     progress: Progress
-    carried: Carried
+    residuals: Mapping[str, torch.Tensor]
 
 
 def capture(engine: Engine) -> dict[str, Any]:
     """This rank's state; no collective. See `FastDDP.sync_state_dict`."""
-    shapes, carried = engine.state_shapes(), engine.carried()
-    expected, factors = shapes["residual"], shapes["factor"]
-    network = engine.measured()
+    residuals, network = engine.residuals(), engine.measured()
     return {
         "version": VERSION,
         "wire": engine.wire.describe(),
@@ -64,14 +60,8 @@ def capture(engine: Engine) -> dict[str, Any]:
         "latency": network.latency,
         # Nothing kept back yet: zeros, which take no memory.
         "residuals": {
-            name: carried.residuals.get(name, torch.zeros(()).expand(shape))
-            for name, shape in expected.items()
-        },
-        # One of another shape is parked from another wire, and no bucket would take it.
-        "factors": {
-            name: factor
-            for name, factor in carried.factors.items()
-            if tuple(factor.shape) == factors.get(name)
+            name: residuals.get(name, torch.zeros(()).expand(shape))
+            for name, shape in engine.residual_shapes().items()
         },
     }
 
@@ -87,7 +77,7 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
         share = deal(states, rank, world)
         check_fit(share, engine)
         settings["the number of steps in the state"] = str(share.progress.steps)
-    engine.resume(share.progress, share.carried)
+    engine.resume(share.progress, share.residuals)
 
 
 def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
@@ -116,7 +106,7 @@ def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
     same = first["world_size"] == world
     network = Network(float(mine[0]["rate"]), float(mine[0]["latency"])) if same else Network()
     progress = Progress(int(first["steps"]), list(first["order"]), network)
-    return Share(progress, Carried({"residual": residuals, "factor": first["factors"]}))
+    return Share(progress, residuals)
 
 
 def _check_form(state: Any) -> None:
@@ -197,15 +187,15 @@ def _sum(name: str, states: Sequence[State], like: torch.Tensor) -> torch.Tensor
 
 
 def check_fit(share: Share, engine: Engine) -> None:
-    """Whether the model keeps residuals of just these parameters, and no factors of others.
+    """Check that the model keeps residuals of just these parameters.
 
     Raises:
         ValueError: it does not; names a parameter.
     """
-    expected = engine.state_shapes()["residual"]
+    expected = engine.residual_shapes()
     known = {param.name for param in engine.params}
     wire = engine.wire.describe()
-    for name, residual in share.carried.residuals.items():
+    for name, residual in share.residuals.items():
         if name not in known:
             raise ValueError(
                 f"the state holds a residual of {name!r}, but the model has no such parameter; "
@@ -222,22 +212,9 @@ def check_fit(share: Share, engine: Engine) -> None:
                 f"the residual of {name!r} has shape {tuple(residual.shape)}, but the parameter "
                 f"{expected[name]}; load it into the model that it was saved from"
             )
-    missing = [name for name in expected if name not in share.carried.residuals]
+    missing = [name for name in expected if name not in share.residuals]
     if missing:
         raise ValueError(
             f"the state holds no residual of {missing[0]!r}, for which wire={wire!r} has error "
             "feedback; it was saved from another model, or with a wire without error feedback"
         )
-    _check_factors(share.carried.factors, engine)
-
-
-def _check_factors(factors: Mapping[str, torch.Tensor], engine: Engine) -> None:
-    expected = engine.state_shapes()["factor"]
-    for name, factor in factors.items():
-        if tuple(factor.shape) != expected.get(name):
-            raise ValueError(
-                f"the state holds a factor of {name!r}, of shape {tuple(factor.shape)}, but "
-                f"wire={engine.wire.describe()!r} keeps "
-                + (f"one of {expected[name]}" if name in expected else "none of it")
-                + "; use the wire and the model that the state was saved with"
-            )

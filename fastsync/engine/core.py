@@ -17,12 +17,11 @@ import torch.distributed as dist
 from fastsync.build import extension
 from fastsync.build.recipe import BuildError
 from fastsync.plan.buckets import CodedPlan, PlannedBucket
-from fastsync.plan.layout import FlatLayout, LowRankLayout, PayloadLayout
 from fastsync.plan.policy import SyncPolicy
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.links import Nodes
 from fastsync.torch_private import backend_name, resolvable_name
-from fastsync.wire.formats import Format, PowerSGD, TopK, Wire
+from fastsync.wire.formats import Format, TopK, Wire
 from fastsync.wire.plugins import PluginCodec
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ __all__ = [
     "digests",
     "encode",
     "load",
-    "low_rank_spec",
     "make_collective",
     "make_memory",
     "make_precision",
@@ -373,11 +371,6 @@ def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) ->
 def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketSpec:
     """Bucket number `index` of a plan, as the reducer takes it."""
     layout, plan = bucket.layout, bucket.coded
-    coded = low_rank = None
-    if plan is not None and isinstance(plan.layout, LowRankLayout):
-        low_rank = low_rank_spec(index, layout, plan, sender)
-    elif plan is not None:
-        coded = coded_spec(index, plan, sender)
     return _C.BucketSpec(
         slots=list(zip(bucket.params, layout.offsets, strict=True)),
         numel=layout.numel,
@@ -385,8 +378,7 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
         dtype=bucket.dtype,
         views=bucket.views,
         sparse=bucket.sparse,
-        coded=coded,
-        low_rank=low_rank,
+        coded=None if plan is None else coded_spec(index, plan, sender),
         scatter=_scatter_spec(bucket, sender) if bucket.shards else None,
     )
 
@@ -410,9 +402,9 @@ def _scatter_spec(bucket: PlannedBucket, sender: Sender) -> _C.ScatterSpec:
 
 def coded_spec(index: int, plan: CodedPlan, sender: Sender) -> _C.CodedSpec:
     """Coded bucket, or unit, number `index`. Its random numbers differ by rank and number."""
-    assert isinstance(plan.layout, PayloadLayout)
     spec = _C.CodedSpec()
-    spec.lay_out(**_fields(plan.layout, but=("chunks",)))
+    numbers = {f.name: getattr(plan.layout, f.name) for f in fields(plan.layout)}
+    spec.lay_out(**{name: value for name, value in numbers.items() if name != "chunks"})
     spec.gather = plan.form == "gather"
     spec.error_feedback = plan.error_feedback
     spec.stochastic = sender.wire.stochastic
@@ -430,29 +422,3 @@ def coded_spec(index: int, plan: CodedPlan, sender: Sender) -> _C.CodedSpec:
     else:
         spec.use_codec(plan.codec)
     return spec
-
-
-def low_rank_spec(index: int, slots: FlatLayout, plan: CodedPlan, sender: Sender) -> _C.LowRankSpec:
-    """Low-rank bucket number `index`. Every rank begins with the same factors."""
-    layout, codec = plan.layout, plan.codec
-    assert isinstance(layout, LowRankLayout) and isinstance(codec, PowerSGD)
-    spec = _C.LowRankSpec()
-    spec.lay_out(numel=slots.numel, **_fields(layout, but=("matrices", "places")))
-    spec.error_feedback = plan.error_feedback
-    spec.warm_start = codec.warm_start
-    spec.seed = zlib.crc32(f"{sender.wire.seed} {index}".encode())
-    for matrix in layout.matrices:
-        spec.add_matrix(
-            offset=slots.offsets[matrix.slot],
-            sizes=(matrix.rows, matrix.cols),
-            rank=matrix.rank,
-            places=(matrix.left, matrix.right),
-        )
-    for slot, place in layout.places:
-        spec.add_run(offset=slots.offsets[slot], numel=slots.numels[slot], place=place)
-    return spec
-
-
-def _fields(layout: PayloadLayout | LowRankLayout, but: Sequence[str]) -> dict[str, int]:
-    """The numbers of a layout by name, which the extension calls the same."""
-    return {f.name: getattr(layout, f.name) for f in fields(layout) if f.name not in but}

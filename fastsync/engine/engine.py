@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,20 +21,17 @@ from fastsync.engine.agreement import PlanFacts, agree_on_plan
 from fastsync.engine.pace import PaceWatch
 from fastsync.engine.routes import Routes
 from fastsync.engine.shares import ShardedUnit, Shares
-from fastsync.engine.sizing import Sizing
-from fastsync.engine.state import Carried, Progress
+from fastsync.engine.state import Progress
 from fastsync.engine.unused import NamedParam, UnusedParams
 from fastsync.engine.watch import meeting_place, open_watch, watch_of
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
-    factor_shape,
     feeds_back,
     make_plan,
     settled_order,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.plan.sizes import Sizes
 from fastsync.plan.topology import Network
 from fastsync.ranks.meeting import MeetingPlace
 from fastsync.torch_private import backward_is_running, resolvable_name, without_modes
@@ -59,7 +56,6 @@ class Engine:
         graphs: what compiled graphs yield, each in planned order.
         policy: how gradients travel, now.
         shares: what of them the ranks share.
-        sizing: how much travels at a time, and who tries other sizes.
         routes: what gradients travel over beside the process group.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
@@ -93,8 +89,7 @@ class Engine:
         self.routes.use_group(group, policy)
         memory = self.routes.memory
         shares = memory and policy.zero.stage > 0 and policy.elastic is None
-        sized = buckets.in_memory(policy.zero.master_weights) if shares else buckets
-        self.sizing = Sizing(self.core, sized, params[0].tensor.device)
+        self._buckets = buckets.in_memory(policy.zero.master_weights) if shares else buckets
         self.shares = Shares(self.core, group, tensors[0].device, memory)
         self.regrouped = False
         self._plan_changed = self._follows = False
@@ -136,8 +131,6 @@ class Engine:
         if captured and self.policy.uncapturable:
             reason = self.policy.uncapturable
             raise RuntimeError(f"a step that is captured into a CUDA graph {reason}")
-        if captured:
-            self.sizing.keep("a step is captured into a CUDA graph, which knows its buckets")
         if self.on_step is not None and not captured and not backward_is_running():
             self.on_step(self.core)
         if self.precision is not None:
@@ -223,7 +216,7 @@ class Engine:
         order = [index_of[id(t)] for t in ready if id(t) in index_of]
         plan = self.plan
         if self.core.stats()["steps"] == 0:
-            plan = self._plan(order, None)  # by sizes that stay
+            plan = self._plan(order)
             self.graphs.extend(list(bucket.params) for bucket in plan.buckets)
         known = set(order)
         groups = [[i for i in bucket.params if i in known] for bucket in plan.buckets]
@@ -244,7 +237,6 @@ class Engine:
         self.shares = Shares(self.core, group, device, self.routes.memory)
         self._meeting = self._meeting_place()
         self._forget_plans()
-        self.sizing.forget("the process group is another one")
         if agreed:
             self._install(self._order())
         else:
@@ -269,32 +261,21 @@ class Engine:
         order = self._order()
         self.policy = replace(self.policy, wire=wire)
         self._forget_plans()
-        self.sizing.forget("the wire is another one")
         self.routes.find_nodes(wire)
         self._install(order)
-        for name, shapes in self.state_shapes().items():
-            gone = [i for i, p in enumerate(self._params) if p.name not in shapes]
-            self.core.drop_parked(name, gone)
+        shapes = self.residual_shapes()
+        self.core.drop_parked([i for i, p in enumerate(self._params) if p.name not in shapes])
 
-    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of what parameters carry, by the name of the state and of the parameter."""
-        return {"residual": self._feedback_shapes(), "factor": self._factor_shapes()}
-
-    def _feedback_shapes(self) -> dict[str, tuple[int, ...]]:
+    def residual_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
         specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
         pairs = zip(self._params, specs, strict=True)
         return {p.name: tuple(p.tensor.shape) for p, spec in pairs if feeds_back(spec, self.wire)}
 
-    def _factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what PowerSGD's next step starts with, by name, frozen parameters included."""
-        specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
-        found = zip(self._params, map(factor_shape, specs), strict=True)
-        return {param.name: shape for param, shape in found if shape is not None}
-
-    def carried(self) -> Carried:
-        """What coding carries to the next step on this rank: copies."""
-        return Carried.of(self.core, [param.name for param in self._params])
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Copies of what error feedback keeps back on this rank, by parameter name."""
+        pairs = zip(self._params, self.core.residuals(), strict=True)
+        return {param.name: held for param, held in pairs if held is not None}
 
     def next_order(self) -> list[int]:
         """The order that the buckets of the next step will follow, as far as this rank knows."""
@@ -313,10 +294,16 @@ class Engine:
         rate = self._measured_rate or (self.core.wire_rate() if timed else 0.0)
         return Network(rate, self.network.latency)
 
-    def resume(self, progress: Progress, carried: Carried, follows: bool = False) -> None:
+    def resume(
+        self,
+        progress: Progress,
+        residuals: Mapping[str, torch.Tensor],
+        follows: bool = False,
+    ) -> None:
         """Resumes where a training was left. Collective: rank 0's order decides.
 
         Args:
+            residuals: what error feedback keeps back, by parameter name; others have none.
             follows: this rank is about to join others, who go on by plans in this order.
         """
         self._follows = follows
@@ -327,7 +314,9 @@ class Engine:
         order = [index_of[name] for name in progress.order if name in index_of]
         trained, agreed = self._agreed(order)
         self._install([i for i in self._complete(agreed) if trained[i]])
-        carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
+        held = [(residuals.get(p.name), p.tensor.device) for p in self._params]
+        loaded = [None if r is None else r.to(device, torch.float32) for r, device in held]
+        self.core.load_residuals(loaded)
 
     def _order(self) -> list[int]:
         """The plan's, then parameters that have been thawed since it was made."""
@@ -349,29 +338,16 @@ class Engine:
         self.core.set_hook(state, hook, self.routes.flags_group(self.policy))
         self._install(order)
 
-    def use(self, sizes: Sizes | None) -> None:
-        """Plans by `sizes` from now on, or by policy and network. Collective.
-
-        Every rank calls it between the same two steps, or at the end of one.
-        """
-        self.sizing.chosen = sizes
-        self._forget_plans()
-        self._follow([index for bucket in self.plan.buckets for index in bucket.params])
-
-    def plan_by(self, sizes: Sizes | None) -> BucketPlan:
-        """What the plan would be by other sizes."""
-        return self._plan([index for bucket in self.plan.buckets for index in bucket.params], sizes)
-
-    def _plan(self, order: Sequence[int], sizes: Sizes | None) -> BucketPlan:
+    def _plan(self, order: Sequence[int]) -> BucketPlan:
         wire = Wire() if self._is_warming_up() else self.policy.wire
         specs = [self._param_spec(i, wire) for i in order]
         world = self._group.size()
         # Compiled graphs have been split where the first plan's buckets end.
-        rules = self.sizing.rules(sizes, wire, self.network, fixed=bool(self.graphs))
-        buckets, wire, network = rules
+        adapts = self._buckets.adaptive and not self.graphs
+        network = self.network if adapts else Network()
         policy = replace(self.policy, wire=wire, network=network)
         node_ranks = len(self.routes.nodes.node_ranks) if self.routes.nodes else 1
-        return make_plan(specs, order, buckets, policy, world, node_ranks)
+        return make_plan(specs, order, self._buckets.on(network), policy, world, node_ranks)
 
     def _is_warming_up(self) -> bool:
         return self.core.steps() < self.policy.wire.warmup_steps
@@ -382,11 +358,9 @@ class Engine:
         Args:
             keep: the plan that it replaces will be wanted again.
         """
-        self.plan = self._plan(order, self.sizing.chosen)
+        self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
-        warming = self._is_warming_up()
-        until = self.sizing.until(settled=self._order_is_known and not warming)
-        until = self.policy.wire.warmup_steps if warming else until
+        until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
         if self.plan.chained and self._group.size() > 1:
             self.routes.make_chains(self.policy)
         nodes, gradients = self.routes.nodes, self.shares.gradients
@@ -410,8 +384,6 @@ class Engine:
         known = number if self.core.keeps_plan(number) else 0
         reason = f"the others to train the same parameters ({len(trained)} on this rank)"
         alike = self._meeting.meet(reason, f"plan {known}")
-        if self.sizing.tuner is not None:
-            self.sizing.forget("other parameters are trained")
         if not (known and alike):
             self._replan(keep=True)
             return
@@ -432,7 +404,7 @@ class Engine:
     def _end_step(self) -> None:
         if self._follows and self.core.stats()["steps"] == 1:
             self._install(self._order())  # the others have seen an order before
-        elif not self.sizing.tick():
+        else:
             self._replan()
 
     def _replan(self, keep: bool = False) -> None:

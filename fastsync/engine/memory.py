@@ -16,8 +16,7 @@ from fastsync.build.env import Env
 from fastsync.engine import core
 from fastsync.engine.watch import gather_watched
 from fastsync.ranks.machines import network_space
-from fastsync.ranks.stores import group_store
-from fastsync.torch_private import MPI, cpu_backend, gloo_threads, group_timeout
+from fastsync.torch_private import MPI, cpu_backend, gloo_threads, group_store, group_timeout
 
 __all__ = ["offer_memory", "share_memory"]
 

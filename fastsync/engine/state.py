@@ -1,19 +1,13 @@
-"""What coding carries from step to step, by parameter name: plans come and go, parameters stay."""
+"""Where a training is: what a checkpoint of synchronisation, or a rank that joins, goes on from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
 
 from fastsync.plan.topology import Network
 
-if TYPE_CHECKING:
-    from fastsync.engine.core import Reducer
-
-__all__ = ["Carried", "Progress"]
+__all__ = ["Progress"]
 
 
 @dataclass(frozen=True)
@@ -30,48 +24,3 @@ class Progress:
     steps: int
     order: Sequence[str]
     network: Network
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Tensors of one rank, fp32, by the name of the state, then of the parameter.
-
-    Attributes:
-        states: "residual": what error feedback has kept back of the averages, of the parameter's
-            shape; "factor": what PowerSGD's next step starts with, [rank, columns], the same on all
-            ranks.
-    """
-
-    states: Mapping[str, Mapping[str, torch.Tensor]]
-
-    @classmethod
-    def of(cls, reducer: Reducer, names: Sequence[str]) -> Carried:
-        """Copies of what the C++ `reducer` of the parameters `names` holds."""
-
-        def by_name(tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-            return {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
-
-        return cls({state: by_name(held) for state, held in reducer.states().items()})
-
-    @property
-    def residuals(self) -> Mapping[str, torch.Tensor]:
-        """What error feedback has kept back, by parameter."""
-        return self.states["residual"]
-
-    @property
-    def factors(self) -> Mapping[str, torch.Tensor]:
-        """What PowerSGD's next step starts with, by parameter."""
-        return self.states["factor"]
-
-    def load_into(self, reducer: Reducer, devices: Mapping[str, torch.device]) -> None:
-        """Takes the place of what `reducer` holds. Of parameters that lack here it holds nothing.
-
-        Args:
-            devices: of each of its parameters, by name, in its order.
-        """
-
-        def by_index(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
-            found = ((tensors.get(name), device) for name, device in devices.items())
-            return [None if t is None else t.to(device, torch.float32) for t, device in found]
-
-        reducer.load_states({state: by_index(held) for state, held in self.states.items()})

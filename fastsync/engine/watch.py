@@ -33,8 +33,15 @@ from fastsync.ranks.arrivals import Arrivals, LastWords
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.meeting import MeetingPlace, UnreachableStoreError, needing_store
-from fastsync.ranks.stores import group_store, limit_silence
-from fastsync.torch_private import Store, gather_objects, group_timeout, is_gloo, talks_by_gloo
+from fastsync.ranks.stores import limit_silence
+from fastsync.torch_private import (
+    Store,
+    gather_objects,
+    group_store,
+    group_timeout,
+    is_gloo,
+    talks_by_gloo,
+)
 
 __all__ = [
     "answer_of",

@@ -20,18 +20,15 @@ from fastsync.build.env import Env
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.engine.watch import looker, meeting_place
 from fastsync.front.recorded import RecordedFront
-from fastsync.plan.policy import SyncPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.preemption import Preemption, check_handlers
-from fastsync.ranks.stores import group_store
+from fastsync.torch_private import group_store
 
 __all__ = ["PreemptedFront", "check_preemption"]
 
 
-def check_preemption(
-    wanted: PreemptionPolicy | None, policy: SyncPolicy, group: dist.ProcessGroup
-) -> None:
+def check_preemption(wanted: PreemptionPolicy | None, group: dist.ProcessGroup) -> None:
     """Whether the ranks of `group` can save together.
 
     Raises:
@@ -40,11 +37,6 @@ def check_preemption(
     if wanted is None:
         return
     check_handlers(wanted.numbers)
-    if policy.elastic is not None:
-        raise ValueError(
-            "on_preemption does not go with elastic yet, where ranks leave one by one; leave one "
-            "of them out"
-        )
     if group.size() > 1 and group_store(group) is None:
         raise ValueError(
             "on_preemption has the ranks agree through the store of their process group, but "

@@ -23,9 +23,10 @@ from fastsync.engine.engine import NamedParam
 from fastsync.engine.tied import check_untied
 from fastsync.engine.watch import open_watch, watched, wrapping
 from fastsync.front.preemption import check_preemption
-from fastsync.front.survivable import check_on_gpus
+from fastsync.plan import compatibility
 from fastsync.plan.arguments import Zero
 from fastsync.plan.buckets import travels_coded
+from fastsync.plan.compatibility import Setup
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
 from fastsync.plan.preemption import PreemptionPolicy
 from fastsync.ranks import consensus
@@ -33,16 +34,13 @@ from fastsync.ranks.links import check_grid, find_nodes
 from fastsync.ranks.meeting import UnreachableStoreError
 from fastsync.timeline.policy import TimelinePolicy
 from fastsync.torch_private import default_group, has_python_reducer, is_registered
-from fastsync.tune.policy import TunePolicy, check_tunable, describe_tuning
 from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
 
-__all__ = ["Request", "check_hook", "check_join", "named_params"]
+__all__ = ["Request", "named_params"]
 
 T = TypeVar("T")
-Settled = tuple[
-    BucketPolicy, SyncPolicy, TimelinePolicy | None, TunePolicy | None, PreemptionPolicy | None
-]
+Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, PreemptionPolicy | None]
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,22 @@ class Request:
         buckets: Callable[[], BucketPolicy],
         policy: Callable[[], SyncPolicy],
         timeline: Callable[[], TimelinePolicy | None],
-        extras: Callable[[], tuple[TunePolicy | None, PreemptionPolicy | None]],
+        preemption: Callable[[], PreemptionPolicy | None],
     ) -> Settled:
         """Checks the arguments and agrees on them with all ranks."""
 
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
-            caps, settled, recorded, (tuned, saves) = buckets(), policy(), timeline(), extras()
-            check_preemption(saves, settled, self._group())
-            check_tunable(tuned, caps, settled)
-            self._check_elastic(settled, recorded, tuned)
+            caps, settled, recorded, saves = buckets(), policy(), timeline(), preemption()
+            check_preemption(saves, self._group())
+            setup = Setup(
+                settled,
+                timeline=recorded is not None,
+                device_mesh=self.device_mesh is not None,
+                on_preemption=saves is not None,
+                on_gpus=self._on_gpus(),
+            )
+            compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
             self._check_group(settled.wire, recorded)
@@ -93,10 +97,9 @@ class Request:
                 "on_skip": settled.on_skip,
                 "elastic": str(settled.elastic),
                 "shared_memory": str(settled.wire.shared_memory),
-                "tune": describe_tuning(tuned),
                 "on_preemption": str(saves and saves.signals),
             }
-            return (caps, settled, recorded, tuned, saves), settings
+            return (caps, settled, recorded, saves), settings
 
         failure = "FastDDP cannot be built on every rank;"
         settled = self._together(check, failure, partial(open_watch, self._group()))
@@ -119,7 +122,7 @@ class Request:
 
         def check() -> tuple[SyncPolicy, dict[str, str]]:
             settled = policy()
-            check_on_gpus(settled, self._params())
+            compatibility.check(Setup(settled, on_gpus=self._on_gpus()))
             self._check_group(settled.wire)
             return settled, {**self._wire_settings(settled.wire), "the number of steps": str(steps)}
 
@@ -201,6 +204,9 @@ class Request:
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return named_params(self.module, ignored)
 
+    def _on_gpus(self) -> bool:
+        return any(p.tensor.device.type != "cpu" for p in self._params())
+
     def _check_group(self, wire: Wire, timeline: TimelinePolicy | None = None) -> None:
         """Of a group that torch.distributed did not make only rank, size and collectives are known.
 
@@ -222,23 +228,6 @@ class Request:
                 "torch.distributed did not make this one and knows no store of it; leave timeline "
                 "out, or use a group of init_process_group() or new_group()"
             )
-
-    def _check_elastic(
-        self,
-        policy: SyncPolicy,
-        timeline: TimelinePolicy | None,
-        tuned: TunePolicy | None,
-    ) -> None:
-        if policy.elastic is None:
-            return
-        check_on_gpus(policy, self._params())
-        unfit = {
-            "timeline": timeline is not None,
-            "tune": tuned is not None,
-            "device_mesh; pass its group": self.device_mesh is not None,
-        }
-        for what in (what for what, is_there in unfit.items() if is_there):
-            raise ValueError(f"elastic does not go with {what} yet; leave one out")
 
     def _check_zero(self, zero: Zero) -> None:
         group = self._group()
@@ -367,76 +356,3 @@ def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
-
-
-def check_join(policy: SyncPolicy, joins: bool) -> None:
-    """Whether ranks may run out of inputs at different steps, as they do in a join.
-
-    Raises:
-        ValueError: not under this policy.
-    """
-    if not joins:
-        return
-    if policy.elastic is not None:
-        raise ValueError(
-            "a rank that has run out of inputs does not vote on steps, as elastic needs; leave it "
-            "out with join(), or give all ranks as many inputs"
-        )
-    if policy.may_skip:
-        raise ValueError(
-            "a rank that has run out of inputs does not count who has gradients; use "
-            "on_skip='raise' with join()"
-        )
-    if policy.checks_finite:
-        raise ValueError(
-            "a rank that has run out of inputs makes no steps that could be skipped; use "
-            "nonfinite='ignore' with join()"
-        )
-    if policy.replicas is not None:
-        raise ValueError(
-            "a rank that has run out of inputs makes no optimizer steps, so its weights are others "
-            "until the end of join(), and replicas would find that; leave it out"
-        )
-    if policy.zero.stage:
-        raise ValueError(
-            "a rank that has run out of inputs makes no optimizer steps, which zero needs of every "
-            "rank; use zero=0 with join(), or give all ranks as many inputs"
-        )
-
-
-def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
-    """Whether a communication hook may reduce the buckets.
-
-    Raises:
-        ValueError: not under this policy.
-    """
-    if tuned is not None:
-        raise ValueError(
-            "a communication hook may keep something of each bucket, and tune tries other buckets; "
-            "leave one of them out"
-        )
-    if policy.checks_finite:
-        raise ValueError(
-            "only the communication hook knows what its buffers hold, so look for NaN there and "
-            "use nonfinite='ignore'"
-        )
-    if policy.elastic is not None:
-        raise ValueError(
-            "a communication hook may keep something of ranks that die, so elastic cannot go on "
-            "with it; leave one of them out"
-        )
-    if policy.may_skip:
-        raise ValueError(
-            "a communication hook may divide its buffers by a number of ranks of its own; use "
-            "on_skip='raise' with it"
-        )
-    if policy.mixed.reduce is not None:
-        raise ValueError(
-            "mixed_precision and a communication hook would both choose what gradients travel as; "
-            "leave one of them out"
-        )
-    if not policy.wire.plain:
-        raise ValueError(
-            f"wire={policy.wire.describe()!r} and a communication hook would both compress "
-            "gradients; leave wire out to use the hook"
-        )

@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from fastsync.engine.engine import Engine
 from fastsync.engine.handover import give, receive
-from fastsync.engine.state import Carried, Progress
+from fastsync.engine.state import Progress
 from fastsync.engine.steps import StepWatcher, params_of, watch_steps
 from fastsync.engine.watch import open_watch, watch_of
 from fastsync.front.elastic import Elastic, ElasticFront
@@ -239,7 +239,7 @@ class Returns(StepWatcher):
         if given["wire"] != engine.wire:
             engine.set_wire(given["wire"])
         progress = Progress(given["steps"], given["order"], Network(*given["network"]))
-        engine.resume(progress, Carried({"residual": {}, "factor": {}}), follows=True)
+        engine.resume(progress, residuals={}, follows=True)
 
 
 class ReturningFront(ElasticFront):

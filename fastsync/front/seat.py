@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from fastsync.build.env import Env
 from fastsync.ranks.orphans import end_with_parent
-from fastsync.ranks.stores import group_store, limit_silence
+from fastsync.ranks.stores import limit_silence
 from fastsync.torch_private import (
     PrefixStore,
     Store,
     connect_store,
+    group_store,
     group_timeout,
     meet_alone,
     root_store,

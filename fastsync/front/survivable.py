@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from functools import cache
 
 from torch import nn
 
 from fastsync.build.env import NCCL_LETS_LIVE, Env
-from fastsync.engine.engine import Engine, NamedParam
+from fastsync.engine.engine import Engine
 from fastsync.engine.watch import watch_of
-from fastsync.plan.policy import SyncPolicy
-from fastsync.ranks.stores import group_store
-from fastsync.torch_private import default_group, is_gloo, renewed_backend
+from fastsync.ranks.stores import served_at
+from fastsync.torch_private import default_group, group_store, is_gloo, renewed_backend
 
-__all__ = ["check_on_gpus", "unfit"]
-
-
-def check_on_gpus(policy: SyncPolicy, params: Iterable[NamedParam]) -> None:
-    """Whether ranks may die where these parameters are.
-
-    Raises:
-        ValueError: with `elastic`, what travels from GPUs in this way has no way back.
-    """
-    wire = policy.wire
-    # On GPUs links of codes wait for each other in the backward, where nobody looks out.
-    coded = not wire.plain and wire.form != "native"
-    found = {
-        f"zero={policy.zero.stage}": policy.zero.stage > 0,
-        f"wire={wire.describe()!r} (of wires, it goes with form='native')": coded,
-    }
-    on_gpus = policy.elastic is not None and any(p.tensor.device.type != "cpu" for p in params)
-    for what in (what for what, is_there in found.items() if is_there and on_gpus):
-        raise ValueError(f"elastic does not go with parameters on GPUs and {what} yet")
+__all__ = ["unfit"]
 
 
 def unfit(module: nn.Module, engine: Engine, delays: bool, broadcasts: bool) -> list[str]:
@@ -62,10 +42,15 @@ def unfit(module: nn.Module, engine: Engine, delays: bool, broadcasts: bool) -> 
 
 def _unfit_group(engine: Engine) -> dict[str, bool]:
     group = engine.group
-    registered = group_store(group) is not None
+    store = group_store(group)
+    registered = store is not None
     found = {
         "a process group that torch.distributed did not make; use one of init_process_group() "
         "or new_group()": not registered,
+        "a rendezvous store that is no TCP store, as with init_method='file://...': a rank that "
+        "dies in a record of a file leaves the others waiting; use 'env://' or 'tcp://...'": (
+            store is not None and served_at(store) is None
+        ),
         "a process group whose CPU tensors Gloo does not carry; call init_process_group('gloo'), "
         "or with 'cpu:gloo,cuda:nccl'": registered and renewed_backend(group) is None,
         "ranks that do not look out for each other: leave FASTSYNC_WATCH unset, and see that "

@@ -148,7 +148,6 @@ _MOVED: Mapping[str, str] = {
     "on_nonfinite": "faults=fastsync.Faults(nonfinite={})",
     "check_replicas": "faults=fastsync.Faults(replicas={})",
     "shared_memory": "wire=fastsync.Wire(format, shared_memory={}), or set FASTSYNC_SHM",
-    "tune": "bucket_cap_mb= for other sizes; by default they follow the network's speed",
 }
 
 
@@ -156,6 +155,8 @@ def moved(unknown: Mapping[str, object]) -> TypeError:
     """Return the error of arguments that FastDDP does not have."""
     name, value = next(iter(unknown.items()))
     remedy = f"; pass {_MOVED[name].format(repr(value))}" if name in _MOVED else ""
+    if name == "tune":
+        remedy = "; bucket sizes follow the network's speed, and bucket_cap_mb sets others"
     return TypeError(f"FastDDP has no argument {name!r}{remedy}")
 
 

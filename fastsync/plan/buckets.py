@@ -14,20 +14,18 @@ import torch
 from fastsync.plan.layout import (
     ALIGNMENT,
     FlatLayout,
-    LowRankLayout,
     PayloadLayout,
     RegionLayout,
     align_up,
     dense_layout,
     flat_layout,
-    low_rank_layout,
     payload_layout,
     region_layout,
     region_payload,
     slot_layout,
 )
 from fastsync.plan.policy import BucketPolicy, SyncPolicy, piece_bytes
-from fastsync.wire.formats import FORMATS, AnyCodec, CodecLike, Format, PowerSGD, Wire, native_dtype
+from fastsync.wire.formats import FORMATS, AnyCodec, CodecLike, Format, Wire, native_dtype
 
 __all__ = [
     "BucketPlan",
@@ -36,7 +34,6 @@ __all__ = [
     "PlannedBucket",
     "ShardSlot",
     "coded_regions",
-    "factor_shape",
     "feeds_back",
     "make_plan",
     "regions_codec",
@@ -75,7 +72,6 @@ class ParamSpec:
         sparse: its gradient may be a sparse tensor, which travels alone.
         pairs: its elements are complex; hooks must not see them mixed with real ones.
         codec: the format it is meant to travel in.
-        rows: size of the dimension that is outermost in memory, the first one as a rule.
         shard: its place where the ranks share its gradient; such parameters travel by unit.
     """
 
@@ -86,7 +82,6 @@ class ParamSpec:
     sparse: bool = False
     pairs: bool = False
     codec: AnyCodec = _FP32
-    rows: int = 1
     shard: ShardSlot | None = None
 
     @classmethod
@@ -95,10 +90,7 @@ class ParamSpec:
     ) -> ParamSpec:
         real = param.dtype.to_real() if param.is_complex() else param.dtype
         numel = param.numel() * (2 if param.is_complex() else 1)
-        strides = param.stride()
-        outermost = max(range(param.dim()), key=lambda dim: strides[dim], default=None)
-        rows = 1 if outermost is None else param.shape[outermost]
-        return cls(index, numel, real, param.device, sparse, param.is_complex(), codec, rows)
+        return cls(index, numel, real, param.device, sparse, param.is_complex(), codec)
 
     @property
     def nbytes(self) -> int:
@@ -110,15 +102,15 @@ class CodedPlan:
     """How a bucket travels as something else than gradients in one all-reduce.
 
     Attributes:
-        codec: a `Format`, a `PowerSGD` or a user's codec.
-        form: "two_shot", "gather", "low_rank"; "scatter" where each rank gets its regions alone.
-        layout: of what travels; a `LowRankLayout` in the form "low_rank".
+        codec: a `Format` or a user's codec.
+        form: "two_shot", "gather"; "scatter" where each rank gets its regions alone.
+        layout: of what travels.
         node_ranks: ranks that first sum a bucket as it is; the form is then that between nodes.
     """
 
     codec: AnyCodec
     form: str
-    layout: PayloadLayout | LowRankLayout
+    layout: PayloadLayout
     error_feedback: bool
     node_ranks: int = 1
 
@@ -154,12 +146,12 @@ class PlannedBucket:
             return self.regions.chunks * chunk * self.dtype.itemsize
         if self.coded is None:
             return self.layout.numel * self.dtype.itemsize
-        if self.coded.node_ranks > 1 and isinstance(self.coded.layout, PayloadLayout):
-            layout = self.coded.layout  # as fp32, inside the node
+        layout = self.coded.layout
+        if self.coded.node_ranks > 1:  # as fp32, inside the node
             return 4 * layout.chunks * (layout.chunk_numel + layout.flags_per_chunk)
-        if isinstance(self.coded.layout, PayloadLayout) and self.regions is not None:
-            return self.coded.layout.chunks * self.coded.layout.chunk_bytes
-        return self.coded.layout.bytes_for(self.layout.numel)
+        if self.regions is not None:
+            return layout.chunks * layout.chunk_bytes
+        return layout.bytes_for(self.layout.numel)
 
 
 @dataclass(frozen=True)
@@ -195,16 +187,6 @@ def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
     """
     native = wire.form_for(spec.codec, 1, spec.device) == "native"
     return _may_be_coded(spec) and not native and wire.feedback_for(spec.codec)
-
-
-def factor_shape(spec: ParamSpec) -> tuple[int, int] | None:
-    """What PowerSGD starts the next step of this gradient with, [rank, columns]; None: nothing."""
-    codec = spec.codec
-    if not isinstance(codec, PowerSGD) or not codec.warm_start or not _may_be_coded(spec):
-        return None
-    cols = spec.numel // max(1, spec.rows)
-    rank = codec.rank_for(spec.rows, cols)
-    return (rank, cols) if rank else None
 
 
 def _may_be_coded(spec: ParamSpec) -> bool:
@@ -299,11 +281,6 @@ def _planned(
     nodes = world_size // node_ranks
     if node_ranks > 1 and nodes == 1:
         codec = None  # nothing leaves the node
-    if isinstance(codec, PowerSGD):
-        low_rank = _low_rank(group, policy, codec)
-        if low_rank is not None:
-            return low_rank
-        codec = None
     if codec is not None:
         form = policy.wire.form_for(codec, nodes, group[0].device)
         if form != "native":
@@ -370,7 +347,6 @@ def coded_regions(
     codec: AnyCodec, regions: RegionLayout, wire: Wire, node_ranks: int = 1
 ) -> CodedPlan:
     """How chunks of `regions` travel as codes."""
-    assert not isinstance(codec, PowerSGD)  # see SyncPolicy.shardable
     layout = region_payload(regions, codec.coded_bytes)
     return CodedPlan(codec, "scatter", layout, wire.feedback_for(codec), node_ranks)
 
@@ -410,19 +386,6 @@ def _coded(
     layout = payload_layout(slots, parts, coded_bytes, _flags(group, policy), at_a_time)
     feedback = policy.wire.feedback_for(codec)
     return _coded_bucket(group, slots, CodedPlan(codec, form, layout, feedback, node_ranks))
-
-
-def _low_rank(
-    group: Sequence[ParamSpec], policy: SyncPolicy, codec: PowerSGD
-) -> PlannedBucket | None:
-    """None where nothing in the bucket becomes smaller."""
-    slots = slot_layout([spec.numel for spec in group], codec.block)
-    rows = [spec.rows for spec in group]
-    layout = low_rank_layout(slots, rows, codec.rank_for, _flags(group, policy))
-    if not layout.matrices:
-        return None
-    feedback = policy.wire.feedback_for(codec)
-    return _coded_bucket(group, slots, CodedPlan(codec, codec.form, layout, feedback))
 
 
 def _flags(group: Sequence[ParamSpec], policy: SyncPolicy) -> int:

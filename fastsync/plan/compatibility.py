@@ -1,7 +1,8 @@
 """What does not combine: one row for each pair of features, with the reason.
 
-`FastDDP` refuses a pair of this table when it is built, when a communication hook is registered, and
-when a join begins. The table in docs/drop-in.md is made of it, and tests take every row from here.
+`FastDDP` refuses a pair of this table when it is built, when a communication hook is registered,
+and when a join begins. The table in docs/troubleshooting.md is made of it, and a test refuses every
+row.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ ROWS = (
     Row(
         "elastic on GPUs",
         "zero=1 to 3",
-        "copies of shards are exchanged without the host waiting, so that a death is found too late",
+        "copies of shards are kept between ranks on the CPU alone; devices would need the same",
     ),
     Row(
         "elastic on GPUs",
@@ -165,7 +166,7 @@ ROWS = (
     Row(
         "on_skip",
         "find_unused_parameters=False",
-        "a rank that skips a step leaves all parameters without gradient, which that makes an error",
+        "a skipped step leaves all parameters without gradient, which is an error then",
     ),
     Row(
         "on_skip",
@@ -175,7 +176,7 @@ ROWS = (
     Row(
         "on_skip",
         "mixed_precision",
-        "the number of contributors travels with gradients of the parameters' own dtype",
+        "contributors would have to be counted in reduce_dtype, which may be too narrow",
     ),
     Row(
         "on_skip",

@@ -52,9 +52,9 @@ class ElasticPolicy:
 def may_lose_ranks(wire: Wire) -> bool:
     """Whether gradients may travel as `wire` between ranks of which some die and come back.
 
-    What a rank keeps back dies with it. In a block format that is one rounding at most; top-k and
-    PowerSGD keep back most of many gradients, and a user's codec whatever it likes. In the
-    hierarchical form a death would leave unequal nodes.
+    What a rank keeps back dies with it. In a block format that is one rounding at most; top-k keeps
+    back most of many gradients, and a user's codec whatever it likes. In the hierarchical form a
+    death would leave unequal nodes.
     """
     codecs = map(make_codec, (wire.format, *wire.overrides.values()))
     return wire.form != "hierarchical" and all(isinstance(codec, Format) for codec in codecs)

@@ -19,15 +19,12 @@ from dataclasses import dataclass
 __all__ = [
     "ALIGNMENT",
     "FlatLayout",
-    "LowRankLayout",
-    "LowRankMatrix",
     "PayloadLayout",
     "RegionLayout",
     "RegionPart",
     "align_up",
     "dense_layout",
     "flat_layout",
-    "low_rank_layout",
     "outline_regions",
     "payload_layout",
     "region_layout",
@@ -245,77 +242,3 @@ def region_payload(regions: RegionLayout, coded_bytes: Callable[[int], int]) -> 
     offset = align_up(coded, ALIGNMENT)
     size = offset + 4 * flags
     return PayloadLayout(1, regions.numel, coded, offset, flags, size, regions.chunks)
-
-
-@dataclass(frozen=True)
-class LowRankMatrix:
-    """A gradient [rows, cols] that travels as P [rows, rank] and Q [cols, rank].
-
-    Attributes:
-        slot: its place in the bucket.
-        left: P's first element in the first all-reduce.
-        right: Q's first element in the second.
-    """
-
-    slot: int
-    rows: int
-    cols: int
-    rank: int
-    left: int
-    right: int
-
-
-@dataclass(frozen=True)
-class LowRankLayout:
-    """The two all-reduces of a low-rank bucket, in elements of fp32::
-
-        first   | P of each matrix | gradients that are not compressed | flags | vote | pad |
-        second  | Q of each matrix | pad |
-
-    Attributes:
-        matrices: what is compressed.
-        places: first element in the first all-reduce, by slot, of what is not.
-        flags_offset: element of the first flag.
-        flags: how many travel, the vote included.
-    """
-
-    matrices: tuple[LowRankMatrix, ...]
-    places: tuple[tuple[int, int], ...]
-    flags_offset: int
-    flags: int
-    first_numel: int
-    second_numel: int
-
-    def bytes_for(self, numel: int) -> int:
-        """Bytes that a rank hands to collectives, whatever the elements of the bucket."""
-        return 4 * (self.first_numel + self.second_numel)
-
-
-def low_rank_layout(
-    slots: FlatLayout, rows: Sequence[int], rank_for: Callable[[int, int], int], flags: int
-) -> LowRankLayout:
-    """Places factors, and what is not compressed.
-
-    Args:
-        slots: where gradients lie in the bucket.
-        rows: size of each gradient's first dimension.
-        rank_for: the rank of a matrix of so many rows and columns; 0: it is not compressed.
-        flags: how many travel with the bucket.
-    """
-    matrices, runs = [], []
-    first = second = 0
-    for slot, (numel, height) in enumerate(zip(slots.numels, rows, strict=True)):
-        cols = numel // max(1, height)
-        rank = rank_for(height, cols)
-        if rank == 0:
-            runs.append(slot)
-            continue
-        matrices.append(LowRankMatrix(slot, height, cols, rank, first, second))
-        first = align_up(first + height * rank, ALIGNMENT)
-        second = align_up(second + cols * rank, ALIGNMENT)
-    places = []
-    for slot in runs:
-        places.append((slot, first))
-        first = align_up(first + slots.numels[slot], ALIGNMENT)
-    total = align_up(first + flags, ALIGNMENT)
-    return LowRankLayout(tuple(matrices), tuple(places), first, flags, total, second)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fastsync.plan.arguments import Zero, check_parameter_wire
-from fastsync.plan.elastic import ElasticPolicy, may_lose_ranks
+from fastsync.plan.elastic import ElasticPolicy
 from fastsync.plan.replicas import ReplicaPolicy
 from fastsync.plan.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
@@ -285,65 +285,11 @@ class SyncPolicy:
                 f"nonfinite must be one of {', '.join(NONFINITE)}, but is {self.nonfinite!r}"
             )
         if self.zero.stage == 3:
-            self._check_stage3()
-        self._check_skips()
-        if self.elastic is not None:
-            self._check_elastic()
-        if not self.wire.plain and self.mixed.reduce is not None:
-            raise ValueError(
-                f"wire={self.wire.describe()!r} and mixed_precision both choose what gradients "
-                "travel as; leave wire out and set reduce_dtype"
-            )
-
-    def _check_skips(self) -> None:
+            UnitWires(self.wire, self.zero.parameter_wire)
         if self.on_skip not in ON_SKIP:
             raise ValueError(
                 f"on_skip must be one of {', '.join(ON_SKIP)}, but is {self.on_skip!r}"
             )
-        unfit = {
-            "static_graph": self.static_graph,
-            "find_unused_parameters=False": self.fail_on_unused,
-            "skip_all_reduce_unused_params": self.skip_unused,
-            "mixed_precision": self.mixed != MixedPolicy(),
-            f"zero={self.zero.stage}": self.zero.stage >= 2,
-        }
-        for name in (name for name, asked in unfit.items() if asked and self.may_skip):
-            raise ValueError(f"on_skip='average_others' does not go with {name}; leave one out")
-
-    def _check_elastic(self) -> None:
-        mixed, wire = self.mixed != MixedPolicy(), f"wire={self.wire.describe()!r}"
-        coded = not self.wire.plain and self.wire.form != "native"
-        unfit = {
-            f"zero={self.zero.stage}": self.zero.stage > 2,
-            f"shard_by={self.zero.shard_by!r}": self.zero.shard_by != "auto",
-            f"{wire} (of wires, it goes with block formats such as 'int8', in all forms but the "
-            "hierarchical one)": not may_lose_ranks(self.wire),
-            f"{wire} and zero={self.zero.stage}": coded and self.zero.stage > 0,
-            "static_graph": self.static_graph,
-            "skip_all_reduce_unused_params": self.skip_unused,
-            "mixed_precision": mixed,
-            f"nonfinite={self.nonfinite!r}": self.checks_finite,
-            "replicas": self.replicas is not None,
-            f"on_skip={self.on_skip!r}": self.may_skip,
-        }
-        for name in (name for name, asked in unfit.items() if asked):
-            raise ValueError(f"elastic does not go with {name} yet; leave one out")
-
-    def _check_stage3(self) -> None:
-        UnitWires(self.wire, self.zero.parameter_wire)
-        if self.replicas is not None:
-            raise ValueError(
-                "replicas compares what every rank has, and with zero=3 each has its share "
-                "of everything; leave it out"
-            )
-        asked = {
-            "mixed_precision (use fastsync.fully_shard with mp_policy)": self.mixed
-            != MixedPolicy(),
-            f"nonfinite={self.nonfinite!r}": self.checks_finite,
-        }
-        for what, is_asked in asked.items():
-            if is_asked:
-                raise ValueError(f"zero=3 does not combine with {what} yet; leave it out")
 
 
 def piece_bytes(wire: Wire, network: Network, device: torch.device) -> int:

@@ -46,7 +46,6 @@ class TracedParam:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int
     unit: int
 
     @property
@@ -59,7 +58,7 @@ class TracedParam:
 
     def spec(self, index: int, device: str = "cpu") -> ParamSpec:
         """What the engine plans with."""
-        return ParamSpec(index, self.numel, self.dtype, torch.device(device), rows=self.rows)
+        return ParamSpec(index, self.numel, self.dtype, torch.device(device))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
-from fastsync.plan.layout import PayloadLayout
 from fastsync.planner.compute import Compute
 from fastsync.planner.devices import Device
 from fastsync.planner.links import Cluster, collective_seconds, sent_bytes
@@ -35,10 +34,8 @@ from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
 from fastsync.planner.unit_steps import (
     SCATTER_PASSES,
-    Ahead,
     UnitCost,
     UnitWork,
-    gather_ahead,
     traced_units,
     walk,
 )
@@ -73,8 +70,6 @@ class Job:
         costs: seconds of each bucket's collectives, in order; `ready`: when its gradients are.
         after: seconds of collectives after the optimizer's step.
         units: in the order of use in the forward; stage 3 alone.
-        ahead: how many units are gathered ahead at each place of the forward, and of the backward;
-            empty: one.
         sent: bytes that a rank sends in a step; `launched`: its collectives; `handled`: tensors
             that are packed or unpacked for them.
         host: seconds of computing that sending costs, where both share a processor; `packing`:
@@ -92,7 +87,6 @@ class Job:
     handled: int
     host: float
     packing: float
-    ahead: Ahead = ((), ())
 
     @property
     def update(self) -> float:
@@ -215,16 +209,13 @@ def _bucket_cost(
     if bucket.coded.form == "gather":
         gathered = nbytes * world
         kinds = [("all_gather", gathered)]
-    elif bucket.coded.form == "low_rank":
-        kinds = [("all_reduce", nbytes)]
     elif bucket.coded.form == "scatter":
         kinds = [("all_to_all", nbytes)]
     else:
         kinds = [("all_to_all", nbytes), ("all_gather", nbytes)]
     travelling = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)
     # Pieces of a bucket are coded while others travel; the first and last one's turns show.
-    layout = bucket.coded.layout
-    pieces = layout.pieces if isinstance(layout, PayloadLayout) else 1
+    pieces = bucket.coded.layout.pieces
     seconds = max(travelling, coding) + min(travelling, coding) / pieces
     return seconds, sum(sent_bytes(kind, size, world) for kind, size in kinds)
 
@@ -253,11 +244,9 @@ def job_of_units(
         coding = rounds * sum(work.coding or 0.0 for work in works)
         host = device.sending * sent + device.launching * launched + (coding if on_cpu else 0.0)
         packing = device.handling * handled
-    far = on_cpu and cluster.of(strategy.shards).nodes > 1
-    ahead = gather_ahead(works, costs) if far else ((), ())
     units = tuple(reversed(costs))
     lost = (sent, launched, handled, host, packing)
-    return Job(strategy, compute, (), (), 0.0, units, *lost, ahead)
+    return Job(strategy, compute, (), (), 0.0, units, *lost)
 
 
 def _slowest(world: int, jitter: float, straggler: float) -> list[float]:
@@ -335,6 +324,6 @@ def _of_buckets(job: Job, slow: float) -> float:
 
 
 def _of_units(job: Job, slow: float) -> float:
-    one = walk(job.units, slow, job.ahead[0])
-    one += walk(tuple(reversed(job.units)), slow, job.ahead[1], backward=True)
+    one = walk(job.units, slow)
+    one += walk(tuple(reversed(job.units)), slow, backward=True)
     return job.strategy.accumulate * one + slow * (job.update + job.compute.between)

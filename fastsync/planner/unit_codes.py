@@ -9,7 +9,7 @@ from fastsync.plan.policy import UnitWires
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
 from fastsync.units.codes import Codes, gradient_codes
-from fastsync.wire.formats import PowerSGD, Wire
+from fastsync.wire.formats import Wire
 
 __all__ = ["coded_units", "codes_of"]
 
@@ -30,7 +30,6 @@ def coded_units(record: Record, strategy: Strategy) -> dict[int, float]:
         elements[param.unit] = elements.get(param.unit, 0) + param.numel
     if codes is None:
         return {}
-    assert not isinstance(codes.codec, PowerSGD)  # see UnitWires
     block, ranks, found = codes.block, strategy.shards, {}
     for unit, numel in elements.items():
         chunk = align_up(-(-numel // ranks), block)

@@ -1,9 +1,8 @@
 """The passes of stage 3: what each unit computes, gathers and reduces, and how long they take.
 
 Two lanes: one computes, one communicates. A unit's all-gather starts when its predecessor in the
-order of use begins to compute, or before, where the engine gathers several units ahead
-(fastsync/units/depth.py). The root's parameters stay from forward to backward, and are gathered
-once.
+order of use begins to compute. The root's parameters stay from forward to backward, and are
+gathered once.
 """
 
 from __future__ import annotations
@@ -19,21 +18,15 @@ from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy
 from fastsync.planner.unit_codes import coded_units
 from fastsync.planner.unit_marks import ROOT
-from fastsync.units.depth import Stop, depths, limit_of
-from fastsync.units.lookahead import FEWEST_UNITS
 
 __all__ = [
     "SCATTER_PASSES",
-    "Ahead",
     "UnitCost",
     "UnitWork",
-    "gather_ahead",
     "traced_units",
     "walk",
 ]
 
-# How many units are gathered ahead at each place of the forward, and of the backward.
-Ahead = tuple[tuple[int, ...], tuple[int, ...]]
 # Passes of coding over gradients in memory, where their owners alone get averages: encode, sum.
 SCATTER_PASSES = 2.0
 
@@ -131,34 +124,15 @@ def traced_units(
     return works
 
 
-def gather_ahead(works: Sequence[UnitWork], costs: Sequence[UnitCost]) -> Ahead:
-    """How many units ahead the engine gathers over links between CPUs; empty: one.
-
-    Args:
-        works: in the order of the backward, as `costs` are.
-    """
-    if len(works) < FEWEST_UNITS:
-        return (), ()
-    pairs = [(cost, int(work.nbytes)) for work, cost in zip(works, costs, strict=True)]
-    first = [Stop(unit.forward, unit.gathers[0], size) for unit, size in reversed(pairs)]
-    second = [Stop(unit.backward, unit.gathers[1], size, size) for unit, size in pairs]
-    limit = limit_of(second)
-    return depths(first, limit), depths(second, limit)
-
-
-def walk(
-    units: Sequence[UnitCost], slow: float, ahead: Sequence[int] = (), backward: bool = False
-) -> float:
+def walk(units: Sequence[UnitCost], slow: float, backward: bool = False) -> float:
     """Seconds of a forward or backward of units in this order, on ranks that compute for `slow`
     times as long."""
-    computed = link = units[0].gathers[backward]
-    arrived = [link]  # when each is there whose gather has begun
-    for at, unit in enumerate(units):
-        begun = max(computed, arrived[at])
-        for later in units[len(arrived) : at + (ahead[at] if ahead else 1) + 1]:
-            gather = later.gathers[backward]
-            link = max(link, begun) + gather if gather else link
-            arrived.append(link if gather else 0.0)
+    computed = arrived = link = units[0].gathers[backward]
+    for unit, following in zip(units, [*units[1:], None], strict=True):
+        begun = max(computed, arrived)
+        gather = 0.0 if following is None else following.gathers[backward]
+        link = max(link, begun) + gather if gather else link
+        arrived = link if gather else 0.0
         computed = begun + slow * (unit.backward if backward else unit.forward)
         if backward and unit.reduce:
             link = max(link, computed) + unit.reduce

@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.stores import group_store, served_at
-from fastsync.torch_private import Store
+from fastsync.ranks.stores import served_at
+from fastsync.torch_private import Store, group_store
 
 __all__ = ["MeetingPlace", "UnreachableStoreError", "looks", "needing_store"]
 

@@ -32,15 +32,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from io import BufferedReader, RawIOBase
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
-from fastsync import torch_private
 from fastsync.ranks.farewell import before_leaving
 from fastsync.ranks.machines import own_address
-from fastsync.ranks.stores import file_store, limit_connection, served_at
-from fastsync.torch_private import Store, connect_store, file_of
+from fastsync.ranks.stores import limit_connection, served_at
+from fastsync.torch_private import FileStore, Store, connect_store, root_store
 
 __all__ = ["Answer", "Call", "Served", "Server", "open_server"]
 
@@ -134,12 +133,11 @@ class Server:
         if group.group_name in self._teams:
             return
         common = store.compare_set("fastsync/served", "", secrets.token_hex(8)).decode()
-        of_torch = torch_private.group_store(group)
         open_store: Callable[[], Store]
         if served := served_at(store):
             open_store = partial(_reach, *served)
-        elif file := None if of_torch is None else file_of(of_torch):
-            open_store = partial(file_store, file[0], _STORE_ANSWERS)
+        elif isinstance(root := root_store(store), FileStore):
+            open_store = partial(FileStore, cast(Any, root).path, -1)
         elif before is not None:
             open_store = before.open
         else:

@@ -2,76 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
-import weakref
 from collections.abc import Iterator
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 
-import torch.distributed as dist
+from fastsync.torch_private import Store, TCPStore, root_store
 
-from fastsync import torch_private
-from fastsync.build.extension import load
-from fastsync.torch_private import PrefixStore, Store, TCPStore, file_of, root_store
-
-__all__ = ["file_store", "group_store", "limit_connection", "limit_silence", "served_at"]
+__all__ = ["limit_connection", "limit_silence", "served_at"]
 
 _FILES = Path("/proc/self/fd")
 _KEEPALIVES = 4  # in the time after which a connection fails
 _MOST_SECONDS, _MOST_MILLISECONDS = 32767, 2**31 - 1  # that Linux takes
-
-
-def group_store(group: dist.ProcessGroup) -> Store | None:
-    """The store that `group` was made with; None where torch.distributed knows none.
-
-    Where that is a file, a store in the same file. Those of torch wait for ever once a rank has
-    died while it wrote there; see csrc/comm/record_file.h.
-    """
-    store = torch_private.group_store(group)
-    if store is None or (file := file_of(store)) is None:
-        return store
-    kept = _in_files()
-    if group not in kept:
-        own = file_store(*file)
-        _complete_at_end(file[0])
-        kept[group] = PrefixStore(f"fastsync/{group.group_name}", own)
-    return kept[group]
-
-
-def file_store(path: str, timeout: timedelta) -> Store:
-    """One in the file of torch's `FileStore`, which the death of a rank does not harm.
-
-    Args:
-        timeout: for waits that are given none.
-
-    Raises:
-        dist.DistStoreError: of its operations, where the file cannot be read or written.
-    """
-    store: Store = load().FileStore(path)
-    store.set_timeout(timeout)
-    return store
-
-
-@cache
-def _complete_at_end(path: str) -> None:
-    """torch's own store reads the file when the interpreter ends, and would wait there for the rest
-    of what a rank has begun to write for torch."""
-    atexit.register(_complete, path)
-
-
-def _complete(path: str) -> None:
-    with contextlib.suppress(dist.DistError):  # the file has gone
-        load().FileStore(path).add("fastsync/left", 1)
-
-
-@cache
-def _in_files() -> weakref.WeakKeyDictionary[dist.ProcessGroup, Store]:
-    """Those of this process."""
-    return weakref.WeakKeyDictionary()
 
 
 def served_at(store: Store) -> tuple[str, int] | None:

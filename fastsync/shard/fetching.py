@@ -44,12 +44,11 @@ from fastsync.engine.watch import answer_of, explain_end, looker
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.meeting import needing_store
 from fastsync.ranks.serving import Answer, Call, Server, open_server
-from fastsync.ranks.stores import group_store
 from fastsync.shard.layout import Cut, Piece
 from fastsync.shard.pieces import MASTER, State, alike, unlike_parts
 from fastsync.shard.space import Space
 from fastsync.shard.state import held_state
-from fastsync.torch_private import Store
+from fastsync.torch_private import Store, group_store
 
 __all__ = ["Others", "Shares", "await_others", "fetch_whole"]
 

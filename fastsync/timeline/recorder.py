@@ -24,11 +24,10 @@ from fastsync.build.env import Env
 from fastsync.engine.core import make_timeline
 from fastsync.plan.buckets import BucketPlan
 from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks
-from fastsync.ranks.stores import group_store
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
 from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.policy import TimelinePolicy
-from fastsync.torch_private import backend_name, resolvable_name
+from fastsync.torch_private import backend_name, group_store, resolvable_name
 
 if TYPE_CHECKING:
     from fastsync.engine.core import Timeline

@@ -30,6 +30,7 @@ from fastsync.torch_private.graphs import (
 )
 from fastsync.torch_private.groups import (
     MPI,
+    FileStore,
     PrefixStore,
     Store,
     TCPStore,
@@ -40,7 +41,6 @@ from fastsync.torch_private.groups import (
     connect_store,
     cpu_backend,
     default_group,
-    file_of,
     forget_group,
     gather_objects,
     gloo_threads,
@@ -90,6 +90,7 @@ __all__ = [
     "MPI",
     "BuiltinCommHookType",
     "DTensorSpec",
+    "FileStore",
     "Front",
     "GradBucket",
     "InnermostHooks",
@@ -112,7 +113,6 @@ __all__ = [
     "creation_number",
     "cut_like",
     "default_group",
-    "file_of",
     "find_tensors",
     "first_state",
     "flatten",

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 __all__ = [
     "MPI",
+    "FileStore",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -36,7 +37,6 @@ __all__ = [
     "connect_store",
     "cpu_backend",
     "default_group",
-    "file_of",
     "forget_group",
     "gather_objects",
     "gloo_threads",
@@ -98,15 +98,6 @@ def root_store(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def file_of(store: Store) -> tuple[str, timedelta] | None:
-    """Path and timeout of a store that is a file; None for others."""
-    root = root_store(store)
-    if not isinstance(root, FileStore):
-        return None
-    known: Any = root  # torch's stubs know neither
-    return known.path, known.timeout
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> Store:

@@ -14,7 +14,7 @@ from fastsync.plan.buckets import CodedPlan, travels_coded
 from fastsync.plan.layout import PayloadLayout, RegionLayout, region_payload
 from fastsync.plan.policy import UnitWires
 from fastsync.units.layout import ChunkLayout
-from fastsync.wire.formats import FORMATS, AnyCodec, PowerSGD, Wire, make_codec
+from fastsync.wire.formats import FORMATS, AnyCodec, Wire, make_codec
 
 __all__ = ["Codes", "gradient_codes", "parameter_codes"]
 
@@ -36,7 +36,6 @@ class Codes:
         return self.codec.block
 
     def _payload(self, laid: ChunkLayout, world: int) -> PayloadLayout:
-        assert not isinstance(self.codec, PowerSGD)
         flags = 0 if laid.flags < 0 else len(laid.members)
         regions = RegionLayout((), laid.values, flags, world, world)
         return region_payload(regions, self.codec.coded_bytes)

@@ -2,7 +2,7 @@
 
 Every rank gathers and reduces the same units in the same order: that of its modules' forwards and
 of their backward. Prefetching follows an order that was observed in a former forward, which is the
-same on every rank too. lookahead.py says how far.
+same on every rank too. One unit is gathered ahead, and those that a script names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from fastsync.timeline.recorder import Recorder
 from fastsync.units.connections import Connections, links_in, travels
 from fastsync.units.links import Links
 from fastsync.units.loaded import LoadedStates
-from fastsync.units.lookahead import Course, Lookahead
 from fastsync.units.room import NO_MARK, fits
 from fastsync.units.stepping import LocalSteps
-from fastsync.units.strand import hand_back, land, take_gather_seconds
+from fastsync.units.strand import hand_back, land
 from fastsync.units.unit import Unit
 
 __all__ = ["Context"]
@@ -44,11 +43,6 @@ class UnitState(Protocol):
     """What a context knows of a state."""
 
     unit: Unit | None
-
-    @property
-    def forward_next(self) -> Sequence[object]: ...
-    @property
-    def backward_next(self) -> Sequence[object]: ...
 
     def announce_backward(self) -> None: ...
     def check_layers(self) -> None: ...
@@ -83,7 +77,6 @@ class Context(StepWatcher, Generic[S]):
         last_backward: whether what was observed in forward is forgotten after the next backward.
         connections: to other ranks.
         recorder: asked before every forward that counts, if there is one.
-        lookahead: how many units are gathered before they are wanted.
     """
 
     _told_last = 0  # when a script said so
@@ -96,17 +89,12 @@ class Context(StepWatcher, Generic[S]):
         self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
         self.recorder: Recorder | None = None
-        self.lookahead = Lookahead()
-        self._numbers: dict[int, int] = {}  # of units, where they are looked at
-        self._wanted: tuple[Unit, Course] | None = None  # that a course has come to
-        self._by_hand = False  # a script says what the running forward or backward gathers ahead
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
         self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._ends_soon = False  # the running backward
-        self._deepest = -1  # of `_done`, when that began
         self._reducing: deque[Unit] = deque()
         self._local_steps, self._loaded = LocalSteps(), LoadedStates()
         self.stop_watching = watch_steps(self)
@@ -152,45 +140,21 @@ class Context(StepWatcher, Generic[S]):
 
     def begin_forward(self, in_backward: bool, counts: bool) -> None:
         """The outermost forward begins; one `in_backward` computes again what has been counted."""
-        self._running, self._follows, self._wanted = [], True, None
+        self._running, self._follows = [], True
         if in_backward:
             return
-        self._by_hand = any(state.forward_next for state in self.states)
-        self._begin_to_look(counts)
         if counts and self.recorder is not None:
             self.recorder.before_step(self.connections.log)
         evaluates = not counts and any(map(_trains, self.units()))
         self.connections.log.begin_forward(counts, evaluates)
 
-    def _begin_to_look(self, counts: bool) -> None:
-        units = self.units()
-        if counts:
-            self.lookahead.begin_step(units)
-        looks = counts and not self.lookahead.over
-        self._numbers = {id(unit): number for number, unit in enumerate(units)} if looks else {}
-        self.lookahead.forward.begin(looks)
-        self.lookahead.forward.expects(self._order)
-
     def enter(self, unit: Unit) -> None:
-        """A forward of `unit` has begun to gather it: starts to gather those that come next."""
+        """A forward of `unit` has begun to gather it: starts to gather the one that comes next."""
         at = len(self._running)
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
-        self._wanted = (unit, self.lookahead.forward)
-        if self._follows:
-            depth = 1 if self._by_hand else self.lookahead.forward.depth(at)
-            for following in self._order[at + 1 : at + 1 + depth]:
-                self.prefetch_forward(following)
-
-    def _look(self) -> None:
-        """The unit that a course has come to is there."""
-        if self._wanted is None:
-            return
-        unit, course = self._wanted
-        self._wanted = None
-        number = self._numbers.get(id(unit))
-        if number is not None:
-            course.there(number, take_gather_seconds(unit.strands))
+        if self._follows and at + 1 < len(self._order):
+            self.prefetch_forward(self._order[at + 1])
 
     def gather(self, units: Sequence[Unit], prefetch: Callable[[], None] = _nothing) -> None:
         """The computation needs `units` to go on.
@@ -209,7 +173,6 @@ class Context(StepWatcher, Generic[S]):
                 self._finish(unit)
             if not at_once:
                 prefetch()
-        self._look()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -226,9 +189,6 @@ class Context(StepWatcher, Generic[S]):
             self._ahead.add(id(unit))
 
     def _finish(self, unit: Unit) -> None:
-        if self._numbers and not unit.is_whole:
-            self.lookahead.forward.wants()
-            self.lookahead.backward.wants()
         unit.finish_gather()
         self._ahead.discard(id(unit))
 
@@ -317,7 +277,6 @@ class Context(StepWatcher, Generic[S]):
     def end_forward(self) -> None:
         """The outermost forward has ended."""
         self.connections.log.end_forward()
-        self.lookahead.forward.end()
         self._order = self._running
         self.forget_prefetched()
         self._hand_back()
@@ -354,22 +313,15 @@ class Context(StepWatcher, Generic[S]):
         self.gradients.announce(True)
         for unit in self.units():
             unit.take_script_gradients()
-        self._by_hand = any(state.backward_next for state in self.states)
-        self._deepest = len(self._done) - 1
-        self.lookahead.backward.begin(bool(self._numbers))
-        self.lookahead.backward.expects(self._done[::-1])
         self.connections.log.begin_backward()
 
     def prefetch_before(self, unit: Unit) -> None:
-        """Starts to gather units whose backward comes after that of `unit`."""
+        """Starts to gather the unit whose backward comes after that of `unit`."""
         if not unit.places:
             return
         at = unit.places.pop()
-        self._wanted = (unit, self.lookahead.backward)
-        depth = 1 if self._by_hand else self.lookahead.backward.depth(self._deepest - at)
-        for place in range(at - 1, max(at - 1 - depth, -1), -1):
-            if self._done[place].switches.gather_in_backward:
-                self.prefetch(self._done[place])
+        if at > 0 and self._done[at - 1].switches.gather_in_backward:
+            self.prefetch(self._done[at - 1])
         self._ends_soon = at < LAST_UNITS
 
     def reduce(self, unit: Unit) -> None:
@@ -405,10 +357,6 @@ class Context(StepWatcher, Generic[S]):
         self._show_shares()
         self.trim()
         self.connections.log.end_work()
-        self.lookahead.backward.end()
-        self._numbers = {}
-        steps, mark = self.connections.log.steps(), self.connections.mark
-        self.lookahead.end_step(self.units(), steps, mark)
 
     def end_backward_in_forward(self) -> None:
         """Likewise, and the forward in which the script called for that backward goes on."""
@@ -433,7 +381,7 @@ class Context(StepWatcher, Generic[S]):
             unit.forget()
         self._done.clear()
         self._ahead.clear()
-        self._running, self._wanted = [], None
+        self._running = []
         self.ends_queued = self.creates_graph = False
         self.gradients.announce(False)
         self.root_forward = None

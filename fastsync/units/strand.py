@@ -27,10 +27,8 @@ __all__ = [
     "TRAINABLE",
     "MixedDTypes",
     "Strand",
-    "bytes_of_gradients",
     "hand_back",
     "land",
-    "take_gather_seconds",
 ]
 
 # Dtypes that strands cast, sum and scale.
@@ -416,12 +414,6 @@ class Strand:
                 member.call_hooks()
 
 
-def bytes_of_gradients(strand: Strand) -> int:
-    """As a backward leaves them on each rank."""
-    sizes = (math.prod(strand.members[index].shape.sizes) for index in strand.trained())
-    return sum(sizes) * strand.compute.itemsize
-
-
 def hand_back(strands: Sequence[Strand]) -> None:
     """Returns once this rank's shares may be written to: no copy reads them any more."""
     for strand in strands:
@@ -432,9 +424,3 @@ def land(strands: Sequence[Strand]) -> None:
     """Has the gradients that are on their way to the CPU."""
     for strand in strands:
         strand._land()
-
-
-def take_gather_seconds(strands: Sequence[Strand]) -> float:
-    """Since their last gathers began, until all had come; once, and 0 if nobody looked."""
-    ways = [strand._core for strand in strands if strand._core is not None]
-    return max((way.take_gather_seconds() for way in ways), default=0.0)

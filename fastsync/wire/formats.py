@@ -1,7 +1,7 @@
 """Wire formats: what gradients travel as, chosen before training; and codecs that users bring.
 
 A built-in format codes blocks of elements, each with a scale of its own (`csrc/kernels/codec.h`
-says how). `TopK` and `PowerSGD` send parts of a gradient. A `Codec` codes chunks of a flat fp32
+says how). `TopK` sends parts of a gradient. A `Codec` codes chunks of a flat fp32
 buffer in Python or C++. `Wire` is the policy: which format, for which parameters, from which step
 on, over which collectives.
 """
@@ -25,7 +25,6 @@ __all__ = [
     "Codec",
     "CodecLike",
     "Format",
-    "PowerSGD",
     "TopK",
     "Wire",
     "make_codec",
@@ -201,54 +200,17 @@ class TopK(Codec):
         return payload[:half].view(torch.int32), payload[half:].view(torch.float32)
 
 
-@dataclass(frozen=True)
-class PowerSGD:
-    """Gradients travel as products of two thin matrices (Vogels et al., "PowerSGD", 2019).
-
-    A gradient is viewed as [first dimension, the rest]: [n, m] becomes P [n, r] and Q [m, r], with
-    r = min(rank, n, m). They are summed in two all-reduces, 4 (n + m) r bytes in all. Where
-    (n + m) r min_compression is not below n m, for vectors above all, the gradient is sent with P
-    as it is, in fp32. Elements that are not finite make the whole matrix NaN.
-
-    Attributes:
-        rank: of the matrices that arrive.
-        warm_start: begin each step with the Q of the last one.
-        min_compression: compress only what becomes smaller by more than this factor.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    rank: int = 4
-    warm_start: bool = True
-    min_compression: float = 2.0
-
-    name = "powersgd"
-    block = 1
-    form = "low_rank"
-    error_feedback = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"the rank must be a whole number of at least 1, but is {self.rank}")
-        if not self.min_compression >= 1:
-            raise ValueError(f"min_compression must be at least 1, but is {self.min_compression}")
-
-    def describe(self) -> str:
-        settings = f"rank={self.rank}, warm_start={self.warm_start}"
-        return f"powersgd({settings}, min_compression={self.min_compression})"
-
-    def rank_for(self, rows: int, cols: int) -> int:
-        """The rank at which a gradient of these sizes travels; 0: it is not compressed."""
-        rank = min(rows, cols, self.rank)
-        return rank if (rows + cols) * rank * self.min_compression < rows * cols else 0
-
-
 # What a gradient travels in, and what a user may name it by.
-AnyCodec: TypeAlias = Format | PowerSGD | CodecLike
+AnyCodec: TypeAlias = Format | CodecLike
 Choice: TypeAlias = str | AnyCodec
 
-_REGISTRY: Final[dict[str, Callable[[], AnyCodec]]] = {"topk": TopK, "powersgd": PowerSGD}
+_REGISTRY: Final[dict[str, Callable[[], AnyCodec]]] = {"topk": TopK}
+_HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks"
+# Former formats, and what to use instead.
+_FORMER: Final = {
+    "powersgd": f"register the hook of {_HOOKS}.powerSGD_hook with model.register_comm_hook(), "
+    "and leave wire out"
+}
 
 
 def register_codec(name: str, factory: Callable[[], AnyCodec]) -> None:
@@ -265,7 +227,7 @@ def register_codec(name: str, factory: Callable[[], AnyCodec]) -> None:
 
 
 def wire_formats() -> tuple[str, ...]:
-    """Every name that `wire=` may be: block formats, topk and powersgd, registered codecs."""
+    """Every name that `wire=` may be: block formats, topk, registered codecs."""
     return (*FORMATS, *_REGISTRY)
 
 
@@ -280,11 +242,13 @@ def make_codec(wire: object) -> AnyCodec:
             return FORMATS[wire]
         if wire in _REGISTRY:
             return make_codec(_REGISTRY[wire]())
+        if wire in _FORMER:
+            raise ValueError(f"there is no wire format {wire!r} any more; {_FORMER[wire]}")
         known = ", ".join(repr(name) for name in (*FORMATS, *_REGISTRY))
         raise ValueError(
             f"unknown wire format {wire!r}; choose one of {known}, or pass a fastsync.Codec"
         )
-    return wire if isinstance(wire, Format | PowerSGD) else _checked(wire)
+    return wire if isinstance(wire, Format) else _checked(wire)
 
 
 def native_dtype(codec: AnyCodec) -> torch.dtype | None:
@@ -307,8 +271,6 @@ def _checked(wire: object) -> CodecLike:
 
 def _forms_of(codec: AnyCodec) -> tuple[str, ...]:
     """The forms that a codec can travel in."""
-    if isinstance(codec, PowerSGD):
-        return (codec.form,)
     if getattr(codec, "whole", False):
         return ("gather",)
     native = ("native",) if native_dtype(codec) else ()
@@ -325,11 +287,11 @@ class Wire:
     """How gradients travel.
 
     Attributes:
-        format: the name of a format or registered codec, a `TopK`, a `PowerSGD`, or a `Codec`.
+        format: the name of a format or registered codec, a `TopK`, or a `Codec`.
         form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
             "gather", "hierarchical" (summed as fp32 inside a node, coded between nodes), or
-            "auto": what measures fastest (see `docs/wire.md`). Top-k and PowerSGD have forms of
-            their own and take "auto" alone.
+            "auto": what measures fastest (see `docs/wire.md`). Top-k has a form of its own and
+            takes "auto" alone.
         error_feedback: add what coding lost to the next step's gradients; None: as the format
             recommends. Costs 4 bytes per element.
         stochastic: round stochastically instead of to the nearest (built-in formats).
@@ -404,7 +366,7 @@ class Wire:
     def adds_by_parts(self) -> bool:
         """Whether any elements of a gradient can be added up without the others."""
         codecs = map(make_codec, (self.format, *self.overrides.values()))
-        return not any(isinstance(c, PowerSGD) or getattr(c, "whole", False) for c in codecs)
+        return not any(getattr(codec, "whole", False) for codec in codecs)
 
     def describe(self) -> str:
         """Everything that ranks must agree on, in words."""

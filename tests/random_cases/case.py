@@ -42,8 +42,6 @@ class Case:
 
     def add(self, drawn, group=None, twins=None):
         self.note(f"theme: {drawn.theme}")
-        if "tune" in drawn.options:
-            self.note("tune")
         if drawn.compares:
             self.note("comparing")
         twins = twins or Twins(Tree(self.rng, drawn), self.rng, self.mine)

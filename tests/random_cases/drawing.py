@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import ReplicaPolicy, TunePolicy, Wire
+from fastsync import ReplicaPolicy, Wire
 from fastsync.plan.arguments import PARAMETER_WIRES
 from fastsync.plan.buckets import travels_coded
 from fastsync.wire.formats import FORMATS
@@ -43,7 +43,6 @@ HOOKS = {
     "averaged": averaged,
 }
 LOW = (torch.bfloat16, torch.float16)
-TUNED = TunePolicy(steps=100_000, trial=1, least=1, remember=False)  # tries on to the end
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,6 @@ def draw(rng, world, theme=None):
     }
     if rng.random() < 0.4:
         options["replicas"] = ReplicaPolicy(every=rng.choice((1, 1, 2)))
-    if theme not in ("hook", "zero") and rng.random() < 0.25:
-        options |= {"bucket_cap_mb": None, "tune": TUNED}
     if theme == "plain":
         exact = Wire() if rng.random() < 0.5 else rng.choice(EXACT_WIRES)
         return Drawn(theme, shape, wire=exact, options={**options, "wire": exact})

@@ -192,7 +192,6 @@ class _Parameter:
             rests = (before == owed).all(1, keepdim=True)
             if not self._is_hierarchical():  # there a rank owes what its node's ranks computed
                 rests |= facts[:, 2:3] == 0
-            rests &= not self._is_low_rank()
             self.sent = before.where(~rests, 0.0)
         self._average(ours[0], theirs, owed, before)
 
@@ -257,8 +256,6 @@ class _Parameter:
 
     def _nothing_lost(self, missing, grads, owed, before):
         size = grads.abs().sum(0) * self.scale + owed.abs().sum(0) + before.abs().sum(0)
-        if self._is_low_rank():
-            size = size + size.norm()
         allowed = (2**-19 + 2 * self._eps()) * size
         if self.wrapped.drawn.rounds_sums:
             allowed = allowed + _sum_bound(self.wrapped, self.param) * self.added.sum(0)
@@ -274,10 +271,6 @@ class _Parameter:
     def _is_hierarchical(self):
         coded = self.bucket.coded if self.bucket else None
         return coded is not None and coded.node_ranks > 1
-
-    def _is_low_rank(self):
-        coded = self.bucket.coded if self.bucket else None
-        return coded is not None and coded.codec.name == "powersgd"
 
     def _bound(self, parts, values):
         """None: exact."""

@@ -4,8 +4,7 @@ import dataclasses
 
 import torch
 
-from fastsync import Codec, PowerSGD, TopK, Wire
-from fastsync.plan.buckets import ParamSpec
+from fastsync import Codec, TopK, Wire
 from fastsync.wire.formats import FORMATS
 
 __all__ = ["BLOCK_BOUNDS", "EXACT_WIRES", "draw_wire", "tolerance"]
@@ -50,15 +49,12 @@ class GatheredHalves(Halves):
 
 def draw_wire(rng, world, dense=True):
     """A policy of any kind; the same on every rank."""
-    kind = rng.choice(("block", "block", "block", "topk", "powersgd", "codec", "native"))
+    kind = rng.choice(("block", "block", "block", "topk", "codec", "native"))
     feedback = rng.choice((None, True, False))
     if kind == "native":
         return Wire("bf16", form="native")
     if kind == "topk":
         format, form = TopK(rng.choice((0.01, 0.2, 0.7))), "auto"
-    elif kind == "powersgd":
-        ranks, warm = rng.choice((1, 2)), rng.random() < 0.7
-        format, form = PowerSGD(ranks, warm_start=warm, min_compression=1.0), "auto"
     elif kind == "codec":
         format, form = rng.choice((Halves, GatheredHalves))(), "auto"
     else:
@@ -96,11 +92,6 @@ def tolerance(coded, wire, param, values):
     rounding = 16 * FP32 * size + 1e-37
     if codec.name == "topk":
         return size + rounding
-    if codec.name == "powersgd":
-        spec = ParamSpec.of(0, param, codec=codec)
-        rank = codec.rank_for(spec.rows, spec.numel // max(1, spec.rows))
-        total = sum(values).norm() if rank else 0.0
-        return 1.001 * total + 1e-5 * size.norm() + rounding
 
     def loss(value):
         if codec.name == "halves":

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
 import fastsync.engine.engine as engine
+from fastsync.torch_private import TCPStore
 from tests.random_faults.schedule import BEFORE, LAYERS, STEPS, WRAPPERS
 
 __all__ = ["run"]
@@ -128,15 +129,14 @@ def digest(model):
     return state.hexdigest()
 
 
-def run(prefix, schedule, wrapper, world, rank):
+def run(prefix, schedule, wrapper, world, rank, port):
     """Trains in this process; without a `schedule` nothing goes wrong."""
     log = Log(f"{prefix}-{rank}.log")
     output = os.open(f"{prefix}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{prefix}.store", rank=rank, world_size=world
-    )
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     if schedule is not None and schedule.fault == "stop":  # ranks that have met wait no longer
         _set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     try:

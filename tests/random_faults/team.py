@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.random_faults.rank import run
 from tests.random_faults.schedule import AFTER, FAULTS, PLACES, STEPS, Schedule
+from tests.served_store import end_store, serve_store
 
 __all__ = ["Runner", "Tally"]
 
@@ -94,10 +95,11 @@ class Job:
     def __init__(self, prefix, schedule, wrapper, world):
         self.prefix, self.schedule, self.world = prefix, schedule, world
         self.children = {}
+        port, self._server = serve_store()
         for rank in range(world):
             child = os.fork()
             if child == 0:
-                _become_rank(prefix, schedule, wrapper, world, rank)
+                _become_rank(prefix, schedule, wrapper, world, rank, port)
             self.children[rank] = child
         self.struck = None  # when a signal from outside was sent
 
@@ -120,6 +122,7 @@ class Job:
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        end_store(self._server)
         return set(left)
 
     def _has_wrapped(self, rank):

@@ -113,14 +113,6 @@ class UnitCase:
             if self.rng.random() < 0.5:
                 self._shard(module)
         self._shard(self.model)
-        self._look_ahead(self.rng.choice((1, 1, 2, 9)))
-
-    def _look_ahead(self, depth):
-        """So far wherever only one would be gathered ahead."""
-        self.note(f"ahead: {depth}")
-        found = state_of(self.model).context.lookahead
-        for course in (found.forward, found.backward):
-            course.depth = lambda place: depth
 
     def _cut_neighbours(self, node):
         # One forward of all: a checkpoint around one of them would compute that one again alone.

@@ -1,1 +1,0 @@
-"""Finds out by trying which sizes make the steps of a training faster."""
