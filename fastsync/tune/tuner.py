@@ -4,7 +4,7 @@
 After each step in which others than the default may be tried, the ranks tell each other how long it
 took them, and all go by the slowest one's time. The search is a function of those numbers, so they
 all try the same at the same step, and all choose the same. It runs in the callback that ends a
-synchronised step, where every rank is (see docs/decisions.md). Whatever keeps one rank from going
+synchronised step, where every rank is (see docs/how-it-works.md). Whatever keeps one rank from going
 on travels with the times and ends the search on all of them. What an earlier run has found is read
 by rank 0 alone, which tells the others.
 """
