@@ -20,10 +20,11 @@ html_title = "fastsync"
 html_copy_source = False
 html_show_sphinx = False
 
-# The order of reading. Sphinx warns of a page that is missing here.
+HERE = Path(__file__).resolve().parent
+# The order of reading. Sphinx warns of a page that is not listed here.
 PAGES = {
     "Use": ["drop-in", "tuning", "wire", "zero", "zero3", "faults", "planner"],
-    "Look up": ["api", "troubleshooting", "results"],
+    "Look up": ["api", "troubleshooting", "benchmarks", "upgrade"],
     "Inside": ["how-it-works", "gpu"],
 }
 
@@ -33,7 +34,7 @@ def add_contents(app: Any, docname: str, source: list[str]) -> None:
     if docname != root_doc:
         return
     for caption, names in PAGES.items():
-        pages = [f"docs/{name}" for name in names]
+        pages = [f"docs/{name}" for name in names if (HERE / f"{name}.md").exists()]
         if caption == "Use":
             pages.append("examples/README")
         lines = ["```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```"]
