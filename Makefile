@@ -103,7 +103,8 @@ bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused
 	$(IN_CHECKOUT) -m bench unused --json out/unused.json $(ARGS)
 
 docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
-	$(IN_CHECKOUT) -m docs.build $(ARGS)
+	$(BIN)/sphinx-build -q -W --keep-going -c docs $(ARGS) . out/site
+	@echo "open out/site/index.html"
 
 lint: $(STAMP) ## check style, types and formatting
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Makes the picture of docs/timeline.md from a real run: python docs/make_timeline.py
+"""Makes the picture of docs/tuning.md from a real run: python docs/make_timeline.py
 
 Two ranks train a small transformer and record themselves; rank 1 gets batches half as large again,
 so that there is a straggler. The page is then photographed by Chromium, through the package

@@ -5,7 +5,7 @@
     python -m examples.custom_codec --wire int8          # any other format, for comparison
 
 Trains a small network, prints its loss and the bytes that it sent, and ends with 1 where the loss
-did not halve. Explained in docs/custom-codec.md. (The format is that of Seide et al., "1-bit
+did not halve. Explained in docs/wire.md. (The format is that of Seide et al., "1-bit
 stochastic gradient descent", 2014, with one scale per block of 64 elements.)
 """
 

@@ -185,7 +185,7 @@ BLOCK = re.compile(r"<!-- from (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
 
 def test_the_document_shows_what_runs():
-    text = (ROOT / "docs/custom-codec.md").read_text()
+    text = (ROOT / "docs/wire.md").read_text()
     shown = BLOCK.findall(text)
     assert {name for name, _ in shown} == {"examples/custom_codec.py", "examples/custom_codec.cpp"}
     for name, code in shown:

@@ -5,8 +5,9 @@
 
 What stands between `<!-- bench:step -->` and `<!-- /bench:step -->` in README.md or docs/*.md is
 replaced by a table made of bench/results/step.json, or by a remark where there is no such file;
-`bench:links-wires` is the part of links.json that tells which wire format to choose, and
-`bench:summary` one row of each of five results; `bench:held` is computed, of no result.
+`bench:links-wires` is the part of links.json that tells which wire format to choose, likewise of
+every other result on links, and `bench:summary` one row of each of five results; `bench:held` is
+computed, of no result.
 `bench:gpu-` with the name of a stage of `bench gpu_all` stands for results of every GPU, each in a
 folder of bench/results. Charts are drawn into docs/bench-*.svg. With
 --check nothing is written; the exit code is 1 where a document or a chart does not say what its
@@ -37,7 +38,7 @@ MARKED = re.compile(
 )
 GPU, SUMMARY, HELD = "gpu-", "summary", "held"
 NOT_MEASURED = "*not measured yet*"
-WIRES, LINKS = "links-wires", "links"  # a marker that shows a part of another result
+WIRES, LINKS = "-wires", "links"  # the end of a marker that shows a part of a result on links
 
 
 def documents(root: Path = ROOT) -> list[Path]:
@@ -133,13 +134,13 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
         return summary(results) or NOT_MEASURED
     if name == HELD:
         return held_table()
-    path = results / f"{LINKS if name == WIRES else name}.json"
+    path = results / f"{name.removesuffix(WIRES)}.json"
     if not path.exists():
         return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
     kind = result["kind"]
     reports = {"step": _step_report, LINKS: _links_report, "table": _table_report}
-    report = _wires_report if name == WIRES else reports.get(kind, _point_report)
+    report = _wires_report if name.endswith(WIRES) else reports.get(kind, _point_report)
     shown = f"Chart of {kind}; its numbers are in the tables below"
     if kind == "table":
         shown = f"Chart: {result['title']}; its numbers are in the table below"

@@ -1,4 +1,7 @@
-"""The README's table: five rows of the results that docs/benchmarks.md shows in full."""
+"""Make the README's table: five rows of the results that docs/benchmarks.md shows in full.
+
+All five come from one machine, so that a reader may compare the rows.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from examples.common.machine import describe
 from examples.common.text import render
 from examples.common.variants import FLOOR
 
-SOURCES = ("step", "links", "memory", "ops", "parity")
+SOURCES = ("step-real", "links", "memory", "ops", "parity")
 VARIANTS = ("ddp", "fastsync", "fastsync_int8")
 HEADERS = ("", "torch's DDP", "FastDDP", "FastDDP, int8")
-MODEL, LINK, LINK_NAME = "wide", "1gbit", "1 Gbit/s"
+LOCAL_MODEL, MODEL, LINK, LINK_NAME = "gpt2", "wide", "1gbit", "1 Gbit/s"
 CAPTION = "Step times of FastDDP as parts of DDP's in the same round; memory per byte of gradients."
-LOSSES = "[losses](docs/wire.md#training)"
+LOSSES = "[losses](docs/benchmarks.md#training)"
 
 
 def summary(results: Path) -> str | None:
@@ -24,12 +27,11 @@ def summary(results: Path) -> str | None:
     if not all(path.exists() for path in paths.values()):
         return None
     found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
-    model = found["step"]["models"][MODEL]
+    local = found["step-real"]["models"][LOCAL_MODEL]
     link = next(r for r in found["links"]["links"] if (r["link"], r["model"]) == (LINK, MODEL))
-    size = f"{model['gradient_bytes'] / 1e6:.0f} MB of gradients"
     rows = [
-        (f"step time, loopback, {size}", *_timings(model["variants"])),
-        (f"step time, {LINK_NAME}, {size}", *_timings(link["variants"])),
+        (f"step time, one machine, {_size(local)}", *_timings(local["variants"])),
+        (f"step time, {LINK_NAME}, {_size(link)}", *_timings(link["variants"])),
         ("memory of gradients and buckets", *_column(found["memory"], MODEL)),
         ("operators dispatched to synchronise 400 parameters", *_dispatched(found["ops"])),
         _parity(found["parity"]),
@@ -37,6 +39,10 @@ def summary(results: Path) -> str | None:
     facts = (describe(result["environment"]) for result in found.values())
     machines = dict.fromkeys(fact.rpartition("; commit")[0] for fact in facts)
     return f"{render(HEADERS, rows, True)}\n\n{CAPTION}\n{'; '.join(machines)}."
+
+
+def _size(model: dict[str, Any]) -> str:
+    return f"{model['gradient_bytes'] / 1e6:.0f} MB of gradients"
 
 
 def _timings(variants: dict[str, Any]) -> list[str]:

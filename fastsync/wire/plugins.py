@@ -106,7 +106,7 @@ class PluginCodec(Codec):
 def load_codec(path: str | os.PathLike[str]) -> PluginCodec:
     """A codec from a shared library, for `wire=` or `register_codec`.
 
-    See `docs/custom-codec.md`. The library stays loaded. Each rank loads its own copy; they must
+    See `docs/wire.md`. The library stays loaded. Each rank loads its own copy; they must
     be the same.
 
     Args:

@@ -158,7 +158,7 @@ def draw(rng, world, theme=None):
 def _draw_hook(rng, shape, options):
     hook = rng.choice(tuple(HOOKS))
     # A hook of torch's sums sparse tensors over Gloo, in which torch crashes sooner or later: see
-    # docs/decisions.md. tests/test_alternating.py has sparse gradients beside a hook.
+    # docs/how-it-works.md. tests/test_alternating.py has sparse gradients beside a hook.
     without = {"sparse"}
     if hook[:4] in ("fp16", "bf16"):
         without |= {"complex", "conj"}  # there are no complex numbers of 16 bits
