@@ -50,8 +50,6 @@ from fastsync.wire.formats import Choice, Wire
 
 __all__ = ["FastDDP"]
 
-_NO_FAULTS = Faults()
-
 
 class FastDDP(ReturningFront):
     """Averages gradients over ranks while backward is still running.
@@ -120,11 +118,12 @@ class FastDDP(ReturningFront):
         wire: Wire | Choice = "fp32",
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
         zero: int | Zero = 0,
-        faults: Faults = _NO_FAULTS,
+        faults: Faults | None = None,
         **unknown: object,
     ) -> None:
         if unknown:
             raise moved(unknown)
+        faults = faults or Faults()
         request = Request(module, process_group, device_mesh, device_ids, output_device)
         self._buckets, self._policy, self._timeline, self._saves = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),

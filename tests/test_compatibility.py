@@ -11,6 +11,7 @@ from fastsync import FastDDP, Wire
 from fastsync.plan.arguments import grouped
 from fastsync.plan.compatibility import FEATURES, ROWS
 from fastsync.testing import run_ranks
+from tests.scripts import ROOT
 
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 # What a script passes to have a feature. Hooks and joins come after the model is built.
@@ -90,3 +91,10 @@ def alone_on_ranks(rank, world, names):
 def test_reasons_read_as_sentences(row):
     assert row.first in FEATURES and row.second in FEATURES
     assert not re.search(r"\.$|^[A-Z]", row.reason)
+
+
+def test_the_documents_have_every_row():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    table = page.partition("## What does not combine\n")[2].partition("\n## ")[0]
+    shown = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line]
+    assert shown[1:] == [f"| {r.first} | {r.second} | {r.reason}; {r.remedy} |" for r in ROWS]

@@ -108,8 +108,8 @@ ROWS = (
     Row(
         "elastic",
         "shard_by",
-        "a neighbour keeps a copy of every shard, and only the cuts that 'auto' makes for torch's "
-        "optimizers can be made anew from it",
+        "two ranks repeat the same step of a shard, whose bits are known to agree for torch's own "
+        "optimizers alone, which 'auto' knows",
     ),
     Row(
         "elastic",
