@@ -192,7 +192,7 @@ def test_flags_are_left_out_where_unused_parameters_are_errors():
 
 def test_specs_of_tensors():
     z = torch.empty(3, 2, dtype=torch.complex128)
-    assert ParamSpec.of(4, z) == ParamSpec(4, 12, torch.float64, CPU, pairs=True, rows=3)
+    assert ParamSpec.of(4, z) == ParamSpec(4, 12, torch.float64, CPU, pairs=True)
     assert ParamSpec.of(4, z).nbytes == 96
     assert ParamSpec.of(0, torch.empty(()), True) == ParamSpec(0, 1, torch.float32, CPU, True)
 
@@ -240,10 +240,3 @@ def test_a_settled_order_names_the_same_parameters(seed):
     settled = settled_order(ready, groups)
     assert sorted(settled) == sorted(ready)
     assert settled_order(settled, groups) == settled
-
-
-def test_rows_are_the_dimension_that_is_outermost_in_memory():
-    image = torch.empty(8, 3, 5, 5).to(memory_format=torch.channels_last)
-    assert ParamSpec.of(0, image).rows == 8
-    assert ParamSpec.of(0, torch.empty(4, 6).t()).rows == 4
-    assert ParamSpec.of(0, torch.empty(1, 6)).rows == 1

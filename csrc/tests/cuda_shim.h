@@ -1,8 +1,8 @@
 // Enough of CUDA to compile a .cu file as C++ and run its kernels on the host, one thread after another; threads of a warp
-// take turns at shuffles, and threads of a block at barriers (cuda_warp.h).
+// take turns at shuffles (cuda_warp.h).
 //
 // Sound for indexing, tails, alignment and who waits for whom, above all under sanitizers; it says nothing about
-// streams, memory order, missing barriers or speed. Include it before the .cu file.
+// streams, memory order or speed. Include it before the .cu file.
 #pragma once
 
 #include <algorithm>
@@ -28,22 +28,16 @@ inline int launches = 0;                   // since the test last reset it
 inline unsigned blocks = 0;                // of the latest launch
 inline cudaError_t failure = cudaSuccess;  // reported by the next cudaGetLastError()
 
-// Threads of so many at a time wait for each other.
 template <class Kernel, class... Args>
-void run_teams(unsigned team, Kernel kernel, unsigned grid, unsigned threads, const Args&... args) {
+void run(Kernel kernel, unsigned grid, unsigned threads, const Args&... args) {
   ++launches;
   blocks = grid;
   for (block.x = 0; block.x < grid; ++block.x) {
-    for (unsigned first = 0; first < threads; first += team) {
-      Warp::instance().run(thread.x, first, std::min(team, threads - first),
+    for (unsigned first = 0; first < threads; first += kWarpSize) {
+      Warp::instance().run(thread.x, first, std::min(kWarpSize, threads - first),
                            [&](unsigned) { kernel(args...); });
     }
   }
-}
-
-template <class Kernel, class... Args>
-void run(Kernel kernel, unsigned grid, unsigned threads, const Args&... args) {
-  run_teams(kWarpSize, kernel, grid, threads, args...);
 }
 
 }  // namespace cuda_shim
@@ -74,11 +68,8 @@ inline cudaError_t cudaGetLastError() {
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidConfiguration"; }
 
-inline void __syncthreads() { cuda_shim::Warp::instance().barrier(); }
-
 #define __global__
 #define __host__
-#define __shared__ static
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
@@ -87,5 +78,3 @@ inline void __syncthreads() { cuda_shim::Warp::instance().barrier(); }
 #define blockIdx (cuda_shim::block)
 #define FS_CUDA_LAUNCH(kernel, grid, block, stream, ...) \
   (static_cast<void>(stream), cuda_shim::run(kernel, grid, block, __VA_ARGS__))
-#define FS_CUDA_LAUNCH_TEAMS(kernel, grid, block, stream, ...) \
-  (static_cast<void>(stream), cuda_shim::run_teams(block, kernel, grid, block, __VA_ARGS__))

@@ -1,8 +1,7 @@
-// The threads of a warp, or of a block, as fibers, so that a kernel with shuffles or barriers runs on the host as it is written.
+// The threads of a warp as fibers, so that a kernel with shuffles runs on the host as it is written.
 //
 // A thread that shuffles leaves its value and waits until all threads of its warp have; a warp whose threads disagree on
-// whether to shuffle, undefined on the device, is an error here. So it is with a barrier and a block. Threads that never wait
-// share one fiber.
+// whether to shuffle, undefined on the device, is an error here. Threads that never wait share one fiber.
 #pragma once
 
 #include <ucontext.h>
@@ -49,9 +48,6 @@ class Warp {
     wait();
     return values_[turn][(lane ^ lanes) % kWarpSize];
   }
-
-  // For a block that is run as one.
-  void barrier() { wait(); }
 
  private:
   struct Fiber {

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fastsync.plan.buckets import BucketPlan, PlannedBucket
-from fastsync.plan.layout import ALIGNMENT, PayloadLayout, align_up
+from fastsync.plan.layout import ALIGNMENT, align_up
 from fastsync.planner.record import Allocations, Mark, Record
 from fastsync.planner.strategy import Carrier, Strategy, Unit
 from fastsync.planner.unit_memory import Units, share_of
@@ -287,7 +287,7 @@ def _buffer_bytes(bucket: PlannedBucket) -> float:
     found = 2.0 * bucket.nbytes
     flat = 4.0 * sum(bucket.layout.numels)
     layout = bucket.coded.layout
-    if isinstance(layout, PayloadLayout) and bucket.coded.form == "two_shot":
+    if bucket.coded.form == "two_shot":
         found += 4.0 * layout.pieces * layout.chunk_numel
     found += flat if bucket.coded.error_feedback else 0.0
     return found + (0.0 if isinstance(bucket.coded.codec, Format) else flat)
