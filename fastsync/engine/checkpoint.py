@@ -1,4 +1,5 @@
-"""What coding carries between steps, as a checkpoint: by parameter name, on any number of ranks.
+"""State that coding carries between steps, as a checkpoint: by parameter name, on any number of
+ranks.
 
 A rank's residual is what it still owes to the averages, in units of the averages. Only the sum over
 ranks has a meaning, and it is what survives a change of world size (see `deal`). A factor, which
@@ -42,14 +43,14 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank takes from a checkpoint."""
+    """State that one rank loads from a checkpoint."""
 
     progress: Progress
     carried: Carried
 
 
 def capture(engine: Engine) -> dict[str, Any]:
-    """This rank's state; no collective. See `FastDDP.sync_state_dict`."""
+    """Return this rank's state; no collective. See `FastDDP.sync_state_dict`."""
     shapes, carried = engine.state_shapes(), engine.carried()
     expected, factors = shapes["residual"], shapes["factor"]
     network = engine.measured()
@@ -91,7 +92,7 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
 
 
 def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
-    """What rank `rank` of `world` takes from the states of the ranks that were.
+    """Return the state that rank `rank` of `world` loads from the states of the former ranks.
 
     The residual of old rank r goes to rank r % world. With as many ranks as before, or more, every
     rank takes at most one: the sum over ranks is kept exactly. With fewer, a rank adds up several

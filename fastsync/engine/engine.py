@@ -147,7 +147,7 @@ class Engine:
         return changed
 
     def announce_backward(self) -> None:
-        """Has the next backward synchronise, whichever forward it belongs to.
+        """Make the next backward synchronise, whichever forward it belongs to.
 
         Parameters may have been frozen or unfrozen since the last forward, on every rank alike.
 
@@ -157,7 +157,7 @@ class Engine:
         self._follow_advice(self.core.announce_backward)
 
     def _follow_advice(self, prepare: Callable[[], core.ForwardAdvice]) -> None:
-        """Does what the reducer asks for before a step."""
+        """Do what the reducer asks for before a step."""
         with self.unused.naming_replaced():
             advice = prepare()
         if advice.unused:
@@ -208,7 +208,8 @@ class Engine:
         self.core.shadow_step()
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Where torch.compile shall split a graph, so that its pieces yield whole buckets.
+        """Return the groups of parameters at which torch.compile splits a graph, one for each
+        bucket.
 
         In the first step these are the buckets that the order of the graph's gradients will give,
         and the next plan follows them. Later they are those of the plan.
@@ -251,7 +252,7 @@ class Engine:
             self._follow(self._order())
 
     def shard(self, units: Sequence[ShardedUnit]) -> None:
-        """Has the ranks share the gradients of these units, and no others. Collective.
+        """Make the ranks share the gradients of these units, and of no others. Collective.
 
         Every rank calls it between the same two steps.
         """
@@ -261,11 +262,11 @@ class Engine:
 
     @property
     def wire(self) -> Wire:
-        """How gradients travel."""
+        """Return the wire format of the gradients."""
         return self.policy.wire
 
     def set_wire(self, wire: Wire) -> None:
-        """Has gradients travel as `wire` from the next step on, the same on every rank."""
+        """Send gradients as `wire` from the next step on; the same on every rank."""
         order = self._order()
         self.policy = replace(self.policy, wire=wire)
         self._forget_plans()
@@ -293,7 +294,7 @@ class Engine:
         return {param.name: shape for param, shape in found if shape is not None}
 
     def carried(self) -> Carried:
-        """What coding carries to the next step on this rank: copies."""
+        """Return copies of the state that coding carries to the next step on this rank."""
         return Carried.of(self.core, [param.name for param in self._params])
 
     def next_order(self) -> list[int]:
@@ -330,7 +331,7 @@ class Engine:
         carried.load_into(self.core, {p.name: p.tensor.device for p in self._params})
 
     def _order(self) -> list[int]:
-        """The plan's, then parameters that have been thawed since it was made."""
+        """Return the plan's order, followed by parameters unfrozen since it was made."""
         planned = [index for bucket in self.plan.buckets for index in bucket.params]
         later = set(planned)
         trained = (i for i, p in enumerate(self._params) if p.tensor.requires_grad)
@@ -342,7 +343,7 @@ class Engine:
         return [*order, *(i for i in reversed(range(len(self._params))) if i not in seen)]
 
     def set_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
+        """Let `hook` reduce the buckets from the next backward on; the same on every rank."""
         order = self._order()
         self.policy = replace(self.policy, hooked=True)
         self._forget_plans()
@@ -350,7 +351,7 @@ class Engine:
         self._install(order)
 
     def use(self, sizes: Sizes | None) -> None:
-        """Plans by `sizes` from now on, or by policy and network. Collective.
+        """Plan by `sizes` from now on, or by policy and network if None. Collective.
 
         Every rank calls it between the same two steps, or at the end of one.
         """
@@ -359,7 +360,7 @@ class Engine:
         self._follow([index for bucket in self.plan.buckets for index in bucket.params])
 
     def plan_by(self, sizes: Sizes | None) -> BucketPlan:
-        """What the plan would be by other sizes."""
+        """Return the plan for other sizes."""
         return self._plan([index for bucket in self.plan.buckets for index in bucket.params], sizes)
 
     def _plan(self, order: Sequence[int], sizes: Sizes | None) -> BucketPlan:
@@ -448,7 +449,9 @@ class Engine:
         self._plan_changed = True
 
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
-        """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
+        """Return whether any rank trains each parameter, and rank 0's `ready`. All ranks then know
+        the same network.
+        """
         mine = PlanFacts(self.core.trainable(), ready, self.measured())
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
@@ -456,7 +459,7 @@ class Engine:
 
 
 def _end_step(engine: weakref.ref[Engine]) -> None:
-    """What the reducer calls where a plan is due; it must not keep its engine alive."""
+    """End a step for the reducer, where a plan is due; it must not keep its engine alive."""
     alive = engine()
     if alive is None:
         return

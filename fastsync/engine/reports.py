@@ -1,4 +1,4 @@
-"""What the engine in C++ counts and reports, as Python finds it."""
+"""Counters and reports of the C++ engine, as Python reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ __all__ = ["Counters", "StepReport", "UnitCounters"]
 
 
 class Counters(TypedDict):
-    """`Reducer.stats()`: of this rank, since the reducer was made; `SyncStats` says what of."""
+    """`Reducer.stats()`: counts of this rank since the reducer was made; `SyncStats` describes
+    them.
+    """
 
     steps: int
     plans: int

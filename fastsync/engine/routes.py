@@ -1,4 +1,4 @@
-"""What gradients travel over beside the process group itself: memory, and groups for chains."""
+"""Routes of gradients beside the process group itself: shared memory, and groups for chains."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Routes"]
 
 
 class Routes:
-    """Of one engine. Everything is made when it is first needed, on all ranks alike.
+    """Routes of one engine, each made when it is first needed, on all ranks alike.
 
     Args:
-        reducer: what is to know of them.
-        params: whose gradients travel.
+        reducer: the reducer that uses them.
+        params: parameters whose gradients travel.
 
     Attributes:
         nodes: this rank's place in the hierarchical form; None in the others, and where each node

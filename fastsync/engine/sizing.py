@@ -1,4 +1,4 @@
-"""Which sizes plans follow: policy and network as a rule, or what somebody has chosen by trying."""
+"""Sizes that plans follow: those of policy and network, or those that a trial has chosen."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Tuner(Protocol):
 
 
 class Sizing:
-    """Of one engine.
+    """Choice of bucket sizes of one engine.
 
     Attributes:
-        chosen: what plans follow instead of policy and network; None: nothing.
-        tuner: who is called after each step; None: nobody.
+        chosen: sizes that plans follow instead of policy and network; None: there are none.
+        tuner: the tuner that is called after each step; None: there is none.
     """
 
     def __init__(self, reducer: core.Reducer, buckets: BucketPolicy, device: torch.device) -> None:
@@ -42,17 +42,17 @@ class Sizing:
         self._ticks = False  # the present plan has it called
 
     def default(self, wire: Wire, network: Network) -> Sizes:
-        """What policy and network give."""
+        """Return the sizes that policy and network give."""
         return Sizes.of(self._buckets, wire, network, self._device)
 
     def rules(
         self, sizes: Sizes | None, wire: Wire, network: Network, fixed: bool
     ) -> tuple[BucketPolicy, Wire, Network]:
-        """What a plan is made by.
+        """Return the bucket policy, wire and network that a plan is made by.
 
         Args:
-            sizes: those to plan with; None: what policy and network give.
-            fixed: nothing may change any more what the policy alone says.
+            sizes: sizes to plan with; None: those that policy and network give.
+            fixed: only the policy decides; network and sizes may change nothing.
         """
         if fixed or not self._buckets.adaptive:
             return self._buckets, wire, Network()
@@ -61,12 +61,12 @@ class Sizing:
         return sizes.buckets(), sizes.wire(wire), network
 
     def forget(self, why: str) -> None:
-        """What has been chosen does not fit any more, nor what is being tried."""
+        """Forget the chosen sizes and the trial: they do not fit any more."""
         self.keep(why)
         self.chosen = None
 
     def keep(self, why: str) -> None:
-        """No more is tried; the present plan stays."""
+        """End the trial; the present plan stays."""
         if self.tuner is not None:
             self.tuner.interrupted(why)
             self.stop()

@@ -1,4 +1,4 @@
-"""What coding carries from step to step, by parameter name: plans come and go, parameters stay."""
+"""State that coding carries from step to step, by parameter name: plans change, parameters stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Carried", "Progress"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is, as far as its buckets and schedules depend on it.
+    """Progress of a training, as far as its buckets and schedules depend on it.
 
     Attributes:
         steps: synchronised steps so far.
@@ -55,19 +55,19 @@ class Carried:
 
     @property
     def residuals(self) -> Mapping[str, torch.Tensor]:
-        """What error feedback has kept back, by parameter."""
+        """Return the residuals of error feedback, by parameter."""
         return self.states["residual"]
 
     @property
     def factors(self) -> Mapping[str, torch.Tensor]:
-        """What PowerSGD's next step starts with, by parameter."""
+        """Return the factors that PowerSGD's next step starts with, by parameter."""
         return self.states["factor"]
 
     def load_into(self, reducer: Reducer, devices: Mapping[str, torch.device]) -> None:
-        """Takes the place of what `reducer` holds. Of parameters that lack here it holds nothing.
+        """Replace the state that `reducer` holds; parameters that are missing here then carry none.
 
         Args:
-            devices: of each of its parameters, by name, in its order.
+            devices: device of each of its parameters, by name, in its order.
         """
 
         def by_index(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:

@@ -60,13 +60,13 @@ _ELEMENTWISE = (
 
 
 class StepWatcher:
-    """Who is asked before each step of any optimizer, and told after it."""
+    """Object that is asked before each step of any optimizer, and called after it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """A step begins; some hooks of the script are still to come."""
+        """Note that a step begins; some hooks of the script are still to come."""
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether `replace_step` and `end_step` are to be called for this optimizer."""
+        """Return whether `replace_step` and `end_step` are to be called for this optimizer."""
         return False
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
@@ -92,10 +92,10 @@ class StepWatcher:
 
 
 def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
-    """Has `watcher` see all steps as long as it lives, after those that have come before it.
+    """Let `watcher` see all steps as long as it lives, after the watchers registered before it.
 
     Returns:
-        What ends that; not to be called while torch goes through the hooks of a step.
+        A function that ends this. Do not call it while torch goes through the hooks of a step.
     """
     me = weakref.ref(watcher)
     inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks] = weakref.WeakKeyDictionary()
@@ -171,23 +171,25 @@ def with_loss(args: Arguments) -> Arguments:
 
 
 def known_optimizers(names: Sequence[str]) -> tuple[type, ...]:
-    """Those that this torch has: versions differ."""
+    """Return the optimizers of these names that this torch has: versions differ."""
     return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether any piece of a parameter may step by itself: a class of torch, not one derived."""
+    """Return whether any piece of a parameter may step by itself: a class of torch, not one
+    derived.
+    """
     return type(optimizer) in known_optimizers(_ELEMENTWISE)
 
 
 def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Those that it steps on."""
+    """Yield the parameters that it steps on."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class, settings and state, with other groups.
+    """Return an optimizer of the same class, settings and state, with other groups.
 
     The optimizer itself stays as it is, even where the step raises.
     """
@@ -197,7 +199,7 @@ def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Opti
 
 
 def plain_step(optimizer: Optimizer) -> None:
-    """A step as its class makes it, without anybody's hooks.
+    """Make a step as its class does, without any hooks.
 
     Args:
         optimizer: of a class of torch, whose `step` torch has wrapped to call hooks.

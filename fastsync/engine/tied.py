@@ -19,11 +19,11 @@ __all__ = ["Memories", "check_untied"]
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where a tensor lies. Keeps no memory alive.
+    """Location of a tensor in memory. Keeps no memory alive.
 
     Attributes:
         begin: address of its first byte.
-        end: address behind the last byte that one of its elements has.
+        end: address behind the last byte of its elements.
     """
 
     name: str

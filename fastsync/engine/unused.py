@@ -59,7 +59,7 @@ class UnusedParams:
 
     @contextmanager
     def naming_replaced(self) -> Iterator[None]:
-        """Where an error of the reducer may follow from parameters that were replaced, says so.
+        """Name replaced parameters in an error of the reducer that may follow from them.
 
         Raises:
             RuntimeError: parameters that were to be trained are not the module's any more.
@@ -74,7 +74,7 @@ class UnusedParams:
             raise
 
     def _gone(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that the module has no more, or has other tensors for."""
+        """Return those of `names` that the module has no more, or has other tensors for."""
         if self.current is None:
             return []
         now = {param.name: param.tensor for param in self.current()}
