@@ -1,4 +1,4 @@
-"""A training that outlives its ranks: `FastDDP(model, elastic=True)`.
+"""A training that survives the death of ranks: `FastDDP(model, elastic=True)`.
 
 csrc/engine/reducer_elastic.cpp says when a step is committed, what each rank keeps until then, and
 what differs on GPUs; fastsync/ranks/survivors.py how the survivors agree. One death, with four
@@ -7,7 +7,7 @@ ranks:
 1. Rank 2 is killed in its backward of step 7. Rank 0 and 1 wait there for its gradients, rank 3
    still computes. The fault watch tells all of them within a tenth of a second.
 2. Ranks 0 and 1 meet in epoch 1. So does rank 3, when it has got to the end of its backward, or
-   cannot send a bucket. None of them has all averages of step 7, so nobody can have used any.
+   cannot send a bucket. None of them has all averages of step 7, so no rank can have used any.
 3. They restore their own gradients of step 7, and make a group of their own, whose rank 0 tells the
    order of the buckets. Over that group they open a fault watch, share memory, plan, and tell each
    other through the store that they have: from then on the new watch tells of every death.
@@ -97,14 +97,14 @@ class Membership:
 
 
 class Elastic:
-    """What one model does when ranks die.
+    """Response of one model to the death of ranks.
 
     Attributes:
-        now: who trains.
-        place: where survivors meet. A rank that comes back is told its name.
+        now: the ranks that train.
+        place: place where survivors meet. A rank that comes back is told its name.
         invite: called with ranks that come back and are members of an epoch, on the others.
-        hand_over: called when ranks come back, with the group of all of them and with who they are:
-            gives them what they need, or takes it.
+        hand_over: called when ranks come back, with the group of all of them and with their ranks:
+            sends them what they need, or receives it.
     """
 
     def __init__(
@@ -172,13 +172,13 @@ class Elastic:
 
     @property
     def obstacle(self) -> RuntimeError | None:
-        """What the last attempt has met."""
+        """Return the error that the last attempt met."""
         return self._obstacle
 
     def _rebuild(self, between: bool) -> None:
         before = self.now
         while not self._is_rebuilt():
-            # A rank that was coming back may have ended before anybody looked out for it.
+            # A rank that was coming back may have ended before the others began to watch it.
             if not self._decided.newcomers and not self._knows_of_death():
                 raise SyncFault(
                     f"fastsync: rank {self._me} could not connect with ranks "
@@ -188,7 +188,7 @@ class Elastic:
         self._say(before)
 
     def during(self, task: Callable[[], None]) -> None:
-        """Runs what all ranks do together between two steps. After a death, rebuilding does it."""
+        """Run what all ranks do together between two steps. After a death, rebuilding does it."""
         try:
             task()
         except RuntimeError as error:
@@ -203,7 +203,9 @@ class Elastic:
 
     @property
     def _present(self) -> tuple[int, ...]:
-        """Those of the last decision; of ranks that come back only those that have got in."""
+        """Return the ranks of the last decision; of ranks that come back only those that are
+        members now.
+        """
         return self.now.ranks if self.now.epoch == self._epoch else self._decided.survivors
 
     def _see(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
@@ -215,7 +217,7 @@ class Elastic:
             self._watches.append((watch, dict(enumerate(ranks))))
 
     def _gone(self) -> dict[int, str]:
-        """Who has ended so far, and how."""
+        """Return the ranks that have ended so far, and how each ended."""
         found: dict[int, str] = {}
         for watch, ranks in self._watches:
             for rank, words in watch.gone():
@@ -225,7 +227,7 @@ class Elastic:
         return found
 
     def _knows_of_death(self) -> bool:
-        """Whether a rank has ended since the last decision."""
+        """Return whether a rank has ended since the last decision."""
         present = self._present
         deadline = time.monotonic() + _CERTAINTY
         while time.monotonic() < deadline:
@@ -305,7 +307,7 @@ class Elastic:
         )
 
     def share_late(self) -> None:
-        """What has been left for the end of a step. Collective of those that are left."""
+        """Share what was left for the end of a step. Collective of the ranks that are left."""
         assert self._neighbours is not None
         self._neighbours.prepare_late()
         if not self.place.gather(f"{self._epoch}/late", self.now.ranks, self._gone):
@@ -322,7 +324,9 @@ class Elastic:
         return make_group(self.seat.store, me, members, name, _PATIENCE, backend)
 
     def until_all(self, task: Callable[[], None]) -> None:
-        """Runs what all ranks do together, until all that are left have done it.
+        """Run what all ranks do together, until all that are left have done it.
+
+        A rank that has gone on could not be called back.
 
         Whoever has gone on could not be called back.
         """
@@ -373,20 +377,20 @@ def _refuse(reducer: Reducer) -> None:
 
 
 def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
-    """Whose front makes a step, or a plan."""
+    """Return the object whose front makes a step, or a plan."""
     found = elastic()
     assert found is not None
     return found
 
 
 class ElasticFront(SkippingFront):
-    """A front whose training may outlive ranks."""
+    """Front whose training may survive the death of ranks."""
 
     _elastic: Elastic | None = None
 
     @property
     def elastic(self) -> Membership | None:
-        """Who trains at present; None without `elastic=`."""
+        """Return the ranks that train at present; None without `elastic=`."""
         return None if self._elastic is None else self._elastic.now
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What mixed precision changes on a module itself; the engine exchanges the parameters.
+"""Changes that mixed precision makes to a module itself; the engine exchanges the parameters.
 
 As in DistributedDataParallel, buffers are cast for good, and parameters carry two attributes that
 tell of their precisions.

@@ -49,11 +49,11 @@ class NonFiniteGradientError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank knows of a parameter whose average is said not to be finite.
+    """One rank's knowledge of a parameter whose average is reported not to be finite.
 
     Attributes:
         given: this rank gave NaN or infinity.
-        left: they still are in the gradient, or in the part of it that this rank has.
+        left: they are still in the gradient, or in the part of it that this rank has.
     """
 
     given: bool
@@ -104,7 +104,9 @@ class NonFiniteGuard(StepWatcher):
         return (stand_in_for(optimizer, groups), *args[1:])
 
     def _report(self, mine: set[int]) -> NonFiniteGradientError | None:
-        """What is wrong with the gradients of these parameters. Collective where anything is."""
+        """Return the error about the gradients of these parameters, if any. Collective where there
+        is one.
+        """
         given = dict(self._engine.core.nonfinite())
         if not given:
             return None
@@ -131,7 +133,7 @@ class NonFiniteGuard(StepWatcher):
         return not core.all_finite([grad])[0]
 
     def _exchange(self, mine: list[_Found]) -> list[list[_Found]]:
-        """What every rank has found."""
+        """Gather what every rank has found."""
         group = self._engine.group
         if group.size() == 1:
             return [mine]

@@ -54,12 +54,12 @@ def check_preemption(
 
 
 class _Places(StepWatcher):
-    """Where this rank may save, and does.
+    """Places at which this rank may save, and does.
 
     Args:
-        policy: what is called.
-        group: whose ranks save.
-        params: that optimizers step on.
+        policy: names what is called.
+        group: group whose ranks save.
+        params: parameters that optimizers step on.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class _Places(StepWatcher):
         watch_steps(self)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """What belongs to a step has been made."""
+        """Note that an optimizer has stepped on the model's parameters."""
         self._stepped = self._stepped or any(id(p) in self._ours for p in params_of(optimizer))
 
     def before_forward(self) -> None:
-        """Saves, and ends this process, if that is what the ranks have agreed on.
+        """Save and end this process, if the ranks have agreed on that.
 
         Raises:
             SyncFault: a rank has ended without having saved.

@@ -5,7 +5,7 @@ One return, with four ranks of which rank 2 was killed in step 7:
 1. The launcher starts rank 2 again, as the only rank of a process group in a store of its own. It
    imports its modules, wraps its model and makes its optimizer; the others know nothing of that.
 2. In catch_up() it reads what those that train have said of the training. With another model or
-   other settings it raises an error, alone. Else it announces itself through the store, and waits.
+   other settings it raises an error, alone. Otherwise it announces itself in the store, and waits.
 3. Rank 0, or the first of those that are left, looks at the store a few times per second. It finds
    rank 2 there, alive, and calls the others: before its forward of step 30 it says so in the store.
    All others look there after the vote that ends step 30, which rank 0 has had to take part in. So
@@ -62,11 +62,11 @@ _log = logging.getLogger("fastsync")
 
 @dataclass(frozen=True)
 class _Training:
-    """What a rank that comes back has to know before it announces itself.
+    """Facts that a rank that comes back needs before it announces itself.
 
     Attributes:
-        place: where those that train meet.
-        statement: of their model and settings.
+        place: place where the ranks that train meet.
+        statement: statement of their model and settings.
     """
 
     place: str
@@ -111,12 +111,12 @@ class Returns(StepWatcher):
         watch_steps(self)
 
     def begin(self, settings: Sequence[str]) -> None:
-        """Of a rank that trains: from now on others may come back."""
+        """Let ranks come back from now on; called on a rank that trains."""
         training = _Training(self._elastic.place.name, self._statement(settings))
         self._doorway.describe(training.encoded())
 
     def come_back(self, settings: Sequence[str]) -> None:
-        """Returns once this rank is one of those that train, and has what they have.
+        """Return once this rank is one of those that train, and has what they have.
 
         Raises:
             RankMismatchError: they train another model, or with other settings.
@@ -169,7 +169,7 @@ class Returns(StepWatcher):
             elastic.admit()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """What belongs to a backward has been made."""
+        """Note that an optimizer has stepped on the averages of a backward."""
         if any(id(param) in self._ours for param in params_of(optimizer)):
             self._stepped = self._engine.core.steps()
 
@@ -248,7 +248,7 @@ class ReturningFront(ElasticFront):
     _returns: Returns | None = None
 
     def catch_up(self, *states: Stateful) -> int:
-        """Where this rank begins: call it on every rank, before the first step.
+        """Return the step at which this rank begins: call it on every rank, before the first step.
 
         A rank that `python -m fastsync.elastic` has started again, or that joins, gets everything
         from those that train, between two of their steps: parameters, buffers, and `states`.
@@ -296,7 +296,7 @@ class ReturningFront(ElasticFront):
 
 
 def _alive(returns: weakref.ref[Returns]) -> Returns:
-    """Whose front makes a step."""
+    """Return the object whose front makes a step."""
     found = returns()
     assert found is not None
     return found

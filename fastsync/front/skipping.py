@@ -176,6 +176,6 @@ class SkippingFront(PreemptedFront):
         if self.modules_buffers:
             self._buffer_watch.after_forward(self.module)
         engine.core.skip_step()
-        if engine.group.size() == 1:  # nobody has taken any of this rank's gradients
+        if engine.group.size() == 1:  # no other rank has any of this rank's gradients
             self.zero_grad(set_to_none=True)
         self.require_forward_param_sync = True

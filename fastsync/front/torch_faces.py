@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's Python front expects behind it, answered by our engine.
+"""Objects that DistributedDataParallel's Python front drives, answered by our engine.
 
 The front (argument checks, initial broadcast, forward, no_sync, join) stays torch's. It drives its
 engine through `self.reducer` and `self.logger`; these two classes stand there. Method names are
@@ -53,24 +53,26 @@ class FrontReducer:
         self._syncs = False
 
     def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
-        """What checkpoints hold of the optimizers of `module`, which was wrapped."""
+        """Return the part of checkpoints that concerns the optimizers of `module`, which was
+        wrapped.
+        """
         return OptimizerCheckpoint(self.engine, module, self.sharded)
 
     def holders(self) -> Holders:
-        """Who has gradients between a backward and a step."""
+        """Return the objects that hold gradients between a backward and a step."""
         sharers = None if self.sharded is None else self.sharded.sharers
         return Holders(self.engine.core, sharers)
 
     def await_buffers(self, exchange: Callable[[], object]) -> None:
-        """Has this rank wait for others by `exchange`."""
+        """Let this rank wait for others by `exchange`."""
         self.engine.core.await_buffers(exchange)
 
     def prepare_for_forward(self) -> None:
-        """The forward that `_rebuild_buckets` comes with is to synchronise."""
+        """Let the forward that `_rebuild_buckets` comes with synchronise."""
         self._syncs = True
 
     def _rebuild_buckets(self) -> bool:
-        """Called before every forward, and under join() by ranks that have run out of inputs."""
+        """Prepare a step. torch calls it before every forward, and under join() without inputs."""
         syncs, self._syncs = self._syncs or self._in_lockstep(), False
         if self.engine.core.recomputes():
             return False  # the forward that a checkpoint runs again has prepared its step

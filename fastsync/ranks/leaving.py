@@ -1,12 +1,12 @@
 """Lets threads finish before the interpreter does: Gloo's, and those of chains of collectives.
 
-A thread of Gloo's that has ended a collective drops its work handle, and with it what Python lent
-it: tensors that have a Python object, those of earlier collectives where the last one was a
-barrier. For that it takes the GIL. Python ends every other thread that asks for the GIL once it has
-begun to finalise, by unwinding its stack, through destructors that must not be unwound: the process
-aborts ("terminate called without an active exception") after all its work is done, torchrun
-reports a failure, and the torchrun of another node waits five minutes for this one. It happens to
-about one in ten short trainings on a busy machine, under any wrapper.
+A thread of Gloo that has ended a collective drops its work handle, and with it what Python lent it:
+tensors that have a Python object, those of earlier collectives where the last one was a barrier.
+For that it takes the GIL. Python ends every other thread that asks for the GIL once it has begun to
+finalise, by unwinding its stack, through destructors that must not be unwound: the process aborts
+("terminate called without an active exception") after all its work is done, torchrun reports a
+failure, and the torchrun of another node waits five minutes for this one. It happens to about one
+in ten short trainings on a busy machine, under any wrapper.
 
 A chain that waits for a rank that has died hangs until the others end, which wakes it when torch
 has freed what it needs: a segmentation fault. Such chains are left for good.

@@ -1,4 +1,4 @@
-"""Ranks of which one is told to end agree on the step after which all of them save.
+"""Agreement of the ranks on the step after which all of them save, when one is told to end.
 
 A signal reaches one rank, or all, at any moment. Every rank counts the places between steps that
 it passes, and has a thread that waits for a signal, and for word of others in the store:
@@ -38,13 +38,13 @@ _SIGNAL, _CLOSED = b"s", b"x"  # what is written to the pipe
 
 
 class Preemption:
-    """How this rank learns that it is to save.
+    """Watch that tells this rank when to save.
 
     Args:
         place: a name that all ranks know, and none has used before.
-        store: that all ranks reach; None where this rank is the only one.
+        store: store that all ranks reach; None where this rank is the only one.
         me: this rank, and how many there are.
-        look_out: begins to look out for ranks; what it gives raises where one has ended.
+        look_out: begins to watch ranks; the function that it returns raises where one has ended.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Preemption:
         raise SystemExit(128 + number)
 
     def on_signal(self, number: int) -> None:
-        """Of the main thread."""
+        """Handle a signal on the main thread."""
         now = time.monotonic()
         if self._quiet_until and now >= self._quiet_until:
             self.end(number)
@@ -122,7 +122,7 @@ class Preemption:
             os.write(self._pipe[1], _SIGNAL)
 
     def end(self, number: int) -> None:
-        """At once."""
+        """End this process at once."""
         if os.getpid() == self._process:
             line = f"fastsync: rank {self._rank} ends: {signal.Signals(number).name}\n"
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
@@ -146,7 +146,7 @@ class Preemption:
                 os.kill(self._process, self._number)
 
     def _told(self, seconds: float) -> bytes:
-        """What has been written to the pipe: a signal, or the end. Empty: nothing."""
+        """Return what has been written to the pipe: a signal, or the end. Empty: nothing."""
         ready, _, _ = select.select([self._pipe[0]], [], [], seconds)
         return os.read(self._pipe[0], 1) if ready else b""
 
@@ -193,7 +193,7 @@ class Preemption:
 
 
 class _Handler:
-    """Of a signal: that of `preemption` while there is one."""
+    """Handler of a signal: calls `preemption` while there is one."""
 
     def __init__(self, preemption: Preemption) -> None:
         self._preemption = weakref.ref(preemption)
@@ -237,7 +237,7 @@ def check_handlers(numbers: tuple[signal.Signals, ...]) -> None:
 
 
 def outlive_preemption(worker: int = 0) -> None:
-    """Has a worker of a data loader live on when a launcher tells all processes to end.
+    """Keep a worker of a data loader alive when a launcher tells all processes to end.
 
     It still ends when its rank tells it to: `DataLoader(..., worker_init_fn=outlive_preemption)`.
     """

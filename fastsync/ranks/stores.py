@@ -58,8 +58,11 @@ def file_store(path: str, timeout: timedelta) -> Store:
 
 @cache
 def _complete_at_end(path: str) -> None:
-    """torch's own store reads the file when the interpreter ends, and would wait there for the rest
-    of what a rank has begun to write for torch."""
+    """Complete the file at exit.
+
+    torch's own store reads it when the interpreter ends, and would wait for the rest of what a rank
+    has begun to write for torch.
+    """
     atexit.register(_complete, path)
 
 
@@ -70,19 +73,19 @@ def _complete(path: str) -> None:
 
 @cache
 def _in_files() -> weakref.WeakKeyDictionary[dist.ProcessGroup, Store]:
-    """Those of this process."""
+    """Return the file stores of this process, by group."""
     return weakref.WeakKeyDictionary()
 
 
 def served_at(store: Store) -> tuple[str, int] | None:
-    """Host and port of the process that serves a store; None for stores that are files."""
+    """Return host and port of the process that serves a store; None for stores that are files."""
     root = root_store(store)
     return (root.host, root.port) if isinstance(root, TCPStore) else None
 
 
 def limit_silence(store: Store, seconds: float) -> None:
-    """Has this process's connections with the process that serves `store` fail once its machine
-    has acknowledged nothing for so long.
+    """Let connections to the process that serves `store` fail once its machine is silent for so
+    long.
 
     TCP by itself gives up after a quarter of an hour, in which a rank that has been cut off waits
     for answers. Nothing changes where the system has no such limit, as outside of Linux.
@@ -95,7 +98,7 @@ def limit_silence(store: Store, seconds: float) -> None:
 
 
 def limit_connection(connection: socket.socket, seconds: float) -> None:
-    """Have a connection fail once the other machine has acknowledged nothing for so long.
+    """Let a connection fail once the other machine has acknowledged nothing for so long.
 
     Nothing changes where the system has no such limit.
     """
@@ -115,7 +118,7 @@ def limit_connection(connection: socket.socket, seconds: float) -> None:
 
 
 def _connections_with(host: str, port: int) -> Iterator[socket.socket]:
-    """Those of this process, each open for as long as it is looked at."""
+    """Yield this process's connections to an address, each open for as long as it is looked at."""
     try:
         hosts = {_plain(str(found[4][0])) for found in socket.getaddrinfo(host, port)}
         files = [int(name) for name in os.listdir(_FILES)]
@@ -135,5 +138,5 @@ def _connections_with(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _plain(address: str) -> str:
-    """Of IPv4 addresses that IPv6 sockets have."""
+    """Return an IPv4 address without the prefix that IPv6 sockets give it."""
     return address.removeprefix("::ffff:")
