@@ -39,13 +39,14 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank steps on of one parameter.
+    """The part of one parameter that this rank steps on.
 
     Attributes:
         group: the number of its parameter group.
-        tensor: what the optimizer has state for: the parameter, or this rank's piece of it.
+        tensor: the tensor that the optimizer has state for: the parameter, or this rank's piece of
+            it.
         begin: where the piece begins, in the order of the parameter's memory.
-        sparse: whether its gradient may be.
+        sparse: whether its gradient may be sparse.
     """
 
     name: str
@@ -83,11 +84,11 @@ class _Blank(dict[str, Any]):
                 yield name, tensor
 
     def unread(self) -> list[str]:
-        """What nothing has been written to."""
+        """Return the names of tensors that nothing has been written to."""
         return [name for name, tensor in self._tensors() if tensor._version == self._versions[name]]
 
     def was_read(self) -> bool:
-        """Whether anything has been written to."""
+        """Return whether anything has been written to."""
         return len(self.unread()) < len(self._versions)
 
 
@@ -95,7 +96,7 @@ class _Share(dict[str, Any]):
     """This rank's share of a state by parameter name, which pickle and `torch.save` write whole.
 
     Args:
-        share: what this rank has.
+        share: the part of the state that this rank has.
         whole: fetches what all have.
     """
 
@@ -238,7 +239,9 @@ class OptimizerCheckpoint:
         return groups
 
     def _held(self, optimizer: Optimizer, taken: ShardedOptimizer | None) -> list[_Held]:
-        """What this rank has state for; all of what is not sharded."""
+        """Return what this rank has state for: its pieces, and all parameters
+        that are not sharded.
+        """
         spaces = taken.spaces if taken is not None else []
         shared = {id(param) for space in spaces for param in space.params}
         pieces = {
@@ -259,7 +262,9 @@ class OptimizerCheckpoint:
     def _state(
         self, optimizer: Optimizer, taken: ShardedOptimizer | None
     ) -> dict[str, dict[str, Any]]:
-        """What this rank has of the state, or room for it; nothing of parameters without state."""
+        """Return this rank's part of the state, or room for it; nothing for parameters without
+        state.
+        """
         held = self._held(optimizer, taken)
         if taken.blank if taken is not None else not optimizer.state:
             gradients: list[dict[str, torch.Tensor]] = [{} for _ in optimizer.param_groups]
@@ -285,10 +290,10 @@ class OptimizerCheckpoint:
 
 
 def _named(held: _Held, state: State) -> dict[str, Any]:
-    """A parameter's state as checkpoints take it.
+    """Return a parameter's state in the form of checkpoints.
 
     Raises:
-        ValueError: nobody can tell which elements a value belongs to.
+        ValueError: it is unknown which elements a value belongs to.
     """
     named = {}
     for name, value in state.items():
@@ -311,7 +316,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _values(held: _Held, saved: State | None) -> State:
-    """What the optimizer keeps for what this rank steps on.
+    """Return the optimizer's values for what this rank steps on.
 
     Raises:
         ValueError: something is missing, or the values are those of other elements.

@@ -16,10 +16,10 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """Of one model.
+    """Delivery of what ranks step on to the other ranks of one model.
 
     Args:
-        engine: of the model.
+        engine: engine of the model.
 
     Attributes:
         late: numbers of optimizers whose state the survivors of a death share anew at the end of

@@ -55,7 +55,7 @@ class Exchange:
             raise self._disagreement(wish)
 
     def sum(self, wish: str, mine: float) -> float:
-        """Of what the ranks have. Collective; see `meet`."""
+        """Return the sum of `mine` over the ranks. Collective; see `meet`."""
         if self._words is not None:
             return sum(self._tell(self._words, wish, mine))
         self.meet(wish)
@@ -66,12 +66,12 @@ class Exchange:
     def reduce(
         self, tensor: torch.Tensor, wish: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """In place, over the ranks, which have met for it. Collective."""
+        """Reduce in place over the ranks, which have met for it. Collective."""
         start = partial(dist.all_reduce, tensor, how, group=self.group, async_op=True)
         watched(self.group, wish, start)
 
     def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
-        """What each rank has, in their order."""
+        """Return each rank's number, by rank."""
         try:
             everyones = words.exchange(wish, mine)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Shares of an optimizer's state that outlive their owner, because the next rank has them, too.
+"""Shares of an optimizer's state that survive their owner, because the next rank has them, too.
 
 [Note: the same step on two ranks]
 Where ranks may die, gradients stay whole on every rank. So each rank makes the optimizer's step on
@@ -74,12 +74,12 @@ class _Standing:
 
 
 class _Recut:
-    """What one rank needs of an optimizer in order to go on with other shares.
+    """Exchange of the optimizer state that one rank needs in order to go on with other shares.
 
     Args:
-        present: who is left of those that have shares, as the ranks were counted at the start.
-        cut: who owns which share from then on.
-        group: the process group of those.
+        present: ranks that are left of those that have shares, as they were counted at the start.
+        cut: ownership of the shares from then on.
+        group: the process group of the owners.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def _joined_value(space: Space, index: int, parts: dict[Piece, _Told]) -> torch.
 
 
 def share_again(sharded: ShardedOptimizer, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
-    """Has the second holder of each share take over what its owner has been given. Collective."""
+    """Copy what the owner of each share has been given to its second holder. Collective."""
     with torch.no_grad():
         _Recut(sharded, optimizer, sharded.cut.ranks, sharded.cut, group).install()
 
@@ -187,7 +187,7 @@ class Neighbours:
         sharded: the optimizers.
 
     Attributes:
-        lost: owner and second holder of each share that nobody has any more, as far as `prepare`
+        lost: owner and second holder of each share that no rank has any more, as far as `prepare`
             has found; as the ranks were counted at the start.
     """
 

@@ -1,8 +1,8 @@
 """The norm of all gradients, and clipping to it.
 
-Whoever adds averages up sums their squares too, from the first clip on: so nothing is read here of
-what the ranks share, nor of averages that nobody has changed. Other gradients are read once.
-Gradients are written only if they are too large.
+From the first clip on, the code that adds averages up sums their squares too. So shared gradients
+are not read here, nor averages that are unchanged. Other gradients are read once. Gradients are
+written only if they are too large.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WIDE = (torch.float64, torch.complex128)
 
 @dataclass(frozen=True)
 class Holders:
-    """Who has gradients, and may know of their squares.
+    """Objects that hold gradients, and may know the sums of their squares.
 
     Attributes:
-        reducer: that averages them.
+        reducer: the reducer that averages them.
         sharers: the ranks that they may be spread over.
     """
 
@@ -39,11 +39,11 @@ class Holders:
 
 @dataclass(frozen=True)
 class _Squares:
-    """What this rank knows of gradients.
+    """One rank's sums of squares of gradients.
 
     Attributes:
         owned: the sum of the squares of elements that this rank alone has.
-        common: of those that every rank has.
+        common: the same for elements that every rank has.
         sharers: the ranks that gradients are spread over; None where each has all of them.
         wide: whether fp64 is among them.
         tensors: returns those that hold them.

@@ -36,7 +36,7 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle
 
 
 def _within(shape: Sequence[int], index: int, begin: int, end: int) -> Iterator[Rectangle]:
-    """Those of one row, `index` in the first dimension."""
+    """Yield the rectangles of one row, `index` in the first dimension."""
     start = index * math.prod(shape[1:])
     for offsets, sizes in rectangles(shape[1:], begin - start, end - start):
         yield (index, *offsets), (1, *sizes)

@@ -1,4 +1,4 @@
-"""What optimizers may be given: any elements of a parameter, or only the whole of it."""
+"""Rules for what an optimizer may step on: any elements of a parameter, or only the whole of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def steps_by_parameter(optimizer: optim.Optimizer) -> bool:
 
 
 def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
-    """What `optimizer` can be given pieces of: "element" or "tensor".
+    """Return the pieces that `optimizer` can step on: "element" or "tensor".
 
     Args:
-        asked: `ZeroPolicy.unit`; anything but "auto" is taken as the user's word.
+        asked: `ZeroPolicy.unit`; anything but "auto" is returned as it is.
 
     Raises:
         ValueError: the class is not known, or couples parameters.

@@ -1,4 +1,4 @@
-"""Which modules of a model become units: its repeated blocks; what is left belongs to the root."""
+"""Choice of the modules that become units: repeated blocks; the rest belongs to the root."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> int:
-    """Has every optimizer that holds `old` parameters hold the `new` ones in their place.
+    """Replace `old` parameters by the `new` ones in every optimizer that holds them.
 
     What it keeps of them, because it has stepped before or its constructor makes a state, is cut as
     the parameters are.
 
     Returns:
-        how many optimizers did.
+        The number of optimizers that did.
 
     Raises:
         ValueError: a state cannot be cut.

@@ -1,4 +1,4 @@
-"""What the units of one model know together: in which order they run, and what is under way.
+"""State that the units of one model share: the order in which they run, and what is under way.
 
 Every rank gathers and reduces the same units in the same order: that of its modules' forwards and
 of their backward. Prefetching follows an order that was observed in a former forward, which is the
@@ -41,7 +41,7 @@ LAST_UNITS = 3
 
 
 class UnitState(Protocol):
-    """What a context knows of a state."""
+    """State of a module, as a context knows it."""
 
     unit: Unit | None
 
@@ -103,7 +103,7 @@ class Context(StepWatcher, Generic[S]):
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
-        self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
+        self._ahead: set[int] = set()  # gathered before they were needed, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._ends_soon = False  # the running backward
         self._deepest = -1  # of `_done`, when that began
@@ -113,7 +113,9 @@ class Context(StepWatcher, Generic[S]):
 
     @cached_property
     def gradients(self) -> core.UnitGradients:
-        """What notices gradients that come while no output of a module has announced them."""
+        """Return the watch for gradients that arrive while no output of a module has announced
+        them.
+        """
         alive = weakref.ref(self)
 
         def announce() -> None:
@@ -172,7 +174,7 @@ class Context(StepWatcher, Generic[S]):
         self.lookahead.forward.expects(self._order)
 
     def enter(self, unit: Unit) -> None:
-        """A forward of `unit` has begun to gather it: starts to gather those that come next."""
+        """Start to gather the units that come next: a forward of `unit` has begun to gather it."""
         at = len(self._running)
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit
@@ -183,7 +185,7 @@ class Context(StepWatcher, Generic[S]):
                 self.prefetch_forward(following)
 
     def _look(self) -> None:
-        """The unit that a course has come to is there."""
+        """Note that the unit that a pass has come to is there."""
         if self._wanted is None:
             return
         unit, course = self._wanted
@@ -246,14 +248,14 @@ class Context(StepWatcher, Generic[S]):
         return any(id(member.sharded) in held for unit in self.units() for member in unit.members)
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Has shares step as themselves."""
+        """Let the optimizer step on the local shards."""
         members = [member for unit in self.units() for member in unit.members]
         self._loaded.shard(optimizer, members)
         params = (member.sharded for member in members)
         return self._local_steps.before(optimizer, args, params)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Gives the optimizer the state that its shares have got in the step.
+        """Give the optimizer the state that its shares have got in the step.
 
         Hooks of the script may run a forward, which has to gather what the step has changed.
         """
@@ -274,9 +276,10 @@ class Context(StepWatcher, Generic[S]):
             self.states[0].check_layers()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Has units know when their shares have changed.
+        """Mark units whose shares have changed.
 
-        Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
+        Every rank sees the same; versions of tensors would differ, since some ranks' shares are
+        empty.
         """
         held = set(map(id, params_of(optimizer)))
         for unit in self.units():
@@ -286,7 +289,7 @@ class Context(StepWatcher, Generic[S]):
                 self.gather([unit])
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Starts to gather what the next forward computes with."""
+        """Start to gather the parameters that the next forward computes with."""
         unit.refresh()
         self._gather_ahead(unit, backward=False)
 
@@ -299,9 +302,10 @@ class Context(StepWatcher, Generic[S]):
             self._start(unit)
 
     def _has_room(self, unit: Unit, backward: bool) -> bool:
-        """Whether `unit` fits in besides those that are whole, or will be before anybody asks.
+        """Return whether `unit` fits in besides those that are, or will be, whole before they are
+        needed.
 
-        That is the same on every rank, as what ranks run is.
+        The answer is the same on every rank, since all ranks run the same units.
         """
         if self.connections.mark == NO_MARK:
             return True
@@ -310,7 +314,7 @@ class Context(StepWatcher, Generic[S]):
         return fits(self.connections.mark, whole, reducing=every if backward else ())
 
     def leave(self, unit: Unit) -> None:
-        """A forward of `unit`, whose backward will come, has ended."""
+        """Note that a forward of `unit` has ended, whose backward will come."""
         unit.places.append(len(self._done))
         self._done.append(unit)
 
@@ -411,7 +415,7 @@ class Context(StepWatcher, Generic[S]):
         self.lookahead.end_step(self.units(), steps, mark)
 
     def end_backward_in_forward(self) -> None:
-        """Likewise, and the forward in which the script called for that backward goes on."""
+        """End a backward that the script called within a forward, which goes on."""
         self._deliver_all()
         self._hand_back()
         self.connections.log.end_work()

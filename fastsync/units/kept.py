@@ -1,4 +1,5 @@
-"""What stays of whole parameters between forward and backward: an equal part on each of few ranks.
+"""Parts of whole parameters that stay between forward and backward: an equal one on each of few
+ranks.
 
 The parts of a small group of ranks make up the whole members, so backward gathers from these ranks
 alone, which may be those of one machine.

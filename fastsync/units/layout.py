@@ -1,4 +1,4 @@
-"""Where the shares of a unit's parameters lie. Pure integers.
+"""Layout of the shares of a unit's parameters. Pure integers.
 
 A rank's chunk holds its share of every member, each at a multiple of `ALIGNMENT`. Shares are of
 equal size on all ranks; where a dimension is not divisible, the last ranks' end earlier::
@@ -6,8 +6,8 @@ equal size on all ranks; where a dimension is not divisible, the last ranks' end
     | small members | flags | large members, each a message by itself |
 
 What is small is packed and travels in one message. Flags, one per member, are there for gradients
-alone: csrc/engine/unit.h tells what for. Where a chunk travels as codes, everything counts as
-small, and each share begins with a block of the format.
+alone: csrc/engine/unit.h says why. Where a chunk travels as codes, everything counts as small, and
+each share begins with a block of the format.
 """
 
 from __future__ import annotations

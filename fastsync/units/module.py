@@ -1,4 +1,4 @@
-"""What a module can do once fully_shard() was applied to it: FSDP2's methods."""
+"""Methods of a module after fully_shard(): those of FSDP2."""
 
 from __future__ import annotations
 
@@ -117,19 +117,19 @@ class _Gathering:
         _state(self).forward_next = _states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchModule]) -> None:
-        """Likewise while this one's backward runs."""
+        """Set the modules that are gathered ahead while this one's backward runs."""
         _state(self).backward_next = _states(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this unit's parameters: that of an embedding does not."""
+        """Set whether backward needs this unit's parameters: that of an embedding does not."""
         for unit in _units(self, recurse=False):
             unit.switches.gather_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Gathers wait for the current stream in any case."""
+        """Do nothing: gathers wait for the current stream in any case."""
 
     def reset_iter_state(self) -> None:
-        """Forgets a forward or backward that failed; for the root alone.
+        """Forget a forward or backward that failed; for the root alone.
 
         Gradients that had been reduced by then stay: call zero_grad().
         """
@@ -156,18 +156,18 @@ class _Reducing:
         _state(self).context.tell_last_backward(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients are divided by, instead of the number of ranks."""
+        """Set the divisor of sums of gradients, instead of the number of ranks."""
         for unit in _units(self, recurse=False):
             unit.switches.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of `set_gradient_divide_factor`."""
+        """Set the divisor, by the former name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
     ) -> None:
-        """Calls `hook` with this rank's sums, one-dimensional, before they become gradients.
+        """Call `hook` with this rank's sums, one-dimensional, before they become gradients.
 
         Args:
             stream: that is current meanwhile; the current one by default.
@@ -307,9 +307,9 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has another method of `module` gather and reshard as forward() does.
+    """Let another method of `module` gather and reshard as forward() does.
 
-    Without effect where fully_shard() was not applied to `module`.
+    It has no effect where fully_shard() was not applied to `module`.
 
     Raises:
         ValueError: there is no such method.

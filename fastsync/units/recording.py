@@ -1,4 +1,4 @@
-"""What a model whose parameters are shared tells of its steps: counters, and a timeline."""
+"""Records of the steps of a model whose parameters are shared: counters, and a timeline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def record(
 
 
 def stats_of(root: nn.Module, one_rank_step: float | None) -> SyncStats:
-    """What synchronising has cost this rank."""
+    """Return what synchronising has cost this rank."""
     context = context_of(root)
     steps = context.recorder.steps() if context.recorder is not None else []
     counted, infos = context.counters(), context.connections.infos
@@ -56,7 +56,7 @@ def stats_of(root: nn.Module, one_rank_step: float | None) -> SyncStats:
 
 
 def context_of(module: nn.Module) -> Context[State]:
-    """What the units of a root know together.
+    """Return the context that the units of a root share.
 
     Raises:
         RuntimeError: it is no root.

@@ -1,14 +1,14 @@
 """Shares that stay on the CPU while their unit computes on another device: CPUOffloadPolicy.
 
-Two copies join the unit's way then, each of one flat tensor::
+Each way then has one more copy, of one flat tensor::
 
     gather   shares on the CPU  ->  a copy on the device  ->  messages  ->  whole parameters
     reduce   sums on the device  ->  a copy on the CPU  ->  gradients of the shares
 
 Each direction has a stream of its own, which waits for what the device has been given so far. So a
 unit that is gathered ahead of time is copied, packed and sent while the one before it computes, and
-sums leave while backward goes on. The host waits before it reads what comes, and before anybody may
-write to shares that are still read.
+sums leave while backward goes on. The host waits before it reads what comes, and before shares that
+are still read may be written to.
 
 What is allocated on such a stream is read elsewhere, and may be freed at any time all the same: the
 allocator gives it to the same stream alone, which has waited for the computation before it writes.
@@ -33,9 +33,9 @@ HOME = torch.device("cpu")
 
 
 class CopyAlways(CPUOffloadPolicy):
-    """Has units that compute on the CPU stage their shares as those on other devices do.
+    """Policy that makes units on the CPU stage their shares as those on other devices do.
 
-    It is of no use but to try that way where there is no such device.
+    It is of use only to test that way where there is no such device.
     """
 
 
