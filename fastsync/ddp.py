@@ -204,7 +204,7 @@ class FastDDP(ReturningFront):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Where DistributedDataParallel builds its engine, FastDDP builds another."""
+        """Build FastDDP's engine, where DistributedDataParallel builds its own."""
         named = named_params(self.module, self.parameters_to_ignore)
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         engine.unused.current = partial(
@@ -278,7 +278,7 @@ class FastDDP(ReturningFront):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Any:
-        """As in DistributedDataParallel.
+        """Join as in DistributedDataParallel.
 
         Raises:
             ValueError: with zero, on_nonfinite or check_replicas: ranks without inputs miss steps.
@@ -337,7 +337,7 @@ class FastDDP(ReturningFront):
         return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, holders)
 
     def set_wire(self, wire: Wire | Choice) -> None:
-        """Has gradients travel as `wire` from the next step on.
+        """Send gradients as `wire` from the next step on.
 
         Collective: every rank calls it, between the same two steps. What error feedback has kept
         back stays where `wire` has error feedback, and is freed where it has not.
@@ -368,7 +368,7 @@ class FastDDP(ReturningFront):
         return replace(self._policy, wire=Wire.of(wire))
 
     def sync_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of this rank's synchronisation beside model and optimizer.
+        """Return what a checkpoint needs of this rank's synchronisation beside model and optimizer.
 
         Save it on every rank; it differs from rank to rank. No collective.
 
@@ -396,11 +396,11 @@ class FastDDP(ReturningFront):
         checkpoint.restore(self._engine, state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What torch.distributed.checkpoint saves or loads: this rank's share, by parameter name.
+        """Return this rank's share of the optimizer's state, for torch.distributed.checkpoint.
 
         `torch.save` writes the whole state, read from the other ranks. The form is that of torch's
-        `get_optimizer_state_dict`. Of an optimizer without state it is room for a checkpoint's;
-        that is collective.
+        `get_optimizer_state_dict`. For an optimizer without state, it is room for the state of a
+        checkpoint; that is collective.
 
         Raises:
             ValueError: a parameter is not the model's, or its state cannot be saved in pieces.
@@ -418,7 +418,8 @@ class FastDDP(ReturningFront):
         cast(FrontReducer, self.reducer).optimizers(self.module).restore(optimizer, state)
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
-        """What synchronising has cost this rank: counters, and times where `timeline=` records.
+        """Return what synchronising has cost this rank: counters, and times where `timeline=`
+        records.
 
         Args:
             one_rank_step: seconds of a training step without other ranks, on as much data as each

@@ -128,7 +128,7 @@ class _Ranks:
     _ends: bool = False  # a rank has come to its end
 
     def start(self) -> None:
-        """Where a launcher of this machine has been here before, its ranks come back."""
+        """Start the ranks; if an earlier launcher of this machine has had ranks, they come back."""
         first = self.launchers.node * self.each
         begins_again = self.launchers.begin()
         for rank in range(first, first + self.each):
@@ -316,7 +316,7 @@ def _meet(asked: argparse.Namespace) -> tuple[Store, tuple[str, int]]:
 
 
 def _run(ranks: _Ranks, least: int) -> None:
-    """Until none is running."""
+    """Watch the ranks until none is running."""
     while not ranks.is_through and not ranks.signalled and ranks.are_enough(least):
         ranks.look()
         ranks.take_in()
@@ -327,7 +327,7 @@ def _run(ranks: _Ranks, least: int) -> None:
 
 
 def _see_out(ranks: _Ranks) -> None:
-    """The others need the store, which ends with the launcher of machine 0."""
+    """Wait for the other machines, which need the store: it ends with the launcher of machine 0."""
     ranks.launchers.tell(ranks.machine(done=True), at_once=True)
     while ranks.launchers.node == 0 and ranks.launchers.busy and not ranks.signalled:
         ranks.launchers.tell(ranks.machine(done=True))

@@ -56,10 +56,11 @@ def is_replaced() -> bool:
 
 
 def replace_ddp(**options: Any) -> None:
-    """From now on, whoever builds a DistributedDataParallel in this process gets a FastDDP.
+    """Make every DistributedDataParallel that this process builds from now on a FastDDP.
 
-    So does code that has imported the class by its name. Classes of the user's own that derive from
-    it follow where they are defined later. Rank 0 prints a line for each place that wraps a module.
+    That holds for code that has imported the class by its name, too. Classes of the user that
+    derive from it follow where they are defined later. Rank 0 prints a line for each place that
+    wraps a module.
 
     Args:
         options: arguments of FastDDP; they win over those that the code passes.

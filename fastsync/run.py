@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _join_mpi() -> None:
-    """Has the program find torchrun's variables, and the backend of MPI."""
+    """Give the program torchrun's variables, and the backend of MPI."""
     try:
         import fastsync.mpi  # noqa: F401
     except ImportError as error:  # a program that asks its launcher itself needs neither
@@ -102,7 +102,7 @@ def _is_script(program: str) -> bool:
 
 
 def _run(program: str, arguments: Sequence[str], module: bool) -> None:
-    """As Python itself would: the program finds its own folder first on the path."""
+    """Run as Python itself would: the program finds its own folder first on the path."""
     sys.argv = [program, *arguments]
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

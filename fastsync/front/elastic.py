@@ -327,8 +327,6 @@ class Elastic:
         """Run what all ranks do together, until all that are left have done it.
 
         A rank that has gone on could not be called back.
-
-        Whoever has gone on could not be called back.
         """
         done = False
 

@@ -49,7 +49,7 @@ _FP32 = FORMATS["fp32"]
 
 @dataclass(frozen=True)
 class ShardSlot:
-    """Where a parameter lies in a unit, whose gradients each rank keeps a region of.
+    """Position of a parameter in a unit, whose gradients each rank keeps a region of.
 
     Attributes:
         unit: number of the unit.
@@ -66,7 +66,7 @@ class ShardSlot:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What planning needs to know about one parameter.
+    """Facts about one parameter that planning needs.
 
     Attributes:
         index: position among the model's parameters.
@@ -74,7 +74,7 @@ class ParamSpec:
         dtype: real dtype.
         sparse: its gradient may be a sparse tensor, which travels alone.
         pairs: its elements are complex; hooks must not see them mixed with real ones.
-        codec: the format it is meant to travel in.
+        codec: the format that it is meant to travel in.
         rows: size of the dimension that is outermost in memory, the first one as a rule.
         shard: its place where the ranks share its gradient; such parameters travel by unit.
     """
@@ -143,12 +143,12 @@ class PlannedBucket:
 
     @property
     def format_name(self) -> str:
-        """What the bucket travels as."""
+        """Return the name of the format that the bucket travels as."""
         return self.coded.codec.name if self.coded else str(self.dtype).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank hands to collectives."""
+        """Return the bytes that a rank hands to collectives."""
         if self.coded is None and self.regions is not None:
             chunk = align_up(self.regions.numel + self.regions.flags, ALIGNMENT)
             return self.regions.chunks * chunk * self.dtype.itemsize
@@ -178,9 +178,9 @@ class BucketPlan:
 
 
 def travels_coded(codec: AnyCodec, gradient: torch.dtype) -> bool:
-    """Whether gradients of real dtype `gradient` take the form of `codec`.
+    """Return whether gradients of real dtype `gradient` take the form of `codec`.
 
-    16-bit gradients are compressed below 16 bits only, and whoever trains in fp64 wants fp64.
+    16-bit gradients are compressed below 16 bits only; fp64 gradients stay fp64.
     """
     if gradient is torch.float32:
         return True
@@ -189,7 +189,7 @@ def travels_coded(codec: AnyCodec, gradient: torch.dtype) -> bool:
 
 
 def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
-    """Whether `wire` feeds back what coding this gradient loses.
+    """Return whether `wire` feeds back what coding this gradient loses.
 
     That its bucket is small, or that the first steps travel as fp32, changes nothing here.
     """
@@ -198,7 +198,9 @@ def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
 
 
 def factor_shape(spec: ParamSpec) -> tuple[int, int] | None:
-    """What PowerSGD starts the next step of this gradient with, [rank, columns]; None: nothing."""
+    """Return the shape [rank, columns] of PowerSGD's factor for this gradient;
+    None: there is none.
+    """
     codec = spec.codec
     if not isinstance(codec, PowerSGD) or not codec.warm_start or not _may_be_coded(spec):
         return None
@@ -376,7 +378,7 @@ def coded_regions(
 
 
 def _native_dtype(spec: ParamSpec, codec: AnyCodec | None, policy: SyncPolicy) -> torch.dtype:
-    """What the backend sums. Mixed precision names the dtype of all real gradients."""
+    """Return the dtype that the backend sums. Mixed precision names that of all real gradients."""
     if policy.mixed.reduce is not None and not spec.sparse and not spec.pairs:
         return policy.mixed.reduce
     native = None if codec is None else native_dtype(codec)
@@ -384,7 +386,7 @@ def _native_dtype(spec: ParamSpec, codec: AnyCodec | None, policy: SyncPolicy) -
 
 
 def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> AnyCodec | None:
-    """The bucket's format; None where its gradients travel as they are."""
+    """Return the bucket's format; None where its gradients travel as they are."""
     first = group[0]
     small = sum(spec.nbytes for spec in group) < policy.wire.min_bytes
     return first.codec if not small and not policy.hooked and _may_be_coded(first) else None

@@ -1,4 +1,6 @@
-"""Whether a training outlives its ranks, and how gradients then travel and are averaged."""
+"""Policy of a training that survives the death of ranks: how gradients then travel and are
+averaged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where gradients lie in a flat buffer: offsets, padding, flags. Pure integers, checked invariants.
+"""Layout of gradients in a flat buffer: offsets, padding, flags. Pure integers, checked invariants.
 
 A flat buffer of a bucket is, in elements of its wire dtype::
 

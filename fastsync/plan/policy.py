@@ -38,12 +38,12 @@ _PIECE = Span(seconds=0.003, latencies=6)
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """How large buckets may grow, in bytes of gradients.
+    """Limits on the size of buckets, in bytes of gradients.
 
     Attributes:
         caps: cap of the first bucket, the second, and so on; the last one holds for the rest. A
             bucket is closed by the gradient that reaches its cap.
-        adaptive: the caps are nobody's wish, and may follow the speed of the network.
+        adaptive: the caps are not the user's, and may follow the speed of the network.
         last: bytes that the last bucket should hold at most; those before it grow from there, each
             to as much as follows it, up to their caps. None: as large as their caps.
     """
@@ -91,7 +91,7 @@ class BucketPolicy:
         return replace(self, caps=(*self.caps[:-1], cap), last=last)
 
     def in_memory(self, masters: bool) -> BucketPolicy:
-        """Where ranks share memory and gradients.
+        """Return the policy for ranks that share memory and gradients.
 
         A collective costs little there, and its buffers are most of what a step needs for a while.
         With `masters` those of a bucket's step are twice as large as its gradients.
@@ -102,7 +102,9 @@ class BucketPolicy:
         return replace(self, caps=tuple(min(cap, most) for cap in self.caps))
 
     def limit(self, closed: int, left: int) -> int:
-        """Bytes that close a bucket after `closed` others, with `left` in it or still to come."""
+        """Return the bytes that close a bucket after `closed` others, with
+        `left` in it or to come.
+        """
         cap = self.caps[min(closed, len(self.caps) - 1)]
         return cap if self.last is None else min(cap, max(self.last, left // 2))
 
@@ -154,17 +156,17 @@ PARAMETER_WIRES = ("bf16", "fp16", "fp8_e4m3", "int8")
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What the ranks share instead of repeating it.
+    """Sharing by ranks of what they would otherwise repeat.
 
     Attributes:
         stage: 0: nothing; 1: the state of optimizers, and gradients between backward and step; 2:
             gradients while they accumulate, too; 3: parameters as well.
-        unit: what a rank's share is cut by: "element", "tensor", or "auto", which the class of the
+        unit: how a rank's share is cut: "element", "tensor", or "auto", which the class of the
             optimizer decides.
         masters: optimizers step on fp32 masters of parameters of 16 bits.
-        units: of stage 3, what is gathered together, in words.
-        parameter_wire: the format that parameters travel as, one of `PARAMETER_WIRES`; their
-            owners keep exact ones. None: as they are.
+        units: in stage 3, a description of what is gathered together.
+        parameter_wire: the format that parameters travel as, one of `PARAMETER_WIRES`; their owners
+            keep exact ones. None: as they are.
 
     Raises:
         ValueError: there is no such stage, unit or format, or nothing that masters could belong to.
@@ -224,7 +226,7 @@ def check_parameter_wire(name: str | None) -> None:
 
 @dataclass(frozen=True)
 class UnitWires:
-    """What units that ranks share (stage 3) travel as.
+    """Formats of the messages of units that ranks share (stage 3).
 
     Attributes:
         gradients: the format's name or codec, and how it rounds; the rest of a `Wire` is about
@@ -232,7 +234,7 @@ class UnitWires:
         parameters: a format, one of `PARAMETER_WIRES`; None: as they are.
 
     Raises:
-        ValueError: units cannot travel so.
+        ValueError: units cannot travel in these formats.
     """
 
     gradients: Wire = field(default_factory=Wire)
@@ -328,19 +330,19 @@ class SyncPolicy:
 
     @property
     def uncapturable(self) -> str:
-        """What a step that becomes part of a CUDA graph would lack; empty: nothing."""
+        """Return what a step in a CUDA graph would lack; empty: nothing."""
         if self.may_skip:
             return "cannot count who has gradients; use on_skip='raise'"
         return "" if self.elastic is None else "does not wait for ranks; leave elastic out"
 
     @property
     def checks_finite(self) -> bool:
-        """Whether gradients are looked at for NaN and infinity."""
+        """Return whether gradients are checked for NaN and infinity."""
         return self.on_nonfinite != "ignore"
 
     @property
     def flagged(self) -> bool:
-        """Whether flags travel with the gradients: which are used, and which are finite."""
+        """Return whether flags travel with the gradients: which are used, and which are finite."""
         return self.checks_finite or not self.fail_on_unused
 
     @property

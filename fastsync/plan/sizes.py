@@ -1,4 +1,4 @@
-"""Sizes that somebody chose for a plan, in place of those that follow from policy and network."""
+"""Sizes that were chosen for a plan, in place of those that follow from policy and network."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Sizes:
 
     @classmethod
     def of(cls, buckets: BucketPolicy, wire: Wire, network: Network, device: torch.device) -> Sizes:
-        """Those that plans have by themselves."""
+        """Return the sizes that plans have by default."""
         sized = buckets.on(network)
         codec = make_codec(wire.format)
         piece = None
-        free = device.type == "cpu" and wire.piece_bytes is None  # else it is settled
+        free = device.type == "cpu" and wire.piece_bytes is None  # otherwise it is fixed
         if isinstance(codec, Format) and not wire.plain and free:
             share = codec.coded_bytes(codec.block) / (4 * codec.block)
             piece = piece_bytes(wire, network.at_share(share), device)
         return cls(sized.caps[0], sized.caps[-1], sized.last, piece)
 
     def buckets(self) -> BucketPolicy:
-        """How large buckets grow."""
+        """Return the bucket policy of these sizes."""
         return BucketPolicy((self.first, self.cap), last=self.last)
 
     def wire(self, wire: Wire) -> Wire:

@@ -1,4 +1,4 @@
-"""What the first step has shown of the network, and how much travels at a time because of it."""
+"""Measurements of the network in the first step, and how much travels at a time because of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lets threads finish before the interpreter does: Gloo's, and those of chains of collectives.
+"""Exits that let threads finish before the interpreter does: Gloo's, and those of chains of
+collectives.
 
 A thread of Gloo that has ended a collective drops its work handle, and with it what Python lent it:
 tensors that have a Python object, those of earlier collectives where the last one was a barrier.

@@ -119,8 +119,8 @@ class _Team:
     ranks: list[_Rank] = field(default_factory=list)
 
     def start(self, job: bytes) -> None:
-        # This process serves the rendezvous store: its port cannot be taken by anyone else, and
-        # the store outlives every rank.
+        # This process serves the rendezvous store: its port cannot be taken by anyone else, and the
+        # store lives longer than every rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             stacks = self.folder / f"rank{rank}.stacks"
@@ -132,7 +132,7 @@ class _Team:
             self.ranks.append(_Rank(process, mine, stacks))
 
     def collect(self, deadline: float, grace: float) -> None:
-        """Waits for all ranks, less long once one has failed."""
+        """Wait for all ranks, less long once one has failed."""
         timeout = deadline - time.monotonic()
         failed = False
         while running := [rank for rank in self.ranks if not rank.ended]:
@@ -197,7 +197,7 @@ def _ending(code: int | None) -> str:
 
 
 def _stack_of(rank: _Rank) -> str:
-    """Has a rank that hangs say where; its interpreter need not be running for that."""
+    """Return the stack of a rank that hangs; its interpreter need not be running for that."""
     if rank.process.pid is None or not rank.process.is_alive():
         return ""
     with contextlib.suppress(ProcessLookupError):
@@ -211,7 +211,7 @@ def _text_of(path: Path) -> str:
 
 
 def _run_rank(rank: int, world: int, port: int, job: bytes, pipe: Connection, log: str) -> None:
-    """What runs in a rank's process."""
+    """Run a job in a rank's process."""
     torch.set_num_threads(1)
     with Path(log).open("w") as stacks:
         faulthandler.enable(stacks)

@@ -1,4 +1,4 @@
-"""What optimizers keep, and the hooks around their steps."""
+"""Private state of optimizers, and the hooks around their steps."""
 
 from __future__ import annotations
 

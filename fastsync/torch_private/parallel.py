@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel keeps to itself."""
+"""Private parts of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 

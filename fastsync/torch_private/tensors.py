@@ -66,7 +66,9 @@ class WrapperTensor(torch.Tensor):
 
 
 def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
-    """Those of `register_post_accumulate_grad_hook()`, for gradients that autograd does not set."""
+    """Return the hooks of `register_post_accumulate_grad_hook()`, to call
+    where autograd does not.
+    """
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 

@@ -41,10 +41,10 @@ DIRECT_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class MixedDTypes:
-    """What parameters compute in, and gradients are reduced in; None: as they are.
+    """Dtypes that parameters compute in, and gradients are reduced in; None: those they have.
 
     Attributes:
-        policy: which says that, and more to extensions of tensor subclasses.
+        policy: policy with these dtypes; extensions of tensor subclasses receive it.
     """
 
     compute: torch.dtype | None = None
@@ -53,9 +53,9 @@ class MixedDTypes:
 
 
 class Strand:
-    """Members of one dtype, whose shares lie side by side in `shard`.
+    """Shards of a unit's members of one dtype, side by side in `shard`.
 
-    `settle()` makes that true again after somebody else has exchanged them.
+    `settle()` restores that after a script has assigned other tensors.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Strand:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That shares are stored in."""
+        """Return the storage dtype of the shares."""
         return self.members[0].sharded.dtype
 
     @property
@@ -89,11 +89,11 @@ class Strand:
     # --- what travels
 
     def _gathered_as(self) -> Codes | None:
-        """What shares travel as to become whole parameters; None: as these are."""
+        """Return the codes of the parameter all-gather; None: raw elements."""
         return parameter_codes(self.wires, self.place.world, self.dtype, self.compute)
 
     def _reduced_as(self) -> Codes | None:
-        """Likewise gradients; None: as `reduce`."""
+        """Return the codes of the gradient reduce-scatter; None: elements of dtype `reduce`."""
         dtypes = (self.dtype, self.compute)
         return gradient_codes(self.wires, self.place.world, dtypes, self.reduce)
 
@@ -238,7 +238,7 @@ class Strand:
     # --- bytes, of any rank
 
     def bytes_to_gather(self) -> int:
-        """Of the whole members, and of what their shares travel in."""
+        """Return the bytes of the whole members, and of the buffers that their shares travel in."""
         if not self._gathered_bytes:
             shapes, layout = [m.shape for m in self.members], self._layout()
             whole = whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)
@@ -271,7 +271,7 @@ class Strand:
         return self._core is not None
 
     def call(self, name: core.UnitName) -> None:
-        """Has errors and timelines call it so."""
+        """Set the name in errors and timelines."""
         self.name = name
         if self._core is not None:
             self._core.set_name(name)
@@ -360,7 +360,7 @@ class Strand:
         )
 
     def keep_gradients(self) -> None:
-        """Has what has been accumulated wait for a later backward."""
+        """Keep what has been accumulated for a later backward."""
         for member in self.members:
             member.keep_whole_gradient(self.reduce)
 
@@ -390,7 +390,7 @@ class Strand:
         return self._way().finish_reduce()
 
     def deliver(self, sums: torch.Tensor) -> None:
-        """Has sums become gradients of this rank's shares, at once or by `land()`."""
+        """Turn sums into gradients of this rank's shares, at once or by `land()`."""
         assert self._reducing is not None
         self.arriving.append((*self._reducing, self.staging.bring(sums)))
         members = [self.members[i] for i in self._reducing[0].members]
@@ -400,7 +400,7 @@ class Strand:
             self._land()
 
     def _land(self) -> None:
-        """Sets the gradients of this rank's shares, or adds to them, once everything is there."""
+        """Set the gradients of this rank's shares, or add to them, once everything is there."""
         arriving, self.arriving = self.arriving, []
         for laid, layout, sums in arriving:
             self._add(laid, layout, sums.wait())
@@ -417,24 +417,27 @@ class Strand:
 
 
 def bytes_of_gradients(strand: Strand) -> int:
-    """As a backward leaves them on each rank."""
+    """Return the bytes of the gradients that a backward leaves on each rank."""
     sizes = (math.prod(strand.members[index].shape.sizes) for index in strand.trained())
     return sum(sizes) * strand.compute.itemsize
 
 
 def hand_back(strands: Sequence[Strand]) -> None:
-    """Returns once this rank's shares may be written to: no copy reads them any more."""
+    """Wait until this rank's shares may be written to: no copy reads them any more."""
     for strand in strands:
         strand.staging.wait()
 
 
 def land(strands: Sequence[Strand]) -> None:
-    """Has the gradients that are on their way to the CPU."""
+    """Finish the gradients that are on their way to the CPU."""
     for strand in strands:
         strand._land()
 
 
 def take_gather_seconds(strands: Sequence[Strand]) -> float:
-    """Since their last gathers began, until all had come; once, and 0 if nobody looked."""
+    """Return the seconds from the start of the last gathers until all had come.
+
+    Each gather is reported once; 0 if it was not timed.
+    """
     ways = [strand._core for strand in strands if strand._core is not None]
     return max((way.take_gather_seconds() for way in ways), default=0.0)

@@ -80,7 +80,7 @@ FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
 
 
 class CodecLike(Protocol):
-    """What an object must have to carry gradients; `Codec` says what each part is for."""
+    """Attributes that an object needs to carry gradients; `Codec` says what each is for."""
 
     @property
     def name(self) -> str: ...
