@@ -121,7 +121,8 @@ void bind_low_rank(py::module_& m) {
       .def_readwrite("seed", &LowRankSpec::seed);
 }
 
-// Faces as Python holds them. A tensor's Python object has so many references where nobody else does.
+// Faces as Python holds them. A tensor's Python object has exactly so many references where the
+// script holds none.
 class FaceList {
  public:
   FaceList(py::list faces, std::vector<at::Tensor>& tensors) : faces_(std::move(faces)) {

@@ -9,9 +9,9 @@
 
 namespace fastsync {
 
-// Kernels, and what stands around them.
+// Kernels, and the code around them.
 void bind_ops(pybind11::module_& m);
-// What a plan says about buckets.
+// Bucket specs of a plan.
 void bind_specs(pybind11::module_& m);
 // Parameters that ranks share.
 void bind_units(pybind11::module_& m);
@@ -19,7 +19,7 @@ void bind_units(pybind11::module_& m);
 // Rendezvous stores.
 void bind_store(pybind11::module_& m);
 
-// What looks out for other ranks' faults.
+// The watch for other ranks' faults.
 void bind_watch(pybind11::module_& m);
 
 kernels::Format format_named(const std::string& name);

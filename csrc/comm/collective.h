@@ -32,7 +32,8 @@ class Collective {
   // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
   // [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
-  // What is started from now on belongs to this step, as errors call it where another rank starts something else.
+  // Collectives that start from now on belong to this step, which errors name where another rank
+  // starts something else.
   virtual void begin_step(int64_t /*number*/) {}
   // A buffer of zeros in the memory that collectives start from.
   virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -78,7 +79,7 @@ class Collective {
                                          const std::vector<Message>& /*sent*/, int /*tag*/) {
     return nullptr;
   }
-  // Frees memory that exchanges have used and nobody reads.
+  // Frees memory that exchanges have used and that is not read any more.
   virtual void trim() {}
 };
 

@@ -45,7 +45,7 @@ void check_product(const at::Tensor& left, const at::Tensor& right, const at::Te
   FS_CHECK_VALUE(residual.sizes() == matrix.sizes(), "expects a residual like the matrix");
 }
 
-// What is left of a vector without its parts along the rows of `others`.
+// A vector without its parts along the rows of `others`.
 at::Tensor without(const at::Tensor& others, at::Tensor vector) {
   for (int pass = 0; pass < 2; ++pass) {
     for (int64_t k = 0; k < others.size(0); ++k) {

@@ -1,4 +1,5 @@
-// What sparse and low-rank codes do to at::Tensors: by `kernels/` on the CPU, by torch's own operations elsewhere.
+// Operations of sparse and low-rank codes on at::Tensors: by `kernels/` on the CPU, by torch's own
+// operations elsewhere.
 //
 // All tensors are fp32, contiguous and on one device, unless said.
 #pragma once
@@ -59,13 +60,13 @@ void project(kernels::Factor which, const std::vector<Projection>& all);
 // Uniform random numbers in [-1, 1), the same on every machine and device, of each seed.
 void fill_random(const std::vector<std::pair<at::Tensor, uint64_t>>& all);
 
-// What error feedback adds to a bucket, where gradients may be absent. The average of one that no rank has reaches nobody, so what
-// is kept of an absent one stays.
+// Error feedback of a bucket in which gradients may be absent. The average of a gradient that no
+// rank has is not delivered, so the residual of an absent one stays.
 class Feedback {
  public:
   // `residual` is flat, fp32, or undefined.
   Feedback(const std::vector<Item>& items, at::Tensor residual);
-  // The residual without what stays: to add, and to take what the code lost. Undefined without one.
+  // Writes it back, together with what stays.
   const at::Tensor& working() const { return working_; }
   // Writes it back, together with what stays.
   void commit() const;

@@ -1,8 +1,9 @@
 // Enough of CUDA to compile a .cu file as C++ and run its kernels on the host, one thread after another; threads of a warp
 // take turns at shuffles, and threads of a block at barriers (cuda_warp.h).
 //
-// Sound for indexing, tails, alignment and who waits for whom, above all under sanitizers; it says nothing about
-// streams, memory order, missing barriers or speed. Include it before the .cu file.
+// Sound for indexing, tails, alignment and which thread waits for which, above all under
+// sanitizers; it says nothing about streams, memory order, missing barriers or speed. Include it
+// before the .cu file.
 #pragma once
 
 #include <algorithm>

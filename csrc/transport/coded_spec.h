@@ -1,4 +1,4 @@
-// What Python's plan says of a bucket that travels as codes.
+// Coded buckets as Python's plan describes them.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct CodedSpec {
   bool stochastic = false;
   uint64_t seed = 0;  // of stochastic rounding; 32 bits, others on every rank and bucket
 
-  // Where codes, and flags, lie in so many chunks.
+  // Layouts of codes and of flags in so many chunks.
   ops::CodePlan values_plan(int64_t chunks) const {
     return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
   }

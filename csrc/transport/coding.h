@@ -1,5 +1,6 @@
-// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k, thin matrices. A Coding has
-// the buffers and makes the chain of collectives that carries them; the transport in chained.h gives it gradients.
+// Codes of a bucket's gradients: block formats, users' codecs, top-k, thin matrices. A Coding has
+// the buffers and makes the chain of collectives that carries them; the transport in chained.h
+// gives it gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -56,24 +57,26 @@ class Coding {
   virtual bool has_flags() const = 0;
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor flag(int64_t index) const = 0;
-  // What is under way keeps its buffers; the next step gets others.
+  // Leaves its buffers to the work under way; the next step gets others.
   virtual void abandon() = 0;
 
   // Bytes that this rank hands to collectives, and that leave it, in one step.
   virtual int64_t bytes() const = 0;
   virtual int64_t sent_bytes(const comm::Chains& chains) const = 0;
-  // Those of them that leave this rank's node, where the form knows of nodes.
+  // The bytes among these that leave this rank's node, where the form knows of nodes.
   virtual int64_t between_nodes_bytes() const { return 0; }
-  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without. The coding's own
-  // memory, or a copy.
+  // The residual of the averages, fp32 in the flat buffer's order; undefined without. The coding's
+  // own memory, or a copy.
   virtual at::Tensor residual() const = 0;
-  // Takes the place of residual(), and may be its result, changed.
+  // Replaces residual(), and may be its result, changed.
   virtual void load_residual(const at::Tensor& flat) = 0;
   virtual int64_t residual_bytes() const = 0;
-  // What the next step's code of the gradient at element `offset` of the flat buffer starts with, where the format learns from
-  // step to step: the coding's own memory, equal on all ranks. Undefined where it does not.
+  // The start of the next step's code of the gradient at element `offset` of the flat buffer, where
+  // the format learns from step to step: the coding's own memory, equal on all ranks. Undefined
+  // where it does not learn.
   virtual at::Tensor factor(int64_t /*offset*/) const { return {}; }
-  // Takes its place; undefined, or of other sizes: it begins anew. Only where there is a factor.
+  // Replaces it; if `factor` is undefined or of other sizes, the code begins anew. Only where there
+  // is a factor.
   virtual void load_factor(int64_t /*offset*/, const at::Tensor& /*factor*/) {}
 };
 

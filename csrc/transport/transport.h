@@ -29,7 +29,7 @@ struct Packing {
   bool vote = false;          // this rank asks for a new plan
   bool missed = false;        // this rank had no gradient for some slot
   bool check_finite = false;  // for NaN and infinity
-  bool squares = false;       // somebody clips gradients by their norm
+  bool squares = false;       // the script clips gradients by their norm
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
   bool repeatable = false;  // after a death the survivors may average the step again
 };
@@ -38,8 +38,8 @@ struct Packing {
 constexpr const char* kResidual = "residual";
 constexpr const char* kFactor = "factor";
 
-// What parameters carry from step to step, fp32: by the name of the state, then by the parameter's index; undefined where
-// there is nothing.
+// State that parameters carry from step to step, fp32: by the name of the state, then by the
+// parameter's index; undefined where there is nothing.
 using States = std::map<std::string, std::vector<at::Tensor>>;
 
 // A collective that this rank joins only so that the others do not wait for it.
@@ -74,7 +74,7 @@ class Transport {
   // Drops what a step has left. `in_flight`: collectives may still write to the buffers, and keep them.
   virtual void abandon(bool in_flight) = 0;
   virtual Shadow shadow(uint64_t step) = 0;
-  // Whether it holds memory that its bucket had better give back before the end of the backward.
+  // Whether it holds memory that its bucket should free before the end of the backward.
   virtual bool ends_early() const { return false; }
 
   // Whether errors on the way between ranks are the user's own, and the gradients are averaged by him.
