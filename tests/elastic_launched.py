@@ -1,7 +1,7 @@
-"""What `python -m fastsync.elastic` starts in test_elastic_launcher.py: a rank that may die.
+"""Rank that `python -m fastsync.elastic` starts in test_elastic_launcher.py, and that may die.
 
 `python -m tests.elastic_launched STEPS VICTIM [HOW [FOLDER]]`: rank VICTIM kills itself in its
-third forward. If it comes back, the training ends three steps after that. What else HOW says:
+third forward. If it comes back, the training ends three steps after that. Values of HOW:
 
 * `last`: once rank VICTIM is back the others kill themselves, and it ends three steps later.
 * `joined`, `two`: the training ends three steps after a rank has joined, or two have.

@@ -71,7 +71,9 @@ def jobs():
 
 
 def in_matrix(value):
-    """What a job calls "between" or "loop" makes the others wait in the next forward."""
+    """Return the column of a place: "between" or "loop" makes the others wait
+    in the next forward.
+    """
     renamed = {"between": "forward", "loop": "forward", "groups": "wrap", "before": "wrap"}
     renamed |= {"arrived": "wrap", "unlinked": "wrap", "connect": "wrap"}
     renamed |= {"wrapped": "wrap"}

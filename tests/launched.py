@@ -90,5 +90,5 @@ def launched(folder, ranks, module, *arguments, **options):
 
 
 def leave_process_number(folder, rank):
-    """What each rank of a job does first."""
+    """Leave this process's number: the first act of each rank of a job."""
     (folder / f"process {rank}").write_text(str(os.getpid()))

@@ -14,12 +14,12 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def environment():
     """This process's environment with the checkout importable and without a rank's place."""
     kept = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    # Whoever asks for GPUs in another way cannot use them in processes that it forks.
+    # A script that asks for GPUs in another way cannot use them in processes that it forks.
     return kept | {"PYTHONPATH": str(ROOT), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def start(module, *arguments):
-    """Starts `python -m module arguments` in the checkout; its output is one text."""
+    """Start `python -m module arguments` in the checkout; its output is one text."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -79,10 +79,10 @@ def asked_for(request, parameter):
 
 
 def cases_asked_for(request, cases, parameter="case"):
-    """Those of the cases, by name, that a test of this run asks for."""
+    """Return the cases, by name, that a test of this run asks for."""
     return {name: cases[name] for name in asked_for(request, parameter) if name in cases}
 
 
 def run_module(module, *arguments, code=0):
-    """Runs `python -m module arguments` to its end and returns what it printed."""
+    """Run `python -m module arguments` to its end and return what it printed."""
     return finish(start(module, *arguments), code)

@@ -48,7 +48,7 @@ def with_store(rank, world, work):
 
 
 def tell(error):
-    """As where the script ends by it."""
+    """Report an error as where the script ends by it."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 

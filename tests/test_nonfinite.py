@@ -105,14 +105,16 @@ def test_an_error_names_parameter_and_rank_on_every_rank(zero):
 
 
 def refused(optimizer):
-    """Whose gradients a step is refused for, and which ranks gave them."""
+    """Return the parameters whose gradients a step is refused for, and which ranks gave them."""
     with pytest.raises(NonFiniteGradientError) as caught:
         optimizer.step()
     return caught.value.parameters, caught.value.ranks
 
 
 def whole_graph(rank, world):
-    """Infinity in the loss reaches all gradients; the one that comes first is named first."""
+    """Put infinity into the loss, which reaches all gradients; the one that comes first is named
+    first.
+    """
     model = FastDDP(net(), on_nonfinite="raise")
     optimizer = optim.SGD(model.parameters(), 0.1)
     for step in range(2):
@@ -132,7 +134,7 @@ def test_all_parameters_are_named_in_the_order_of_backward():
 
 
 def accumulated(rank, world, zero):
-    """NaN that comes in an earlier of several backwards of one step; then mended by hand."""
+    """Meet NaN in an earlier of several backwards of one step, then repair it by hand."""
     model = FastDDP(net(), on_nonfinite="raise", zero=zero)
     optimizer = optim.SGD(model.parameters(), 0.1)
     outcomes = []
@@ -359,7 +361,7 @@ def test_clipping_nothing_is_no_error():
 
 
 def frozen_since(rank, world):
-    """What was poisoned is frozen before the step, and the next plan lacks it."""
+    """Freeze a non-finite parameter before the step, so that the next plan lacks it."""
     model = FastDDP(net(), on_nonfinite="raise")
     optimizer = optim.SGD(model.parameters(), 0.1)
     weight = model.module[0].weight

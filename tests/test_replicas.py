@@ -136,7 +136,7 @@ def test_two_ranks_have_no_majority(repair):
 
 
 class Said(logging.Handler):
-    """What fastsync has logged."""
+    """Handler that keeps what fastsync has logged."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +270,9 @@ def test_a_step_that_one_rank_left_out_is_found():
 
 
 def digested(model):
-    """What the reducer digests in one pass, as the definition reads: one tensor after the other."""
+    """Return what the reducer digests in one pass, by the definition: one
+    tensor after the other.
+    """
     params = [p for p in model.module.parameters()]
     counts = model._engine.core.used_counts()
     planned = {index for bucket in model._engine.plan.buckets for index in bucket.params}
@@ -335,7 +337,7 @@ def test_python_is_called_where_ranks_differ_alone():
 
 
 class Branches(nn.Module):
-    """Of which ranks use different ones, and nobody one of them."""
+    """Branches of which ranks use different ones, and one that no rank uses."""
 
     def __init__(self):
         super().__init__()
@@ -349,7 +351,9 @@ class Branches(nn.Module):
 
 
 def lopsided(rank, world):
-    """What legitimately differs: gradients that nobody averages, sparse ones, other branches."""
+    """Make gradients differ legitimately: some are not averaged, some are
+    sparse, branches differ.
+    """
     model = FastDDP(Branches(), check_replicas=ReplicaPolicy(every=1), find_unused_parameters=True)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):

@@ -187,7 +187,7 @@ def one_step(rank, model, fails=()):
 
 
 def break_contract(rank, world, how):
-    """What each rank says of a script that does not keep to the contract."""
+    """Return what each rank says of a script that does not keep to the contract."""
     model = FastDDP(Net(), on_skip="average_others")
     optimizer = optimizer_of(model)
     one_step(rank, model)
@@ -244,7 +244,7 @@ def raise_another(rank, world):
     model = FastDDP(Net(), on_skip="average_others")
     with suppress(MemoryError), model.skipping(BadSample):
         raise MemoryError("not asked for")
-    model(batch(rank, 0)).backward()  # the step that nobody has made
+    model(batch(rank, 0)).backward()  # the step that no rank has made
     return model.sync_stats().steps
 
 

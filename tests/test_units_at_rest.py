@@ -1,4 +1,4 @@
-"""What a rank holds between two steps: its share of parameters, gradients and optimizer states."""
+"""Memory of a rank between two steps: its share of parameters, gradients and optimizer states."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ WAYS = {
 
 
 def held_bytes(tensors):
-    """Of storages, each counted once."""
+    """Return the bytes of storages, each counted once."""
     local = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
     storages = [t.untyped_storage() for t in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())

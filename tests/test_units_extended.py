@@ -220,7 +220,7 @@ def test_an_extension_may_come_after_fully_shard(meta, dim):
 
 
 def memory(rank, world):
-    """Of whole members: what lies in storages that the extension named."""
+    """Measure whole members: what lies in storages that the extension named."""
     model = apply(fully_shard, wrapped(net(), Coded))
     sizes = []
 

@@ -328,7 +328,7 @@ def test_a_step_dispatches_few_operations():
 
 
 def buffers(rank, world):
-    """What a unit was told before the first forward holds for the model, whose largest counts."""
+    """Set a unit's number of buffers before the first forward: the largest holds for the model."""
     model = apply(fully_shard, net())
     model.blocks[1].set_reduce_scatter_max_input_buffers(3)
     alike = apply(fully_shard, net())

@@ -1,4 +1,4 @@
-"""What error feedback keeps back: over restarts, new plans, freezing, other ranks and wires."""
+"""Residuals of error feedback: over restarts, new plans, freezing, other ranks and wires."""
 
 import io
 from itertools import pairwise

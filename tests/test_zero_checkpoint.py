@@ -204,7 +204,9 @@ class Outer(optim.Optimizer):
 
 
 def names_in_files(rank, world):
-    """Of a compiled module's optimizer, which a library wraps, and which gets a group later."""
+    """Return the names for a compiled module's optimizer, which a library wraps, and which gets a
+    group later.
+    """
     module = net()
     model = FastDDP(torch.compile(module, backend="eager"), zero=1)
     optimizer = optim.AdamW([module.line.weight, module.scale], 0.01)

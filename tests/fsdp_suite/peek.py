@@ -105,7 +105,7 @@ class _State:
 
 @contextlib.contextmanager
 def _patched_end(new: Callable[..., object]) -> Iterator[None]:
-    """Has another function run where a unit's backward ends."""
+    """Run another function where a unit's backward ends."""
     end: Any = _UnitEnd
     before = end.__dict__["backward"]
     end.backward = staticmethod(new)

@@ -1,4 +1,4 @@
-"""What the suite can put in place of torch's `fully_shard`."""
+"""Wrappers that the suite can put in place of torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WRAPPERS = {
 
 
 class Suite:
-    """What rewritten tests build with; counts how often they do."""
+    """Wrapper that rewritten tests build with; counts how often they do."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self.wrapper = wrapper
@@ -69,7 +69,7 @@ class Suite:
 
 
 class _FullyShard:
-    """That of the implementation under test."""
+    """`fully_shard` of the implementation under test."""
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite

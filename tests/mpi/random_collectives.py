@@ -36,7 +36,7 @@ GLOO_REDUCES = (*REALS, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def combined(tensors, name):
-    """What all ranks get, written out."""
+    """Return what all ranks should get."""
     combine, dtype = OPERATIONS[name][0], tensors[0].dtype
     total = tensors[0].float() if dtype in HALVES else tensors[0].clone()
     for tensor in tensors[1:]:

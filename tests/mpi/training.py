@@ -57,7 +57,7 @@ def gloo(ranks=None):
 
 
 def fast_ddp(rank, world, stages, wires, shared_memory):
-    """Which of FastDDP's stages and wires give other weights than over Gloo."""
+    """Return the stages and wires of FastDDP that give other weights than over Gloo."""
     theirs, wrong = gloo(), []
     for stage in stages:
         for wire in wires:

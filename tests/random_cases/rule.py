@@ -65,14 +65,14 @@ def _untouched(wrapped, index, found):
 
 
 def _sum_bound(wrapped, param):
-    """As a share of the magnitudes of what was added up, which may cancel out."""
+    """Return the bound, relative to the magnitudes of what was added up, which may cancel out."""
     real = param.dtype.to_real() if param.is_complex() else param.dtype
     mixed = wrapped.drawn.mixed
     return 8 * max(torch.finfo(mixed.param_dtype if mixed else real).eps, torch.finfo(real).eps)
 
 
 def snapshot(wrapped, residuals=None):
-    """What this rank has after a backward, as one fp64 tensor; forgets what it used."""
+    """Return what this rank has after a backward, as one fp64 tensor; forget what it used."""
     residuals = residuals_of(wrapped) if residuals is None else residuals
     parts = []
     for index, (ours, theirs) in enumerate(wrapped.twins.params):
@@ -101,27 +101,27 @@ def width(wrapped):
 
 
 def total_norm(wrapped):
-    """Of the copy's gradients, which are those of the model after `adopt`."""
+    """Return the norm of the copy's gradients, which are those of the model after `adopt`."""
     grads = [theirs.grad for _, theirs in wrapped.twins.params if theirs.grad is not None]
     return math.sqrt(sum(_real(grad).square().sum().item() for grad in grads))
 
 
 def adopt(wrapped):
-    """The copies continue from what the engine computed."""
+    """Let the copies continue from what the engine computed."""
     for ours, theirs in wrapped.twins.params:
         theirs.grad = None if ours.grad is None else seen(ours.grad).detach().clone()
     wrapped.twins.begin_sums()
 
 
 def gathered(wrapped, mine):
-    """Everybody's `mine`, [world, numel]."""
+    """Return `mine` of all ranks, [world, numel]."""
     everyones = [torch.empty_like(mine) for _ in range(wrapped.seat.world)]
     dist.all_gather(everyones, mine, group=wrapped.seat.judges)
     return torch.stack(everyones)
 
 
 def check(wrapped):
-    """After a synchronised backward. Collective."""
+    """Check the averages after a synchronised backward. Collective."""
     residuals = residuals_of(wrapped)
     rows = gathered(wrapped, snapshot(wrapped, residuals))
     verify(wrapped, rows, wrapped.seat.world, residuals.keys())
@@ -164,7 +164,7 @@ def verify(wrapped, rows, divisor, kept=()):
 
 
 class _Parameter:
-    """What arrived for one parameter."""
+    """Check of what arrived for one parameter."""
 
     def __init__(self, wrapped, index, param, divisor, where):
         self.wrapped, self.index, self.param, self.where = wrapped, index, param, where
@@ -219,7 +219,7 @@ class _Parameter:
             self._nothing_lost(missing.where(finite, 0.0), grads, owed, before)
 
     def _finite(self, got, values):
-        """Where the average is finite, and what it travelled as can hold it."""
+        """Check that the average is finite where the sum is, and its format can hold it."""
         finite = sum(values).isfinite()
         assert not bool(got[~finite].isfinite().any()), (
             f"{self.where}: infinite, yet arrived finite"

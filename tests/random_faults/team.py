@@ -28,12 +28,12 @@ SIGNALS = {
 
 @dataclass
 class Tally:
-    """What has been run.
+    """Record of the schedules that have been run.
 
     Attributes:
         numbers: schedules that have passed.
-        waits: by fault the seconds until survivors had their error.
-        wrong: by the number of a schedule that has failed, what was wrong.
+        waits: seconds until survivors had their error, by fault.
+        wrong: what was wrong, by the number of a schedule that has failed.
     """
 
     numbers: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Tally:
 
     @classmethod
     def read(cls, path):
-        """What `write` has kept; empty where there is no such file."""
+        """Return what `write` has kept; empty where there is no such file."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def write(self, path):
@@ -107,7 +107,7 @@ class Job:
         return [json.loads(line) for line in text.splitlines()]
 
     def wait(self):
-        """Until all have ended, or have had their time. Returns those that had to be killed."""
+        """Wait until all have ended, or have had their time. Return those that had to be killed."""
         left, deadline, began = dict(self.children), time.monotonic() + LIMIT, None
         while left and time.monotonic() < deadline:
             left = {rank: pid for rank, pid in left.items() if not os.waitpid(pid, os.WNOHANG)[0]}
@@ -217,11 +217,13 @@ class Runner:
         return self._sound[name]
 
     def _printed(self, name):
-        """What the ranks of a training have printed."""
+        """Return what the ranks of a training have printed."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{name}-?.txt")))
 
     def _wrong_end(self, schedule, job, rank, lines):
-        """Of a rank that lives on: it finishes, or names the one that does not."""
+        """Return what is wrong with the end of a live rank: it finishes, or names the one that does
+        not.
+        """
         ends = [line for line in lines if "end" in line]
         if not ends:
             return [f"rank {rank} ended without a word"]

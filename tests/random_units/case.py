@@ -34,12 +34,12 @@ def members_of(module):
 
 
 def half(grad):
-    """What a script's hook makes of a gradient."""
+    """Halve a gradient, in a hook of the script."""
     return grad * 0.5
 
 
 def whole(tensor):
-    """All of a DTensor. Collective where ranks share it."""
+    """Return all of a DTensor. Collective where ranks share it."""
     found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()
 
@@ -209,7 +209,7 @@ class UnitCase:
             self.before[name] = None if grad is None or to_none else torch.zeros_like(grad)
 
     def losses(self, fault=None):
-        """Of the model and of its copy, which sits a fault out."""
+        """Return the losses of the model and of its copy, which sits a fault out."""
         numbers = [part.number for part in modules_of(self.model)]
         # What is computed again gathers when the first of its weights is needed, in an order that
         # ranks have in common if they need the same ones.

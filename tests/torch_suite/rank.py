@@ -67,7 +67,7 @@ def run_rank(tests: Tests, name: str, rank: int, folder: Path) -> None:
 
 
 def prepare(rank: int, folder: Path) -> None:
-    """What a forked process does before it is a rank."""
+    """Prepare a forked process before it is a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     _redirect(folder / f"output-{rank}")
     os.environ.update(TEMP_DIR=str(folder), MASTER_ADDR="127.0.0.1", RANK=str(rank))

@@ -1,4 +1,4 @@
-"""What a suite's command prints."""
+"""Report that a suite's command prints."""
 
 from __future__ import annotations
 

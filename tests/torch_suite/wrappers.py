@@ -86,13 +86,13 @@ WRAPPERS: dict[str, type[DistributedDataParallel]] = {
 
 
 class Suite:
-    """What rewritten tests see; counts how often they build the class under test."""
+    """Class that rewritten tests see; counts how often they build the class under test."""
 
     def __init__(self, wrapper: type[DistributedDataParallel]) -> None:
         self.wrapper = wrapper
         self.built = 0
 
     def build(self, *args: Any, **kwargs: Any) -> DistributedDataParallel:
-        """An instance of the class under test."""
+        """Return an instance of the class under test."""
         self.built += 1
         return self.wrapper(*args, **kwargs)
