@@ -185,7 +185,7 @@ class FastDDP(ReturningFront):
         self._complete(mixed_precision, forward_sync_buffers)
 
     def _complete(self, mixed_precision: object, forward_sync_buffers: bool | None) -> None:
-        """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
+        """Let the engine cast parameters and gradients; torch's front casts the inputs."""
         if forward_sync_buffers is not None:
             self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
         self.mixed_precision = mixed_precision
@@ -247,7 +247,7 @@ class FastDDP(ReturningFront):
             return super()._run_ddp_forward(*inputs, **kwargs)
 
     def _sync_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, unless no forward can have changed any; always in a join."""
+        """Broadcast rank 0's buffers, unless no forward can have changed any; always in a join."""
         watch = self._buffer_watch
         usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
         if not usual or (watch.stale and self.process_group.size() > 1):
@@ -295,10 +295,10 @@ class FastDDP(ReturningFront):
         self._engine.shadow_step()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Nothing to do: used flags travel inside the buckets."""
+        """Do nothing: used flags travel inside the buckets."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Reduces each bucket with `hook(state, bucket)` instead of averaging it.
+        """Reduce each bucket with `hook(state, bucket)` instead of averaging it.
 
         As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
         has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
@@ -322,7 +322,7 @@ class FastDDP(ReturningFront):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is `max_norm` at most.
+        """Scale all gradients so that their total norm is `max_norm` at most.
 
         As `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)`, for less: where it can be,
         squares are summed up with the averages. With `zero` it is collective.
@@ -382,7 +382,7 @@ class FastDDP(ReturningFront):
         return checkpoint.capture(self._engine)
 
     def load_sync_state_dict(self, state: checkpoint.State | Sequence[checkpoint.State]) -> None:
-        """Resumes where `sync_state_dict()` was called.
+        """Resume where `sync_state_dict()` was called.
 
         Collective: every rank calls it, before a forward. After a restart with as many ranks, each
         passes its own state, and the training continues with the same bits. After a change of
@@ -408,7 +408,7 @@ class FastDDP(ReturningFront):
         return cast(FrontReducer, self.reducer).optimizers(self.module).capture(optimizer)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
-        """Resumes from what `optimizer_state_dict()` returned, once it has been loaded.
+        """Resume from what `optimizer_state_dict()` returned, once it has been loaded.
 
         Or from what `optimizer.state_dict()` returned, on every rank. Collective.
 

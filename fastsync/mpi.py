@@ -128,7 +128,7 @@ class _Job:
         self._arrived = not requests
 
     def poll(self) -> bool:
-        """Whether something has happened."""
+        """Return whether something has happened."""
         try:
             if self.group.broken:
                 raise RuntimeError(f"an earlier operation of the group failed: {self.group.broken}")
@@ -159,7 +159,7 @@ class _Job:
         return True
 
     def fail(self, text: str) -> None:
-        """Fails this operation, and whatever its group is asked for from now on."""
+        """Fail this operation, and whatever its group is asked for from now on."""
         self.over, self.group.broken = True, self.group.broken or text
         self.group.stuck.append(self)
         self.work.end(f"rank {self.group.rank} of {self.group.size}: {text}")
@@ -250,7 +250,7 @@ class _Group:
             _progress.add(job)
 
     def message(self, how: How, name: str, peer: int, tag: int, tensor: Tensor) -> None:
-        """Begins to send or receive one; a peer of -1 is any."""
+        """Begin to send or receive one; a peer of -1 is any."""
         awaits = self._members[peer : peer + 1] if peer >= 0 else ()
         steps = getattr(self, name)(how[0], peer, tag % self._tags, tensor)
         with self._lock, torch.no_grad():

@@ -51,7 +51,7 @@ def configured(
 
 
 def is_replaced() -> bool:
-    """Whether `replace_ddp` has been called in this process."""
+    """Return whether `replace_ddp` has been called in this process."""
     return "__new__" in vars(DistributedDataParallel)
 
 
@@ -99,7 +99,7 @@ def _describe(module: nn.Module, where: str, options: dict[str, Any]) -> str:
 
 
 def replace_where_asked() -> None:
-    """Does what the environment variable FASTSYNC_REPLACE_DDP asks for, here and in children."""
+    """Do what the environment variable FASTSYNC_REPLACE_DDP asks for, here and in children."""
     options = Env.read().replace_ddp
     if options is not None and not is_replaced():
         replace_ddp(**options)

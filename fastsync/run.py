@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`; ends as the program ends."""
+    """Run the command line `argv`; end as the program ends."""
     parser = _parser()
     asked = parser.parse_args(argv)
     text = ",".join(asked.options)

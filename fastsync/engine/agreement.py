@@ -36,7 +36,7 @@ class PlanFacts:
 
 
 def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.device) -> PlanFacts:
-    """Collective. What any rank trains, rank 0's order, and the network.
+    """Agree on what any rank trains, rank 0's order, and the network. Collective.
 
     Its rate is that of the rank that saw the highest: ranks that sent early waited for others. Its
     latency is what rank 0 says or, where a rate is known but no latency, what it measures now.
@@ -62,7 +62,7 @@ def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.devic
 def slowest(
     mine: Sequence[float], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, ...]:
-    """Collective. Each of these numbers as it is on the rank where it is largest."""
+    """Return each of these numbers from the rank where it is largest. Collective."""
     row = torch.tensor(mine, dtype=torch.float64, device=_spoken(device, group))
     everyones = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     _all_gather(everyones, row, group)

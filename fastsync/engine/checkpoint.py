@@ -78,7 +78,7 @@ def capture(engine: Engine) -> dict[str, Any]:
 
 
 def restore(engine: Engine, states: State | Sequence[State]) -> None:
-    """Collective. See `FastDDP.load_sync_state_dict`."""
+    """Load a state; see `FastDDP.load_sync_state_dict`. Collective."""
     group = engine.group
     rank, world = group.rank(), dist.get_world_size(group)
     device = engine.params[0].tensor.device
@@ -198,7 +198,7 @@ def _sum(name: str, states: Sequence[State], like: torch.Tensor) -> torch.Tensor
 
 
 def check_fit(share: Share, engine: Engine) -> None:
-    """Whether the model keeps residuals of just these parameters, and no factors of others.
+    """Return whether the model keeps residuals of just these parameters, and no factors of others.
 
     Raises:
         ValueError: it does not; names a parameter.

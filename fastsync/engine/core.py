@@ -116,7 +116,7 @@ class Sender:
 
 
 def load(devices: Iterable[torch.device] = ()) -> None:
-    """Loads the extension, which may have to be compiled first.
+    """Load the extension, which may have to be compiled first.
 
     Raises:
         BuildError: it has to be compiled and cannot be, or its kernels cannot run on one of
@@ -129,7 +129,7 @@ def load(devices: Iterable[torch.device] = ()) -> None:
 
 
 def device_problem(device: torch.device) -> str:
-    """Why the kernels cannot run on `device`, with the remedy; empty where they can."""
+    """Return why the kernels cannot run on `device`, with the remedy; empty where they can."""
     return _C.device_problem(str(device))
 
 
@@ -185,7 +185,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 def encode(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
 ) -> None:
-    """Writes the code of tensors to `payload`, each element rounded to the nearest.
+    """Write the code of tensors to `payload`, each element rounded to the nearest.
 
     Args:
         tensors: of fp32 or 16 bits, dense.
@@ -199,7 +199,7 @@ def encode(
 def decode(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
 ) -> None:
-    """Writes to tensors what `payload` stands for; see `encode`. Every rank gets the same bits."""
+    """Write to tensors what `payload` stands for; see `encode`. Every rank gets the same bits."""
     _C.decode(tensors, offsets, payload, plan)
 
 
@@ -334,7 +334,7 @@ def make_unit_layout(
 
 
 def process_has_ended(process: int) -> bool:
-    """Whether a process of this machine has, or is about to."""
+    """Return whether a process of this machine has ended, or is about to."""
     return _C.process_has_ended(process)
 
 
@@ -359,7 +359,7 @@ def make_watch(
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:
-    """Sends a few bytes as coded buckets will be sent. Collective.
+    """Send a few bytes as coded buckets will be sent. Collective.
 
     Raises:
         ValueError: the backend cannot.

@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def params(self) -> Sequence[NamedParam]:
-        """Every parameter, in the order that indices refer to."""
+        """Return every parameter, in the order that indices refer to."""
         return self._params
 
     @property
@@ -123,7 +123,7 @@ class Engine:
         return self._group
 
     def before_forward(self) -> bool:
-        """Prepares a forward whose backward will synchronise.
+        """Prepare a forward whose backward will synchronise.
 
         Returns:
             Whether there is another plan than before the last one.
@@ -170,7 +170,7 @@ class Engine:
             self.during(self._regroup)
 
     def before_local_forward(self) -> None:
-        """Prepares a forward whose backward will only accumulate; ranks may differ in their number.
+        """Prepare a forward whose backward will only accumulate; ranks may differ in their number.
 
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
@@ -181,7 +181,7 @@ class Engine:
             self.core.prepare_local_forward()
 
     def _is_captured(self) -> bool:
-        """Whether this step becomes part of a CUDA graph."""
+        """Return whether this step becomes part of a CUDA graph."""
         on_gpu = any(p.tensor.is_cuda for p in self._params[:1])
         return on_gpu and torch.cuda.is_current_stream_capturing()
 
@@ -198,11 +198,11 @@ class Engine:
             self.precision.end_forward()
 
     def after_forward(self, outputs: Iterable[torch.Tensor], sync: bool = True) -> None:
-        """Makes the backward of `outputs` synchronise gradients, or only accumulate them."""
+        """Make the backward of `outputs` synchronise gradients, or only accumulate them."""
         self.core.prepare_backward([t for t in outputs if t.requires_grad], sync)
 
     def shadow_step(self) -> None:
-        """Takes part in one step of the other ranks, without gradients of its own."""
+        """Take part in one step of the other ranks, without gradients of its own."""
         if self.on_step is not None:
             self.on_step(self.core)
         self.core.shadow_step()
@@ -231,7 +231,7 @@ class Engine:
         return [[self._params[i].tensor for i in group] for group in groups if group]
 
     def use_group(self, group: dist.ProcessGroup, agreed: bool = True) -> None:
-        """Averages over another process group from now on. Collective.
+        """Average over another process group from now on. Collective.
 
         Args:
             agreed: all ranks have the same plan now.
@@ -278,7 +278,9 @@ class Engine:
             self.core.drop_parked(name, gone)
 
     def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of what parameters carry, by the name of the state and of the parameter."""
+        """Return the shapes of what parameters carry, by the name of the state and of the
+        parameter.
+        """
         return {"residual": self._feedback_shapes(), "factor": self._factor_shapes()}
 
     def _feedback_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -298,14 +300,16 @@ class Engine:
         return Carried.of(self.core, [param.name for param in self._params])
 
     def next_order(self) -> list[int]:
-        """The order that the buckets of the next step will follow, as far as this rank knows."""
+        """Return the order that the buckets of the next step will follow, as far as this rank
+        knows.
+        """
         ready = self.core.ready_order()
         if self._order_is_known or not ready:
             return self._order()
         return settled_order(ready, self.graphs)
 
     def measured(self) -> Network:
-        """How fast this rank saw buckets travel in the first step of training.
+        """Return how fast this rank saw buckets travel in the first step of training.
 
         Unknown before, and where the user wants runs to repeat bit for bit: sums depend on how
         buckets are cut.
@@ -315,7 +319,7 @@ class Engine:
         return Network(rate, self.network.latency)
 
     def resume(self, progress: Progress, carried: Carried, follows: bool = False) -> None:
-        """Resumes where a training was left. Collective: rank 0's order decides.
+        """Resume where a training was left. Collective: rank 0's order decides.
 
         Args:
             follows: this rank is about to join others, who go on by plans in this order.
@@ -338,7 +342,7 @@ class Engine:
         return [*planned, *(i for i in trained if i not in later)]
 
     def _complete(self, order: Sequence[int]) -> list[int]:
-        """`order`, then the parameters that it lacks."""
+        """Return `order`, then the parameters that it lacks."""
         seen = set(order)
         return [*order, *(i for i in reversed(range(len(self._params))) if i not in seen)]
 
@@ -378,7 +382,7 @@ class Engine:
         return self.core.steps() < self.policy.wire.warmup_steps
 
     def _install(self, order: Sequence[int], keep: bool = False) -> None:
-        """Makes a plan and hands it to the reducer. Collective where chains carry buckets.
+        """Make a plan and hand it to the reducer. Collective where chains carry buckets.
 
         Args:
             keep: the plan that it replaces will be wanted again.
@@ -405,7 +409,9 @@ class Engine:
         return replace(spec, shard=shard)
 
     def _regroup(self) -> None:
-        """Collective. Others are trained than are planned: takes a recent plan or a new one."""
+        """Take a recent plan or make a new one: other parameters are trained than are planned.
+        Collective.
+        """
         trained = self._trained()
         number = self._recent.get(trained, 0)
         known = number if self.core.keeps_plan(number) else 0
@@ -437,11 +443,11 @@ class Engine:
             self._replan()
 
     def _replan(self, keep: bool = False) -> None:
-        """Collective. Rank 0's ready order decides."""
+        """Make a plan by rank 0's ready order. Collective."""
         self._follow(settled_order(self.core.ready_order(), self.graphs), keep)
 
     def _follow(self, ready: Sequence[int], keep: bool = False) -> None:
-        """Collective. Plans in rank 0's `ready` order what any rank trains."""
+        """Plan what any rank trains, in rank 0's `ready` order. Collective."""
         trained, order = self._agreed(ready)
         before = self.plan
         self._install([i for i in self._complete(order) if trained[i]], keep)

@@ -117,7 +117,7 @@ class _Endings:
             time.sleep(0.001)
 
     def abandon(self) -> None:
-        """This process was forked from the one that has the threads."""
+        """Forget the threads: this process was forked from the one that has them."""
         self._running.clear()
 
 
@@ -183,7 +183,7 @@ def new_part(
 
 @cache
 def _made() -> weakref.WeakKeyDictionary[dist.ProcessGroup, int]:
-    """How many groups have been made beside each, the same number on all of its ranks."""
+    """Return how many groups have been made beside each, the same number on all of its ranks."""
     return weakref.WeakKeyDictionary()
 
 

@@ -41,7 +41,7 @@ class _Spec:
 
 
 def give(make: Callable[[], Any], group: dist.ProcessGroup, to: int) -> None:
-    """Sends what `make` returns, or why it cannot, to rank `to` of `group`, which receives.
+    """Send what `make` returns, or why it cannot, to rank `to` of `group`, which receives.
 
     Raises:
         SyncFault: a rank has ended.

@@ -102,7 +102,7 @@ def _why_not(offers: Sequence[_Offer]) -> str:
 
 
 def _connect(memory: core.SharedMemory, offers: Sequence[_Offer], group: dist.ProcessGroup) -> str:
-    """Why it could not be done; empty if it was."""
+    """Connect with the memory of the others. Return why that failed; empty if it did not."""
     timeout = group_timeout(group)
     seconds = _TIMEOUT if timeout is None else timeout.total_seconds()
     addresses = [offer.address for offer in offers if offer.address is not None]

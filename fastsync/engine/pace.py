@@ -121,7 +121,7 @@ class Pace:
 
 
 def pace_of(steps: int, earliest: Sequence[PaceRecord], ranks: int) -> Pace:
-    """Judges a window.
+    """Judge a window.
 
     Ranks are slow where a gap divides their waiting from that of the rest, and they are half of all
     at most. Ranks that wait alike have no gap: all are slow, or the network is.
@@ -164,7 +164,7 @@ class PaceWarning:
         self._next = 0
 
     def look_at(self, pace: Pace | None) -> None:
-        """Logs a warning where one is due."""
+        """Log a warning where one is due."""
         slow = None if pace is None else pace.slow
         if pace is None or slow is None or pace.steps < self._next:
             return

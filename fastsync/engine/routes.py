@@ -50,7 +50,7 @@ class Routes:
         self.memory: core.SharedMemory | None = None
 
     def use_group(self, group: dist.ProcessGroup, policy: SyncPolicy) -> None:
-        """Collective. Between the ranks of `group` from now on."""
+        """Use the ranks of `group` from now on. Collective."""
         if policy.elastic is not None:
             for link in self._all_links():
                 keep_for_good(link)  # ranks may have died in what travels over it
@@ -104,7 +104,9 @@ class Routes:
         return chain.from_iterable(self._links.values())
 
     def flags_group(self, policy: SyncPolicy) -> str:
-        """Collective. The name of a process group for used flags; empty where none is needed."""
+        """Return the name of a process group for used flags; empty where none is needed.
+        Collective.
+        """
         told = policy.static_graph or policy.fail_on_unused
         alone = self._group.size() == 1
         if told or alone or self.memory is not None or self._device.type != "cpu":

@@ -94,7 +94,7 @@ class Shares:
         }
 
     def connect(self) -> None:
-        """Regions may travel. Collective the first time."""
+        """Prepare to send regions. Collective the first time."""
         if self._links is None and self._memory is None:
             on_cpu = self._device.type == "cpu"
             group = self._group

@@ -16,13 +16,13 @@ __all__ = ["Sizing", "Tuner"]
 
 
 class Tuner(Protocol):
-    """Tries other sizes. Must not keep the engine alive, which holds it."""
+    """Tuner that tries other sizes. It must not keep the engine alive, which holds it."""
 
     def after_step(self) -> None:
-        """At the end of every step from the second plan on, on all ranks."""
+        """Try sizes at the end of every step from the second plan on, on all ranks."""
 
     def interrupted(self, why: str) -> None:
-        """Something came in between: it will not be called again."""
+        """End the trial: something came in between, and it will not be called again."""
 
 
 class Sizing:

@@ -70,7 +70,7 @@ class StepWatcher:
         return False
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Called after every hook that the script has registered to run before the step.
+        """Replace a step, after every hook that the script registered to run before it.
 
         Args:
             args: perhaps with another watcher's stand-in.
@@ -81,11 +81,13 @@ class StepWatcher:
         return None
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Called before every hook that the script has registered to run after the step."""
+        """End a step, before every hook that the script registered to run after it."""
 
     def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
-        """Called where a stand-in's `step` calls that of its base class, for which torch calls
-        these hooks of the script once more, before `end_step`."""
+        """Handle a stand-in's call of its base class's `step`.
+
+        torch then calls these hooks of the script once more, before `end_step`.
+        """
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The step has been made, or what stood in for it."""
@@ -162,7 +164,7 @@ def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
 
 
 def with_loss(args: Arguments) -> Arguments:
-    """Calls a closure now: it computes gradients, which are to be seen before the step."""
+    """Call a closure now: it computes gradients, which are to be seen before the step."""
     if len(args) < 2 or not callable(args[1]):
         return args
     with torch.enable_grad():

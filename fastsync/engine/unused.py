@@ -27,7 +27,7 @@ class NamedParam:
 
 
 class UnusedParams:
-    """Warns of them once; and sees where they have been replaced.
+    """Warner about unused parameters, once; it also notices where they have been replaced.
 
     Args:
         params: those that were wrapped.
@@ -45,7 +45,7 @@ class UnusedParams:
         self._warn = warn
 
     def look_at(self, names: Sequence[str]) -> None:
-        """Says what there is to say of parameters that got no gradient, some for the first time.
+        """Report parameters that got no gradient, some for the first time.
 
         Raises:
             RuntimeError: they are not the module's any more.

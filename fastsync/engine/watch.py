@@ -194,7 +194,7 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
 
 
 def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContextManager[None]:
-    """Turns an error of a backend into one that names the ranks that have ended, if any have.
+    """Turn an error of a backend into one that names the ranks that have ended, if any have.
 
     Args:
         place: what this rank is in, as it should read in the error.

@@ -86,7 +86,7 @@ class AddedParameterGuard(StepWatcher):
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Raises where the step would be one on gradients of this rank alone.
+        """Raise where the step would be one on gradients of this rank alone.
 
         Raises:
             RuntimeError: it would; names the parameters. On every rank whose script is the same.

@@ -92,7 +92,7 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Return how many ranks train."""
         return len(self.ranks)
 
 
@@ -135,7 +135,8 @@ class Elastic:
         self._see(group, ranks)
 
     def meet(self, steps: int, complete: bool, error: str) -> int:
-        """Called by the reducer when it waits in vain. Collective of those that are left.
+        """Rebuild after a death, when the reducer waits in vain. Collective of the ranks that are
+        left.
 
         Returns:
             A verdict.
@@ -148,7 +149,7 @@ class Elastic:
         return self._meet(Standing(steps, complete))
 
     def rebuild(self) -> None:
-        """Called by the reducer between two steps. Collective of those that are left.
+        """Rebuild after a death between two steps. Collective of the ranks that are left.
 
         Raises:
             SyncFault: the training cannot go on.
@@ -156,7 +157,7 @@ class Elastic:
         self._rebuild(between=False)
 
     def admit(self) -> None:
-        """Takes in ranks that have come back, between two steps. Collective.
+        """Admit ranks that have come back, between two steps. Collective.
 
         Raises:
             SyncFault: the training cannot go on.
@@ -166,7 +167,9 @@ class Elastic:
             self._rebuild(between=True)
 
     def join(self, epoch: int) -> bool:
-        """Whether this rank, which has come back, is a member of the epoch that it was told."""
+        """Return whether this rank, which has come back, is a member of the
+        epoch that it was told.
+        """
         self._epoch, self._decision = epoch, self.place.decided(epoch)
         return self._is_rebuilt()
 
@@ -261,7 +264,9 @@ class Elastic:
         return "; ".join(f"rank {rank} {gone.get(rank, 'has ended')}" for rank in lost)
 
     def _is_rebuilt(self) -> bool:
-        """Whether the survivors average among themselves; not, where another has died meanwhile."""
+        """Return whether the survivors average among themselves; not, where another has died
+        meanwhile.
+        """
         ranks, back = self._decided.ranks, dict(self._decided.newcomers)
         for _, seen in self._watches:  # how those ended before is over
             for place in [place for place, rank in seen.items() if rank in back]:
@@ -293,7 +298,7 @@ class Elastic:
         return True
 
     def _check_shares(self) -> None:
-        """Raises a `SyncFault` where a share of an optimizer's state has died with its ranks."""
+        """Raise a `SyncFault` where a share of an optimizer's state has died with its ranks."""
         if self._neighbours is None or not self._neighbours.lost:
             return
         owner, holder = self._neighbours.lost[0]
@@ -367,7 +372,7 @@ class Elastic:
 
 
 def _refuse(reducer: Reducer) -> None:
-    """Before a forward of a rank that comes back or joins, and is alone."""
+    """Refuse a forward of a rank that comes back or joins, and is alone."""
     raise RuntimeError(
         "this rank was started while others train, and does not know what they do: "
         "call model.catch_up(optimizer) before the first step, on every rank"
@@ -404,7 +409,7 @@ class ElasticFront(SkippingFront):
             self._become_elastic(engine, engine.policy.elastic)
 
     def _become_elastic(self, engine: Engine, policy: ElasticPolicy) -> None:
-        """Once all else is there. What cannot be survived is refused.
+        """Make the model elastic once all else is there; refuse what cannot be survived.
 
         Raises:
             ValueError: on every rank alike.

@@ -143,7 +143,7 @@ class StepLogger:
         return self._iteration
 
     def before_forward(self) -> None:
-        """Logs the step that has just ended, if it is one to log, and counts the next."""
+        """Log the step that has just ended, if it is one to log, and count the next."""
         iteration = self._iteration
         self._iteration += 1
         if iteration == 0 or (iteration > _EAGER_ITERATIONS and iteration % self.rate):

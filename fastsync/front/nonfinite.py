@@ -74,11 +74,11 @@ class NonFiniteGuard(StepWatcher):
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether it steps on parameters of the engine."""
+        """Return whether it steps on parameters of the engine."""
         return any(id(p) in self._index_of for p in params_of(optimizer))
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Replaces the optimizer by one without parameters where the step is to be skipped.
+        """Replace the optimizer by one without parameters where the step is to be skipped.
 
         Raises:
             NonFiniteGradientError: where it is to be an error.

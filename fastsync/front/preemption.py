@@ -32,7 +32,7 @@ __all__ = ["PreemptedFront", "check_preemption"]
 def check_preemption(
     wanted: PreemptionPolicy | None, policy: SyncPolicy, group: dist.ProcessGroup
 ) -> None:
-    """Whether the ranks of `group` can save together.
+    """Return whether the ranks of `group` can save together.
 
     Raises:
         ValueError: they cannot.
@@ -111,13 +111,13 @@ class PreemptedFront(RecordedFront):
     _places: _Places | None = None
 
     def _expect_preemption(self) -> None:
-        """Once all else is there."""
+        """Prepare for a preemption, once all else is there."""
         if self._saves is not None:
             params = cast(Callable[[], Iterable[torch.Tensor]], cast(Any, self).parameters)
             self._places = _Places(self._saves, self.process_group, params())
 
     def _come_between_steps(self) -> None:
-        """Before each forward."""
+        """Pass the place between steps, before each forward."""
         if self._places is None:
             return
         if cast(Any, self)._join_config.enable:

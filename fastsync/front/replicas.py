@@ -168,7 +168,7 @@ class ReplicaGuard(StepWatcher):
         )
 
     def _repair(self, finding: _Finding) -> None:
-        """Collective. Every rank has what the majority had, and its optimizers' state."""
+        """Copy what the majority has, and its optimizers' state, to every rank. Collective."""
         group, tensor = self._engine.group, finding.tensor
         assert tensor is not None and finding.source is not None
         flat = tensor.detach().resolve_conj().resolve_neg().clone().reshape(-1).contiguous()
@@ -197,7 +197,7 @@ class ReplicaGuard(StepWatcher):
                 _take_over(mine, theirs)
 
     def _say(self, findings: Sequence[_Finding], step: int) -> None:
-        """On rank 0, and on those that were repaired."""
+        """Report the repair on rank 0, and on the ranks that were repaired."""
         rank = self._engine.group.rank()
         for finding in findings:
             if rank == 0 or rank in finding.wrong:

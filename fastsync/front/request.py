@@ -61,7 +61,7 @@ class Request:
         timeline: Callable[[], TimelinePolicy | None],
         extras: Callable[[], tuple[TunePolicy | None, PreemptionPolicy | None]],
     ) -> Settled:
-        """Checks the arguments and agrees on them with all ranks."""
+        """Check the arguments and agree on them with all ranks."""
 
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
@@ -357,7 +357,7 @@ class Request:
 
 
 def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:
-    """Every parameter once, under its first name, frozen ones included."""
+    """Return every parameter once, under its first name, frozen ones included."""
     sparse = {
         id(parameter)
         for child in module.modules()
@@ -372,7 +372,7 @@ def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam
 
 
 def check_join(policy: SyncPolicy, joins: bool) -> None:
-    """Whether ranks may run out of inputs at different steps, as they do in a join.
+    """Return whether ranks may run out of inputs at different steps, as they do in a join.
 
     Raises:
         ValueError: not under this policy.
@@ -407,7 +407,7 @@ def check_join(policy: SyncPolicy, joins: bool) -> None:
 
 
 def check_hook(policy: SyncPolicy, tuned: TunePolicy | None) -> None:
-    """Whether a communication hook may reduce the buckets.
+    """Return whether a communication hook may reduce the buckets.
 
     Raises:
         ValueError: not under this policy.

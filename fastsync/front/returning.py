@@ -84,7 +84,7 @@ class _Training:
 
 
 class Returns(StepWatcher):
-    """How ranks come back to the training of one model, on a rank that is in it or comes back.
+    """Return of ranks to the training of one model, on a rank that is in it or comes back.
 
     Args:
         module: that was wrapped.
@@ -154,7 +154,9 @@ class Returns(StepWatcher):
         return joined
 
     def before_forward(self) -> None:
-        """Before each forward that is to synchronise. Takes in who waits, if all were called."""
+        """Look for ranks before a forward that is to synchronise, and admit them if all were
+        called.
+        """
         elastic, steps = self._elastic, self._engine.core.steps()
         try:
             # Called before the step that has just ended, so that all of its ranks find the call.
@@ -194,7 +196,8 @@ class Returns(StepWatcher):
         return Statement(said, params)
 
     def _hand_over(self, group: dist.ProcessGroup, decision: Decision) -> None:
-        """Called on all ranks that are about to make `group`, once they have it.
+        """Exchange state with newcomers, on all ranks that are about to make `group`, once they
+        have it.
 
         Raises:
             RuntimeError: it does not succeed on every rank.
@@ -227,7 +230,9 @@ class Returns(StepWatcher):
         }
 
     def _take(self, given: dict[str, Any]) -> None:
-        """All of it, or an error of this rank's own, which the others learn as its end."""
+        """Take all of it, or raise an error of this rank alone, which the
+        others learn as its end.
+        """
         engine = self._engine
         with torch.no_grad():
             for param, trained in zip(engine.params, given["trained"], strict=True):

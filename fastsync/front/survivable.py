@@ -19,7 +19,7 @@ __all__ = ["check_on_gpus", "unfit"]
 
 
 def check_on_gpus(policy: SyncPolicy, params: Iterable[NamedParam]) -> None:
-    """Whether ranks may die where these parameters are.
+    """Return whether ranks may die where these parameters are.
 
     Raises:
         ValueError: with `elastic`, what travels from GPUs in this way has no way back.

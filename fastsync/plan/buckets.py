@@ -107,7 +107,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """How a bucket travels as something else than gradients in one all-reduce.
+    """Plan of a bucket that travels as something else than gradients in one all-reduce.
 
     Attributes:
         codec: a `Format`, a `PowerSGD` or a user's codec.
@@ -170,7 +170,7 @@ class BucketPlan:
 
     @property
     def chained(self) -> bool:
-        """Whether any bucket travels through a chain of collectives."""
+        """Return whether any bucket travels through a chain of collectives."""
         return any(
             bucket.coded is not None and (bucket.regions is None or bucket.coded.node_ranks > 1)
             for bucket in self.buckets
@@ -221,7 +221,7 @@ def make_plan(
     world_size: int,
     node_ranks: int = 1,
 ) -> BucketPlan:
-    """Fills buckets with gradients in the order in which they become ready.
+    """Fill buckets with gradients in the order in which they become ready.
 
     Each bucket holds one dtype on one device and is closed when it reaches its cap. Buckets are
     sent in the order of their last gradients, so that none waits for one that comes after those of
@@ -241,7 +241,7 @@ def make_plan(
 
 
 def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
-    """`ready` with the members of each group in the group's own order.
+    """Return `ready` with the members of each group in the group's own order.
 
     A compiled graph yields its gradients all at once, in an order that means nothing. Where graphs
     were split by a plan, the plan made from the observed order must be that plan again.
@@ -371,7 +371,7 @@ def regions_codec(
 def coded_regions(
     codec: AnyCodec, regions: RegionLayout, wire: Wire, node_ranks: int = 1
 ) -> CodedPlan:
-    """How chunks of `regions` travel as codes."""
+    """Return how chunks of `regions` travel as codes."""
     assert not isinstance(codec, PowerSGD)  # see SyncPolicy.shardable
     layout = region_payload(regions, codec.coded_bytes)
     return CodedPlan(codec, "scatter", layout, wire.feedback_for(codec), node_ranks)
@@ -417,7 +417,7 @@ def _coded(
 def _low_rank(
     group: Sequence[ParamSpec], policy: SyncPolicy, codec: PowerSGD
 ) -> PlannedBucket | None:
-    """None where nothing in the bucket becomes smaller."""
+    """Return a bucket of low-rank codes; None where nothing in it becomes smaller."""
     slots = slot_layout([spec.numel for spec in group], codec.block)
     rows = [spec.rows for spec in group]
     layout = low_rank_layout(slots, rows, codec.rank_for, _flags(group, policy))

@@ -83,7 +83,7 @@ def dense_layout(numels: Sequence[int]) -> FlatLayout:
 
 
 def flat_layout(numels: Sequence[int], world_size: int, flags: bool) -> FlatLayout:
-    """Lays out slots of `numels` elements one after the other.
+    """Lay out slots of `numels` elements one after the other.
 
     Args:
         numels: elements of each slot; 0 is allowed.
@@ -146,7 +146,7 @@ def payload_layout(
     flags: int,
     piece_bytes: int,
 ) -> PayloadLayout:
-    """Cuts a bucket into pieces, and each into `parts` equal chunks.
+    """Cut a bucket into pieces, and each into `parts` equal chunks.
 
     Args:
         slots: where gradients lie; chunks are multiples of its alignment.
@@ -183,7 +183,8 @@ class RegionPart:
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """How gradients travel to the ranks that own them: in a chunk of equal size for each rank.
+    """Layout of gradients on their way to the ranks that own them: a chunk of equal size for each
+    rank.
 
     Attributes:
         numel: elements of a chunk.
@@ -200,7 +201,7 @@ class RegionLayout:
 
 
 def region_layout(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
-    """Packs what each rank owns of each slot into that rank's chunk.
+    """Pack what each rank owns of each slot into that rank's chunk.
 
     Args:
         slots: where gradients lie among as many equal regions as there are ranks.

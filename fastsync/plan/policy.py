@@ -58,7 +58,7 @@ class BucketPolicy:
 
     @classmethod
     def from_mb(cls, cap_mb: float | None, caps_mb: Sequence[float] | None = None) -> BucketPolicy:
-        """From DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
+        """Return the policy for DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
 
         By default the first bucket is small, so that communication starts early, and the others
         hold 25 MiB, or less where the network turns out to be slow.
@@ -125,7 +125,8 @@ class MixedPolicy:
 
     @classmethod
     def of(cls, given: object) -> MixedPolicy:
-        """From the argument: None, or anything with the attributes of torch's `_MixedPrecision`.
+        """Return the policy for the argument: None, or anything with the attributes of
+        `_MixedPrecision`.
 
         Raises:
             TypeError: it is something else.
@@ -274,7 +275,7 @@ class UnitWires:
             )
 
     def describe(self) -> str:
-        """Everything that ranks must agree on, in words."""
+        """Return everything that ranks must agree on, in words."""
         parameters = "" if self.parameters is None else f", parameters as {self.parameters}"
         return self.gradients.describe() + parameters
 
@@ -285,7 +286,7 @@ ON_SKIP = ("raise", "average_others")
 
 @dataclass(frozen=True)
 class SyncPolicy:
-    """How gradients travel and where they live.
+    """Policy of how gradients travel and where they live.
 
     Attributes:
         wire: the format of gradients on the wire.
@@ -325,7 +326,7 @@ class SyncPolicy:
 
     @property
     def may_skip(self) -> bool:
-        """Whether ranks count at every step who has gradients."""
+        """Return whether ranks count at every step who has gradients."""
         return self.on_skip == "average_others"
 
     @property
@@ -347,18 +348,20 @@ class SyncPolicy:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the ranks of one machine may read each other's buckets."""
+        """Return whether the ranks of one machine may read each other's buckets."""
         return self.shared_memory and not self.hooked
 
     @property
     def shardable(self) -> bool:
-        """Whether ranks may each keep a part of the averages, which is lost with its rank."""
+        """Return whether ranks may each keep a part of the averages, which is
+        lost with its rank.
+        """
         mixed = self.mixed.param is not None
         return self.wire.adds_by_parts and not self.hooked and not mixed and self.elastic is None
 
     @property
     def reduces_always(self) -> bool:
-        """Whether gradients are reduced after every backward, `no_sync()` or not."""
+        """Return whether gradients are reduced after every backward, `no_sync()` or not."""
         return self.zero.stage == 2 and self.shardable
 
     def __post_init__(self) -> None:

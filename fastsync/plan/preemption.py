@@ -42,7 +42,7 @@ class PreemptionPolicy:
 
     @classmethod
     def of(cls, wanted: Callable[[], object] | PreemptionPolicy | None) -> PreemptionPolicy | None:
-        """From FastDDP's argument.
+        """Return the policy for FastDDP's argument.
 
         Raises:
             TypeError: it is something else.

@@ -33,7 +33,7 @@ class ReplicaPolicy:
 
     @classmethod
     def of(cls, wanted: bool | ReplicaPolicy) -> ReplicaPolicy | None:
-        """From FastDDP's argument: True, a policy, or False.
+        """Return the policy for FastDDP's argument: True, a policy, or False.
 
         Raises:
             TypeError: it is something else.

@@ -15,7 +15,7 @@ __all__ = ["Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much travels at a time, in bytes, and in which form.
+    """Amounts that travel at a time, in bytes, and their form.
 
     Attributes:
         first: of gradients that close the first bucket; cap: likewise, the others.
@@ -52,7 +52,7 @@ class Sizes:
         return BucketPolicy((self.first, self.cap), last=self.last)
 
     def wire(self, wire: Wire) -> Wire:
-        """`wire` in these pieces and this form; what travels as it is has neither."""
+        """Return `wire` in these pieces and this form; a plain wire has neither."""
         if wire.plain:
             return wire
         return replace(

@@ -57,8 +57,9 @@ class Arrivals:
         self._number = store.add(f"{self._place}/{self._rank}", 1)
 
     def look(self) -> None:
-        """Answers who asks, and warns of ranks that are late, when it is time. One rank speaks for
-        all that wait."""
+        """Answer ranks that ask, and warn of late ranks, when it is time. One rank speaks for all
+        that wait.
+        """
         if time.monotonic() - self._listened >= self._pause:
             self._listened = time.monotonic()
             if self._has_been_said(self._question):
@@ -239,7 +240,7 @@ class LastWords:
         self._forked = False
 
     def leave(self, how: str, why: str) -> None:
-        """Leaves them where `how` is "raises"."""
+        """Leave the reason in the store if `how` is "raises"."""
         if how == "raises" and not self._forked:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._store.set(self._place, f"{self._rank} {why}")

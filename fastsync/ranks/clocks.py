@@ -72,7 +72,7 @@ class Mailbox:
         self._store.set(key, text)
 
     def wait(self, key: str) -> None:
-        """Returns once there is something under `key`.
+        """Wait until there is something under `key`.
 
         Raises:
             RuntimeError: nothing came in time, or the store is gone.

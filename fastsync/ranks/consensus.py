@@ -64,7 +64,7 @@ def agree(
     failure: str = "FastDDP cannot be built on every rank;",
     run: Run = _run_alone,
 ) -> None:
-    """Returns once every rank is known to have made the same, error-free statement.
+    """Wait until every rank is known to have made the same, error-free statement.
 
     Collective: every rank of `group` must call it, with its own error if it has one.
 

@@ -84,7 +84,7 @@ class Launchers:
         self.cut = self.ends = False
 
     def begin(self) -> bool:
-        """Whether a launcher of this machine has been here before."""
+        """Return whether a launcher of this machine has been here before."""
         lives = self._ask(lambda: self._store.add(f"lives/{self.node}", 1), 1)
         return lives > 1
 
@@ -149,7 +149,7 @@ class Launchers:
 
     @property
     def busy(self) -> bool:
-        """Whether another launcher is not through."""
+        """Return whether another launcher is not through."""
         return any(machine.running and not machine.done for machine in self.others)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:

@@ -31,13 +31,13 @@ _CHAINS_LONGEST = 1.0
 
 
 def guard_exit() -> None:
-    """At exit, after whatever is registered later: leaves chains, then `let_threads_finish`."""
+    """At exit, after functions registered later, leave chains, then `let_threads_finish`."""
     atexit.register(let_threads_finish)
     atexit.register(leave_chains, _CHAINS_LONGEST)
 
 
 def let_threads_finish() -> None:
-    """Returns when no thread of Gloo's runs or wants the GIL, or after two seconds.
+    """Wait until no thread of Gloo runs or wants the GIL, or for two seconds.
 
     Waiting gives the GIL away, so a thread that wants it gets it. One that sleeps all the same has
     nothing to do, or is in a collective that does not end.
@@ -49,7 +49,9 @@ def let_threads_finish() -> None:
 
 
 def _runs() -> bool:
-    """Whether one of Gloo's threads is running or ready to; never where there is no /proc."""
+    """Return whether one of Gloo's threads is running or ready to; never
+    where there is no /proc.
+    """
     for stat in _TASKS.glob("*/stat"):
         try:
             name, _, rest = stat.read_text().partition("(")[2].rpartition(") ")

@@ -93,7 +93,7 @@ def _given(wire: Wire, ranks: Sequence[int], me: int) -> tuple[tuple[int, ...], 
 
 
 def check_grid(nodes: Nodes, group: dist.ProcessGroup) -> None:
-    """Collective: whether all ranks mean the same grid.
+    """Check whether all ranks mean the same grid. Collective.
 
     Raises:
         ValueError: they do not; the same on every rank.

@@ -37,7 +37,7 @@ def network_space() -> str:
 
 
 def own_address(store: Store) -> str:
-    """This machine's address on the way to the store, where all ranks have been.
+    """Return this machine's address on the way to the store, where all ranks have been.
 
     Raises:
         OSError: there is no way.

@@ -117,7 +117,7 @@ class MeetingPlace:
         return verdict
 
     def _absent(self, store: Store, place: str, look: Callable[[], None]) -> list[int]:
-        """Waits. Returns who has not come in time."""
+        """Wait, and return the ranks that have not come in time."""
         start, waited, pauses = time.monotonic(), 0.0, looks(self._world)
         while not _comes(store, f"{place}/all", min(next(pauses), self._timeout - waited)):
             waited = time.monotonic() - start
@@ -181,8 +181,9 @@ def looks(world: int) -> Iterator[float]:
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:
-    """Whether a key does. A wait in vain takes some stores a second, and others write that on
-    stderr, so short ones ask instead."""
+    """Return whether a key exists. A wait in vain takes some stores a second, and others write that
+    on stderr, so short ones ask instead.
+    """
     deadline = time.monotonic() + seconds
     try:
         if seconds > _OFTEN:

@@ -60,7 +60,7 @@ class Doorway:
         self.store.compare_set(_TRAINING, "", training)
 
     def somebody_waits(self, present: Collection[int]) -> bool:
-        """Whether a rank that is not `present` waits. Asks the store once in a while.
+        """Return whether a rank that is not `present` waits. Ask the store once in a while.
 
         Raises:
             RuntimeError: the store has gone.
@@ -77,7 +77,7 @@ class Doorway:
         return {s.rank: n for n, s in signs if s.lives and s.rank not in present}
 
     def admit(self, newcomers: Mapping[int, int], epoch: int) -> None:
-        """Tells them that they are members of an epoch. They are tried once."""
+        """Tell them that they are members of an epoch. They are tried once."""
         for number in newcomers.values():
             self.store.set(f"admitted/{number}", str(epoch))
             self._signs.pop(number, None)

@@ -67,31 +67,33 @@ class Preemption:
         self._thread = threading.Thread(target=_watch, args=(self,), daemon=True)
 
     def begin(self, numbers: tuple[signal.Signals, ...]) -> None:
-        """Handles these signals from now on. On the main thread."""
+        """Handle these signals from now on. Call it on the main thread."""
         self._numbers = numbers
         for number in numbers:
             signal.signal(number, _Handler(self))
         self._thread.start()
 
     def leave(self, how: str, why: str) -> None:
-        """Others learn it from the watch."""
+        """Do nothing: others learn it from the watch."""
 
     def outlast(self, seconds: float) -> None:
-        """The watch does."""
+        """Do nothing: the watch waits."""
 
     def close(self) -> None:
-        """Ends the thread. It must not run any more when the interpreter ends."""
+        """End the thread. It must not run any more when the interpreter ends."""
         if self._process == os.getpid() and self._thread.is_alive():
             os.write(self._pipe[1], _CLOSED)
             self._thread.join(_SAME)
 
     def abandon(self) -> None:
-        """In a process that was forked, which signals end as they end others."""
+        """Restore the default handlers in a process that was forked: signals end it as they end
+        others.
+        """
         for number in self._numbers:
             signal.signal(number, signal.SIG_DFL)
 
     def comes(self) -> bool:
-        """This rank comes to a place between steps: whether it is to save there.
+        """Pass a place between steps; return whether this rank is to save there.
 
         Waits while the ranks agree.
         """
@@ -100,7 +102,7 @@ class Preemption:
             return self._at is not None and self._passed >= self._at
 
     def end_saved(self) -> None:
-        """This rank has saved, as have all others.
+        """End this rank, which has saved, as have all others.
 
         Raises:
             SystemExit: with the exit code of a process that a signal ends.
@@ -132,7 +134,7 @@ class Preemption:
     # -- the thread's --
 
     def watch(self) -> None:
-        """Waits for a signal, or word of one; then all agree."""
+        """Wait for a signal, or word of one; then agree with all ranks."""
         period = max(_PERIOD, self._world * _PERIOD / _RANKS_PER_PERIOD)
         try:
             while not (told := self._told(period)) and not self._is_called():
@@ -216,7 +218,7 @@ def _watch(preemption: Preemption) -> None:
 
 
 def check_handlers(numbers: tuple[signal.Signals, ...]) -> None:
-    """Whether these signals can be handled here.
+    """Return whether these signals can be handled here.
 
     Raises:
         ValueError: on another thread than the main one, or something else handles one of them.

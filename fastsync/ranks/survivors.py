@@ -25,7 +25,7 @@ _LONGEST = 1800.0
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank is.
+    """Progress of one rank.
 
     Attributes:
         steps: that it has finished.
@@ -129,7 +129,7 @@ class Survivors:
         dead: Callable[[], Collection[int]],
         timeout: float = _LONGEST,
     ) -> Decision:
-        """Returns once it is decided who goes on, and with which step.
+        """Return the decision on which ranks go on, and with which step, once it has been made.
 
         Args:
             epoch: a number that no meeting of these ranks has had.
@@ -150,7 +150,8 @@ class Survivors:
             raise SyncFault(_store_gone(self._rank, error)) from error
 
     def gather(self, place: str, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
-        """Whether all of `ranks` have come, the same on all of them; not, if one ends before.
+        """Return whether all of `ranks` have come, the same on all of them; not, if one ends
+        before.
 
         Args:
             place: that they have not met at before.
@@ -168,7 +169,7 @@ class Survivors:
         return store.get(outcome) == b"all"
 
     def decided(self, epoch: int) -> Decision:
-        """For who has not been there: what an epoch has decided."""
+        """Return what an epoch has decided, for a rank that has not been there."""
         return Decision.of(self._store.get(f"{self.name}/{epoch}/decision"))
 
     def _decision(

@@ -58,7 +58,7 @@ class _Held:
 
     @property
     def partial(self) -> bool:
-        """Whether other ranks have the rest."""
+        """Return whether other ranks have the rest."""
         return self.tensor.numel() != self.param.numel()
 
     def zero_gradient(self) -> torch.Tensor:
@@ -199,7 +199,9 @@ class OptimizerCheckpoint:
                 share_again(taken, optimizer, self._engine.group)
 
     def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        """None where every rank keeps the whole state. Collective."""
+        """Shard the state, and return its owner; None where every rank keeps
+        the whole. Collective.
+        """
         sharded = self._sharded
         params = (param for group in optimizer.param_groups for param in group["params"])
         if sharded is None or not any(id(param) in sharded.index_of for param in params):
@@ -212,7 +214,7 @@ class OptimizerCheckpoint:
         return consensus.together(self._engine.group, self._device, failure, run)
 
     def _is_unread(self, states: Mapping[str, State]) -> bool:
-        """Whether there is room for a state, and no rank has read any. Collective."""
+        """Return whether there is room for a state, and no rank has read any. Collective."""
         blanks = [values for values in states.values() if isinstance(values, _Blank)]
         flags = [any(blanks), any(values.was_read() for values in blanks)]
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
@@ -356,7 +358,7 @@ def _cut(held: _Held, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _is_whole(state: State) -> bool:
-    """Whether it is what `optimizer.state_dict()` returns: numbers stand for parameters."""
+    """Return whether it is what `optimizer.state_dict()` returns: numbers stand for parameters."""
     groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
     return any(isinstance(param, int) for group in groups for param in group["params"])
 

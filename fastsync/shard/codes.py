@@ -105,7 +105,7 @@ class Codes:
         return payload.flatten()
 
     def decode(self, payload: torch.Tensor, elements_of: Callable[[Piece], torch.Tensor]) -> None:
-        """Writes what every rank has sent to the elements of the parameters."""
+        """Write what every rank has sent to the elements of the parameters."""
         chunks = payload.view(self._ranks, self._chunk)
         flags = chunks[:, self._flags :].tolist()
         for owned, chunk, sent in zip(self._owned, chunks, flags, strict=True):

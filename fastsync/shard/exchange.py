@@ -44,7 +44,7 @@ class Exchange:
         self.group, self._place, self._words, self._device = group, place, words, device
 
     def meet(self, wish: str) -> None:
-        """Returns once every rank wants to exchange the same.
+        """Wait until every rank wants to exchange the same.
 
         Raises:
             RuntimeError: some do not come, or want something else.

@@ -126,7 +126,7 @@ class Share:
 
     @property
     def is_average(self) -> bool:
-        """Whether the regions are all there is."""
+        """Return whether the regions are all there is."""
         return self.whole is None and self.pending is None
 
     def release(self) -> None:
@@ -232,7 +232,7 @@ class GradientShards:
         )
 
     def version(self) -> int:
-        """Changes whenever the averages do."""
+        """Return a number that changes whenever the averages do."""
         return self.shard._version
 
     def shares(self) -> list[Share]:
@@ -261,7 +261,7 @@ class GradientShards:
         self.core.set_face(index, self.faces[index])
 
     def collect(self, share: Share) -> torch.Tensor:
-        """All averages of one member, from all ranks. Collective.
+        """Return all averages of one member, from all ranks. Collective.
 
         Bytes are summed, of which only their owner's are not zero, so they arrive as they are.
         """
@@ -275,7 +275,7 @@ class GradientShards:
 
 
 def gather_foreign(space: Space) -> None:
-    """Makes gradients whole that another optimizer, or another wrapper, has cut differently.
+    """Make gradients whole that another optimizer, or another wrapper, has cut differently.
 
     Collective where there are any, which all ranks see alike.
     """
@@ -291,7 +291,7 @@ def gather_foreign(space: Space) -> None:
 
 
 def lend_gradients(space: Space) -> None:
-    """Gives each piece that this rank owns the elements of its parameter's gradient."""
+    """Give each piece that this rank owns the elements of its parameter's gradient."""
     for piece, tensor in space.owned.items():
         grad = space.params[piece.param].grad
         if isinstance(grad, ShardedGradient) and grad.share.whole is not None:
@@ -332,7 +332,7 @@ def _changed(faces: Sequence[ShardedGradient]) -> None:
 
 
 def _averages(values: Sequence[object]) -> bool:
-    """Whether each is a gradient that is spread, with nothing beside it."""
+    """Return whether each is a gradient that is spread, with nothing beside it."""
     return all(isinstance(v, ShardedGradient) and v.share.is_average for v in values)
 
 

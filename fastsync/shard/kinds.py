@@ -46,7 +46,7 @@ def by_kind(
 
 
 def bucket_numbers(engine: Engine) -> dict[int, int]:
-    """By parameter index, the number of the bucket that its gradient travels in.
+    """Return, by parameter index, the number of the bucket that its gradient travels in.
 
     Where ranks may die, of a buffer that depends on nothing else: plans follow the number of ranks,
     and one may take an optimizer over before a death, another after it.

@@ -37,7 +37,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """How many shares there are."""
+        """Return how many shares there are."""
         return len(self.ranks)
 
     @property

@@ -69,7 +69,9 @@ class _Standing:
     cuts: tuple[Cut, ...]
 
     def steps_of(self, number: int) -> int | None:
-        """None where it is gone; -1 where it has not been taken over."""
+        """Return the steps of an optimizer; None where it is gone, -1 where it has not been
+        sharded.
+        """
         return self.steps.get(number) if number <= self.taken else -1
 
 
@@ -139,7 +141,7 @@ class _Recut:
         }
 
     def install(self) -> None:
-        """Goes on with that."""
+        """Go on with that."""
         sharded, optimizer = self._sharded, self._optimizer
         sharded.shares.gate.begin()
         sharded.take_state(optimizer)
@@ -199,7 +201,7 @@ class Neighbours:
         self.lost: list[tuple[int, int]] = []
 
     def prepare(self, ranks: tuple[int, ...], mine: int, present: Collection[int]) -> None:
-        """Collects what this rank needs of the state to go on with `ranks`. Collective.
+        """Collect what this rank needs of the state to go on with `ranks`. Collective.
 
         They are those of the engine's process group. Nothing changes before `install`.
 
@@ -225,7 +227,7 @@ class Neighbours:
         self._prepared = self._recut(late, self._cut.ranks)
 
     def install(self) -> None:
-        """Goes on with what has been collected, once all ranks are known to have it."""
+        """Go on with what has been collected, once all ranks are known to have it."""
         with torch.no_grad():
             for recut in self._prepared:
                 recut.install()

@@ -105,7 +105,7 @@ class ShardedOptimizers(StepWatcher):
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether it steps on parameters of the model."""
+        """Return whether it steps on parameters of the model."""
         return any(self.shares_steps(p) for p in params_of(optimizer))
 
     def _make_homes(self) -> list[tuple[list[torch.Tensor], Home | None]]:
@@ -158,12 +158,13 @@ class ShardedOptimizers(StepWatcher):
         ]
 
     def shares_steps(self, param: torch.Tensor) -> bool:
-        """Whether the ranks share the steps on a parameter: not of the model's integers, such as
-        codes of a quantised layer, on which no optimizer steps."""
+        """Return whether the ranks share the steps on a parameter: not of the model's integers,
+        such as codes of a quantised layer, on which no optimizer steps.
+        """
         return id(param) in self.index_of and (param.is_floating_point() or param.is_complex())
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Returns what `step` shall be called with instead; None where it is none of ours."""
+        """Return what `step` shall be called with instead; None where it is none of ours."""
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
         if backward_is_running():
@@ -176,7 +177,7 @@ class ShardedOptimizers(StepWatcher):
         return self.take_over(optimizer).arguments(optimizer, arguments)
 
     def take_over(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """Spreads its state over the ranks, unless that has been done. Collective."""
+        """Spread its state over the ranks, unless that has been done. Collective."""
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
@@ -276,7 +277,7 @@ class ShardedOptimizers(StepWatcher):
         )
 
     def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
-        """Refuses hooks that would run before the ranks have exchanged parameters.
+        """Refuse hooks that would run before the ranks have exchanged parameters.
 
         Raises:
             RuntimeError: there are some.
@@ -290,7 +291,7 @@ class ShardedOptimizers(StepWatcher):
             )
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Exchanges what the step has updated, before hooks of the script look at it."""
+        """Exchange what the step has updated, before hooks of the script look at it."""
         sharded = self._sharded.get(optimizer)
         if sharded is not None:
             sharded.end_step(optimizer)
@@ -462,7 +463,7 @@ class ShardedOptimizer:
         self._end(spaces)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Hands over what the step has set, and exchanges what it has updated. Collective."""
+        """Hand over what the step has set, and exchange what it has updated. Collective."""
         stand_in, self._stand_in = self._stand_in, None
         if stand_in is None:
             return
@@ -478,7 +479,7 @@ class ShardedOptimizer:
         self._owner.delivery.finish(self.number)
 
     def mark_used(self) -> None:
-        """Says that there is a state, be it empty.
+        """Say that there is a state, be it empty.
 
         Torch's `get_optimizer_state_dict` makes a step where an optimizer has none.
         """
@@ -564,7 +565,7 @@ class ShardedOptimizer:
         self.end_change(optimizer)
 
     def _cut_state(self, optimizer: Optimizer) -> None:
-        """Keeps of the state of whole parameters what belongs to this rank's pieces."""
+        """Keep of the state of whole parameters what belongs to this rank's pieces."""
         loaded, self._loaded = self._loaded, {}
         if not isinstance(optimizer.state, StateView):
             self._view.held, optimizer.state = optimizer.state, self._view  # type: ignore[assignment]
@@ -593,12 +594,12 @@ class ShardedOptimizer:
             self.mark_used()
 
     def learn(self, space: Space, known: Mapping[int, State | None]) -> None:
-        """Takes what ranks without elements of a parameter have to know; see `described`."""
+        """Take what ranks without elements of a parameter have to know; see `described`."""
         for index, param in enumerate(space.params):
             self.slices.learn(param, known.get(index))
 
     def tell(self, optimizer: Optimizer) -> None:
-        """Tells all ranks of the state that each has for its own pieces. Collective."""
+        """Tell all ranks of the state that each has for its own pieces. Collective."""
         held, group = held_state(optimizer), self._owner.engine.group
         for space in self.spaces:
             mine: dict[int, State | None] = {}
@@ -613,7 +614,7 @@ class ShardedOptimizer:
             self.learn(space, known)
 
     def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
-        """Removes what the optimizer has for this rank's pieces, and returns it."""
+        """Remove what the optimizer has for this rank's pieces, and return it."""
         held = held_state(optimizer)
         return {
             tensor: held.pop(tensor)

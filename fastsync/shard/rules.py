@@ -13,7 +13,9 @@ _TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
 
 
 def steps_by_parameter(optimizer: optim.Optimizer) -> bool:
-    """Whether it may step on its parameters in turns: each update concerns one parameter alone."""
+    """Return whether it may step on its parameters in turns: each update concerns one parameter
+    alone.
+    """
     known = is_elementwise(optimizer) or type(optimizer) in known_optimizers(_TENSORWISE)
     return known and hasattr(type(optimizer).step, "__wrapped__")
 

@@ -69,7 +69,7 @@ class _Elsewhere:
 
 
 def _is_by_element(value: object, tensor: torch.Tensor, name: str, whole: bool) -> bool:
-    """Whether a value in the state of `tensor` has an element for each of it.
+    """Return whether a value in the state of `tensor` has an element for each of it.
 
     Args:
         whole: the tensor is a whole parameter, of which every value has one owner.
@@ -152,7 +152,7 @@ class Slices:
                 self._elsewhere[param] = _Elsewhere(known, made=True)
 
     def has_state(self, held: Mapping[Any, Any], param: torch.Tensor) -> bool:
-        """Whether the optimizer has an entry for a parameter: the same on all ranks."""
+        """Return whether the optimizer has an entry for a parameter: the same on all ranks."""
         if self.pieces[param]:
             return any(tensor in held for _, tensor in self.pieces[param])
         each = self._elsewhere.get(param)
@@ -507,7 +507,7 @@ class StateSlice(WrapperTensor):
         return whole
 
     def write(self, whole: torch.Tensor) -> None:
-        """This rank's elements are those of `whole` from now on."""
+        """Make this rank's elements those of `whole` from now on."""
         space, _ = self._slices.places[self._param]
         with self.writing():
             for piece, part in self._parts:

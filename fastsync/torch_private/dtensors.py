@@ -54,7 +54,7 @@ def shard_spec(
 
 
 def _around(placement: Placement, inner: DTensorSpec) -> Placement:
-    """Says where a dimension was cut by `inner` before."""
+    """Say where a dimension was cut by `inner` before."""
     if not isinstance(placement, Shard):
         return placement
     pieces = math.prod(

@@ -25,22 +25,22 @@ __all__ = [
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Hides what is called inside from the dispatch modes that a user has entered."""
+    """Hide what is called inside from the dispatch modes that a user has entered."""
     return _disable_current_modes()
 
 
 def transforms_are_active() -> bool:
-    """Whether this runs inside of a function that torch.func transforms: jvp, vmap, grad."""
+    """Return whether this runs inside of a function that torch.func transforms: jvp, vmap, grad."""
     return torch._C._are_functorch_transforms_active()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Hides what is called inside from the transforms of torch.func."""
+    """Hide what is called inside from the transforms of torch.func."""
     return torch._C._DisableFuncTorch() if transforms_are_active() else nullcontext()
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is inside a backward: in a hook, or in a callback at its end."""
+    """Return whether this thread is inside a backward: in a hook, or in a callback at its end."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -80,7 +80,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed made `group`, so that it knows its store and its ranks."""
+    """Return whether torch.distributed made `group`, so that it knows its store and its ranks."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -200,7 +200,7 @@ def _apart() -> weakref.WeakSet[dist.ProcessGroup]:
 
 
 def is_apart(group: dist.ProcessGroup) -> bool:
-    """Whether `make_group` made it.
+    """Return whether `make_group` made it.
 
     torch's `new_group` cannot make another one of its ranks: it would name that by how many groups
     a process has been in, and they have not been in the same ones.
@@ -288,7 +288,7 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Collective. What a backend would do in its first collective of tensors on `device`."""
+    """Connect `group`, as a backend would in its first collective on `device`. Collective."""
     if _backends(group).get(device.type) == "nccl":
         with torch.cuda.device(device):
             cast(Any, group)._get_backend(device).eager_connect_single_device(device)
@@ -333,7 +333,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def talks_by_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo, or MPI, carries what `group` sends from CPUs."""
+    """Return whether Gloo, or MPI, carries what `group` sends from CPUs."""
     return _backends(group).get("cpu") in ("gloo", MPI)
 
 

@@ -80,7 +80,7 @@ class Connections:
         return self._links[place.group]
 
     def introduce(self, units: Sequence[Unit]) -> None:
-        """Says how the units are called; they are connected. In the same order on every rank."""
+        """Set the names of connected units, in the same order on every rank."""
         strands = [strand for unit in units for strand in unit.strands]
         if strands == self._named:
             return
@@ -113,12 +113,12 @@ def links_in(units: Sequence[Unit]) -> list[Links]:
 
 
 def travels(unit: Unit) -> bool:
-    """Whether what is gathered of it does so while this thread goes on."""
+    """Return whether a unit is gathered while this thread goes on."""
     return all(strand.links is not None and strand.links.travels for strand in unit.strands)
 
 
 def _infos(unit: Unit) -> list[UnitInfo]:
-    """How timelines and errors call it: a name for each strand."""
+    """Return how timelines and errors call it: a name for each strand."""
     name = unit.name or "root"
     several = len(unit.strands) > 1
     return [_info(s, f"{name} ({s.compute})" if several else name) for s in unit.strands]

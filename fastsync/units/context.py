@@ -62,7 +62,7 @@ def _nothing() -> None:
 
 
 def _trains(unit: Unit) -> bool:
-    """Whether a backward would reduce gradients of `unit`."""
+    """Return whether a backward would reduce gradients of `unit`."""
     return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.members)
 
 
@@ -133,7 +133,7 @@ class Context(StepWatcher, Generic[S]):
         self.last_backward, self._told_last = is_last, time.monotonic_ns()
 
     def take_over(self, other: Context[S]) -> None:
-        """Knows what a state has done and heard alone, which is one of these states from now on."""
+        """Learn what another context has noted alone; its states belong to this one from now on."""
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
@@ -215,7 +215,7 @@ class Context(StepWatcher, Generic[S]):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Waits for other ranks."""
+        """Wait for other ranks within; mark this context as faulty if one has failed."""
         try:
             yield
         except SyncFault:
@@ -243,7 +243,7 @@ class Context(StepWatcher, Generic[S]):
         self._check_held(set(map(id, params_of(optimizer))))
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether it steps on shares."""
+        """Return whether it steps on shares."""
         held = set(map(id, params_of(optimizer)))
         return any(id(member.sharded) in held for unit in self.units() for member in unit.members)
 
@@ -294,7 +294,9 @@ class Context(StepWatcher, Generic[S]):
         self._gather_ahead(unit, backward=False)
 
     def prefetch(self, unit: Unit) -> None:
-        """For a backward: with the parameters that forward had, where they are still there."""
+        """Start to gather for a backward, with the parameters that forward
+        had, where still there.
+        """
         self._gather_ahead(unit, backward=True)
 
     def _gather_ahead(self, unit: Unit, backward: bool) -> None:
@@ -328,7 +330,7 @@ class Context(StepWatcher, Generic[S]):
         self._show_shares()
 
     def _show_shares(self) -> None:
-        """Scripts that look at parameters from here on see what an optimizer steps on."""
+        """Show scripts the parameters that an optimizer steps on, from here on."""
         for unit in self.units():
             if self.conceals and not unit.stays:
                 unit.conceal()
@@ -336,7 +338,7 @@ class Context(StepWatcher, Generic[S]):
                 unit.lend_gradients()
 
     def _hand_back(self) -> None:
-        """Scripts may write to the shares from here on."""
+        """Let scripts write to the shares from here on."""
         for unit in self.units():
             hand_back(unit.strands)
 
@@ -365,7 +367,7 @@ class Context(StepWatcher, Generic[S]):
         self.connections.log.begin_backward()
 
     def prefetch_before(self, unit: Unit) -> None:
-        """Starts to gather units whose backward comes after that of `unit`."""
+        """Start to gather units whose backward comes after that of `unit`."""
         if not unit.places:
             return
         at = unit.places.pop()
@@ -377,7 +379,7 @@ class Context(StepWatcher, Generic[S]):
         self._ends_soon = at < LAST_UNITS
 
     def reduce(self, unit: Unit) -> None:
-        """Sends the gradients of `unit`; before that, waits for former ones. Collective."""
+        """Send the gradients of `unit`, after a wait for former ones. Collective."""
         with self._waiting():
             while len(self._reducing) >= self.most_in_flight:
                 self._finish_oldest()
@@ -397,7 +399,7 @@ class Context(StepWatcher, Generic[S]):
             self._finish_oldest()
 
     def end_backward(self) -> None:
-        """All gradients are where they belong."""
+        """Finish a backward: all gradients are then where they belong."""
         self._deliver_all()
         self.root_forward = None
         if self.last_backward:
@@ -431,7 +433,7 @@ class Context(StepWatcher, Generic[S]):
         self.gradients.announce(False)
 
     def forget(self) -> None:
-        """Lets go of everything that a failed step has left."""
+        """Release everything that a failed step has left."""
         self._reducing.clear()
         for unit in self.units():
             unit.forget()

@@ -112,7 +112,9 @@ def _within(stops: Sequence[Stop], wanted: Sequence[int], limit: int) -> list[in
 
 
 def _fits(stops: Sequence[Stop], at: int, last: int, limit: int) -> bool:
-    """Whether units up to `last` may be there from this place on, until their turn is next."""
+    """Return whether units up to `last` may be there from this place on, until
+    their turn is next.
+    """
     held = sum(stop.nbytes for stop in stops[at : last + 1])
     for stop in stops[at : last - 1]:
         if held + stop.besides > limit:

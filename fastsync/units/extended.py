@@ -52,12 +52,13 @@ class _Extension(Protocol):
 
 
 def has_extension(local: torch.Tensor) -> bool:
-    """Whether a local tensor takes part in gathers by methods of its own."""
+    """Return whether a local tensor takes part in gathers by methods of its own."""
     return hasattr(local, _PRE)
 
 
 def stands_apart(local: torch.Tensor) -> bool:
-    """Whether a local tensor cannot be a part of plain memory: it has an extension, or parts.
+    """Return whether a local tensor cannot be a part of plain memory: it has an extension, or
+    parts.
 
     Raises:
         RefusedError: it has one half of an extension.

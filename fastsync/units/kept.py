@@ -39,7 +39,7 @@ class KeptPart:
         self._movement: core.Movement | None = None
 
     def start_gather(self, peers: core.UnitPeers, name: core.UnitName) -> None:
-        """Collective, unless it is under way.
+        """Start to gather, unless it is under way. Collective.
 
         Args:
             peers: who counts it.
@@ -58,7 +58,7 @@ class KeptPart:
         return self._gathered
 
     def wait(self) -> None:
-        """Returns once nothing is under way."""
+        """Wait until nothing is under way."""
         if self._work is not None and self._movement is not None:
             wait_for(self._work, self._movement, self._group)
 

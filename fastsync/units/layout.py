@@ -29,7 +29,7 @@ class Shape:
     dim: int = 0
 
     def count(self, rank: int, world: int) -> int:
-        """How much of that dimension a rank has, as torch.chunk() cuts it."""
+        """Return how much of that dimension a rank has, as torch.chunk() cuts it."""
         length = self.sizes[self.dim]
         each = math.ceil(length / world)
         return min(each, max(0, length - rank * each))
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def contiguous(self) -> bool:
-        """Whether each share is one run of the parameter's elements."""
+        """Return whether each share is one run of the parameter's elements."""
         return math.prod(self.sizes[: self.dim]) == 1
 
 

@@ -55,7 +55,7 @@ class Links:
 
     @classmethod
     def of(cls, place: Place, in_memory: bool, mark: int, statement: Statement) -> Links:
-        """Collective, on the ranks that share and on those that have the same shares.
+        """Connect the ranks that share, and those that have the same shares. Collective.
 
         Args:
             in_memory: whether ranks of one machine may exchange through memory that they share.
@@ -93,7 +93,7 @@ class Links:
         return cls(links, used, shares, replicas, travels)
 
     def next_tag(self) -> int:
-        """One that no other unit has."""
+        """Return a tag that no other unit has."""
         self.made += 1
         return 2 * self.made
 

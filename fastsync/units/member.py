@@ -115,7 +115,7 @@ class Member:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's share."""
+        """Return this rank's share."""
         return local_of(self.sharded)
 
     def local_sizes(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Member:
         return whole.narrow(dim, begin, self.shape.count(rank, world))
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a plain one of the whole parameter's sizes."""
+        """Return whether `tensor` is a plain one of the whole parameter's sizes."""
         return (
             type(tensor) in (torch.Tensor, nn.Parameter)
             and self.inner is None
@@ -140,7 +140,7 @@ class Member:
         return make_dtensor(with_own_storage(local), with_dtype(self.spec, local.dtype))
 
     def gradient(self) -> torch.Tensor | None:
-        """This rank's share of the gradient."""
+        """Return this rank's share of the gradient."""
         grad = self.sharded.grad
         return None if grad is None else local_of(grad)
 
@@ -148,7 +148,7 @@ class Member:
         self.sharded.grad = make_dtensor(local, self.spec)
 
     def whole_local(self) -> torch.Tensor:
-        """This rank's tensor of the whole, where that is a DTensor; else the whole."""
+        """Return this rank's tensor of the whole, where that is a DTensor; otherwise the whole."""
         assert self.whole is not None
         return self.whole if self.inner is None else local_of(self.whole)
 
@@ -166,7 +166,7 @@ class Member:
             self._version = self.sharded._version
 
     def forget_version(self) -> None:
-        """Nothing is gathered."""
+        """Note that nothing is gathered."""
         self._version = None
 
     def is_gathered(self) -> bool:
@@ -322,7 +322,7 @@ class Member:
 
 
 def find_homes(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> list[list[Home]]:
-    """Every place of each parameter inside `modules`."""
+    """Return every place of each parameter inside `modules`."""
     homes: dict[int, list[Home]] = {id(param): [] for param in params}
     seen: set[int] = set()
     for root in modules:

@@ -30,7 +30,7 @@ class _Handle(UnshardHandle):
         self._state: State | None = state
 
     def wait(self) -> None:
-        """Returns once the module has its whole parameters."""
+        """Wait until the module has its whole parameters."""
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
             state.context.gather([state.unit])
@@ -67,7 +67,7 @@ class _Gathering:
     """When whole parameters come and go."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own unit, not those below.
+        """Gather this module's own unit, not those below.
 
         Args:
             async_op: returns at once, with a handle to wait on; the module's forward waits too.
@@ -84,13 +84,13 @@ class _Gathering:
         return None
 
     def reshard(self) -> None:
-        """Takes away the whole parameters of this module's own unit."""
+        """Take away the whole parameters of this module's own unit."""
         unit = _state(self).unit
         if unit is not None:
             unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward ends with a reshard; if not, backward needs no second gather."""
+        """Set whether forward ends with a reshard; if not, backward needs no second gather."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
@@ -108,7 +108,7 @@ class _Gathering:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward ends with a reshard; if not, the next forward needs no gather."""
+        """Set whether backward ends with a reshard; if not, the next forward needs no gather."""
         for unit in _units(self, recurse):
             unit.switches.reshard_after_backward = reshard_after_backward
 
@@ -142,17 +142,17 @@ class _Reducing:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; if not, each rank accumulates whole ones."""
+        """Set whether backward reduces gradients; if not, each rank accumulates whole ones."""
         for unit in _units(self, recurse):
             unit.switches.reduce = unit.switches.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether replicas (2D meshes) add up the sums; if not, these accumulate on each."""
+        """Set whether replicas (2D meshes) add up the sums; if not, these accumulate on each."""
         for unit in _units(self, recurse):
             unit.switches.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether what was observed in forward is needed no more after the next backward."""
+        """Set whether what was observed in forward is needed no more after the next backward."""
         _state(self).context.tell_last_backward(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -233,7 +233,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
     """A module that `fastsync.fully_shard` was applied to; torch's FSDPModule, too."""
 
     def __new__(cls, *args: object, **kwargs: object) -> FSDPModule:
-        """Makes plain modules, as a Sequential does when it is sliced."""
+        """Make plain modules, as a Sequential does when it is sliced."""
         plain = cast("type[FSDPModule]", cls.__mro__[cls.__mro__.index(TorchModule) + 1])
         made = plain.__new__(plain)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
@@ -243,7 +243,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
         raise _unsupported("torch's internal _get_fsdp_state()")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Gathers are asynchronous in any case."""
+        """Do nothing: gathers are asynchronous in any case."""
 
     def _apply(self, *args: object, **kwargs: object) -> object:
         """Conversions apply to the shares."""
@@ -266,7 +266,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
 
 @functools.cache
 def shard_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with FSDPModule's methods."""
+    """Return `kind` with FSDPModule's methods."""
     methods = {name: _explained(method) for name, method in _other_methods(kind)}
     space = {**methods, "__module__": kind.__module__}
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), space)

@@ -30,7 +30,7 @@ _OPAQUE = (
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], nested: T) -> T:
-    """`nested` with every tensor replaced; whatever holds none stays the same object."""
+    """Return `nested` with every tensor replaced; an object that holds none stays the same."""
     return cast(T, _mapped(fn, nested))
 
 

@@ -25,7 +25,7 @@ Wanted = str | os.PathLike[str] | bool | TimelinePolicy
 def record(
     root: nn.Module, policy: TimelinePolicy, group: dist.ProcessGroup | None = None
 ) -> Recorder:
-    """Records the steps of `root` from now on.
+    """Record the steps of `root` from now on.
 
     Args:
         group: the ranks that are recorded together; by default those of its mesh.
@@ -105,7 +105,7 @@ class Recording:
         return stats_of(cast(nn.Module, self), one_rank_step)
 
     def record_timeline(self, timeline: Wanted = True) -> None:
-        """Records when units are gathered and reduced; every rank calls it, on the root.
+        """Record when units are gathered and reduced; every rank calls it, on the root.
 
         Args:
             timeline: as FastDDP's argument: a path that is written after 20 steps, True to record
@@ -119,7 +119,7 @@ class Recording:
             record(cast(nn.Module, self), policy)
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has been recorded so far; every rank calls it.
+        """Write what has been recorded so far; every rank calls it.
 
         Args:
             path: rank 0 writes this file; with "{rank}" in it, each its own.

@@ -31,6 +31,8 @@ def mark_here() -> int:
 
 
 def fits(mark: int, units: Iterable[Unit], reducing: Iterable[Unit]) -> bool:
-    """Whether `units` may be whole at once, while the gradients of one of `reducing` travel."""
+    """Return whether `units` may be whole at once, while the gradients of one
+    of `reducing` travel.
+    """
     travelling = max((unit.bytes_to_reduce() for unit in reducing), default=0)
     return sum(unit.bytes_to_gather() for unit in units) + travelling <= mark

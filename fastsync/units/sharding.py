@@ -163,7 +163,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_reshard(given: bool | int | None, place: Place) -> bool | int:
-    """Whether forward ends with a reshard; a number: to fewer ranks than share."""
+    """Return whether forward ends with a reshard; a number: to fewer ranks than share."""
     if given is None or isinstance(given, bool):
         return given is not False
     if not isinstance(given, int):
@@ -232,7 +232,7 @@ def _managed(
 def _cut(
     name: str, param: nn.Parameter, placement_fn: PlacementFn | None, place: Place
 ) -> Shape | None:
-    """How a parameter is cut; None: it has been, by another unit.
+    """Return how a parameter is cut; None: it has been, by another unit.
 
     Raises:
         ValueError, NotImplementedError: it cannot be.

@@ -183,7 +183,7 @@ class State:
     # --- the first forward
 
     def become_root(self) -> None:
-        """Collects the states below, unless this one has a place already.
+        """Collect the states below, unless this one has a place already.
 
         Raises:
             RuntimeError: one of them has run a forward as a root.
@@ -407,7 +407,7 @@ class State:
             self.context.leave(unit)
 
     def _complete_groups(self, output: object) -> object:
-        """Ends the forwards of groups of which some modules did not run."""
+        """End the forwards of groups of which some modules did not run."""
         for state in reversed(self.context.states):
             if state is not self and state._missing and state.moment is Moment.FORWARD:
                 state._missing.clear()
@@ -447,7 +447,7 @@ class State:
         return output
 
     def _made_here(self, tensor: torch.Tensor) -> bool:
-        """Whether the forward that ends has computed it."""
+        """Return whether the forward that ends has computed it."""
         return creation_number(tensor.grad_fn) >= self._first_node
 
     def announce_backward(self) -> None:
@@ -492,7 +492,7 @@ class State:
                 unit.moment = Moment.IDLE  # that of another forward begins
 
     def after_backward(self, unit: Unit) -> None:
-        """Takes away the parameters and sends the gradients. Collective."""
+        """Take away the parameters and send the gradients. Collective."""
         unit.expected, unit.moment, unit.touched = 0, Moment.AFTER_BACKWARD, False
         if unit.switches.reshard_after_backward and not self.context.creates_graph:
             unit.reshard()
@@ -503,7 +503,7 @@ class State:
 
     @untraced
     def end_of_backward(self) -> None:
-        """Sends what has not been sent, and waits for everything."""
+        """Send what has not been sent, and wait for everything."""
         self.context.connections.log.end_backward()
         in_forward = any(unit.running for unit in self.context.units())
         for state in self.context.states:
@@ -530,7 +530,7 @@ class State:
             self.context.end_backward()
 
     def reset(self) -> None:
-        """Forgets a step that failed.
+        """Forget a step that failed.
 
         Raises:
             RuntimeError: this is not the root.

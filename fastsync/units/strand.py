@@ -114,7 +114,7 @@ class Strand:
     def _lay_out(
         self, members: Sequence[int], direct_from: int | None, flags: bool, codes: Codes | None
     ) -> ChunkLayout:
-        """Codes of a chunk travel in one message, whatever the sizes."""
+        """Return the layout of a chunk; codes travel in one message, whatever the sizes."""
         shapes, world = [m.shape for m in self.members], self.place.world
         if codes is not None:
             return lay_out(shapes, members, world, None, flags, codes.block)
@@ -131,7 +131,7 @@ class Strand:
 
     @torch.no_grad()
     def _new_shard(self) -> torch.Tensor:
-        """Moves all shares into one new tensor."""
+        """Move all shares into one new tensor."""
         layout = self._layout()
         like, offload = self.members[0].local, self.place.offload
         if offload is None or like.device != self.place.home:
@@ -163,7 +163,7 @@ class Strand:
         return True
 
     def settle(self) -> None:
-        """Takes in what a loaded state dict, or a conversion of the module, has put in place.
+        """Take in what a loaded state dict, or a conversion of the module, has put in place.
 
         Raises:
             RuntimeError: a parameter has no memory yet, or lies elsewhere than the mesh, or the
@@ -252,7 +252,9 @@ class Strand:
         return self._gathered_bytes
 
     def bytes_to_reduce(self) -> int:
-        """At most, of what gradients travel in; without the sums, which become gradients."""
+        """Return an upper bound on the bytes of buffers that gradients travel
+        in, without the sums.
+        """
         trained = self.trained()
         if not trained:
             return 0
@@ -267,7 +269,7 @@ class Strand:
 
     @property
     def begun(self) -> bool:
-        """Whether it has been gathered."""
+        """Return whether it has been gathered."""
         return self._core is not None
 
     def call(self, name: core.UnitName) -> None:
@@ -290,7 +292,7 @@ class Strand:
         return made
 
     def _way(self) -> core.Unit:
-        """Its way in C++, which exists once the parameters have memory."""
+        """Return the C++ unit, which exists once the parameters have memory."""
         if self._core is None:
             self._core = self._make_core()
             self._core.set_shard(self.staging.source, self._core_layout())
@@ -324,7 +326,7 @@ class Strand:
 
     @torch.no_grad()
     def release(self, keepers: dist.ProcessGroup | None = None) -> None:
-        """Takes the memory of whole members away.
+        """Take the memory of whole members away.
 
         Args:
             keepers: ranks that keep a part of them each, for the next gather; None: the next one
@@ -352,7 +354,7 @@ class Strand:
         return tuple(i for i, m in enumerate(self.members) if m.sharded.requires_grad)
 
     def has_gradients(self) -> bool:
-        """Whether this rank has any that have not travelled, of what is trained."""
+        """Return whether this rank has gradients that have not travelled, of what is trained."""
         return any(
             m.partial is not None or (m.whole is not None and m.whole.grad is not None)
             for m in self.members
@@ -373,7 +375,7 @@ class Strand:
         return self._layouts[trained]
 
     def start_reduce(self, scale: float) -> bool:
-        """Sends what has been accumulated; whether there is anything to send. Collective."""
+        """Send what has been accumulated; return whether there is anything to send. Collective."""
         trained = self.trained()
         if not trained:
             return False

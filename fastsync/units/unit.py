@@ -196,7 +196,7 @@ class Unit:
             self.watch()
 
     def start_gather(self) -> None:
-        """Collective, unless the unit is whole or on the way."""
+        """Start to gather, unless the unit is whole or on the way. Collective."""
         if self.is_whole:
             return
         if not self._begun:
@@ -209,7 +209,7 @@ class Unit:
             strand.start_gather()
 
     def finish_gather(self) -> None:
-        """Returns once modules have the whole parameters."""
+        """Wait until modules have the whole parameters."""
         if self.is_whole and not self.concealed:
             return
         if not self.is_whole:
@@ -241,7 +241,7 @@ class Unit:
 
     @property
     def stays(self) -> bool:
-        """Whether a script asked for unsharded parameters after a forward or backward."""
+        """Return whether a script asked for unsharded parameters after a forward or backward."""
         after_forward = self.switches.reshard_after_forward or self.kept_by_default
         return not (after_forward and self.switches.reshard_after_backward)
 
@@ -307,19 +307,19 @@ class Unit:
         return bool(self._reducing)
 
     def has_gradients(self) -> bool:
-        """Whether there is anything to reduce, or for replicas to add up."""
+        """Return whether there is anything to reduce, or for replicas to add up."""
         if self.owes or any(strand.has_gradients() for strand in self.strands):
             return True
         return self.switches.all_reduce and any(s.partial is not None for s in self.strands)
 
     def keep_gradients(self) -> None:
-        """Leaves them to a later backward."""
+        """Leave them to a later backward."""
         self.owes = True
         for strand in self.strands:
             strand.keep_gradients()
 
     def start_reduce(self) -> None:
-        """Sends what has been accumulated. Collective."""
+        """Send what has been accumulated. Collective."""
         self.owes = False
         scale = 1.0 / (self.switches.divisor or self.place.ranks)
         self._reducing = [strand for strand in self.strands if strand.start_reduce(scale)]
@@ -376,7 +376,7 @@ class Unit:
         wait_for(summing.work, summing.movement, self.place.replicas)
 
     def forget(self) -> None:
-        """Lets go of everything that a failed step has left."""
+        """Release everything that a failed step has left."""
         if self._reducing:
             for strand in self._reducing:
                 strand.finish_reduce()

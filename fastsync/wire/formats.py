@@ -127,11 +127,11 @@ class Codec:
         raise NotImplementedError
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Writes the code of `values`, fp32 [numel], to `payload`, uint8 [coded_bytes(numel)]."""
+        """Write the code of `values`, fp32 [numel], to `payload`, uint8 [coded_bytes(numel)]."""
         raise NotImplementedError
 
     def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes to `values` what `payload` stands for."""
+        """Write to `values` what `payload` stands for."""
         raise NotImplementedError
 
 
@@ -168,7 +168,7 @@ class TopK(Codec):
         return f"topk(density={self.density})"
 
     def kept(self, numel: int) -> int:
-        """How many of `numel` elements travel."""
+        """Return how many of `numel` elements travel."""
         return max(1, round(self.density * numel))
 
     def coded_bytes(self, numel: int) -> int:
@@ -252,7 +252,7 @@ _REGISTRY: Final[dict[str, Callable[[], AnyCodec]]] = {"topk": TopK, "powersgd":
 
 
 def register_codec(name: str, factory: Callable[[], AnyCodec]) -> None:
-    """Makes `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
+    """Make `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
 
     The factory is called once, when the name is used for the first time.
 
@@ -265,7 +265,9 @@ def register_codec(name: str, factory: Callable[[], AnyCodec]) -> None:
 
 
 def wire_formats() -> tuple[str, ...]:
-    """Every name that `wire=` may be: block formats, topk and powersgd, registered codecs."""
+    """Return every name that `wire=` may be: block formats, topk and
+    powersgd, registered codecs.
+    """
     return (*FORMATS, *_REGISTRY)
 
 
@@ -389,22 +391,22 @@ class Wire:
 
     @classmethod
     def of(cls, wire: Wire | Choice) -> Wire:
-        """`wire` itself, or the policy that sends everything as `wire`."""
+        """Return `wire` itself, or the policy that sends everything as `wire`."""
         return wire if isinstance(wire, Wire) else cls(wire)
 
     @property
     def plain(self) -> bool:
-        """Whether everything travels as its own dtype."""
+        """Return whether everything travels as its own dtype."""
         return self.format == "fp32" and self.form in ("auto", "native") and not self.overrides
 
     @property
     def adds_by_parts(self) -> bool:
-        """Whether any elements of a gradient can be added up without the others."""
+        """Return whether any elements of a gradient can be added up without the others."""
         codecs = map(make_codec, (self.format, *self.overrides.values()))
         return not any(isinstance(c, PowerSGD) or getattr(c, "whole", False) for c in codecs)
 
     def describe(self) -> str:
-        """Everything that ranks must agree on, in words."""
+        """Return everything that ranks must agree on, in words."""
         default = Wire()
         unsaid = ("format", "node_group", "cross_group")  # other ones on every rank
         others = [name for name in self.__dataclass_fields__ if name not in unsaid]
@@ -424,7 +426,7 @@ class Wire:
         return make_codec(self.format)
 
     def feedback_for(self, codec: AnyCodec) -> bool:
-        """Whether `codec` runs with error feedback."""
+        """Return whether `codec` runs with error feedback."""
         if self.error_feedback is None:
             return codec.error_feedback
         return self.error_feedback and codec is not FORMATS["fp32"]

@@ -30,7 +30,7 @@ _Decode = _Encode
 
 
 class _Table(ctypes.Structure):
-    """`struct fastsync_codec`."""
+    """The C struct `fastsync_codec`."""
 
     _fields_ = (
         ("version", ctypes.c_int32),
@@ -135,7 +135,7 @@ def load_codec(path: str | os.PathLike[str]) -> PluginCodec:
 
 
 def check_device(codec: AnyCodec, name: str, device: torch.device) -> None:
-    """Raises ValueError where a library's codec is asked to carry parameter `name` on `device`."""
+    """Raise ValueError where a library's codec is asked to carry parameter `name` on `device`."""
     if isinstance(codec, PluginCodec) and device.type != "cpu":
         raise ValueError(
             f"parameter {name!r} is on {device}, but {codec.name} comes from {codec.path} and "
