@@ -32,7 +32,7 @@ def say(line):
 
 
 def begin(rank, folder, by_address):
-    """Makes the process group; in turn, where there is a folder to tell each other through."""
+    """Make the process group; in turn, where there is a folder to tell each other through."""
     while folder and rank in BEFORE and not Path(folder, f"{BEFORE[rank]}").exists():
         time.sleep(0.01)
     if folder and rank == 0:  # which waits for the others
@@ -49,7 +49,7 @@ def begin(rank, folder, by_address):
 
 
 def is_over(model, ranks, step):
-    """Whether `ranks` ranks train since three steps, and are not those that have begun."""
+    """Return whether `ranks` ranks train since three steps, and are not those that have begun."""
     now = model.elastic
     changed = now.since > (1 if ranks > 3 else 3)
     return changed and now.size == ranks and step > now.since + 2

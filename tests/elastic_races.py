@@ -75,7 +75,7 @@ class Net(elastic_script.Net):
 
 
 def twin_of(model, kind, wrap):
-    """A second model, which dies nowhere but at "twin"."""
+    """Return a second model, which dies nowhere but at "twin"."""
     fate = model.module.fate
     if kind == "copy":
         twin = copy.deepcopy(model)

@@ -252,7 +252,7 @@ def start(folder, name, rank, job, train):
 
 
 def wait_for(children, lingering):
-    """How each ended, by rank: None where it had to be killed, as those that linger."""
+    """Return how each ended, by rank: None where it had to be killed, as those that linger."""
     ended, deadline = {}, time.monotonic() + LIMIT
     while len(ended) < len(children) - lingering and time.monotonic() < deadline:
         for rank, pid in enumerate(children):

@@ -63,7 +63,7 @@ def _lines(path):
 
 
 def check(job, ending):
-    """Raises AssertionError where a job has ended in another way than it should."""
+    """Raise AssertionError where a job has ended in another way than it should."""
     check_text(job, ending)
     check_place(job, ending)
     check_state(ending)
@@ -226,9 +226,7 @@ def check_stall(job, ending):
 
 
 def check_absence(job, ending):
-    """Check the errors where the rank has not begun to wrap the model, and only the store knows of
-    it.
-    """
+    """Check a rank that has not begun to wrap the model: only the store knows of it."""
     for seen in ending.others:
         assert f"rank {FAULTY}, which has not begun to wrap a model" in seen["text"], str(ending)
         assert (seen["phase"], seen["reason"]) == ("", "has not come"), str(ending)

@@ -48,7 +48,7 @@ def _seconds(seen, struck):
 
 
 def needs_store(place, way):
-    """Whether ranks meet in the store when one is cut off, to collect what zero shares."""
+    """Return whether ranks meet in the store when one is cut off, to collect what zero shares."""
     return place == "checkpoint" and way.startswith("zero")
 
 
@@ -66,7 +66,7 @@ def says_whom_it_cannot_reach(seen, place, way):
 
 
 def _is_placed(seen, place, way):
-    """Whether an error says where its rank waits."""
+    """Return whether an error says where its rank waits."""
     if place in TOGETHER:
         return f"in {TOGETHER[place][0]}." in seen["text"]
     # What buckets before the cut have sent may still be under way.

@@ -58,7 +58,9 @@ OUTSIDE = ("cut", "disk")
 
 
 def has_pieces(way, world):
-    """Whether a bucket takes two collectives: codes do not in the gather form of two ranks."""
+    """Return whether a bucket takes two collectives: codes do not in the
+    gather form of two ranks.
+    """
     return way != "fp32" and (way, world) != ("int8", 2)
 
 

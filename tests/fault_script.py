@@ -80,7 +80,7 @@ class Halves(fastsync.Codec):
 
 
 def note(**what):
-    """Keeps a line, which no end of this process loses."""
+    """Keep a line, which no end of this process loses."""
     file = os.open(os.environ["FAULT_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, (json.dumps(what) + "\n").encode())
     os.close(file)

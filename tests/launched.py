@@ -64,7 +64,7 @@ class Job:
         self.wait_until(lambda: words in self.text)
 
     def end(self):
-        """Returns all output. Torchrun kills ranks that have not ended after 30 seconds."""
+        """Return all output. Torchrun kills ranks that have not ended after 30 seconds."""
         self.launcher.wait(timeout=100)
         return self.text
 

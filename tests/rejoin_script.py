@@ -81,12 +81,12 @@ class Job:
 
     @property
     def most(self):
-        """How many ranks there are in the end."""
+        """Return how many ranks there are in the end."""
         return self.world + self.joins
 
     @property
     def ends(self):
-        """How many processes end badly."""
+        """Return how many processes end badly."""
         return len(self.deaths) + len(self.odd) + self.giver_dies + len(self.again)
 
 

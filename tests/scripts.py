@@ -32,7 +32,7 @@ def start(module, *arguments):
 
 
 def finish(process, code=0, timeout=240):
-    """Waits for the exit code `code` and returns what was printed."""
+    """Wait for the exit code `code` and return what was printed."""
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
@@ -42,7 +42,7 @@ def finish(process, code=0, timeout=240):
 
 
 def finish_all(processes, timeout=240):
-    """Waits for processes of one job, and returns what each printed; one that fails ends all."""
+    """Wait for processes of one job, and return what each printed; one that fails ends all."""
     with ThreadPoolExecutor(len(processes)) as pool:
         outputs = [pool.submit(finish, process, timeout=timeout) for process in processes]
         try:
@@ -55,7 +55,7 @@ def finish_all(processes, timeout=240):
 
 
 def run_jobs(module, folder, jobs, timeout, at_once=3):
-    """Runs `python -m module folder JOBS` for shares of the jobs, whose ranks mostly wait.
+    """Run `python -m module folder JOBS` for shares of the jobs, whose ranks mostly wait.
 
     Args:
         jobs: a list that JSON can hold.

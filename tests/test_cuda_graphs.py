@@ -45,7 +45,7 @@ def eager(rank, steps, wire):
 
 
 def captured(rank, world, wire):
-    """Whether each replay leaves the averages of the step whose inputs it was given."""
+    """Return whether each replay leaves the averages of the step whose inputs it was given."""
     expected = eager(rank, range(WARMUP + REPLAYS), wire)[-REPLAYS:]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -71,7 +71,7 @@ HALVES = [TORCH, (0, 0), (1, 1), (2, 2), (2, None), (None, 1)]
 
 
 def outcomes(half, folder):
-    """Those of HALVES that end in the bits of torch's DDP, and those that do not come close.
+    """Return those of HALVES that end in the bits of torch's DDP, and those that do not come close.
 
     Args:
         half: trains by `zero`, to or from a checkpoint; returns the model's class, and the weights.

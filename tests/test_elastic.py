@@ -1,7 +1,8 @@
-"""Trainings that outlive their ranks: real processes, real signals, and the weights of the rest.
+"""Trainings that survive the death of ranks: real processes, real signals, and the weights of the
+rest.
 
-The survivors must have, bit for bit, the weights of a training without elastic= whose ranks are
-theirs from the step on that they say.
+The survivors must have, bit for bit, the weights of a training without elastic= with the survivors'
+ranks from the step on that they name.
 """
 
 import json

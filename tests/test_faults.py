@@ -149,7 +149,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory, request):
-    """How each job that a test of this run asks for has ended."""
+    """Return how each job that a test of this run asks for has ended."""
     wanted = asked_for(request, "job")
     folder = tmp_path_factory.mktemp("faults")
     stuck = {}

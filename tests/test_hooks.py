@@ -194,7 +194,7 @@ def sum_instead(state, bucket):
 
 
 def fresh_result(state, bucket):
-    """Returns a tensor of its own, in another dtype."""
+    """Return a tensor of its own, in another dtype."""
     future = torch.futures.Future()
     future.set_result(torch.full_like(bucket.buffer(), 3.0, dtype=torch.float64))
     return future

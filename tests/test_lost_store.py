@@ -29,7 +29,7 @@ def connections(place):
 
 
 def with_store(rank, world, work):
-    """Does `work` in a group whose store has a connection of its own: by the first one ranks leave.
+    """Do `work` in a group whose store has a connection of its own: by the first one ranks leave.
 
     `work` is given what cuts it.
     """

@@ -122,7 +122,7 @@ class Net(nn.Module):
 
 
 def train(rank, world, slow, where, options):
-    """Trains a window; returns what this rank says of it, and what it logs then."""
+    """Train a window; return what this rank says of it, and what it logs then."""
     texts = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())

@@ -68,7 +68,7 @@ class Fault:
 
 
 def loop(model, rank, steps, before_step=lambda step: None, make=optim.SGD):
-    """Calls `before_step` with the number of each step, from 1, before its forward."""
+    """Call `before_step` with the number of each step, from 1, before its forward."""
     optimizer = make(model.parameters(), lr=0.05)
     for step in range(1, steps + 1):
         before_step(step)
@@ -314,7 +314,7 @@ def test_one_pass_digests_what_the_definition_says(options):
 
 
 def called(rank, world):
-    """How often Python is called, of six steps."""
+    """Return how often Python is called, of six steps."""
     model = FastDDP(net(), check_replicas=ReplicaPolicy(every=1))
     calls = []
     model._engine.core.compare_every(2, calls.append)

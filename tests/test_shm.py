@@ -311,7 +311,7 @@ def test_ranks_that_have_joined_take_part():
 
 
 def sharded(rank, world, stage):
-    """Whether weights are those without `zero`."""
+    """Return whether weights are those without `zero`."""
     weights = []
     for zero in (stage, 0):
         wrapped = over("memory", lambda zero=zero: FastDDP(net(), zero=zero, bucket_cap_mb=0.15))

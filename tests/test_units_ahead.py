@@ -109,7 +109,7 @@ class Uneven(nn.Module):
 
 
 def uneven(clock):
-    """As units; the root's, which is kept, comes first."""
+    """Shard the layers and the root, whose unit is kept and comes first."""
     model = Uneven(clock)
     for layer in model.layers:
         fully_shard(layer)

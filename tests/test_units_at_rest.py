@@ -78,7 +78,9 @@ def test_a_rank_holds_16_bytes_per_parameter_and_rank(way, world):
 
 
 def offloaded(rank, world, pinned):
-    """How far weights are from those without a policy, and from FSDP2's; where everything lies."""
+    """Return how far weights are from those without a policy, and from FSDP2's; where everything
+    lies.
+    """
     policy = CPUOffloadPolicy(pin_memory=pinned)
     runs = ((fully_shard, {}), (fully_shard, {"offload_policy": policy}))
     if not pinned:  # FSDP2 pins memory where there is nothing to pin it for

@@ -175,7 +175,7 @@ def from_half(self, outputs, metadata, dtype, *, out=None):
 
 
 def install(model, pre=to_half, post=from_half, name="up.weight"):
-    """Gives extensions to local tensors that are plain."""
+    """Give extensions to local tensors that are plain."""
     for each, param in model.named_parameters():
         if name in each:
             local = local_of(param)

@@ -377,7 +377,7 @@ def test_what_a_script_said_last_before_the_first_forward_holds(at_last):
 
 
 def gathered_early(rank, world):
-    """How many gathers the root counts, and whether it knows all links that units have."""
+    """Return how many gathers the root counts, and whether it knows all links that units have."""
     found = []
     for early in ([], [0], [0, 2]):
         model = apply(fully_shard, net())

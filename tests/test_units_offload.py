@@ -99,7 +99,9 @@ def steps_of(model, rank, make, how):
 
 
 def with_each_policy(rank, world, model, make, how, rows, options):
-    """Whether shares are copied, whether that leaves memory behind, and what comes out of it."""
+    """Return whether shares are copied, whether that leaves memory behind, and what comes out of
+    it.
+    """
     results = []
     for policy in POLICIES:
         shared = {"mesh": mesh_of(world, rows), "offload_policy": policy, **options}

@@ -50,7 +50,7 @@ def batch(rank):
 
 
 def distances(model, twin, world):
-    """How far each gradient is from the average of the copies'."""
+    """Return how far each gradient is from the average of the copies'."""
     found = []
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()

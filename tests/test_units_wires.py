@@ -97,7 +97,9 @@ def same(found, wanted):
 
 
 def beside(rank, world, wire, parameter_wire, options):
-    """Whether weights that are computed with, gradients and masters are the twin's, bit by bit."""
+    """Return whether weights that are computed with, gradients and masters are the twin's, bit by
+    bit.
+    """
     os.environ["FASTSYNC_SHM"] = options.get("memory", "1")
     dtype, compute = options.get("dtype", torch.float32), options.get("compute")
     dim_of = options.get("dim_of")

@@ -62,7 +62,7 @@ HOLD = {
 
 
 def keep_gradients(rank, world, how):
-    """Holds on to one parameter's gradient of each step and to a copy of its values."""
+    """Hold on to one parameter's gradient of each step and to a copy of its values."""
     model = model_of()
     parameter = next(model.parameters())
     held = []

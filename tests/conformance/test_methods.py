@@ -316,7 +316,7 @@ def test_changed_layers_are_an_error(stage, script):
 
 
 def not_under_ddp(wrap, rank, script):
-    """Runs the script under the stage alone: DDP's ranks diverge in it."""
+    """Run the script under the stage alone: DDP's ranks diverge in it."""
     probe = wrap(nn.Linear(1, 1))
     return {} if type(probe) is DistributedDataParallel else script(wrap, rank)
 

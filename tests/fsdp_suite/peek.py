@@ -129,7 +129,7 @@ def peek(module: nn.Module) -> Any:
 
 
 def let_modules_peek() -> None:
-    """Gives modules torch's internal method."""
+    """Give modules torch's internal method."""
     owner: Any = fastsync.FSDPModule
     owner._get_fsdp_state = peek
 

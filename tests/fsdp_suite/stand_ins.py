@@ -152,7 +152,7 @@ def asked(function: Callable[..., object]) -> int:
 
 
 def skip_if_lt_x_gpu(count: int, *unused: object, **named: object) -> Callable[[F], F]:
-    """Notes the number of ranks that a test is to get."""
+    """Note the number of ranks that a test is to get."""
 
     def note(function: F) -> F:
         setattr(function, _ASKED, max(count, FEWEST_RANKS))
@@ -228,7 +228,7 @@ STAND_INS: dict[str, Any] = {
 
 
 def meet(case: RankTest, rank: int, ranks: int) -> None:
-    """Makes the process group of a test."""
+    """Make the process group of a test."""
     case.rank = rank
     os.environ["WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", init_method=case.init_method, world_size=ranks, rank=rank)

@@ -34,7 +34,7 @@ class Wrapper:
 
 
 def _summing(module: Any, **arguments: Any) -> Any:
-    """Adds gradients up instead of averaging them."""
+    """Add gradients up instead of averaging them."""
     made = fastsync.fully_shard(module, **arguments)
     for each in [made] if isinstance(made, nn.Module) else made:
         cast(Any, each).set_gradient_divide_factor(1.0)

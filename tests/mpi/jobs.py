@@ -24,7 +24,7 @@ FROM_LAUNCHERS = (
 
 @cache
 def missing():
-    """Why MPI cannot be used here; empty if it can."""
+    """Return why MPI cannot be used here; empty if it can."""
     found = subprocess.run(
         [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, text=True
     )

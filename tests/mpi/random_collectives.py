@@ -354,7 +354,7 @@ def groups(draw, world):
 
 
 def run(rank, world, count, seed):
-    """Runs `count` cases; returns how many comparisons they held."""
+    """Run `count` cases; return how many comparisons they held."""
     draw = random.Random(f"{seed} {world}")
     known, compared = groups(draw, world), 0
     for number in range(count):

@@ -135,7 +135,7 @@ def meshes(rank, world):
 
 
 def checkpoint(rank, world):
-    """Saves shards with torch.distributed.checkpoint, loads them, and goes on."""
+    """Save shards with torch.distributed.checkpoint, load them, and go on."""
     folder = [tempfile.mkdtemp(prefix="fastsync-mpi-")]
     dist.broadcast_object_list(folder)
 

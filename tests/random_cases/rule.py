@@ -55,7 +55,7 @@ def residuals_of(wrapped):
 
 
 def _untouched(wrapped, index, found):
-    """Whether a gradient is what its copy has, which may round elsewhere."""
+    """Return whether a gradient is what its copy has, which may round elsewhere."""
     ours, theirs = wrapped.twins.params[index]
     if same(found, theirs.grad) or not wrapped.drawn.rounds_sums or found is None:
         return same(found, theirs.grad)
@@ -130,7 +130,7 @@ def check(wrapped):
 
 
 def gradients_are_alike(wrapped):
-    """Whether all ranks have the same. Collective."""
+    """Return whether all ranks have the same. Collective."""
     mine = [_or_zeros(seen(ours.grad), ours) for ours, _ in wrapped.twins.params]
     there = torch.tensor([float(ours.grad is not None) for ours, _ in wrapped.twins.params])
     rows = gathered(wrapped, torch.cat([*mine, there.double()]))
@@ -138,7 +138,7 @@ def gradients_are_alike(wrapped):
 
 
 def recall(wrapped):
-    """Takes what ranks keep back as it is: after a change that the rule says nothing of."""
+    """Take what ranks keep back as it is: after a change that the rule says nothing of."""
     residuals = residuals_of(wrapped)
     wrapped.owed = {}
     if residuals:
@@ -148,7 +148,7 @@ def recall(wrapped):
 
 
 def verify(wrapped, rows, divisor, kept=()):
-    """Compares the snapshots of the ranks that took part, [ranks, numel], with the rule."""
+    """Compare the snapshots of the ranks that took part, [ranks, numel], with the rule."""
     place = 0
     for index, (param, _) in enumerate(wrapped.twins.params):
         size = _numel(param)

@@ -344,7 +344,7 @@ def draw_before(rng):
 
 
 def draw_after(rng):
-    """What a hook does with parameters after a step."""
+    """Draw what a hook does with parameters after a step."""
     way, seed = rng.choice(("nothing", "nothing", "halve", "assign")), rng.random()
 
     def after(params):

@@ -125,7 +125,7 @@ class Twins:
         return fired
 
     def freeze(self, flips):
-        """Turns the parameters at the positions `flips` from trained to frozen, or back."""
+        """Turn the parameters at the positions `flips` from trained to frozen, or back."""
         for index in flips:
             ours, theirs = self.params[index]
             ours.requires_grad_(not ours.requires_grad)
@@ -149,7 +149,7 @@ class Twins:
         self.saved = [entry for entry in self.saved if entry[0] is not param]
 
     def keep(self):
-        """Saves gradients as users do, each with a copy of its values."""
+        """Save gradients as users do, each with a copy of its values."""
         for ours, _ in self.params:
             if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
                 continue
@@ -341,7 +341,7 @@ class Wrapped:
 
     @property
     def trainable(self):
-        """Whether a backward of this model can do anything at all."""
+        """Return whether a backward of this model can do anything at all."""
         return any(p.requires_grad for p in self.tree.parameters())
 
     def note_plan(self):

@@ -129,7 +129,7 @@ def digest(model):
 
 
 def run(prefix, schedule, wrapper, world, rank):
-    """Trains in this process; without a `schedule` nothing goes wrong."""
+    """Train in this process; without a `schedule` nothing goes wrong."""
     log = Log(f"{prefix}-{rank}.log")
     output = os.open(f"{prefix}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)

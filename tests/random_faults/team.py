@@ -53,7 +53,7 @@ class Tally:
         return len(self.numbers)
 
     def has(self, number):
-        """Whether it has been run."""
+        """Return whether it has been run."""
         return number in self.numbers or str(number) in self.wrong
 
     def rows(self):
@@ -130,7 +130,7 @@ class Job:
         return self.schedule.victim
 
     def _strike(self, left, began):
-        """Sends the signal when it is due, and ends a pause."""
+        """Send the signal when it is due, and end a pause."""
         schedule = self.schedule
         outside = schedule is not None and schedule.place == AFTER
         if schedule is None or self._victim not in left or (outside and began is None):
@@ -150,7 +150,7 @@ class Job:
 
 
 def _become_rank(*job):
-    """Runs a rank and ends this process as a script would end."""
+    """Run a rank and end this process as a script would end."""
     code = 1
     try:
         run(*job)
@@ -176,7 +176,7 @@ class Runner:
         self._sound = {}
 
     def check(self, number):
-        """Raises AssertionError that tells what is wrong."""
+        """Raise AssertionError that tells what is wrong."""
         schedule = Schedule.draw(number)
         wanted = self._weights(schedule)
         prefix = self.folder / str(number)

@@ -442,7 +442,7 @@ class UnitCase:
             unit.reshard()
 
     def divide(self):
-        """Sums, or averages over as many as there are."""
+        """Sum, or average over as many as there are."""
         self.divisor = self.rng.choice((1.0, float(self.seat.world)))
         for unit in self.units:
             unit.set_gradient_divide_factor(self.divisor)

@@ -50,7 +50,9 @@ class Wires:
         return by_shares(exact, self.parameters, world, dim).to(exact.dtype)
 
     def loss(self, dtype, sizes):
-        """How far a sum of gradients may be off by coding; `sizes`: by rank, their magnitudes."""
+        """Return how far a sum of gradients may be off by coding; `sizes`: by rank, their
+        magnitudes.
+        """
         wire = self.gradients
         reduced = torch.float32 if self.low else dtype
         if wire is None or dtype is torch.float64:

@@ -30,7 +30,7 @@ class NoSync(DistributedDataParallel):
         super().__init__(module, *args, **{**kwargs, "init_sync": False})
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        """Builds no engine."""
+        """Build no engine."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)

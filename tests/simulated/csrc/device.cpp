@@ -346,7 +346,8 @@ class Runtime {
     report_.peak = std::max(report_.peak, report_.allocated);
     char* data = block->data;
     const size_t all = block->pages * kPage;
-    // What comes before it in its own stream, or has used it, comes before; the stream itself waits for nobody.
+    // Earlier work of its own stream, and earlier uses of it, come before; the stream itself waits
+    // for nothing.
     Task fill{"reuse of memory", [=] { std::memset(data, 0xff, all); }, {{data, all, true, true}}};
     push(home, std::move(fill), where, &block->after);
     block->after.clear();
