@@ -235,7 +235,7 @@ class FastDDP(ReturningFront):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         check_join(self._policy, self._join_config.enable)  # torch's Join does not call join()
-        if not backward_is_running():  # else a checkpoint runs a forward again
+        if not backward_is_running():  # otherwise a checkpoint runs a forward again
             self._come_between_steps()
         with explained(self.process_group, "the start of a forward"):
             return super()._pre_forward(*inputs, **kwargs)

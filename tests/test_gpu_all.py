@@ -183,7 +183,9 @@ def install_daemon(folder, kind):
 
 
 def ended(process):
-    """Return whether it is gone, or is in a while: a process outlives its killing by a moment."""
+    """Return whether it is gone, or is in a while: a process is still there for a moment after it
+    was killed.
+    """
     for _ in range(200):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -25,7 +25,7 @@ class Collective {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // How many leave this rank, of so many bytes for others.
+  // How many of so many bytes for others leave this rank.
   virtual int64_t leaving(int64_t bytes) const { return bytes; }
   // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads, a stream holds any number.
   virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 64; }

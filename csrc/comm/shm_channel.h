@@ -93,7 +93,8 @@ class Channel {
   void begin_step(int64_t number) { step_.store(number, std::memory_order_relaxed); }
   // The next sum. One thread at a time.
   Sum join(const Part& part);
-  // The next exchange, likewise: of so many bytes on every rank, which stand at `offset` in this rank's segment.
+  // The next exchange, by one thread at a time, too: of so many bytes on every rank, which stand at
+  // `offset` in this rank's segment.
   Sum join_exchange(size_t offset, int64_t bytes);
   // The part that a rank has joined the exchange with. Call it once all have joined, and before
   // this rank's done_reading().
@@ -108,7 +109,7 @@ class Channel {
   // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
   // `what`: that they are waited for, as it reads in the error.
   void meet(const Sum& sum, const std::string& what = "a sum over ranks");
-  // Returns once it is finished, and does what is left of a sum for that. Throws likewise.
+  // Returns once it is finished, and does what is left of a sum for that. Throws as meet() does.
   void wait(const Sum& sum);
   // Throws as wait() does where time is up.
   void give_up(const Sum& sum) const { check_in_time(sum, false); }

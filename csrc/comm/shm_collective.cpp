@@ -25,7 +25,7 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 
 }  // namespace
 
-// For those who ask again and again instead of waiting: time is up as it is there.
+// For callers that ask again and again instead of waiting: the same time limit applies.
 class Patience {
  public:
   // Returns what it is given. Throws what Channel::wait() throws once that took too long.

@@ -195,7 +195,7 @@ void Segment::make_pages(size_t begin, size_t end) {
   FS_CHECK(reserve(fd_, begin, end - begin), "no memory for ", (end - begin) >> 10,
            " KiB that ranks share: ", std::strerror(errno), "; FASTSYNC_SHM=0 does without");
   madvise(data_ + begin, end - begin,
-          MADV_POPULATE_WRITE);  // else page by page, when they are used
+          MADV_POPULATE_WRITE);  // otherwise page by page, when they are used
 }
 
 void Segment::punch(size_t begin, size_t end) {

@@ -113,7 +113,7 @@ struct PayloadLayout {
 
 struct Rounding {
   bool stochastic;
-  uint64_t seed;  // another one for every call, else errors repeat
+  uint64_t seed;  // another one for every call, or errors repeat
 };
 
 struct EncodeArgs {

@@ -14,7 +14,7 @@ struct CodedSpec {
   std::shared_ptr<Codec> codec;  // a user's, instead of the format
   int64_t kept = 0;         // elements that top-k keeps, instead of the format; 0: it is not top-k
   bool gather = false;      // the gather form
-  int64_t chunk_numel = 0;  // elements: a piece in the gather form, else a rank's part of it
+  int64_t chunk_numel = 0;  // elements: a piece in the gather form, otherwise a rank's part of it
   int64_t chunk_bytes = 0;  // codes, flags and padding
   int64_t coded_bytes = 0;  // codes alone
   int64_t pieces = 1;

@@ -1,5 +1,4 @@
-// The memory of a flat buffer, the gradients that live in it, and who else sees it.
-// See [Note: gradients live in the bucket] and [Note: a storage for each gradient].
+// The memory of a flat buffer, the gradients that live in it, and its other references.
 #pragma once
 
 #include <ATen/core/Tensor.h>

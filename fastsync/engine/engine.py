@@ -59,7 +59,7 @@ class Engine:
         graphs: what compiled graphs yield, each in planned order.
         policy: how gradients travel, now.
         shares: what of them the ranks share.
-        sizing: how much travels at a time, and who tries other sizes.
+        sizing: how much travels at a time, and what tries other sizes.
         routes: what gradients travel over beside the process group.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
@@ -322,7 +322,7 @@ class Engine:
         """Resume where a training was left. Collective: rank 0's order decides.
 
         Args:
-            follows: this rank is about to join others, who go on by plans in this order.
+            follows: this rank is about to join others, which go on by plans in this order.
         """
         self._follows = follows
         index_of = {param.name: index for index, param in enumerate(self._params)}

@@ -1,4 +1,5 @@
-"""Between `optimizer.step()` and the optimizer: who sees steps, and changes what they step on.
+"""Watchers between `optimizer.step()` and the optimizer, which see steps and may change what they
+step on.
 
 Torch calls hooks before and after every step of every optimizer. One that is called before may
 replace the arguments of `step`, the optimizer itself among them: by a stand-in.

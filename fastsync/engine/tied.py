@@ -116,7 +116,7 @@ def check_untied(
     """Check that no two of these tensors share memory.
 
     Args:
-        remedy: what else a script may do.
+        remedy: what a script may do instead.
         memories: of tensors that came before.
 
     Raises:

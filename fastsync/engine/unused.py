@@ -31,7 +31,7 @@ class UnusedParams:
 
     Args:
         params: those that were wrapped.
-        group: whose ranks average their gradients.
+        group: the group whose ranks average their gradients.
         warn: whether the user wants to know.
 
     Attributes:

@@ -418,7 +418,7 @@ def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Calla
     lookout, begun, timeout = _lookouts().get(group), time.monotonic(), group_timeout(group)
     visit: _Visit | None = None
     if lookout is not None:
-        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first one says who is late
+        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first says which is late
         visit = lookout.watch.visit("apart", place, both)
 
     def look() -> None:

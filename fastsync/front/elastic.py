@@ -66,7 +66,7 @@ __all__ = ["Elastic", "ElasticFront", "Membership"]
 _log = logging.getLogger("fastsync")
 _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/engine/survival.h numbers verdicts
 _CERTAINTY = 2.0  # seconds until a death that a backend's error tells of is known to the watch
-_PATIENCE = timedelta(seconds=10)  # for each collective of those who rebuild
+_PATIENCE = timedelta(seconds=10)  # for each collective of ranks that rebuild
 _PAUSE = 0.01
 _CONNECTING = "the connecting of the ranks that are left"
 

@@ -35,7 +35,8 @@ class NonFiniteGradientError(RuntimeError):
     """An optimizer was about to step on gradients that hold NaN or infinity.
 
     Attributes:
-        parameters: whose gradients these are, in the order in which a backward reaches them.
+        parameters: names of the parameters of these gradients, in the order in which a backward
+            reaches them.
         ranks: by parameter, those that gave NaN or infinity.
     """
 
@@ -61,10 +62,10 @@ class _Found:
 
 
 class NonFiniteGuard(StepWatcher):
-    """Looks before each step of an optimizer of the engine's parameters.
+    """Check before each step of an optimizer of the engine's parameters.
 
     Args:
-        engine: whose policy says to look.
+        engine: engine whose policy asks for the check.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -80,7 +80,7 @@ class ReplicaGuard(StepWatcher):
     """Compares what the ranks of an engine have.
 
     Args:
-        engine: whose parameters and gradients.
+        engine: engine of the parameters and gradients.
         policy: when, and what becomes of a difference.
     """
 

@@ -89,7 +89,7 @@ class Returns(StepWatcher):
     Args:
         module: that was wrapped.
         engine: of it.
-        elastic: who meets.
+        elastic: the object that meets the other ranks.
         passing: what a rank that comes back needs beside the module.
     """
 
@@ -103,7 +103,7 @@ class Returns(StepWatcher):
         self._stepped = -1  # the steps that there were when an optimizer stepped
         self._joins: dist.ProcessGroup | None = None  # what this rank is about to be in
         self._ours = {id(param.tensor) for param in engine.params}
-        me = weakref.ref(self)  # none of those who call this is to keep it
+        me = weakref.ref(self)  # no caller of this is to keep it
         elastic.place.waiting = lambda: _alive(me)._doorway.waiting(())
         elastic.invite = lambda *found: _alive(me)._doorway.admit(*found)
         elastic.hand_over = lambda *found: _alive(me)._hand_over(*found)

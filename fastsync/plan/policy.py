@@ -326,7 +326,7 @@ class SyncPolicy:
 
     @property
     def may_skip(self) -> bool:
-        """Return whether ranks count at every step who has gradients."""
+        """Return whether ranks count at every step how many ranks have gradients."""
         return self.on_skip == "average_others"
 
     @property
@@ -441,7 +441,7 @@ def piece_bytes(wire: Wire, network: Network, device: torch.device) -> int:
     and each costs its launches: there is one.
 
     Args:
-        wire: whose `piece_bytes` wins where it is set.
+        wire: policy whose `piece_bytes` wins where it is set.
         network: as it carries coded bytes.
         device: of the gradients.
     """

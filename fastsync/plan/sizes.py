@@ -18,7 +18,7 @@ class Sizes:
     """Amounts that travel at a time, in bytes, and their form.
 
     Attributes:
-        first: of gradients that close the first bucket; cap: likewise, the others.
+        first: of gradients that close the first bucket; cap: bytes that close the others.
         last: that the last bucket should hold at most; None: as the others.
         piece: of a coded bucket's pieces; None: as wire and network say.
         form: of what travels coded; None: as the wire says.

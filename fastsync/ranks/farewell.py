@@ -116,7 +116,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _frame_of_script(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The last one outside of libraries. A script that is itself installed has none such."""
+    """Return the last frame outside of libraries. A script that is itself installed has none."""
     for libraries in (_LIBRARIES, _NEAREST, ()):
         own = [frame for frame in frames if not frame.filename.startswith(libraries)]
         if own:

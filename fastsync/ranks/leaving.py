@@ -39,7 +39,7 @@ def guard_exit() -> None:
 def let_threads_finish() -> None:
     """Wait until no thread of Gloo runs or wants the GIL, or for two seconds.
 
-    Waiting gives the GIL away, so a thread that wants it gets it. One that sleeps all the same has
+    Waiting gives the GIL away, so a thread that wants it gets it. A thread that still sleeps has
     nothing to do, or is in a collective that does not end.
     """
     deadline, quiet = time.monotonic() + _LONGEST, 0

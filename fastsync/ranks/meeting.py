@@ -1,4 +1,4 @@
-"""A meeting point for all ranks with a deadline, which can say who did not come.
+"""A meeting point for all ranks with a deadline, which can name the ranks that did not come.
 
 A collective that some rank never enters hangs until the backend's timeout, half an hour by default.
 Where ranks have to change course together, they first meet here, through the rendezvous store.

@@ -18,7 +18,7 @@ __all__ = ["ENDED", "Doorway", "Waiting", "back_key"]
 
 ENDED = "ended"  # set by the launcher once a rank has come to its end
 _BEAT = 0.05  # seconds between two signs of life
-_LOOK = 0.2  # seconds between two looks at who waits
+_LOOK = 0.2  # seconds between two looks for ranks that wait
 _TRAINING = "training"
 
 

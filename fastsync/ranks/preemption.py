@@ -10,7 +10,7 @@ it passes, and has a thread that waits for a signal, and for word of others in t
 3. All save at the place after the highest count. No rank has passed it, since its count was held,
    and each will come to it, since the others need its gradients for the steps before.
 
-Steps themselves cost a lock that nobody else wants.
+Steps themselves cost an uncontended lock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Exchanges that every rank has to ask for: who asks alone gets an error, and no endless wait.
+"""Exchanges that every rank has to ask for: a rank that asks alone gets an error, not an endless
+wait.
 
 Ranks of one machine meet in memory, where a meeting takes about as long as waking a process does;
 others through the rendezvous store.

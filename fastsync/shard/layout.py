@@ -23,10 +23,10 @@ __all__ = ["Cut", "Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors", "
 
 @dataclass(frozen=True)
 class Cut:
-    """Among whom parameters are shared, and which shares one rank steps on.
+    """Ranks that share parameters, and the shares that one rank steps on.
 
     Attributes:
-        ranks: who owns each share, in their order, as the ranks were counted at the start.
+        ranks: owner of each share, in their order, as the ranks were counted at the start.
         mine: the number of this rank's own.
         doubled: each rank steps on the share before its own, too, so that one death loses nothing.
     """

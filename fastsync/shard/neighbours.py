@@ -61,7 +61,7 @@ class _Standing:
     Attributes:
         taken: how many have been taken over so far; those with later numbers will be.
         steps: that each has made, by number; of those that still live.
-        cuts: who owned which share of each; none on a rank that comes back.
+        cuts: ownership of the shares of each; none on a rank that comes back.
     """
 
     taken: int
@@ -96,7 +96,7 @@ class _Recut:
         comes_back = cut.ranks[cut.mine] not in present
         self._offered = () if comes_back else sharded.cut.offered(present)
         self._values: list[list[torch.Tensor]] = []  # whole parameters, by space
-        self._states: list[dict[Piece, State]] = []  # of what this rank will step on, likewise
+        self._states: list[dict[Piece, State]] = []  # of what this rank will step on, by space
         self._wholes: list[dict[int, State | None]] = []  # without elements, by space and parameter
         self._sharings: list[Sharing] = []
         for space in sharded.spaces:

@@ -1,9 +1,10 @@
 """Optimizers whose state is spread over the ranks: each rank steps on what it owns, for all.
 
 Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
-models", 2020). Gradients are averaged as ever, and outside of `optimizer.step()` nothing differs:
-parameters, gradients and parameter groups are those that the script made. A stand-in optimizer
-makes the step on this rank's pieces of the parameters; then the ranks exchange what they updated.
+models", 2020). Gradients are averaged as without it, and outside of `optimizer.step()` nothing
+differs: parameters, gradients and parameter groups are those that the script made. A stand-in
+optimizer makes the step on this rank's pieces of the parameters; then the ranks exchange what they
+updated.
 
 [Note: steps one after the other] The ranks exchange one buffer of parameters while the optimizer
 steps on the next. Torch calls a closure first in a step, after all hooks; ours makes the steps on
@@ -74,7 +75,7 @@ class ShardedOptimizers(StepWatcher):
         policy: what may be cut, what has fp32 masters, and what parameters travel as.
 
     Attributes:
-        cut: among whom the state of the next optimizer will be shared.
+        cut: ranks that will share the state of the next optimizer.
         delivery: how what they update reaches the others.
         others: the ranks that have the rest of the state.
         taken: how many optimizers have been taken over so far.
@@ -303,7 +304,7 @@ class ShardedOptimizer:
     Attributes:
         number: of those that have been taken over, on all ranks alike.
         steps: those that this rank has made since.
-        cut: among whom the state is shared.
+        cut: ranks that share the state.
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
         masters: of what it steps on here, those that are fp32 masters.
         slices: what `optimizer.state` says of its parameters.
@@ -432,7 +433,9 @@ class ShardedOptimizer:
         return (self._stand_in, closure, *args[2:])
 
     def _stand_in_for(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
-        """Steps on those of the pieces, and of what is not the model's, whose ids are given."""
+        """Return a stand-in that steps on those of the pieces, and of what is not the model's, in
+        `tensors`.
+        """
         groups = []
         for group in optimizer.param_groups:
             pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))

@@ -22,7 +22,7 @@ __all__ = ["Passing", "Stateful"]
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, a sampler: anything whose state can be taken over."""
+    """An optimizer, a scheduler, a sampler: anything with a state that can be loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

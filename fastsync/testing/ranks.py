@@ -119,8 +119,8 @@ class _Team:
     ranks: list[_Rank] = field(default_factory=list)
 
     def start(self, job: bytes) -> None:
-        # This process serves the rendezvous store: its port cannot be taken by anyone else, and the
-        # store lives longer than every rank.
+        # This process serves the rendezvous store: its port cannot be taken by another process, and
+        # the store lives longer than every rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             stacks = self.folder / f"rank{rank}.stacks"

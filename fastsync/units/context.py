@@ -199,7 +199,7 @@ class Context(StepWatcher, Generic[S]):
 
         Args:
             prefetch: starts to gather what comes next. Where that travels while this thread waits,
-                it starts at once, after `units`, else when they are there.
+                it starts at once, after `units`, otherwise when they are there.
         """
         at_once = all(map(travels, units))
         with self._waiting():

@@ -72,7 +72,7 @@ def stands_apart(local: torch.Tensor) -> bool:
 
 
 def own_share(local: torch.Tensor, shape: Shape, place: Place) -> torch.Tensor:
-    """A copy of this rank's share, by what FSDP2 calls too: subclasses know little else."""
+    """Return a copy of this rank's share, by what FSDP2 calls too: subclasses know little else."""
     chunks = torch.chunk(local, place.world, dim=shape.dim)
     padded = local.new_zeros(shape.local(0, place.world))
     share = padded.narrow(shape.dim, 0, shape.count(place.rank, place.world))

@@ -24,7 +24,7 @@ class KeptPart:
 
     Args:
         whole: that memory, one-dimensional.
-        group: whose ranks keep a part each.
+        group: group whose ranks keep a part each.
     """
 
     def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -42,7 +42,7 @@ class KeptPart:
         """Start to gather, unless it is under way. Collective.
 
         Args:
-            peers: who counts it.
+            peers: the object that counts it.
             name: of the unit.
         """
         if self._work is None:

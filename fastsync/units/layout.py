@@ -93,7 +93,7 @@ def lay_out(
     Args:
         shapes: of all of the unit's.
         direct_from: elements from which a share travels by itself; None: all are packed.
-        block: of the format whose codes travel; None: elements do.
+        block: block of the format whose codes travel; None: elements travel.
     """
     alignment = math.lcm(block or 1, ALIGNMENT)
     shares = [shapes[m].share(world) for m in members]

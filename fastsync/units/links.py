@@ -24,7 +24,7 @@ _PLACE = "the connection of units"
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a group: who counts and watches, and the group itself."""
+    """The ranks of a group: what counts and watches them, and the group itself."""
 
     ranks: core.UnitPeers
     group: dist.ProcessGroup

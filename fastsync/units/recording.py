@@ -82,7 +82,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _everybody(place: Place) -> dist.ProcessGroup:
-    """The ranks of a mesh, where they have a group; else those that share."""
+    """Return the ranks of a mesh, where they have a group; otherwise those that share."""
     if place.replicas is not None and default_group().size() == place.mesh.size():
         return default_group()
     return place.group

@@ -10,7 +10,7 @@ unit that is gathered ahead of time is copied, packed and sent while the one bef
 sums leave while backward goes on. The host waits before it reads what comes, and before shares that
 are still read may be written to.
 
-What is allocated on such a stream is read elsewhere, and may be freed at any time all the same: the
+What is allocated on such a stream is read elsewhere, and may still be freed at any time: the
 allocator gives it to the same stream alone, which has waited for the computation before it writes.
 """
 

@@ -329,14 +329,14 @@ class Wire:
     Attributes:
         format: the name of a format or registered codec, a `TopK`, a `PowerSGD`, or a `Codec`.
         form: "native" (the backend's own all-reduce; fp32, bf16 and fp16 only), "two_shot",
-            "gather", "hierarchical" (summed as fp32 inside a node, coded between nodes), or
-            "auto": what measures fastest (see `docs/wire.md`). Top-k and PowerSGD have forms of
-            their own and take "auto" alone.
+            "gather", "hierarchical" (summed as fp32 inside a node, coded between nodes), or "auto":
+            what measures fastest (see `docs/wire.md`). Top-k and PowerSGD have forms of their own
+            and take "auto" alone.
         error_feedback: add what coding lost to the next step's gradients; None: as the format
             recommends. Costs 4 bytes per element.
         stochastic: round stochastically instead of to the nearest (built-in formats).
-        overrides: format or codec by parameter name pattern, as `fnmatch` has them; the first
-            match counts.
+        overrides: format or codec by parameter name pattern, as `fnmatch` has them; the first match
+            counts.
         min_bytes: buckets with fewer bytes of gradients travel as fp32.
         warmup_steps: synchronised steps that travel as fp32 before the format is used.
         seed: of stochastic rounding.
@@ -345,7 +345,7 @@ class Wire:
             network carries in 3 ms, which the first step measures; on devices in one piece.
         node_group: for the hierarchical form, the process group of the ranks in this rank's node;
             None: nodes are as many consecutive ranks as LOCAL_WORLD_SIZE says.
-        cross_group: likewise, the ranks that have this rank's place in each node.
+        cross_group: the same for the ranks that have this rank's place in each node.
     """
 
     format: Choice = "fp32"

@@ -196,7 +196,7 @@ class Wrapped:
         siblings: other wrappers over the same parameters.
         joined: there has been a join(), after which each forward tells the other ranks.
         frozen_alone: one rank may have frozen parameters that others train.
-        regrouped: parameters were frozen or thawed since the last step.
+        regrouped: parameters were frozen or unfrozen since the last step.
         owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
     """
 
