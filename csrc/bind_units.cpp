@@ -92,7 +92,7 @@ engine::Direction direction_of(const std::string& name) {
   return name == "reduction" ? engine::Direction::kReduce : engine::Direction::kSum;
 }
 
-// What tells of units: their log, and collectives that Python waits for.
+// Records of units: their log, and collectives that Python waits for.
 void bind_logs(py::module_& m) {
   using engine::Movement;
   using engine::UnitLog;

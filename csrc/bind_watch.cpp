@@ -1,4 +1,4 @@
-// Python bindings of what looks out for other ranks' faults, and pace.
+// Python bindings of the watch for other ranks' faults, and of pace.
 #include <signal.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -30,7 +30,8 @@ using engine::Visit;
 // Host, port, key, process, machine.
 using Address = std::tuple<std::string, int64_t, uint64_t, int64_t, std::string>;
 
-// As torch's own exceptions of Python code travel: through autograd's threads, to whoever called backward().
+// Throws as torch throws exceptions of Python code: they travel through autograd's threads to the
+// caller of backward().
 [[noreturn]] void throw_python_error() {
   python_error error;
   error.persist();
@@ -38,7 +39,7 @@ using Address = std::tuple<std::string, int64_t, uint64_t, int64_t, std::string>
 }
 
 FaultWatch::Interpreter interpreter_of(py::function make_error) {
-  // Dropped with the GIL, whoever drops it.
+  // Dropped with the GIL, on any thread.
   const std::shared_ptr<py::function> make(new py::function(std::move(make_error)),
                                            [](const py::function* function) {
                                              const py::gil_scoped_acquire gil;

@@ -216,7 +216,8 @@ void bind_memory(py::module_& m) {
           release, py::arg("mine"), py::arg("all"));
 }
 
-// The first and the last link of a hierarchical chain join the ranks of a node, who may share memory.
+// The first and the last link of a hierarchical chain join the ranks of a node, which may share
+// memory.
 void use_chains(engine::Reducer& reducer, const std::vector<std::string>& group_names,
                 const std::shared_ptr<comm::SharedMemory>& node_memory) {
   std::vector<std::shared_ptr<comm::Collective>> links;

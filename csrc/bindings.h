@@ -9,9 +9,9 @@
 
 namespace fastsync {
 
-// Kernels, and what stands around them.
+// Kernels, and the code around them.
 void bind_ops(pybind11::module_& m);
-// What a plan says about buckets.
+// Bucket specs of a plan.
 void bind_specs(pybind11::module_& m);
 // Parameters that ranks share.
 void bind_units(pybind11::module_& m);

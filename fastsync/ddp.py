@@ -165,7 +165,7 @@ class FastDDP(ReturningFront):
         self._complete(mixed_precision, forward_sync_buffers)
 
     def _complete(self, mixed_precision: object, forward_sync_buffers: bool | None) -> None:
-        """Torch's front casts the inputs; casting parameters and gradients is the engine's."""
+        """Let the engine cast parameters and gradients; torch's front casts the inputs."""
         if forward_sync_buffers is not None:
             self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
         self.mixed_precision = mixed_precision
@@ -184,7 +184,7 @@ class FastDDP(ReturningFront):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Where DistributedDataParallel builds its engine, FastDDP builds another."""
+        """Build FastDDP's engine, where DistributedDataParallel builds its own."""
         named = named_params(self.module, self.parameters_to_ignore)
         engine = Engine(named, self.process_group, self._buckets, self._policy)
         engine.unused.current = partial(
@@ -227,7 +227,7 @@ class FastDDP(ReturningFront):
             return super()._run_ddp_forward(*inputs, **kwargs)
 
     def _sync_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, unless no forward can have changed any; always in a join."""
+        """Broadcast rank 0's buffers, unless no forward can have changed any; always in a join."""
         watch = self._buffer_watch
         usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
         if not usual or (watch.stale and self.process_group.size() > 1):
@@ -258,7 +258,7 @@ class FastDDP(ReturningFront):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Any:
-        """As in DistributedDataParallel.
+        """Join as in DistributedDataParallel.
 
         Raises:
             ValueError: with zero, nonfinite or replicas: ranks without inputs miss steps.
@@ -276,10 +276,10 @@ class FastDDP(ReturningFront):
         self._engine.shadow_step()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Nothing to do: used flags travel inside the buckets."""
+        """Do nothing: used flags travel inside the buckets."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Reduces each bucket with `hook(state, bucket)` instead of averaging it.
+        """Reduce each bucket with `hook(state, bucket)` instead of averaging it.
 
         As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
         has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
@@ -303,7 +303,7 @@ class FastDDP(ReturningFront):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is `max_norm` at most.
+        """Scale all gradients so that their total norm is `max_norm` at most.
 
         As `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)`, for less: where it can be,
         squares are summed up with the averages. With `zero` it is collective.
@@ -318,7 +318,7 @@ class FastDDP(ReturningFront):
         return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, holders)
 
     def set_wire(self, wire: Wire | Choice) -> None:
-        """Has gradients travel as `wire` from the next step on.
+        """Send gradients as `wire` from the next step on.
 
         Collective: every rank calls it, between the same two steps. What error feedback has kept
         back stays where `wire` has error feedback, and is freed where it has not.
@@ -350,7 +350,7 @@ class FastDDP(ReturningFront):
         return replace(self._policy, wire=replace(Wire.of(wire), shared_memory=kept))
 
     def sync_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of this rank's synchronisation beside model and optimizer.
+        """Return what a checkpoint needs of this rank's synchronisation beside model and optimizer.
 
         Save it on every rank; it differs from rank to rank. No collective.
 
@@ -364,7 +364,7 @@ class FastDDP(ReturningFront):
         return checkpoint.capture(self._engine)
 
     def load_sync_state_dict(self, state: checkpoint.State | Sequence[checkpoint.State]) -> None:
-        """Resumes where `sync_state_dict()` was called.
+        """Resume where `sync_state_dict()` was called.
 
         Collective: every rank calls it, before a forward. After a restart with as many ranks, each
         passes its own state, and the training continues with the same bits. After a change of
@@ -378,11 +378,11 @@ class FastDDP(ReturningFront):
         checkpoint.restore(self._engine, state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What torch.distributed.checkpoint saves or loads: this rank's share, by parameter name.
+        """Return this rank's share of the optimizer's state, for torch.distributed.checkpoint.
 
         `torch.save` writes the whole state, read from the other ranks. The form is that of torch's
-        `get_optimizer_state_dict`. Of an optimizer without state it is room for a checkpoint's;
-        that is collective.
+        `get_optimizer_state_dict`. For an optimizer without state, it is room for the state of a
+        checkpoint; that is collective.
 
         Raises:
             ValueError: a parameter is not the model's, or its state cannot be saved in pieces.
@@ -390,7 +390,7 @@ class FastDDP(ReturningFront):
         return cast(FrontReducer, self.reducer).optimizers(self.module).capture(optimizer)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
-        """Resumes from what `optimizer_state_dict()` returned, once it has been loaded.
+        """Resume from what `optimizer_state_dict()` returned, once it has been loaded.
 
         Or from what `optimizer.state_dict()` returned, on every rank. Collective.
 
@@ -400,7 +400,8 @@ class FastDDP(ReturningFront):
         cast(FrontReducer, self.reducer).optimizers(self.module).restore(optimizer, state)
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
-        """What synchronising has cost this rank: counters, and times where `timeline=` records.
+        """Return what synchronising has cost this rank: counters, and times where `timeline=`
+        records.
 
         Args:
             one_rank_step: seconds of a training step without other ranks, on as much data as each

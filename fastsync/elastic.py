@@ -128,7 +128,7 @@ class _Ranks:
     _ends: bool = False  # a rank has come to its end
 
     def start(self) -> None:
-        """Where a launcher of this machine has been here before, its ranks come back."""
+        """Start the ranks; if an earlier launcher of this machine has had ranks, they come back."""
         first = self.launchers.node * self.each
         begins_again = self.launchers.begin()
         for rank in range(first, first + self.each):
@@ -161,7 +161,9 @@ class _Ranks:
         return subprocess.Popen(self.command, env=environment)
 
     def look(self, restarts: bool = True) -> None:
-        """Notes who has ended, says who has badly, and starts those again that may come back."""
+        """Note which ranks have ended, say which have failed, and start those again that may come
+        back.
+        """
         for rank, process in list(self.running.items()):
             code = process.poll()
             if code is None:
@@ -178,26 +180,28 @@ class _Ranks:
         self._ends = self._ends or self.launchers.ends
 
     def machine(self, done: bool = False) -> Machine:
-        """How they are."""
+        """Return the state of this machine's ranks."""
         trains = sum(map(self._trains, self.running))
         return Machine(self.ranks, len(self.running), trains, len(self.failed), done)
 
     @property
     def everywhere(self) -> int:
-        """How many are running, on all machines."""
+        """Return how many ranks are running, on all machines."""
         return len(self.running) + sum(other.running for other in self.launchers.others)
 
     @property
     def left(self) -> int:
-        """How many run or have ended well, on all machines."""
+        """Return how many ranks run or have ended well, on all machines."""
         return self.machine().left + sum(other.left for other in self.launchers.others)
 
     def are_enough(self, least: int) -> bool:
-        """Whether as many are left. Who cannot hear of the others goes by its own."""
+        """Return whether as many ranks are left. A launcher that cannot reach the others counts its
+        own.
+        """
         return not self.failed if self.launchers.cut else self.left >= least
 
     def take_in(self) -> None:
-        """Starts the ranks that are to join."""
+        """Start the ranks that are to join."""
         while self._heard < self.asked:
             self._heard += 1
             left = self.everywhere
@@ -234,17 +238,19 @@ class _Ranks:
 
     @property
     def goes_on(self) -> bool:
-        """Whether any process has what all need. Those that wait to come back have not."""
+        """Return whether any process has what all need; processes that wait to
+        come back have not.
+        """
         here = any(map(self._trains, self.running))
         return self._ends or here or any(other.trains for other in self.launchers.others)
 
     @property
     def is_through(self) -> bool:
-        """Whether nothing runs here, and nothing more will."""
+        """Return whether nothing runs here, and nothing more will."""
         return not self.running and (self._ends or not self.launchers.others or not self.goes_on)
 
     def end(self) -> None:
-        """Returns when none is running."""
+        """Return when no process is running."""
         for process in self.running.values():
             process.terminate()
         deadline = time.monotonic() + _GRACE
@@ -264,7 +270,7 @@ class _Ranks:
 
 
 def _serve(port: int = 0) -> TCPStore:
-    """On all of this machine's addresses; 0: at a port that is free."""
+    """Serve a store on all of this machine's addresses; 0: at a free port."""
     return TCPStore(_HERE, port, is_master=True, wait_for_workers=False)
 
 
@@ -278,7 +284,7 @@ def _words(code: int) -> str:
 
 
 def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Ends the process where options make no sense."""
+    """End the process where options make no sense."""
     if asked.nnodes < 1 or asked.nproc_per_node < 1:
         parser.error("--nnodes and --nproc-per-node must be at least 1")
     if not 0 <= asked.node_rank < asked.nnodes:
@@ -316,7 +322,7 @@ def _meet(asked: argparse.Namespace) -> tuple[Store, tuple[str, int]]:
 
 
 def _run(ranks: _Ranks, least: int) -> None:
-    """Until none is running."""
+    """Watch the ranks until none is running."""
     while not ranks.is_through and not ranks.signalled and ranks.are_enough(least):
         ranks.look()
         ranks.take_in()
@@ -327,7 +333,7 @@ def _run(ranks: _Ranks, least: int) -> None:
 
 
 def _see_out(ranks: _Ranks) -> None:
-    """The others need the store, which ends with the launcher of machine 0."""
+    """Wait for the other machines, which need the store: it ends with the launcher of machine 0."""
     ranks.launchers.tell(ranks.machine(done=True), at_once=True)
     while ranks.launchers.node == 0 and ranks.launchers.busy and not ranks.signalled:
         ranks.launchers.tell(ranks.machine(done=True))
@@ -335,7 +341,7 @@ def _see_out(ranks: _Ranks) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`.
+    """Run the command line `argv`.
 
     Returns:
         The exit status: 0 if at least `--min-ranks` ranks have ended well.

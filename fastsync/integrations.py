@@ -30,7 +30,7 @@ __all__ = ["in_place_of_ddp", "whole_state"]
 
 @contextmanager
 def in_place_of_ddp(**options: Any) -> Iterator[type[FastDDP]]:
-    """While it is entered, whoever builds `torch.nn.parallel.DistributedDataParallel` gets FastDDP.
+    """Replace `torch.nn.parallel.DistributedDataParallel` by FastDDP within the context.
 
     Meant for libraries that offer no other way to choose the class. Models that were wrapped
     inside stay FastDDPs; code that has imported the class by its name still builds DDP.

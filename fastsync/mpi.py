@@ -70,7 +70,7 @@ class _Dense:
         self._copied = plain is not self._own or self.flat.data_ptr() != plain.data_ptr()
 
     def land(self) -> None:
-        """Has the tensor hold what has come."""
+        """Copy what has come into the tensor."""
         if self._copied:
             self._own.copy_(self.flat.view(self._own.shape))
 
@@ -128,7 +128,7 @@ class _Job:
         self._arrived = not requests
 
     def poll(self) -> bool:
-        """Whether something has happened."""
+        """Return whether something has happened."""
         try:
             if self.group.broken:
                 raise RuntimeError(f"an earlier operation of the group failed: {self.group.broken}")
@@ -159,7 +159,7 @@ class _Job:
         return True
 
     def fail(self, text: str) -> None:
-        """Fails this operation, and whatever its group is asked for from now on."""
+        """Fail this operation, and whatever its group is asked for from now on."""
         self.over, self.group.broken = True, self.group.broken or text
         self.group.stuck.append(self)
         self.work.end(f"rank {self.group.rank} of {self.group.size}: {text}")
@@ -230,7 +230,7 @@ class _Progress:
 
 
 class _Group:
-    """What a process group does. csrc/comm/host_backend.cpp checks arguments, and asks for it."""
+    """The work of a process group. csrc/comm/host_backend.cpp checks arguments, and asks for it."""
 
     def __init__(self, comm: Any, name: str, members: Sequence[int]) -> None:
         self.rank, self.size, self.name, self._members = comm.rank, comm.size, name, members
@@ -250,7 +250,7 @@ class _Group:
             _progress.add(job)
 
     def message(self, how: How, name: str, peer: int, tag: int, tensor: Tensor) -> None:
-        """Begins to send or receive one; a peer of -1 is any."""
+        """Begin to send or receive one; a peer of -1 is any."""
         awaits = self._members[peer : peer + 1] if peer >= 0 else ()
         steps = getattr(self, name)(how[0], peer, tag % self._tags, tensor)
         with self._lock, torch.no_grad():
@@ -317,7 +317,7 @@ class _Group:
         mine.land()
 
     def exchange(self, received: Ranked, sent: Ranked) -> Steps:
-        """What goes from rank to rank, and may differ in size."""
+        """Exchange tensors from rank to rank, which may differ in size."""
         tag = _begun[self.name] % self._tags
         into, out_of = ([(r, _Dense(t)) for r, t in pairs] for pairs in (received, sent))
         requests = [self._second.Irecv(_bytes(d.flat), rank, tag) for rank, d in into]
@@ -353,7 +353,7 @@ def _make(asked: Any, _: Any) -> Any:
 
 
 def _set_variables() -> None:
-    """Has scripts find what torchrun would have told them. Collective of all ranks."""
+    """Set the variables that torchrun would have set. Collective of all ranks."""
     node = _world.Split_type(MPI.COMM_TYPE_SHARED)
     place = {"RANK": _world.rank, "WORLD_SIZE": _world.size}
     place |= {"LOCAL_RANK": node.rank, "LOCAL_WORLD_SIZE": node.size}
@@ -365,7 +365,9 @@ def _set_variables() -> None:
 
 
 def _leave() -> None:
-    """Ends with the others: after an exception all end at once, else once all have come here."""
+    """End with the others: after an exception all end at once, otherwise once
+    all have come here.
+    """
     if os.getpid() != _process or MPI.Is_finalized():
         return
     error = getattr(sys, "last_value", None)

@@ -52,15 +52,16 @@ def configured(
 
 
 def is_replaced() -> bool:
-    """Whether `replace_ddp` has been called in this process."""
+    """Return whether `replace_ddp` has been called in this process."""
     return "__new__" in vars(DistributedDataParallel)
 
 
 def replace_ddp(**options: Any) -> None:
-    """From now on, whoever builds a DistributedDataParallel in this process gets a FastDDP.
+    """Make every DistributedDataParallel that this process builds from now on a FastDDP.
 
-    So does code that has imported the class by its name. Classes of the user's own that derive from
-    it follow where they are defined later. Rank 0 prints a line for each place that wraps a module.
+    That holds for code that has imported the class by its name, too. Classes of the user that
+    derive from it follow where they are defined later. Rank 0 prints a line for each place that
+    wraps a module.
 
     Args:
         options: arguments of FastDDP; they win over those that the code passes.
@@ -99,7 +100,7 @@ def _describe(module: nn.Module, where: str, options: dict[str, Any]) -> str:
 
 
 def replace_where_asked() -> None:
-    """Does what the environment variable FASTSYNC_REPLACE_DDP asks for, here and in children."""
+    """Do what the environment variable FASTSYNC_REPLACE_DDP asks for, here and in children."""
     options = Env.read().replace_ddp
     if options is not None and not is_replaced():
         replace_ddp(**grouped(options))

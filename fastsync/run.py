@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`; ends as the program ends."""
+    """Run the command line `argv`; end as the program ends."""
     parser = _parser()
     asked = parser.parse_args(argv)
     text = ",".join(asked.options)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _join_mpi() -> None:
-    """Has the program find torchrun's variables, and the backend of MPI."""
+    """Give the program torchrun's variables, and the backend of MPI."""
     try:
         import fastsync.mpi  # noqa: F401
     except ImportError as error:  # a program that asks its launcher itself needs neither
@@ -103,7 +103,7 @@ def _is_script(program: str) -> bool:
 
 
 def _run(program: str, arguments: Sequence[str], module: bool) -> None:
-    """As Python itself would: the program finds its own folder first on the path."""
+    """Run as Python itself would: the program finds its own folder first on the path."""
     sys.argv = [program, *arguments]
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -34,12 +34,12 @@ _OTHER_WORDS = re.compile(r"(fastsync\.)?fully_shard(\(\))?|\bFSDP\b")
 
 @dataclass(frozen=True)
 class _NoReducer:
-    """Where torch's front asks its reducer for something at the end of construction."""
+    """Reducer for torch's front, which asks it for something at the end of construction."""
 
     recorder: Recorder | None
 
     def await_buffers(self, exchange: Callable[[], object]) -> None:
-        """Nobody compares how long ranks with units wait."""
+        """Exchange at once: the waits of ranks with units are not compared."""
         exchange()
 
     def prepare_for_backward(self, outputs: object) -> None:
@@ -69,7 +69,7 @@ class ShardedDDP(FastDDP, zero=3):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Where DistributedDataParallel builds its engine, the module is cut into units."""
+        """Cut the module into units, where DistributedDataParallel builds its engine."""
         contiguous(self.module)
         ignored = {p for n, p in self.module.named_parameters() if n in self.parameters_to_ignore}
         old = dict(self.module.named_parameters())
@@ -116,7 +116,7 @@ class ShardedDDP(FastDDP, zero=3):
         return self._to_kwargs_on_device(inputs, kwargs) if self.device_ids else (inputs, kwargs)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
-        """That of the module, whose graphs are split by the hooks of units alone."""
+        """Run the module's forward, whose graphs are split by the hooks of units alone."""
         with _own_words():
             return self.module(*inputs, **kwargs)
 
@@ -135,7 +135,7 @@ class ShardedDDP(FastDDP, zero=3):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As torch's function on the parameters; the norm is that of all ranks. Collective."""
+        """Clip as torch's function does; the norm is that of all ranks. Collective."""
         norm: Any = nn.utils.clip_grad_norm_(
             self.parameters(), max_norm, norm_type, error_if_nonfinite
         )
@@ -143,19 +143,23 @@ class ShardedDDP(FastDDP, zero=3):
         return whole
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """That of torch.distributed.checkpoint: this rank's shares, by parameter name."""
+        """Return the state in the form of torch.distributed.checkpoint: this rank's shares, by
+        name.
+        """
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         return cast("dict[str, Any]", get_optimizer_state_dict(self.module, optimizer))
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: checkpoint.State) -> None:
-        """Goes on with what `optimizer_state_dict()` returned. Collective."""
+        """Load what `optimizer_state_dict()` returned. Collective."""
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         set_optimizer_state_dict(self.module, optimizer, cast("dict[str, Any]", state))
 
     def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
-        """As FastDDP's, of units: gathers and reductions are the collectives."""
+        """Return the counters of `FastDDP.sync_stats` for units: gathers and reductions are
+        collectives.
+        """
         return stats_of(self.module, one_rank_step)
 
     def join_hook(self, **kwargs: object) -> NoReturn:

@@ -42,7 +42,7 @@ def digest(net):
 
 
 def before(call, strike):
-    """Has `strike` happen when `call` is made."""
+    """Wrap `call` so that `strike` happens before it."""
 
     def struck(*args, **kwargs):
         strike()
@@ -52,7 +52,7 @@ def before(call, strike):
 
 
 def after_all(net, strike):
-    """Has `strike` happen once all gradients of the next backward are there."""
+    """Call `strike` once all gradients of the next backward are there."""
     arrived = []
 
     def count(*_):
@@ -105,7 +105,7 @@ def train(rank, world, job, seen):
 
 
 def between(net, rank, last, options, strike):
-    """Has `strike` happen on the last rank between the two collectives of a bucket.
+    """Let `strike` happen on the last rank between the two collectives of a bucket.
 
     With `zero` that is before the parameters of the first bucket are sent. In a wire format rank 0
     holds up its last bucket until that rank has sent all of its own.
@@ -134,7 +134,7 @@ def main():
         seen["waited"] = getattr(error, "seconds", None)
     seen["seconds"] = time.monotonic() - began
     print(json.dumps(seen), flush=True)
-    os._exit(0)  # without waiting for anybody
+    os._exit(0)  # without a wait for the others
 
 
 if __name__ == "__main__":

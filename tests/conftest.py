@@ -56,7 +56,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Opens a file as a page; anything it complains about, and any request it makes, fails."""
+    """Open a file as a page; anything it complains about, and any request it makes, fail."""
     contexts, trouble = [], []
 
     def visited(path, scheme="light", **viewport):

@@ -31,7 +31,7 @@ def start(job, rank, world, variables, prefix=()):
 
 
 def train_apart(job, variables=None, own_names=False, world=WORLD):
-    """Returns what each rank has seen, and its log.
+    """Return what each rank has seen, and its log.
 
     Args:
         own_names: machines have them, so that ranks cannot ask for each other's processes.

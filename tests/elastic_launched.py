@@ -1,7 +1,7 @@
-"""What `python -m fastsync.elastic` starts in test_elastic_launcher.py: a rank that may die.
+"""Rank that `python -m fastsync.elastic` starts in test_elastic_launcher.py, and that may die.
 
 `python -m tests.elastic_launched STEPS VICTIM [HOW [FOLDER]]`: rank VICTIM kills itself in its
-third forward. If it comes back, the training ends three steps after that. What else HOW says:
+third forward. If it comes back, the training ends three steps after that. Values of HOW:
 
 * `last`: once rank VICTIM is back the others kill themselves, and it ends three steps later.
 * `joined`, `two`: the training ends three steps after a rank has joined, or two have.
@@ -32,7 +32,7 @@ def say(line):
 
 
 def begin(rank, folder, by_address):
-    """Makes the process group; in turn, where there is a folder to tell each other through."""
+    """Make the process group; in turn, where there is a folder to tell each other through."""
     while folder and rank in BEFORE and not Path(folder, f"{BEFORE[rank]}").exists():
         time.sleep(0.01)
     if folder and rank == 0:  # which waits for the others
@@ -49,7 +49,7 @@ def begin(rank, folder, by_address):
 
 
 def is_over(model, ranks, step):
-    """Whether `ranks` ranks train since three steps, and are not those that have begun."""
+    """Return whether `ranks` ranks train since three steps, and are not those that have begun."""
     now = model.elastic
     changed = now.since > (1 if ranks > 3 else 3)
     return changed and now.size == ranks and step > now.since + 2

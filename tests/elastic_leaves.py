@@ -10,13 +10,13 @@ _SECONDS = 0.5  # between two ranks
 
 
 class Timespec(ctypes.Structure):
-    """What nanosleep() takes."""
+    """Argument of nanosleep()."""
 
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 def sleep_at_the_end():
-    """Registers it, and returns for how long, which the process may still change."""
+    """Register a sleep at exit, and return its duration, which the process may still change."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     place = libc.malloc(ctypes.sizeof(Timespec))  # the interpreter would free its own

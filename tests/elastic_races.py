@@ -68,7 +68,7 @@ class Fate(elastic_script.Fate):
 
 
 class Net(elastic_script.Net):
-    """Which its fate knows."""
+    """Net that its fate knows."""
 
     def __init__(self, fate, width, streams=False):
         super().__init__(fate, width, streams)
@@ -76,7 +76,7 @@ class Net(elastic_script.Net):
 
 
 def twin_of(model, kind, wrap):
-    """A second model, which dies nowhere but at "twin"."""
+    """Return a second model, which dies nowhere but at "twin"."""
     fate = model.module.fate
     if kind == "copy":
         twin = copy.deepcopy(model)
@@ -119,7 +119,7 @@ def train_two(rank, job, fate, seen):
 
 
 def change_group(model, change, step, rank):
-    """Has fewer ranks train from some step on. Returns whether this one does."""
+    """Train with fewer ranks from some step on. Return whether this rank does."""
     since, ranks = change
     if since == step + 1 and rank in ranks:
         model._update_process_group(dist.new_group(ranks, use_local_synchronization=True))

@@ -130,7 +130,7 @@ class Net(nn.Module):
 
 
 def on_stream(stream, fn, x):
-    """What `fn` makes of `x` there, and so does its backward; late."""
+    """Return `fn(x)`, computed late on `stream`, where its backward runs, too."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(2_000_000)
@@ -149,7 +149,7 @@ def prepare_device(rank, job):
     """For the rank's process, before it makes a process group."""
     if job.device == "cpu":
         return
-    from tests.devices import share_gpus  # asks for GPUs, which nobody may do before a fork
+    from tests.devices import share_gpus  # asks for GPUs, which is not allowed before a fork
 
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **NCCL_LETS_LIVE}
     torch.use_deterministic_algorithms(True)
@@ -157,7 +157,7 @@ def prepare_device(rank, job):
 
 
 def digest(module, model=None):
-    """Of the weights, and of what error feedback keeps back on this rank."""
+    """Return a digest of the weights, and of what error feedback keeps back on this rank."""
     kept = {} if model is None else model.sync_state_dict()["residuals"]
     tensors = [*module.parameters(), *(kept[name] for name in sorted(kept))]
     parts = (t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
@@ -165,13 +165,13 @@ def digest(module, model=None):
 
 
 def as_taken(options):
-    """By FastDDP: a wire that is more than a name comes as what `Wire` takes."""
+    """Return options for FastDDP: a wire that is more than a name comes as what `Wire` takes."""
     wire = options.get("wire")
     return {**options, "wire": fastsync.Wire(**wire)} if isinstance(wire, dict) else options
 
 
 def change_group(model, job, step, rank):
-    """Has fewer ranks train from some step on. Returns whether this one does."""
+    """Train with fewer ranks from some step on. Return whether this rank does."""
     for since, ranks in job.changes:
         if since != step + 1:
             continue
@@ -254,7 +254,7 @@ def start(folder, name, rank, job, train, served):
 
 
 def wait_for(children, lingering):
-    """How each ended, by rank: None where it had to be killed, as those that linger."""
+    """Return how each ended, by rank: None where it had to be killed, as those that linger."""
     ended, deadline = {}, time.monotonic() + LIMIT
     while len(ended) < len(children) - lingering and time.monotonic() < deadline:
         for rank, pid in enumerate(children):

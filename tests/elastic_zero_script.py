@@ -60,7 +60,7 @@ class Job(elastic_script.Job):
 
 
 def watch_places(fate):
-    """Has this rank die where it is due."""
+    """Make this rank die where it is due."""
     for place, (owner, name) in PLACES.items():
         if any(at == place for _, at in fate.due):
             call = getattr(owner, name)
@@ -109,7 +109,7 @@ class WideSteps:
         return found
 
     def load_state_dict(self, state):
-        """Of what has another's parameters by now."""
+        """Load a state for parameters that have other values by now."""
         with torch.no_grad():
             for key, (param, wide) in enumerate(zip(self.params, self.wide, strict=True)):
                 wide.copy_(state["state"].get(key, {}).pop("master", param))
@@ -136,7 +136,7 @@ def make_optimizers(net, job):
 
 
 def lag(model):
-    """What all ranks do together between backward and step fails for this rank alone."""
+    """Make the work between backward and step fail for this rank alone."""
     watch, _ = model._elastic._watches[-1]
     while not watch.gone():
         time.sleep(0.01)
@@ -154,7 +154,7 @@ def reload(model, optimizers):
 
 
 def _copied(value):
-    """As read from a file: of the same form, in memory of its own."""
+    """Return a copy as read from a file: of the same form, in memory of its own."""
     if isinstance(value, dict):
         return {name: _copied(each) for name, each in value.items()}
     if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:

@@ -39,7 +39,7 @@ def waits(ending):
 
 
 def outcome(job, ending):
-    """What a cell has shown."""
+    """Return what a cell has shown."""
     found = {"job": job, "wrong": {}}
     for name, check in CHECKS.items():
         try:
@@ -53,14 +53,14 @@ def outcome(job, ending):
 
 
 class Cells:
-    """Those that have been run, by name, in a file."""
+    """Cells that have been run, by name, in a file."""
 
     def __init__(self, path):
         self.path, self.lock = path, Lock()
         self.found = json.loads(path.read_text()) if path.exists() else {}
 
     def run(self, jobs, until):
-        """Those that have not been run, a few at a time."""
+        """Run the cells that have not been run, a few at a time."""
         if time.monotonic() > until or not jobs:
             return
         outside = [job for job in jobs if job[0] in fault_places.OUTSIDE]
@@ -92,7 +92,7 @@ def spread(seconds):
 
 
 def rows(cells):
-    """Of the table: a fault by place; for those that are warned of, the warnings, too."""
+    """Yield the rows of the table: a fault by place, with its warnings if there are any."""
     for fault, names in fault_places.FAULTS.items():
         mine = [cell for cell in cells if cell["job"][0] in names]
         if not mine:

@@ -25,10 +25,10 @@ def name_of(job):
 
 
 class Ending:
-    """What the ranks of a job have seen, by rank.
+    """Results of the ranks of a job, by rank.
 
     Attributes:
-        stuck: those that had to be ended.
+        stuck: ranks that had to be ended.
         ranks: their results and errors; None where one could not say.
         notes: what they noted as they went.
     """
@@ -63,7 +63,7 @@ def _lines(path):
 
 
 def check(job, ending):
-    """Raises AssertionError where a job has ended in another way than it should."""
+    """Raise AssertionError where a job has ended in another way than it should."""
     check_text(job, ending)
     check_place(job, ending)
     check_state(ending)
@@ -113,7 +113,7 @@ def sharded(job):
 
 
 def buckets_of(job):
-    """Those in which the others may wait; -1: elsewhere; None: that is not for all to say.
+    """Return the buckets in which the others may wait; -1: elsewhere; None: not the same for all.
 
     A rank that has its fault instead of collecting its optimizer's state is missed in the next
     step: as long as its process runs, a thread of it gives the others what they collect.
@@ -193,7 +193,7 @@ def check_leaving(job, ending):
 
 
 def check_skip(job, ending):
-    """Where a backward was left half-way, the next forward tells so."""
+    """Check that the next forward reports a backward that was left half-way."""
     if job[1] == "forward":
         check_leaving(job, ending)
         return
@@ -226,7 +226,7 @@ def check_stall(job, ending):
 
 
 def check_absence(job, ending):
-    """The rank has not begun to wrap the model, and only the store knows of it."""
+    """Check a rank that has not begun to wrap the model: only the store knows of it."""
     for seen in ending.others:
         assert f"rank {FAULTY}, which has not begun to wrap a model" in seen["text"], str(ending)
         assert (seen["phase"], seen["reason"]) == ("", "has not come"), str(ending)
@@ -236,7 +236,7 @@ def check_absence(job, ending):
 
 
 def check_meeting(job, ending):
-    """Where the rendezvous store knows who has come."""
+    """Check the errors where the rendezvous store knows which ranks have come."""
     for seen in ending.others:
         assert (seen["error"], seen["ranks"]) == ("SyncFault", [FAULTY]), str(ending)
         assert f"ranks [{FAULTY}] did not come" in seen["text"], str(ending)
@@ -246,11 +246,11 @@ def check_meeting(job, ending):
 
 
 def check_alike(job, ending):
-    """What all ranks can know is the same error on all."""
+    """Check that all ranks raise the same error where all can know the same."""
     assert {seen["error"] for seen in ending.ranks} == {ALIKE[job[0]]}, str(ending)
     assert all("rank" in s["text"] and str(FAULTY) in s["text"] for s in ending.ranks), str(ending)
     if job[0] == "flip":
-        both = [0, 1]  # of which nobody can say who is right
+        both = [0, 1]  # no rank can say which one is right
         for seen in ending.ranks:
             assert seen["ranks"] == [both if job[3] == 2 else [FAULTY]], str(ending)
             assert seen["parameters"] == ["layers.0.weight"], str(ending)

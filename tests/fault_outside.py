@@ -12,12 +12,12 @@ OPTIONS = {"fp32": {}, "int8": {"wire": "int8"}, "zero1": {"zero": 1}, "zero2": 
 
 
 def cell_of(job):
-    """What it has shown, as tests/fault_cells.py keeps it."""
+    """Return what a cell has shown, in the form of tests/fault_cells.py."""
     return {"cut": of_cut_link, "disk": of_full_disk}[job[0]](job)
 
 
 def of_cut_link(job):
-    """The rank that cannot be reached is the last one, and the others say so."""
+    """Run a job whose last rank cannot be reached, which the others say."""
     _, place, way, world = job
     seen, logs = train_apart(["cut", OPTIONS[way], place], patience(place, way), world=world)
     cut, struck = world - 1, seen[-1]["struck"]
@@ -48,7 +48,7 @@ def _seconds(seen, struck):
 
 
 def needs_store(place, way):
-    """Whether ranks meet in the store when one is cut off, to collect what zero shares."""
+    """Return whether ranks meet in the store when one is cut off, to collect what zero shares."""
     return place == "checkpoint" and way.startswith("zero")
 
 
@@ -66,7 +66,7 @@ def says_whom_it_cannot_reach(seen, place, way):
 
 
 def _is_placed(seen, place, way):
-    """Whether an error says where its rank waits."""
+    """Return whether an error says where its rank waits."""
     if place in TOGETHER:
         return f"in {TOGETHER[place][0]}." in seen["text"]
     # What buckets before the cut have sent may still be under way.

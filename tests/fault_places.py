@@ -58,7 +58,9 @@ OUTSIDE = ("cut", "disk")
 
 
 def has_pieces(way, world):
-    """Whether a bucket takes two collectives: codes do not in the gather form of two ranks."""
+    """Return whether a bucket takes two collectives: codes do not in the
+    gather form of two ranks.
+    """
     return way != "fp32" and (way, world) != ("int8", 2)
 
 
@@ -71,7 +73,9 @@ def jobs():
 
 
 def in_matrix(value):
-    """What a job calls "between" or "loop" makes the others wait in the next forward."""
+    """Return the column of a place: "between" or "loop" makes the others wait
+    in the next forward.
+    """
     renamed = {"between": "forward", "loop": "forward", "groups": "wrap", "before": "wrap"}
     renamed |= {"arrived": "wrap", "unlinked": "wrap", "connect": "wrap"}
     renamed |= {"wrapped": "wrap"}

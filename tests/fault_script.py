@@ -49,7 +49,7 @@ WRAPPERS = {
     "zero1": {"zero": 1},
     "zero2": {"zero": 2},
     "zero3": UNITS,
-    "blind3": UNITS,  # nobody looks out for faults
+    "blind3": UNITS,  # without a watch for faults
     "fsdp": None,
     "codec": {},  # a user's, which runs between the two collectives of a bucket
     "skips": {"on_skip": "average_others"},
@@ -82,7 +82,7 @@ class Halves(fastsync.Codec):
 
 
 def note(**what):
-    """Keeps a line, which no end of this process loses."""
+    """Keep a line, which no end of this process loses."""
     file = os.open(os.environ["FAULT_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, (json.dumps(what) + "\n").encode())
     os.close(file)
@@ -93,7 +93,7 @@ def note_fault():
 
 
 def note_step(model, wrapper):
-    """That a step is over, with what this rank's weights are after it; none where it has a part."""
+    """Note that a step is over, with a digest of this rank's weights, unless it has only a part."""
     if wrapper not in ("zero3", "blind3", "fsdp"):
         digest = hashlib.blake2b(digest_size=8)
         for param in model.parameters():
@@ -102,7 +102,7 @@ def note_step(model, wrapper):
 
 
 def end_connections():
-    """As the system does where a process ends, but this one goes on."""
+    """End connections as the system does where a process ends, but this process goes on."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             connection.getpeername()  # one that listens has none
@@ -110,7 +110,7 @@ def end_connections():
 
 
 def fail(fault):
-    """What happens to the faulty rank, some beats after the others have heard where it is."""
+    """Make the faulty rank fail, some heartbeats after the others have heard where it is."""
     time.sleep(0.3)
     note_fault()
     if fault == "kill":
@@ -136,7 +136,7 @@ def fail(fault):
 
 
 class Net(nn.Module):
-    """Whose layers can fail while they are wrapped, or run."""
+    """Net whose layers can fail while they are wrapped, or run."""
 
     def __init__(self, fault, place):
         super().__init__()
@@ -168,7 +168,7 @@ class Net(nn.Module):
         self.layers[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
 
     def at_the_end(self):
-        """Has the fault happen once this rank has sent all its buckets in the next backward."""
+        """Let the fault happen once this rank has sent all its buckets in the next backward."""
         arrived = []
 
         def note(*_):
@@ -199,7 +199,7 @@ class Net(nn.Module):
 
 
 class Deaf:
-    """A watch that nobody gets connected with."""
+    """Watch that no rank gets connected with."""
 
     def __init__(self, own):
         self._own = own
@@ -234,7 +234,7 @@ def check_again(model, x):
 
 
 def differ(net, fault):
-    """What this rank has alone."""
+    """Make this rank differ from the others."""
     if fault in ("shapes", "order", "settings"):
         note_fault()
     if fault == "shapes":
@@ -258,11 +258,11 @@ def vote_and_fail(fault):
 
 
 def fail_between(net, wrapper, rank):
-    """Has the fault happen when the first collective of a bucket is over, and not the second.
+    """Let the fault happen when the first collective of a bucket is over, and not the second.
 
     With `zero` that is before the parameters of the first bucket are sent. In a wire format another
     rank holds up its next bucket, on which the faulty one's worker waits before it goes on with
-    those that it has begun; then nobody needs its training thread any more.
+    those that it has begun; then no rank needs its training thread any more.
     """
     if wrapper.startswith("zero"):
         start = Delivery.start
@@ -277,7 +277,7 @@ def fail_between(net, wrapper, rank):
 
 
 def fail_when_asked(net):
-    """Has the fault happen when another rank asks for this one's share of the optimizer's state."""
+    """Let the fault happen when another rank asks for this one's share of the optimizer's state."""
     answer = Shares.answer
 
     def fail_and_answer(shares, asked):
@@ -319,9 +319,9 @@ def train(rank, fault, place, wrapper):
         fail(fault)
     if place == "before" and rank > FAULTY:  # it comes when that one has just ended
         time.sleep(0.4)
-    if mine and place == "arrived":  # the store knows, and nobody looks out yet
+    if mine and place == "arrived":  # the store knows, and there is no watch yet
         watch._gather = lambda *call: fail(fault)
-    if mine and place == "unlinked":  # all know its address, and nobody is connected with it
+    if mine and place == "unlinked":  # all know its address, and none is connected with it
         made = watch.make_offer
         watch.make_offer = lambda *call: (Deaf((offered := made(*call))[0]), offered[1])
     model = wrap(net, wrapper, options)
@@ -397,7 +397,9 @@ def start(folder, name, rank, job, served):
 
 
 def wait_for(children, hangs):
-    """Which have not ended; where the faulty one `hangs`, only the others are waited for."""
+    """Return the children that have not ended; if the faulty one `hangs`, wait
+    only for the others.
+    """
     ended, deadline = set(), time.monotonic() + LIMIT
     while len(ended) < len(children) and time.monotonic() < deadline:
         for rank, pid in enumerate(children):

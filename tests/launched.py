@@ -64,7 +64,7 @@ class Job:
         self.wait_until(lambda: words in self.text)
 
     def end(self):
-        """Returns all output. Torchrun kills ranks that have not ended after 30 seconds."""
+        """Return all output. Torchrun kills ranks that have not ended after 30 seconds."""
         self.launcher.wait(timeout=100)
         return self.text
 
@@ -90,5 +90,5 @@ def launched(folder, ranks, module, *arguments, **options):
 
 
 def leave_process_number(folder, rank):
-    """What each rank of a job does first."""
+    """Leave this process's number: the first act of each rank of a job."""
     (folder / f"process {rank}").write_text(str(os.getpid()))

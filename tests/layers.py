@@ -1,7 +1,7 @@
-"""Who may include whom, from the lowest: what tests/test_layers.py holds the package to."""
+"""Table of the layers, from the lowest: tests/test_layers.py holds the package to it."""
 
-# Packages, from the lowest: a module may import from packages above its own line only. What stands
-# in one line does not know of each other.
+# Packages, from the lowest: a module may import from packages above its own line only. Packages in
+# one line do not import each other.
 PACKAGE_LAYERS = [
     ["_C", "build", "page", "torch_private"],
     ["wire"],

@@ -35,7 +35,7 @@ def reduce_own(rank, late):
 
 
 def leave(rank, folder, wire, late, order):
-    """Returns what the interpreter's end is to free.
+    """Return what the interpreter's end is to free.
 
     Args:
         late: rank 0 has its all-reduces under way while it leaves, because rank 1 comes late.

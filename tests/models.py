@@ -132,7 +132,9 @@ def differences(one, other):
 
 
 def buffers(gradients):
-    """Where the flat buffers of gradients begin, whose slots are less than 16 elements apart."""
+    """Return where the flat buffers of gradients begin, whose slots are less than 16 elements
+    apart.
+    """
     starts, end = [], None
     for grad in sorted(gradients, key=lambda g: g.data_ptr()):
         if end is None or grad.data_ptr() - end >= 16 * grad.itemsize:

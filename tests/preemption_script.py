@@ -70,7 +70,7 @@ def batches(case, rank, pause):
 
 
 def train(folder, case, rank, steps=FOR_EVER, pause=0.01):
-    """Saves after `steps` steps, or before, where the ranks are told to end."""
+    """Save after `steps` steps, or before, where the ranks are told to end."""
     done = 0
 
     def save():

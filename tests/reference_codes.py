@@ -1,4 +1,4 @@
-"""What a parameter becomes that travels as a code, by torch's operations."""
+"""Reference for the values of a parameter that travels as a code, by torch's operations."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ __all__ = ["ROUND", "by_shares"]
 
 
 def _blocks(values, size):
-    """[blocks, size], in the order of memory, filled up with zeros."""
+    """Return values as [blocks, size], in the order of memory, filled up with zeros."""
     return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
 
 

@@ -81,17 +81,17 @@ class Job:
 
     @property
     def most(self):
-        """How many ranks there are in the end."""
+        """Return how many ranks there are in the end."""
         return self.world + self.joins
 
     @property
     def ends(self):
-        """How many processes end badly."""
+        """Return how many processes end badly."""
         return len(self.deaths) + len(self.odd) + self.giver_dies + len(self.again)
 
 
 class Deadly:
-    """What dies when it is asked for its state, or given another."""
+    """Object that dies when it is asked for its state, or given another."""
 
     def __init__(self, gives=False, takes=False):
         self.gives, self.takes = gives, takes
@@ -118,7 +118,7 @@ def wire_at(job, step):
 
 
 def load_checkpoint(model):
-    """As a script does that does not know that it comes back: with residuals in it."""
+    """Load a checkpoint with residuals, as a script does that does not know that it comes back."""
     state = model.sync_state_dict()
     assert state["residuals"]
     state["residuals"] = {name: torch.ones(r.shape) for name, r in state["residuals"].items()}
@@ -161,7 +161,7 @@ class Training:
         return net
 
     def wrapped_with(self):
-        """What else FastDDP is given."""
+        """Return more arguments for FastDDP."""
         return {}
 
     @property
@@ -248,7 +248,7 @@ class Training:
             self.seen["members"].append(now)
 
     def trains(self, step):
-        """Has others train from some step on, where this is a training without deaths."""
+        """Switch to other ranks from some step on, where this is a training without deaths."""
         for number, (since, ranks) in enumerate(self.job.changes):
             if since == step + 1 and self.rank in ranks:
                 before = self.job.changes[number - 1][1] if number else range(self.job.world)

@@ -44,7 +44,7 @@ class Job(rejoin_script.Job):
 
 
 class Holder:
-    """What contains optimizers."""
+    """Object that contains optimizers."""
 
     def __init__(self, held):
         self.held = held
@@ -58,7 +58,7 @@ class Holder:
 
 
 class Wrapped:
-    """As libraries wrap an optimizer."""
+    """Wrapper of an optimizer, like those of libraries."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

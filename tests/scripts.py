@@ -14,12 +14,12 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def environment():
     """This process's environment with the checkout importable and without a rank's place."""
     kept = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    # Whoever asks for GPUs in another way cannot use them in processes that it forks.
+    # A script that asks for GPUs in another way cannot use them in processes that it forks.
     return kept | {"PYTHONPATH": str(ROOT), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def start(module, *arguments):
-    """Starts `python -m module arguments` in the checkout; its output is one text."""
+    """Start `python -m module arguments` in the checkout; its output is one text."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -32,7 +32,7 @@ def start(module, *arguments):
 
 
 def finish(process, code=0, timeout=240):
-    """Waits for the exit code `code` and returns what was printed."""
+    """Wait for the exit code `code` and return what was printed."""
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
@@ -42,7 +42,7 @@ def finish(process, code=0, timeout=240):
 
 
 def finish_all(processes, timeout=240):
-    """Waits for processes of one job, and returns what each printed; one that fails ends all."""
+    """Wait for processes of one job, and return what each printed; one that fails ends all."""
     with ThreadPoolExecutor(len(processes)) as pool:
         outputs = [pool.submit(finish, process, timeout=timeout) for process in processes]
         try:
@@ -55,7 +55,7 @@ def finish_all(processes, timeout=240):
 
 
 def run_jobs(module, folder, jobs, timeout, at_once=3):
-    """Runs `python -m module folder JOBS` for shares of the jobs, whose ranks mostly wait.
+    """Run `python -m module folder JOBS` for shares of the jobs, whose ranks mostly wait.
 
     Args:
         jobs: a list that JSON can hold.
@@ -79,10 +79,10 @@ def asked_for(request, parameter):
 
 
 def cases_asked_for(request, cases, parameter="case"):
-    """Those of the cases, by name, that a test of this run asks for."""
+    """Return the cases, by name, that a test of this run asks for."""
     return {name: cases[name] for name in asked_for(request, parameter) if name in cases}
 
 
 def run_module(module, *arguments, code=0):
-    """Runs `python -m module arguments` to its end and returns what it printed."""
+    """Run `python -m module arguments` to its end and return what it printed."""
     return finish(start(module, *arguments), code)

@@ -1,4 +1,4 @@
-"""What ranks agree on before they make a plan."""
+"""Agreement of ranks before they make a plan."""
 
 import torch
 import torch.distributed as dist

@@ -28,13 +28,13 @@ class Gan(nn.Module):
 
 
 def toggle(module, trained):
-    """As Lightning's `toggle_optimizer` does it."""
+    """Toggle as Lightning's `toggle_optimizer` does."""
     for name, part in module.named_children():
         part.requires_grad_(name == trained)
 
 
 def train(model, rank, set_to_none, alone=None):
-    """Yields the module's gradients after each step; `alone`: a rank that freezes one bias."""
+    """Yield the module's gradients after each step; `alone`: a rank that freezes one bias."""
     optimizers = {
         name: torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
         for name, part in model.module.named_children()
@@ -95,7 +95,7 @@ def test_error_feedback_outlives_the_turns():
 
 
 def alone(rank, world):
-    """Rank 1 trains one parameter less than the others; nobody gets other bits for that."""
+    """Train one parameter less on rank 1 than on the others; no rank gets other bits for that."""
     warnings.simplefilter("ignore")
     model, alike = FastDDP(Gan()), []
     for mine in train(model, rank, True, alone=1):

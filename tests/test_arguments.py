@@ -1,4 +1,6 @@
-"""What torch's own tests leave unchecked: bucket sizes, delayed parameters, nesting, pickles."""
+"""Arguments that torch's own tests leave unchecked: bucket sizes, delayed parameters, nesting,
+pickles.
+"""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""Who is named where ranks end before they look out for each other."""
+"""Ranks that are named where ranks end before the fault watch is open."""
 
 import os
 import signal

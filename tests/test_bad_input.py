@@ -1,4 +1,6 @@
-"""What a user gets wrong: an error on every rank, within seconds, that names thing and remedy."""
+"""Mistakes of users: an error on every rank, within seconds, that names the
+cause and the remedy.
+"""
 
 import os
 import subprocess

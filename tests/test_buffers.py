@@ -44,7 +44,7 @@ SCRIPT = (TRAIN, EVAL, EVAL, TRAIN, SILENT, SILENT, TRAIN, TUNE, TUNE, TUNE, TRA
 
 @contextlib.contextmanager
 def counted():
-    """Broadcasts, by torch's function or ours."""
+    """Broadcast, by torch's function or ours."""
     sent = mock.Mock()
     theirs, ours = dist._broadcast_coalesced, wrapped_front.broadcast
     with (

@@ -62,7 +62,7 @@ def split_arguments(text):
 
 
 def real_arguments(function):
-    """As pybind11 writes them into the first line of a docstring."""
+    """Return the arguments that pybind11 writes into the first line of a docstring."""
     signature = function.__doc__.splitlines()[0]
     inside = re.fullmatch(r"\w+\((.*)\) -> .*", signature)[1]
     named = [(part.split(":")[0], "=" in part) for part in split_arguments(inside)]
@@ -70,7 +70,7 @@ def real_arguments(function):
 
 
 def compiled():
-    """What the extension holds, in the form of `promised`."""
+    """Return what the extension holds, in the form of `promised`."""
     found = {}
     module = extension.load()
     for name, thing in vars(module).items():

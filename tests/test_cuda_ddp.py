@@ -87,7 +87,7 @@ def on_side_stream(rank, world, parts):
 
 
 def spoil(model):
-    """Has the allocator hand out what has been freed, on two streams, and fills it with NaN."""
+    """Make the allocator hand out what has been freed, on two streams, and fill it with NaN."""
     with torch.cuda.stream(torch.cuda.Stream()):
         _fill_what_is_free(model)
     _fill_what_is_free(model)
@@ -183,7 +183,7 @@ def test_gradients_that_are_kept_stay():
 
 
 def unused(rank, world):
-    """Rank 1 uses its second layer only in every other step; nobody uses the third."""
+    """Use the second layer of rank 1 only in every other step, and the third on no rank."""
     found = []
     for kind, options in (("fast", {}), ("torch", {"find_unused_parameters": True})):
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Trainings on GPUs that outlive their ranks: the weights of the rest, as in test_elastic.py."""
+"""Trainings on GPUs that survive the death of ranks: the weights of the rest, as in
+test_elastic.py.
+"""
 
 from datetime import timedelta
 
@@ -60,7 +62,7 @@ BOTH = "cpu:gloo,cuda:nccl"
 
 
 def at_once(cases, number=3):
-    """Of each batch of cases that ranks run at the same time, the names."""
+    """Return the names of each batch of cases that ranks run at the same time."""
     names = list(cases)
     return [names[first : first + number] for first in range(0, len(names), number)]
 
@@ -110,7 +112,9 @@ def make_anew(rank, world, comes):
 
 @pytest.mark.parametrize(("world", "comes"), [(1, True), (2, True), (2, False), (3, False)])
 def test_a_communicator_is_aborted_and_made_anew(world, comes):
-    """Where a rank does not come to a sum, the others' kernels wait on the device until then."""
+    """Abort a communicator where a rank does not come to a sum, on which the
+    others' kernels wait.
+    """
     for found in run_cuda_ranks(make_anew, world, comes, transport=BOTH):
         assert found == (True, world, [world] * 8)
 

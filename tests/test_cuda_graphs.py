@@ -45,7 +45,7 @@ def eager(rank, steps, wire):
 
 
 def captured(rank, world, wire):
-    """Whether each replay leaves the averages of the step whose inputs it was given."""
+    """Return whether each replay leaves the averages of the step whose inputs it was given."""
     expected = eager(rank, range(WARMUP + REPLAYS), wire)[-REPLAYS:]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -110,7 +110,9 @@ def test_the_hierarchical_form_neither_waits_nor_refuses_a_capture(check):
 
 
 def changing_flags(rank, world, wire):
-    """A rank missed gradients in one step, so its flags change back in the next: nobody waits."""
+    """Miss gradients on a rank in one step, so that its flags change back in the next: no wait
+    follows.
+    """
     torch.manual_seed(0)
     model = wrap(wire, models.Skipping(2, 256))
     inputs = batch("wide", rank).cuda()

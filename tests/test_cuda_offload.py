@@ -68,7 +68,7 @@ def train(model, rank, micro=1):
 
 
 def places(rank, world, policy):
-    """Of shares, gradients, states and buffers."""
+    """Return where shares, gradients, states and buffers lie."""
     model = built(offload_policy=POLICIES[policy])
     optimizer = optim.AdamW(trained(model), 1e-3)
     backward(model, rank, 0)
@@ -100,7 +100,7 @@ RUNS = {
 
 
 def beside_the_device(rank, world, run):
-    """What comes out without a policy, and with each."""
+    """Return what comes out without a policy, and with each."""
     micro, options = RUNS[run]
     policies = (None, *POLICIES.values())
     return [train(built(offload_policy=each, **options), rank, micro) for each in policies]
@@ -124,7 +124,7 @@ def test_weights_are_those_without_a_policy(run, world):
 
 
 def late(model):
-    """Has the device be far behind the host, and memory that is freed too early be spoiled."""
+    """Put the device far behind the host, and spoil memory that is freed too early."""
 
     def behind(*_):
         torch.cuda._sleep(5_000_000)
@@ -179,8 +179,9 @@ def test_a_step_takes_less_of_the_device(world):
 
 
 def moved(rank, world):
-    """What a step says after the module was moved to the device, and the gradients after it came
-    back."""
+    """Return what a step says after the module was moved to the device, and the gradients after it
+    came back.
+    """
     model = built(offload_policy=CPUOffloadPolicy())
     backward(model, rank, 0)
     wanted = gradients(model)

@@ -37,7 +37,7 @@ def test_every_format_in_every_form(world, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_defaults_and_other_wires(transport):
-    """What `wire=` alone chooses; bfloat16 is summed by the backend, in its own precision."""
+    """Check what `wire=` alone chooses; the backend sums bfloat16, in its own precision."""
     narrow = [name for name in FORMATS if name not in ("fp32", "bf16", "int4")]
     wires = [(name, 1.5 * TOLERANCE[name]) for name in narrow]
     wires += [("bf16", 4 * TOLERANCE["bf16"]), (Halves(), 2e-3)]

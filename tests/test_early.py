@@ -23,7 +23,7 @@ def inputs(rank, step):
 
 
 def train(wrapped, rank, set_to_none, micro_steps=1, steps=5):
-    """Returns the weights, and whether every gradient kept on the way kept its values."""
+    """Return the weights, and whether every gradient kept on the way kept its values."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
     kept = []
     for step in range(steps):

@@ -34,7 +34,7 @@ class Numbers(Dataset):
 
 
 class Model(nn.Module):
-    """What a Trainer expects: the loss comes with the output."""
+    """Model as a Trainer expects it: the loss comes with the output."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def as_torchrun(rank, world):
-    """What the libraries read to find out that they run distributed."""
+    """Set the variables that the libraries read to find out that they run distributed."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="1")
@@ -71,7 +71,7 @@ HALVES = [TORCH, (0, 0), (1, 1), (2, 2), (2, None), (None, 1)]
 
 
 def outcomes(half, folder):
-    """Those of HALVES that end in the bits of torch's DDP, and those that do not come close.
+    """Return those of HALVES that end in the bits of torch's DDP, and those that do not come close.
 
     Args:
         half: trains by `zero`, to or from a checkpoint; returns the model's class, and the weights.

@@ -1,7 +1,8 @@
-"""Trainings that outlive their ranks: real processes, real signals, and the weights of the rest.
+"""Trainings that survive the death of ranks: real processes, real signals, and the weights of the
+rest.
 
-The survivors must have, bit for bit, the weights of a training without elastic= whose ranks are
-theirs from the step on that they say.
+The survivors must have, bit for bit, the weights of a training without elastic= with the survivors'
+ranks from the step on that they name.
 """
 
 import json
@@ -66,7 +67,7 @@ CASES = {
 
 
 def run(folder, jobs, script=SCRIPT):
-    """What each rank of each job has seen, and how it ended."""
+    """Return what each rank of each job has seen, and how it ended."""
     codes, seen = {}, {}
     for _, said in run_jobs(script, folder, jobs, timeout=500):
         codes |= said
@@ -82,12 +83,12 @@ def logs(folder, name, world):
 
 @dataclass
 class Outcome:
-    """What the ranks of a training with deaths have seen, and those of one without.
+    """Observations of the ranks of a training with deaths, and of one without.
 
     Attributes:
-        changes: from which step on which ranks train.
-        codes: how each rank has ended.
-        said: what all have printed.
+        changes: the ranks that train, and from which step on.
+        codes: exit code of each rank.
+        said: output of all ranks.
     """
 
     job: dict
@@ -103,7 +104,7 @@ class Outcome:
 
     @property
     def changes(self):
-        """Whoever learns of two deaths at once has not seen the ranks in between."""
+        """A rank that learns of two deaths at once has not seen the ranks in between."""
         return max((self.seen[rank].get("members", []) for rank in self.left), key=len)[1:]
 
     @property
@@ -132,7 +133,7 @@ def outcomes_of(folder, cases, script=SCRIPT, plain=None):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
-    """Of each case that a test of this run asks for."""
+    """Return the outcome of each case that a test of this run asks for."""
     return outcomes_of(tmp_path_factory.mktemp("elastic"), cases_asked_for(request, CASES))
 
 
@@ -154,7 +155,7 @@ def test_survivors_weights_are_those_of_fewer_ranks(outcomes, case):
     check(outcome)
     assert outcome.changes[-1][1] == outcome.left
     for rank, _, _ in CASES[case][1]:
-        # Nobody sees how a process ended whose parent has waited for it by then.
+        # It is unknown how a process ended whose parent has waited for it by then.
         ended = ("was killed by SIGKILL", "ended without a word")
         how = ("raised ValueError: bad batch",) if "raises" in case else ended
         assert any(f"rank {rank} {words}" in outcome.said for words in how), outcome.said
@@ -183,7 +184,7 @@ def test_deaths_at_any_time(tmp_path):
 
 
 def errors(folder, script=SCRIPT, **arguments):
-    """What the ranks that are left have raised; by default rank 0 dies."""
+    """Return what the ranks that are left have raised; by default rank 0 dies."""
     job = {"world": 3, "deaths": [(0, 2, "between")], "elastic": True, **arguments}
     codes, seen = run(folder, [("job", job)], script)
     assert None not in codes["job"], codes

@@ -1,4 +1,4 @@
-"""What survivors do with their process groups, and what they refuse: without a GPU, over Gloo."""
+"""Survivors' process groups, and what survivors refuse: without a GPU, over Gloo."""
 
 import os
 import sys
@@ -56,7 +56,7 @@ def test_a_group_is_broken_and_made_anew_while_a_sum_waits_for_who_is_gone():
 
 
 class InPython(dist.ProcessGroup):
-    """Which tells nothing of its backends."""
+    """Process group that tells nothing of its backends."""
 
 
 def kinds(rank, world):

@@ -84,7 +84,7 @@ def test_ranks_do_not_outlive_their_launcher():
 
 
 def left_of(pids):
-    """Those that do not end soon."""
+    """Return the processes that do not end soon."""
     deadline = time.monotonic() + 5
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -92,7 +92,7 @@ def left_of(pids):
 
 
 def trains(launcher):
-    """The processes of all three ranks, once each has made a step."""
+    """Return the processes of all three ranks, once each has made a step."""
     pids = []
     while len(pids) < 3:
         line = launcher.stdout.readline()
@@ -110,7 +110,7 @@ def joinable(most, *arguments):
 
 
 def says(launcher):
-    """What the launcher itself says next."""
+    """Return what the launcher itself says next."""
     lines = iter(launcher.stdout.readline, "")
     return next(line for line in lines if "fastsync.elastic: " in line).split(": ", 1)[1].strip()
 

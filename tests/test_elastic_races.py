@@ -37,7 +37,7 @@ TWINS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
-    """Of each case that a test of this run asks for."""
+    """Return the outcome of each case that a test of this run asks for."""
     wanted = cases_asked_for(request, {**REBUILDS, **TAKES})
     return outcomes_of(tmp_path_factory.mktemp("races"), wanted, SCRIPT)
 
@@ -64,7 +64,7 @@ def twins(name, **differing):
 
 @pytest.fixture(scope="module")
 def twin_runs(tmp_path_factory):
-    """What the ranks have seen, with deaths and without, and how they ended."""
+    """Return what the ranks have seen, with deaths and without, and how they ended."""
     folder = tmp_path_factory.mktemp("twins")
     jobs = []
     for name, (place, since) in TWINS.items():

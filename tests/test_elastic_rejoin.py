@@ -1,4 +1,4 @@
-"""Ranks that die and come back: real processes, real signals, and everybody's weights.
+"""Ranks that die and come back: real processes, real signals, and the weights of all ranks.
 
 All must have, bit for bit, the weights of a training without elastic= that has had those ranks from
 those steps on, and in which a rank that comes back is sent what the first of the others has.
@@ -43,7 +43,7 @@ SCRIPT = "tests.rejoin_script"
 
 
 def run(folder, jobs, script=SCRIPT):
-    """What each process of each job has seen, by rank and by how manieth, and how it ended."""
+    """Return what each process of each job has seen, by rank and by its turn, and how it ended."""
     output = finish(start(script, folder, json.dumps(jobs)), timeout=300)
     codes = json.loads(output.splitlines()[-1])
     seen = {}
@@ -62,7 +62,7 @@ def run(folder, jobs, script=SCRIPT):
 
 @dataclass
 class Outcome:
-    """What the processes of a training have seen, how they ended, and what they said."""
+    """Observations of the processes of a training, how they ended, and what they said."""
 
     job: dict
     seen: dict
@@ -98,7 +98,7 @@ class Outcome:
                 assert weights == known.get(step), (rank, attempt, step, self.members, self.said)
 
     def check_returns(self):
-        """So it is, nobody has an error, and who died is back."""
+        """Check that the bits agree, no rank has an error, and dead ranks are back."""
         self.check()
         assert not self.errors
         for rank, _, _ in self.job["deaths"]:
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def outcomes_of(folder, cases, script=SCRIPT, plain=None):
-    """`plain`: what else differs in the trainings without deaths."""
+    """Return the outcomes; `plain`: what else differs in the trainings without deaths."""
     jobs = [
         (name, {"world": world, "deaths": deaths, **options})
         for name, (world, deaths, options) in cases.items()
@@ -129,7 +129,7 @@ def outcomes_of(folder, cases, script=SCRIPT, plain=None):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
-    """Of each case that a test of this run asks for."""
+    """Return the outcome of each case that a test of this run asks for."""
     return outcomes_of(tmp_path_factory.mktemp("rejoin"), cases_asked_for(request, CASES))
 
 

@@ -48,7 +48,7 @@ def check(outcome):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
-    """Of each case that a test of this run asks for."""
+    """Return the outcome of each case that a test of this run asks for."""
     return trained(tmp_path_factory.mktemp("rejoin-zero"), cases_asked_for(request, CASES))
 
 
@@ -59,7 +59,7 @@ def test_weights_and_states_are_those_of_a_training_with_as_many_ranks(outcomes,
     check(outcome)
 
 
-# Deaths of whoever has been there, or come back, once all have been there again.
+# Deaths of ranks that have been there, or have come back, once all have been there again.
 AGAIN = {
     "who-came-back": (3, [(1, 2, "between")], {"again": [(1, 1, 3, "between")]}),
     "next-gloo": (4, [(1, 2, "between")], {**GLOO, "again": [(2, 0, 2, "after")]}),

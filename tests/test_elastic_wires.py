@@ -1,4 +1,5 @@
-"""Trainings in wire formats that outlive their ranks, and what error feedback keeps back in them.
+"""Trainings in wire formats that survive the death of ranks, and the residuals of their error
+feedback.
 
 After each step the survivors must have, bit for bit, the weights and the residuals of a training
 without elastic= that goes on with their own residuals, and without those of the dead.
@@ -81,7 +82,7 @@ TAKES = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
-    """Of each case that a test of this run asks for."""
+    """Return the outcome of each case that a test of this run asks for."""
     wanted = cases_asked_for(request, {**CASES, **REBUILDS, **TAKES})
     return outcomes_of(tmp_path_factory.mktemp("wires"), wanted, SCRIPT)
 

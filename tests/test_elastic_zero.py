@@ -1,4 +1,4 @@
-"""Sharded optimizers that outlive ranks: real processes, real signals, and the weights of the rest.
+"""Sharded optimizers that survive ranks: real processes, real signals, and the weights of the rest.
 
 The survivors must have, bit for bit, the weights and the optimizer's state of a training without
 sharing whose ranks are theirs from the step on that they say. Wherever a rank dies.

@@ -54,7 +54,7 @@ def test_the_cause_is_what_torchrun_and_every_rank_say(tmp_path):
 
 
 def told(path):
-    """What is said of an exception that code in this file raises."""
+    """Return what is said of an exception that code in this file raises."""
     try:
         exec(compile("raise ValueError('bad batch\\nof 8')", path, "exec"), {})
     except ValueError as error:

@@ -96,7 +96,9 @@ def test_plans_that_make_no_sense():
 
 
 def late_thaw(rank, world):
-    """Thawed between forward and backward: too late, and said so."""
+    """Unfreeze a parameter between forward and backward, which is too late,
+    and an error says so.
+    """
     warnings.simplefilter("ignore")
     params = params_of(2)
     params[1].tensor.requires_grad_(False)

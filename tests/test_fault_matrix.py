@@ -73,7 +73,7 @@ def known_tests():
 
 
 def reason(fault, other):
-    """Why there is no such cell, or need be none."""
+    """Return why there is no such cell, or need be none."""
     impossible = other in PLACES and other not in WHERE.get(fault, PLACES)
     return REASONS[fault] if impossible else ENOUGH.get((fault, other))
 

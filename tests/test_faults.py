@@ -98,13 +98,13 @@ STALLS = [
     ("stop", "checkpoint", "zero1", 3),
     ("stop", "fetch", "zero2", 3),
 ]
-# Before the ranks look out for each other.
+# Before the fault watch is open.
 ABSENCES = [
     ("sleep", "before", "fp32", 3),
     ("stop", "before", "zero1", 2),
     ("kill", "before", "fp32", 3),
 ]
-# Where the rendezvous store knows who has come.
+# Where the rendezvous store knows which ranks have come.
 MEETINGS = [
     ("sleep", "nonfinite", "finite", 3),
 ]
@@ -151,7 +151,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory, request):
-    """How each job that a test of this run asks for has ended."""
+    """Return how each job that a test of this run asks for has ended."""
     wanted = asked_for(request, "job")
     folder = tmp_path_factory.mktemp("faults")
     stuck = {}

@@ -16,7 +16,7 @@ FULL = 1  # the rank
 
 
 def fill(folder):
-    """Whatever rank FULL writes there finds no room."""
+    """Let every file of rank FULL find no room."""
     os.makedirs(folder)
     os.symlink("/dev/full", f"{folder}/__{FULL}_0.distcp")
 
@@ -32,8 +32,10 @@ def undisturbed(rank, world, stage, options):
 
 
 def saved_in_vain(rank, world, stage, options, folder):
-    """What the error says, the weights of a training that goes on after it, whether the checkpoint
-    seems to be whole, and the seconds until the error."""
+    """Return the error's text, the weights of a training that goes on, and more.
+
+    More: whether the checkpoint seems to be whole, and the seconds until the error.
+    """
     module, model, optimizer = made("adamw", stage, **options)
     train(model, optimizer, range(2), rank, world)
     save(model, optimizer, f"{folder}/earlier")

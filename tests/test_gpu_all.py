@@ -41,7 +41,7 @@ def python(code):
 
 
 def test_a_stage_that_fails_does_not_stop_the_others(tmp_path):
-    """Whatever way it fails; its output is kept, and so are results."""
+    """In whatever way a stage fails, its output is kept, and so are results."""
     writes = f"open({str(tmp_path / 'results' / 'a.json')!r}, 'w').write('[]')"
     some = [
         Stage("wrong", "", 60, (python("print('why'); raise SystemExit(3)"), python(writes))),
@@ -183,7 +183,9 @@ def install_daemon(folder, kind):
 
 
 def ended(process):
-    """Whether it is gone, or is in a while: a process outlives its killing by a moment."""
+    """Return whether it is gone, or is in a while: a process is still there for a moment after it
+    was killed.
+    """
     for _ in range(200):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

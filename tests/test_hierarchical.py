@@ -25,7 +25,7 @@ LOCAL = 2
 
 
 def on_nodes(rank, world, fn, *args):
-    """Calls fn as torchrun would on machines of two ranks."""
+    """Call fn as torchrun would on machines of two ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)
     return fn(rank, world, *args)
 

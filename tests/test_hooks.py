@@ -93,7 +93,7 @@ def gather_stacked(outputs, tensor, group=None, async_op=False):
 
 
 def repair_torchs_hooks():
-    """Three of torch's hooks fail on Gloo or everywhere, whoever calls them.
+    """Repair three of torch's hooks, which fail on Gloo or everywhere, under any wrapper.
 
     The quantizing ones expect one tensor from a gather that yields a list, and batched PowerSGD
     hands a matrix to a function for batches of them.
@@ -151,7 +151,7 @@ def bf16_refused(rank, world):
 
 
 def test_bf16_on_gloo_is_refused_as_by_ddp():
-    """Which versions of torch do depends on what they were built with."""
+    """Check that FastDDP refuses it where DDP does, which depends on how torch was built."""
     for texts in run_ranks(bf16_refused, 2):
         assert texts[::2] == texts[1::2]
         assert len(set(texts)) == 1
@@ -194,7 +194,7 @@ def sum_instead(state, bucket):
 
 
 def fresh_result(state, bucket):
-    """Returns a tensor of its own, in another dtype."""
+    """Return a tensor of its own, in another dtype."""
     future = torch.futures.Future()
     future.set_result(torch.full_like(bucket.buffer(), 3.0, dtype=torch.float64))
     return future
@@ -259,7 +259,9 @@ def test_unused_parameters_under_a_hook():
 
 
 def failing_now_and_then(rank, world):
-    """What each step's biases got; ranks use other branches, and the sums of some steps fail."""
+    """Return what each step's biases got; ranks use other branches, and the sums of some steps
+    fail.
+    """
     fails = []
 
     def hook(state, bucket):

@@ -145,7 +145,7 @@ def test_private_names_of_torch_live_in_one_package():
 
 
 def test_one_module_calls_the_extension():
-    """What knows C++ by its types is engine/core.py; others go through it."""
+    """Check that only engine/core.py knows C++ by its types; other modules go through it."""
     calls = re.compile(r"\bextension\.load\(|fastsync(\._C| import _C)\b")
     callers = {
         p for p in python_files() if p.parent.name != "build" and calls.search(p.read_text())

@@ -24,7 +24,7 @@ def name_of(job):
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory, request):
-    """How the two ranks of each job that a test of this run asks for have ended."""
+    """Return how the two ranks of each job that a test of this run asks for have ended."""
     folder, wanted = tmp_path_factory.mktemp("leaving"), asked_for(request, "job")
     ended = run_jobs("tests.leaving_script", folder, wanted, timeout=600)
     return {job: codes for jobs, said in ended for job, codes in zip(jobs, said, strict=True)}

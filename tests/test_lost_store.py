@@ -29,7 +29,7 @@ def connections(place):
 
 
 def with_store(rank, world, work):
-    """Does `work` in a group whose store has a connection of its own: by the first one ranks leave.
+    """Do `work` in a group whose store has a connection of its own: by the first one ranks leave.
 
     `work` is given what cuts it.
     """
@@ -48,7 +48,7 @@ def with_store(rank, world, work):
 
 
 def tell(error):
-    """As where the script ends by it."""
+    """Report an error as where the script ends by it."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 

@@ -1,4 +1,4 @@
-"""What a network carries."""
+"""Capacity of a network."""
 
 import pytest
 

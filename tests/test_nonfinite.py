@@ -107,7 +107,7 @@ def test_an_error_names_parameter_and_rank_on_every_rank(zero):
 
 
 def refused(optimizer):
-    """Whose gradients a step is refused for, and which ranks gave them."""
+    """Return the parameters whose gradients a step is refused for, and which ranks gave them."""
     with pytest.raises(NonFiniteGradientError) as caught:
         optimizer.step()
     return caught.value.parameters, caught.value.ranks

@@ -1,4 +1,4 @@
-"""What a step costs in operations that pass torch's dispatcher."""
+"""Cost of a step in operations that pass torch's dispatcher."""
 
 import torch
 

@@ -17,7 +17,7 @@ def order_of(model):
 
 
 def watch_first_backward(rank, world):
-    """How many collectives had started when the gradient of the first layer came."""
+    """Return how many collectives had started when the gradient of the first layer came."""
     torch.manual_seed(0)
     model = FastDDP(many(6, 8), bucket_cap_mb=0.0003)
     early = []

@@ -1,4 +1,4 @@
-"""Whom the others wait for: how a window is judged, and real ranks of which one is slow."""
+"""Ranks that the others wait for: how a window is judged, and real ranks of which one is slow."""
 
 import logging
 import time
@@ -96,7 +96,7 @@ def test_no_warning_below_the_share_that_is_asked_for(caplog):
 
 
 def test_no_warning_of_less_than_some_milliseconds(caplog):
-    """Whatever share they are of a short step; who asks for the pace learns of it."""
+    """They may be any share of a short step; the pace itself shows them."""
     short = judged(4, 4, 0, step=10)
     assert short.slow.ranks == (2,) and short.slow.share == pytest.approx(0.4)
     assert not warned(caplog, [short])
@@ -123,7 +123,7 @@ class Net(nn.Module):
 
 
 def train(rank, world, slow, where, options):
-    """Trains a window; returns what this rank says of it, and what it logs then."""
+    """Train a window; return what this rank says of it, and what it logs then."""
     texts = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())

@@ -95,7 +95,7 @@ def test_the_residuals_are_what_the_averages_lack(library):
 
 
 def mixed(rank, world, library):
-    """Which codec each bucket has, and whether NaN arrives."""
+    """Return the codec of each bucket, and whether NaN arrives."""
     wire = Wire(load_codec(library), overrides={"*.bias": "fp32", "2.*": SignCodec()})
     wrapped = FastDDP(model(), wire=wire)
     wrapped.module[0].weight.register_hook(lambda g: g * math.nan)

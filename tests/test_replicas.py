@@ -68,7 +68,7 @@ class Fault:
 
 
 def loop(model, rank, steps, before_step=lambda step: None, make=optim.SGD):
-    """Calls `before_step` with the number of each step, from 1, before its forward."""
+    """Call `before_step` with the number of each step, from 1, before its forward."""
     optimizer = make(model.parameters(), lr=0.05)
     for step in range(1, steps + 1):
         before_step(step)
@@ -136,7 +136,7 @@ def test_two_ranks_have_no_majority(repair):
 
 
 class Said(logging.Handler):
-    """What fastsync has logged."""
+    """Handler that keeps what fastsync has logged."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +270,9 @@ def test_a_step_that_one_rank_left_out_is_found():
 
 
 def digested(model):
-    """What the reducer digests in one pass, as the definition reads: one tensor after the other."""
+    """Return what the reducer digests in one pass, by the definition: one
+    tensor after the other.
+    """
     params = [p for p in model.module.parameters()]
     counts = model._engine.core.used_counts()
     planned = {index for bucket in model._engine.plan.buckets for index in bucket.params}
@@ -335,7 +337,7 @@ def test_python_is_called_where_ranks_differ_alone():
 
 
 class Branches(nn.Module):
-    """Of which ranks use different ones, and nobody one of them."""
+    """Branches of which ranks use different ones, and one that no rank uses."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which backwards synchronise: those of a wrapper's own forwards, once each; others accumulate."""
+"""Backwards that synchronise: those of a wrapper's own forwards, once each; others accumulate."""
 
 import copy
 import warnings
@@ -22,7 +22,7 @@ def batch(rank, step=0):
 
 
 def local(module, x):
-    """What one backward alone computes."""
+    """Return the gradients that one backward alone computes."""
     twin = copy.deepcopy(module)
     twin.zero_grad()
     twin(x).sum().backward()
@@ -30,7 +30,7 @@ def local(module, x):
 
 
 def mean(module, world, step=0):
-    """The average that all ranks would have."""
+    """Return the average that all ranks would have."""
     rows = [local(module, batch(rank, step)) for rank in range(world)]
     return [sum(row[i] for row in rows) / world for i in range(len(rows[0]))]
 

@@ -1,4 +1,4 @@
-"""Which rank owns which elements."""
+"""Ownership of elements by ranks."""
 
 import pytest
 

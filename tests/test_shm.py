@@ -36,13 +36,13 @@ def same(ours, theirs):
 
 
 def over(way, wrap):
-    """Whatever `wrap()` makes, with gradients through shared memory or through the group."""
+    """Return what `wrap()` makes, with gradients through shared memory or through the group."""
     os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[way]
     return wrap()
 
 
 def in_memory(wrapped):
-    """How much of the gradients lies in this process's shared memory."""
+    """Return how much of the gradients lies in this process's shared memory."""
     spaces = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fastsync" in line:
@@ -112,7 +112,7 @@ def test_only_shared_buffers_are_summed():
 
 
 def exchanges(rank, world, dtype, in_place):
-    """What torch's collectives give, from memory that is read where it lies or copied before."""
+    """Return what torch's collectives give, from memory that is read in place or copied before."""
     memory, shared = connected()
     make = memory.make_flat if in_place else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
     for seed, each in enumerate((1, 5, 300, 70_001)):
@@ -203,7 +203,7 @@ def test_gradients_that_are_no_views_get_the_bits_of_gloo_too():
 
 
 def averages(rank, world):
-    """What the average is, from every rank's own gradients."""
+    """Return the average, computed from every rank's own gradients."""
     wrapped = over("memory", lambda: FastDDP(net(), bucket_cap_mb=0.2))
     wrapped(inputs(rank, 0)).square().sum().backward()
     own = net()
@@ -311,7 +311,7 @@ def test_ranks_that_have_joined_take_part():
 
 
 def sharded(rank, world, stage):
-    """Whether weights are those without `zero`."""
+    """Return whether weights are those without `zero`."""
     weights = []
     for zero in (stage, 0):
         wrapped = over("memory", lambda zero=zero: FastDDP(net(), zero=zero, bucket_cap_mb=0.15))

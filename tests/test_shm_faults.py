@@ -169,7 +169,7 @@ def test_a_forked_child_keeps_the_parameters_of_its_fork(stage):
 
 
 def choice(rank, world, spoil):
-    """Whether memory is shared, and what is logged."""
+    """Return whether memory is shared, and what is logged."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -247,7 +247,7 @@ def raise_another(rank, world):
     model = FastDDP(Net(), faults=Faults(on_skip="average_others"))
     with suppress(MemoryError), model.skipping(BadSample):
         raise MemoryError("not asked for")
-    model(batch(rank, 0)).backward()  # the step that nobody has made
+    model(batch(rank, 0)).backward()  # the step that no rank has made
     return model.sync_stats().steps
 
 

@@ -33,14 +33,14 @@ def backward(model, rank, step, parts=1):
 
 
 def asked(model):
-    """What the sums say."""
+    """Return what the sums say."""
     sharers = model.reducer.holders().sharers
     units = [] if sharers is None else [unit.core for unit in sharers.units]
     return model._engine.core.squares(list(model.parameters()), units)
 
 
 def known(model):
-    """What the sums of this rank's shares say, and what a read does."""
+    """Return what the sums of this rank's shares say, and what a read does."""
     squares = asked(model)
     params = list(model.parameters())
     grads = [param.grad for param in params if isinstance(param.grad, ShardedGradient)]

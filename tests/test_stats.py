@@ -135,7 +135,7 @@ def test_two_ranks_that_print(timeline):
 
 
 class Recorded:
-    """Has the one method of a SummaryWriter that is used."""
+    """Stand-in for a SummaryWriter with the one method that is used."""
 
     def __init__(self):
         self.points = {}

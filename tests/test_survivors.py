@@ -1,4 +1,4 @@
-"""What the survivors of a death agree on, and how they meet."""
+"""Agreement of the survivors of a death, and their meetings."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ LACKS, HAS = False, True
     ("standings", "steps", "takes"),
     [
         ({0: (7, LACKS), 2: (7, LACKS)}, 7, False),
-        # Rank 2 cannot have finished step 8, nor can anybody: rank 0 has not voted.
+        # No rank can have finished step 8, rank 2 included: rank 0 has not voted.
         ({0: (7, LACKS), 2: (7, HAS)}, 7, False),
         # One of the dead may have.
         ({0: (7, HAS), 2: (7, HAS)}, 8, True),
@@ -70,7 +70,9 @@ def test_who_does_not_come_is_named():
 
 
 def test_what_was_decided_first_holds():
-    """Whoever comes late, with another view of who is dead, goes by it."""
+    """Check that a rank that comes late, with another view of the dead, follows
+    the first decision.
+    """
     store = HashStore()
     first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
     decided = first.meet(1, range(2), Standing(3, LACKS), lambda: {1}, timeout=20)
@@ -100,7 +102,7 @@ def test_ranks_that_come_back_wait_until_all_are_between_two_steps(between):
 
 
 def test_who_has_stopped_counting_is_not_seen():
-    """Those that train would wait for it when they connect."""
+    """Check that it is not seen: the ranks that train would wait for it when they connect."""
     store = HashStore()
     doorway, waiting = Doorway(store), Waiting(store, 1, timeout=20)
     with ThreadPoolExecutor(1) as pool:
@@ -124,7 +126,7 @@ def test_who_waits_for_a_training_that_has_ended_is_told():
 
 
 def test_all_know_alike_whether_all_have_come():
-    """Whoever looks later, and has seen a death since, goes by what the others go by."""
+    """Check that a rank that looks later, and has seen a death since, decides like the others."""
     store, ranks = HashStore(), (0, 1)
     first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
     dead = set()

@@ -10,7 +10,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 @pytest.fixture
 def open_page(visit, tmp_path):
-    """Opens the page of a run."""
+    """Open the page of a run."""
 
     def opened(run, **how):
         (tmp_path / "run.html").write_text(html_page(run), encoding="utf-8")

@@ -105,7 +105,7 @@ def test_one_rank_communicates_nothing():
 
 
 def done_while_backward_sleeps(rank, world):
-    """The first bucket's collective completes during a long backward, and nobody waits for it."""
+    """Let the first bucket's collective complete during a long backward, without a wait."""
     engine = make_engine(numel=16)
     timeline = extension.load().Timeline(4096, "cpu")
     for _ in range(2):

@@ -75,7 +75,7 @@ def test_everything_kept_is_the_average():
 
 
 def one_step(rank, world, density):
-    """What arrives without error feedback, and what should, by plain torch."""
+    """Return what arrives without error feedback, and what should, by plain torch."""
     wrapped = FastDDP(model(), wire=Wire(TopK(density), error_feedback=False))
     wrapped.zero_grad()
     wrapped(inputs(0, rank)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""What training scripts do beside the plain step, against torch's DDP."""
+"""Training scripts beyond the plain step, against torch's DDP."""
 
 import contextlib
 
@@ -109,7 +109,7 @@ class Shared(nn.Module):
 
 
 def shared_and_conditional(kind, rank):
-    """Which layers run differs among ranks and from step to step."""
+    """Run layers that differ among ranks and from step to step."""
     model = wrap(kind, Shared(), find_unused_parameters=True, **SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(8):

@@ -180,7 +180,7 @@ def test_counters_tell_what_was_sent(world, way, reshard):
 
 
 class Uneven(nn.Module):
-    """Of whose rows the last of three ranks has none, in a message by itself."""
+    """Layer of whose rows the last of three ranks has none, in a message by itself."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,9 @@ def test_only_what_leaves_a_rank_is_counted():
 
 
 def odd_ones(rank, world):
-    """Replicas, parameters that nobody trains, and a unit that is gathered before the root runs."""
+    """Use replicas, parameters that are not trained, and a unit that is gathered before the root
+    runs.
+    """
     model = net(2, 128)
     model.table = nn.Parameter(torch.ones(64, 100, dtype=torch.int8), requires_grad=False)
     fully_shard(model, mesh=mesh_of(world, 2))
@@ -289,7 +291,7 @@ def test_marks_become_movements():
     assert (one.unit, one.kind, one.turn, one.started, one.done) == (1, "gather", 0, 1, 4)
     assert (one.exposed, one.bytes) == ((5, 6), 8)
     assert (two.kind, two.done) == ("reduction", 8)
-    assert (three.turn, three.done) == (1, 9)  # nobody said when, but before it arrived
+    assert (three.turn, three.done) == (1, 9)  # its time is unknown, but before it arrived
 
 
 def test_waits_are_exposed_once_and_not_computed():

@@ -280,7 +280,7 @@ def frozen(rank, world):
     apply(fully_shard, model)
     optimizer = OPTIMIZERS["sgd"](p for p in model.parameters() if p.requires_grad)
     for step in range(4):
-        if step == 2:  # thawed on every rank
+        if step == 2:  # unfrozen on every rank
             model.blocks[1].up.weight.requires_grad_(True)
         loss_of(model, words(rank, step)).backward()
         optimizer.step()
@@ -304,7 +304,7 @@ def test_frozen_parameters():
 
 
 def several_forwards(rank, world):
-    """Two forwards before one backward, one whose output nobody uses, and evaluation between."""
+    """Run two forwards before one backward, one whose output is unused, and evaluation between."""
     model = apply(fully_shard, net())
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for step in range(3):

@@ -1,4 +1,4 @@
-"""What a rank holds between two steps: its share of parameters, gradients and optimizer states."""
+"""Memory of a rank between two steps: its share of parameters, gradients and optimizer states."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ WAYS = {
 
 
 def held_bytes(tensors):
-    """Of storages, each counted once."""
+    """Return the bytes of storages, each counted once."""
     local = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
     storages = [t.untyped_storage() for t in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
@@ -78,7 +78,9 @@ def test_a_rank_holds_16_bytes_per_parameter_and_rank(way, world):
 
 
 def offloaded(rank, world, pinned):
-    """How far weights are from those without a policy, and from FSDP2's; where everything lies."""
+    """Return how far weights are from those without a policy, and from FSDP2's; where everything
+    lies.
+    """
     policy = CPUOffloadPolicy(pin_memory=pinned)
     runs = ((fully_shard, {}), (fully_shard, {"offload_policy": policy}))
     if not pinned:  # FSDP2 pins memory where there is nothing to pin it for

@@ -66,7 +66,7 @@ def load(rank, world, way, folder):
     ],
 )
 def test_files_are_those_of_fsdp2(writer, reader, worlds):
-    """Training goes on from a file with the weights and states of whoever wrote it."""
+    """Check that training goes on from a file with the weights and states of its writer."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = run_ranks(save, worlds[0], writer, folder)[0]
         for found in run_ranks(load, worlds[1], reader, folder):
@@ -74,12 +74,12 @@ def test_files_are_those_of_fsdp2(writer, reader, worlds):
 
 
 def saved(model, optimizer):
-    """What any stage writes and reads."""
+    """Return the state that any stage writes and reads."""
     return {"model": model.module.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
 
 
 def go_on(rank, world, stage, folder, reads):
-    """Weights after two steps that follow what was read, or that precede what is written."""
+    """Return weights after two steps that follow what was read, or that precede what is written."""
     model = FastDDP(net(), zero=stage)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     if reads:

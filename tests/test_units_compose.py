@@ -36,7 +36,7 @@ def feeds(inner):
 
 
 def meshes(world, rows):
-    """Of the ranks that share, and of those that compute together."""
+    """Return the meshes of the ranks that share, and of those that compute together."""
     if rows == 1:
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         return mesh["dp"], mesh["tp"]

@@ -175,7 +175,7 @@ def from_half(self, outputs, metadata, dtype, *, out=None):
 
 
 def install(model, pre=to_half, post=from_half, name="up.weight"):
-    """Gives extensions to local tensors that are plain."""
+    """Give extensions to local tensors that are plain."""
     for each, param in model.named_parameters():
         if name in each:
             local = local_of(param)
@@ -220,7 +220,7 @@ def test_an_extension_may_come_after_fully_shard(meta, dim):
 
 
 def memory(rank, world):
-    """Of whole members: what lies in storages that the extension named."""
+    """Measure whole members: what lies in storages that the extension named."""
     model = apply(fully_shard, wrapped(net(), Coded))
     sizes = []
 

@@ -33,7 +33,7 @@ def make_flat(prefix_store, rank, world, timeout):
 
 
 def over_flat_buffers(rank, world):
-    """Whether gradients are the twin's, and this rank's share is gathered for all others."""
+    """Return whether gradients are the twin's, and this rank's share is gathered for all others."""
     dist.Backend.register_backend("flat", make_flat, devices=["cpu"])
     group = dist.new_group(backend="flat")
     model = Weighed()

@@ -1,4 +1,4 @@
-"""What goes in and out of units: nested arguments, none, dtypes; and where units come from."""
+"""Inputs and outputs of units: nested arguments, none, dtypes; and where units come from."""
 
 import dataclasses
 from typing import NamedTuple

@@ -107,7 +107,9 @@ def test_ranks_agree_on_it():
 
 
 def evaluates(rank, world):
-    """Gathers that nobody asks to reduce, and units that come and go in between."""
+    """Evaluate between steps: gathers without a reduction, and units that
+    come and go in between.
+    """
     model = by_units()
     seen = []
     for step in range(20):

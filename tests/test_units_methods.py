@@ -328,7 +328,7 @@ def test_a_step_dispatches_few_operations():
 
 
 def buffers(rank, world):
-    """What a unit was told before the first forward holds for the model, whose largest counts."""
+    """Set a unit's number of buffers before the first forward: the largest holds for the model."""
     model = apply(fully_shard, net())
     model.blocks[1].set_reduce_scatter_max_input_buffers(3)
     alike = apply(fully_shard, net())
@@ -377,7 +377,7 @@ def test_what_a_script_said_last_before_the_first_forward_holds(at_last):
 
 
 def gathered_early(rank, world):
-    """How many gathers the root counts, and whether it knows all links that units have."""
+    """Return how many gathers the root counts, and whether it knows all links that units have."""
     found = []
     for early in ([], [0], [0, 2]):
         model = apply(fully_shard, net())

@@ -37,7 +37,7 @@ def strands_of(model):
 
 
 def frozen():
-    """Half of it, and codes of int8 which nobody trains."""
+    """Freeze half of the model, and add int8 codes that are not trained."""
     model = net()
     for block in model.blocks:
         block.up.requires_grad_(False)
@@ -99,7 +99,9 @@ def steps_of(model, rank, make, how):
 
 
 def with_each_policy(rank, world, model, make, how, rows, options):
-    """Whether shares are copied, whether that leaves memory behind, and what comes out of it."""
+    """Return whether shares are copied, whether that leaves memory behind, and what comes out of
+    it.
+    """
     results = []
     for policy in POLICIES:
         shared = {"mesh": mesh_of(world, rows), "offload_policy": policy, **options}
@@ -243,7 +245,7 @@ class Lane:
 
 
 class Event:
-    """What comes before it in its lane is done once the host has waited."""
+    """Event that completes what comes before it in its lane once the host has waited."""
 
     lane = None
 
@@ -259,7 +261,7 @@ class Event:
 
 
 class Copies(TorchDispatchMode):
-    """Of a lane; `late`: they are NaN until somebody waits."""
+    """Copies of a lane; `late`: they are NaN until a wait."""
 
     def __init__(self, lane, late):
         super().__init__()
@@ -305,7 +307,7 @@ def seen_by_hooks(model):
 
 
 def on_a_late_device(rank, world, how, rows):
-    """Results with and without it, and tensors that were still read where anybody may write."""
+    """Return results with and without it, and tensors still read where they may be written."""
     results, read = [], []
     for policy in POLICIES[:2]:
         with late_device() as device:
@@ -327,7 +329,7 @@ def test_the_host_waits_before_it_reads(how, rows):
 
 
 def order_of_hooks(rank, world):
-    """What runs in a backward, one after the other."""
+    """Return what runs in a backward, one after the other."""
     model = apply(fully_shard, net(), offload_policy=CopyAlways())
     order = []
     model.blocks[2].gain.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
@@ -346,7 +348,7 @@ def test_nobody_reads_shares_that_may_be_written_to():
 
 
 def read_by_one_unit(rank, world):
-    """Whether its shares are read where anybody may write, and in between."""
+    """Return whether its shares are read where they may be written, and in between."""
     with late_device() as device:
         model = fully_shard(net(), offload_policy=CopyAlways())
         loss = loss_of(model, words(rank, 0))

@@ -17,7 +17,7 @@ SIDE = 4
 
 
 class Layer(nn.Module):
-    """One weight, perhaps somebody else's; `use` decides whether a forward needs it."""
+    """Layer of one weight, perhaps another layer's; `use` decides whether a forward needs it."""
 
     def __init__(self, weight=None):
         super().__init__()
@@ -50,7 +50,7 @@ def batch(rank):
 
 
 def distances(model, twin, world):
-    """How far each gradient is from the average of the copies'."""
+    """Return how far each gradient is from the average of the copies'."""
     found = []
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
@@ -60,7 +60,7 @@ def distances(model, twin, world):
 
 
 def owed_by_one(rank, world):
-    """Of two micro-batches only the first, on one rank, needs the first layer."""
+    """Use the first layer in only one micro-batch on one rank."""
     torch.manual_seed(0)
     model = Chain(Layer(), Layer())
     twin = copy.deepcopy(model)
@@ -143,7 +143,7 @@ def test_no_forward_computes_with_weights_of_before_a_step(keep):
 
 
 def outdated_early(rank, world, where, wait):
-    """An optimizer steps before the first forward, whose weights somebody has asked for by then."""
+    """Step before the first forward with an optimizer, when weights have been gathered by then."""
     torch.manual_seed(0)
     model = Chain(Layer(), Layer())
     twin = copy.deepcopy(model)

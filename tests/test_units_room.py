@@ -1,4 +1,4 @@
-"""What units may take before others are gathered ahead: it is kept to, and bits stay the same."""
+"""Memory budget of units: it is kept to, and bits stay the same."""
 
 import os
 
@@ -51,7 +51,7 @@ def room_for(units, blocks):
 
 
 def marked(rank, world, how):
-    """What the pool held without a mark, and each mark with what it held below that."""
+    """Return what the pool held without a mark, and each mark with what it held below that."""
     wanted, most, units = run(how, rank, world, None)
     held = []
     for blocks in (1, 2):
@@ -93,7 +93,9 @@ ALONE = {"plain": {}, "lower": {"mp_policy": BF16}, "coded": CODED, "fp8": {"wir
 
 
 def one_unit(rank, world, options):
-    """What the pool held after forward and after backward, and what either was said to take."""
+    """Return what the pool held after forward and after backward, and what
+    either was said to take.
+    """
     set_mark(None)
     os.environ["FASTSYNC_SHM"] = "0"
     model = fully_shard(net(2, 128), **options)
@@ -110,8 +112,9 @@ def one_unit(rank, world, options):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ALONE)
 def test_what_a_unit_takes_is_known_before(how, world):
-    """What a backward sends and receives may lie where the gather's messages did; some of what is
-    not coded is received where the sums will be."""
+    """Messages of a backward may lie where those of the gather did; some that are not coded are
+    received where the sums will be.
+    """
     for gathered, after, whole, to_gather, to_reduce in run_ranks(one_unit, world, ALONE[how]):
         assert gathered == to_gather
         assert after <= to_gather + to_reduce

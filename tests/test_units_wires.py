@@ -75,7 +75,7 @@ class Twin:
         ]
 
     def averages(self, step):
-        """Of gradients that arrive in `compute`, in the dtype of the masters."""
+        """Return averages of gradients that arrive in `compute`, in the dtype of the masters."""
         found = []
         for index, master in enumerate(self.masters):
             total = None
@@ -97,7 +97,9 @@ def same(found, wanted):
 
 
 def beside(rank, world, wire, parameter_wire, options):
-    """Whether weights that are computed with, gradients and masters are the twin's, bit by bit."""
+    """Return whether weights that are computed with, gradients and masters are the twin's, bit by
+    bit.
+    """
     os.environ["FASTSYNC_SHM"] = options.get("memory", "1")
     dtype, compute = options.get("dtype", torch.float32), options.get("compute")
     dim_of = options.get("dim_of")
@@ -254,7 +256,7 @@ def test_a_step_sends_codes_alone(kind, world):
 
 
 def partly_used(rank, world):
-    """One weight that all use, one that rank 1 alone uses, one that nobody does."""
+    """Use one weight on all ranks, one on rank 1 alone, and one on none."""
     model = Weighed(sizes=((40, 3), (40, 3), (40, 3)))
     fully_shard(model, **INT8)
     number = torch.full((40, 3), 2.0)

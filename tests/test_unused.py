@@ -1,4 +1,4 @@
-"""Parameters without gradient: on some ranks, on all, now and then, frozen and thawed."""
+"""Parameters without gradient: on some ranks, on all, now and then, frozen and unfrozen."""
 
 import os
 import warnings
@@ -67,7 +67,7 @@ def test_every_pattern_of_use(options):
 
 
 def keep_old(rank, world, options):
-    """Layer 1 is used in the first step only; later gradients that nobody produced stay."""
+    """Use layer 1 in the first step only; later gradients that no rank produced stay."""
     warnings.simplefilter("ignore")
     model = FastDDP(Branches(), **options)
     one, other = weights(model)[:2]
@@ -203,7 +203,7 @@ def test_freezing_and_thawing_on_all_ranks(options):
 
 
 def freeze_alone(rank, world):
-    """What one rank froze is zero there, and counts again once that rank has thawed it."""
+    """Freeze a layer on one rank: it counts as zero there until that rank unfreezes it."""
     warnings.simplefilter("ignore")
     model = FastDDP(Branches())
     seen = []
@@ -214,7 +214,7 @@ def freeze_alone(rank, world):
         if step == 9:
             model.module.layers[3].requires_grad_(True)
         model.zero_grad()
-        # Once thawed, only that rank uses it: it must not go unnoticed.
+        # Once unfrozen, only that rank uses it: it must not go unnoticed.
         backward(model, [0, 2, 3] if step >= 12 and rank == 0 else [0, 1, 2, 3], rank)
         seen.append(values(model)[1])
     return seen

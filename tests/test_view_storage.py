@@ -1,4 +1,6 @@
-"""What looks at one gradient's storage finds that gradient, and may give it other memory."""
+"""Storages of single gradients: code that looks at one finds that gradient, and may give it other
+memory.
+"""
 
 import copy
 import io
@@ -92,7 +94,7 @@ def share(grad):
 
 
 def resize(grad):
-    """As a tensor of its own would take it: other memory, the same values."""
+    """Resize the storage, as a tensor of its own would take it: other memory, the same values."""
     values = grad.clone()
     storage = grad.untyped_storage()
     storage.resize_(2 * storage.nbytes())
@@ -161,7 +163,7 @@ def test_another_process_sees_averages_arrive():
 
 
 def shared_by_the_hook(state, bucket):
-    """As sending the buffer to another process does: its storage gets other memory."""
+    """Give the bucket's storage other memory, as sending it to another process does."""
     bucket.buffer().share_memory_()
     return summed(state, bucket)
 

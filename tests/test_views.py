@@ -1,4 +1,6 @@
-"""Where gradients live: in the bucket, once, and never under the feet of someone who kept them."""
+"""Location of gradients: in the bucket, once, and never overwritten while they
+are kept elsewhere.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ def backward(model, seed, scale=1.0):
 
 
 def places(model):
-    """Where the buffers of its gradients begin."""
+    """Return where the buffers of its gradients begin."""
     return set(buffers([p.grad for p in model.parameters()]))
 
 
@@ -60,7 +62,7 @@ HOLD = {
 
 
 def keep_gradients(rank, world, how):
-    """Holds on to one parameter's gradient of each step and to a copy of its values."""
+    """Hold on to one parameter's gradient of each step and to a copy of its values."""
     model = model_of()
     parameter = next(model.parameters())
     held = []
@@ -81,7 +83,7 @@ def test_saved_gradients_are_never_overwritten(how):
 
 
 def keep_one_of_many(rank, world):
-    """Only the bucket that somebody looks at moves, and it settles when he looks away."""
+    """Check that only the bucket of a gradient that is kept moves, and only while it is kept."""
     model = model_of()
     first = next(iter(model.parameters()))
     for step in range(3):

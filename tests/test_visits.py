@@ -1,4 +1,4 @@
-"""Whom a rank blames that waits for others at a place of Python's."""
+"""Ranks that a rank blames while it waits for others at a place in Python."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""Who waits for a collective that Python has started says for whom, as it does elsewhere."""
+"""Waits for collectives that Python has started name the late ranks, as other waits do."""
 
 import os
 import time
@@ -84,7 +84,7 @@ def joined(rank, world):
 
 
 def said(rank, world, train, path):
-    """What rank 0 has printed."""
+    """Return what rank 0 has printed."""
     os.environ["FASTSYNC_STALL_WARN"] = "0.3"
     with open(path, "w") as file:
         if rank == 0:

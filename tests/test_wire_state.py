@@ -1,4 +1,4 @@
-"""What error feedback keeps back: over restarts, new plans, freezing, other ranks and wires."""
+"""Residuals of error feedback: over restarts, new plans, freezing, other ranks and wires."""
 
 import io
 from itertools import pairwise
@@ -92,7 +92,7 @@ def load(wrapped, optimizer, checkpoint):
 
 
 def run(rank, world, wire, steps, checkpoints):
-    """Trains in a process of its own, from this rank's checkpoint where there is one."""
+    """Train in a process of its own, from this rank's checkpoint where there is one."""
     wrapped, optimizer = wrap(wire)
     if checkpoints is not None:
         wrapped.load_sync_state_dict(load(wrapped, optimizer, checkpoints[rank]))
@@ -155,7 +155,7 @@ def test_checkpoints_of_the_model_stay_as_they_are():
 
 
 def measured_rates(rank, world, deterministic):
-    """How fast buckets travelled in the first step, which decides how large they grow."""
+    """Return how fast buckets travelled in the first step, which decides how large they grow."""
     torch.use_deterministic_algorithms(deterministic)
     states = []
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_frozen_parameter_keeps_its_residual():
 
 
 def continued(rank, world, wire, states):
-    """Loads the states of other ranks; gives the sum over ranks, and the state to go on from."""
+    """Load the states of other ranks; give the sum over ranks, and the state to go on from."""
     wrapped, optimizer = wrap(wire)
     wrapped.load_sync_state_dict(states)
     total, steps = mass(wrapped), wrapped._engine.core.steps()

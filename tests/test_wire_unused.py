@@ -1,4 +1,6 @@
-"""Error feedback of parameters that are unused in some steps: what nobody receives must be kept."""
+"""Error feedback of parameters that are unused in some steps: a residual that no rank receives is
+kept.
+"""
 
 import copy
 

@@ -14,7 +14,9 @@ from tests.unit_models import OPTIMIZERS, Net, farthest, loss_of, net, whole, wo
 
 
 def script(rank, world, zero, make, early, units=None):
-    """What any script does; nothing in it depends on `zero`, but that weights are collected."""
+    """Train as any script does; nothing in it depends on `zero`, except that
+    weights are collected.
+    """
     module = net()
     for param in module.parameters():
         param.data.add_(rank)  # rank 0's count
@@ -112,7 +114,7 @@ def test_repeated_blocks_become_units():
 
 
 class Tied(nn.Module):
-    """As GPT-2: embeddings of words and places, the former of which also makes the output."""
+    """Model with tied weights, as in GPT-2: the embedding of words also makes the output."""
 
     def __init__(self):
         super().__init__()

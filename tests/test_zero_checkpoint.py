@@ -122,7 +122,7 @@ def test_where_sums_commute_other_stages_continue_with_the_same_bits(kind, tmp_p
 
 
 def shares(rank, world, folder):
-    """How many elements this rank has in its hands, and those of the whole state."""
+    """Return how many elements this rank has in its hands, and those of the whole state."""
     _, model, optimizer = made("adamw", 1)
     train(model, optimizer, [0], rank, world)
     state = model.optimizer_state_dict(optimizer)
@@ -145,8 +145,8 @@ def test_no_rank_holds_more_than_its_share(tmp_path):
 
 
 def with_torch(rank, world, stage, path, ours):
-    """Trains and saves; then loads the file, by our function or torch's, under another stage."""
-    saves = not Path(path).exists()  # asked before any rank can have begun to save
+    """Train and save; then load the file, by our function or torch's, under another stage."""
+    saves = not Path(path).exists()  # asked before a rank can have begun to save
     module = net()
     model = DistributedDataParallel(module) if stage is None else FastDDP(module, zero=stage)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -204,7 +204,9 @@ class Outer(optim.Optimizer):
 
 
 def names_in_files(rank, world):
-    """Of a compiled module's optimizer, which a library wraps, and which gets a group later."""
+    """Return the names for a compiled module's optimizer, which a library wraps, and which gets a
+    group later.
+    """
     module = net()
     model = FastDDP(torch.compile(module, backend="eager"), zero=1)
     optimizer = optim.AdamW([module.line.weight, module.scale], 0.01)

@@ -55,7 +55,7 @@ def test_every_elementwise_optimizer_of_torch(tmp_path):
 
 
 class Partly(nn.Module):
-    """Of its parameters one has no gradient in the first steps, and one may be sparse."""
+    """Module in which one parameter has no gradient in the first steps, and one may be sparse."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ def load_another_model(rank, world, path):
 
 
 class Nested(optim.SGD):
-    """Keeps tensors in a dictionary, of which nobody can tell what they belong to."""
+    """Optimizer that keeps tensors in a dictionary, where they cannot be assigned to elements."""
 
     def step(self, closure=None):
         for group in self.param_groups:

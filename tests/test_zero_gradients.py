@@ -38,7 +38,7 @@ def each_gradient(change):
 
 
 def own_norm(model, optimizer):
-    """As scripts of one's own compute it: gradient by gradient, of another order."""
+    """Clip as many scripts do: gradient by gradient, by a norm of another order."""
     norms = [p.grad.detach().norm(3) for p in model.parameters() if p.grad is not None]
     total = torch.stack(norms).norm(3).item()
     for param in model.parameters():
@@ -286,7 +286,7 @@ def test_gradients_that_one_rank_alone_has_zeroed_are_an_error():
 
 
 def norms_of_what_is_scaled(rank, world):
-    """Whatever has been done to a gradient in place, its norm is that of what it is now."""
+    """Check that the norm of a gradient that was changed in place is that of its new values."""
     model = FastDDP(nn.Linear(8, 8), zero=1)
     optimizer = optim.SGD(model.parameters(), 0.0)
     for _ in range(2):

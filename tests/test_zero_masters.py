@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """Of bf16, with a layer of fp32 and one that is used late."""
+    """Net of bf16, with a layer of fp32 and one that is used late."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def backward(model, rank, step):
 
 
 def by_hand(rank, make):
-    """What mixed-precision scripts do on every rank: fp32 copies, and an optimizer of these."""
+    """Train as mixed-precision scripts do on every rank: fp32 copies, and an optimizer of these."""
     model = FastDDP(Net(), find_unused_parameters=True)
     params = list(model.parameters())
     masters = [nn.Parameter(p.detach().float()) for p in params]
@@ -149,7 +149,7 @@ def test_masters_come_back_from_a_checkpoint(way, make, tmp_path):
 
 
 def written(rank, world):
-    """Weights that somebody loads between two steps are stepped from."""
+    """Load weights between two steps; the next step starts from them."""
     model, optimizer = wrapped(1, "sgd")
     train(model, optimizer, rank, range(2))
     with torch.no_grad():

@@ -61,9 +61,10 @@ def trained(rank, name, kind, dtype, zero, rounded=False):
 
 
 def beside_whole(rank, world, name, kind):
-    """How far the weights of stages 1 and 2 are from those of stage 0, and how far those are that
-    began with a rounding, all as shares of the weights' way; whether the bits are the same; and the
-    weights of stage 2."""
+    """Return how far the weights of stages 1 and 2 are from those of stage 0, and how far those are
+    that began with a rounding, all as shares of the weights' way; whether the bits are the same;
+    and the weights of stage 2.
+    """
     exact = world == 2 and kind in EXACT
     run = partial(trained, rank, name, kind, torch.float32 if exact else torch.float64)
     start, whole = run(0)

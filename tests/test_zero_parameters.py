@@ -291,7 +291,7 @@ def test_masters_stay_when_a_group_is_added():
 
 
 def loaded(way, to, folder, module_first):
-    """Loads what `saved_by` wrote into a new model, and an optimizer that has made no step."""
+    """Load what `saved_by` wrote into a new model, and an optimizer that has made no step."""
     model, optimizer = to
     if module_first:
         model.module.load_state_dict(torch.load(folder / "module", weights_only=True))

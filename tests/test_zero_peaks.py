@@ -87,7 +87,7 @@ def test_memory_does_not_depend_on_who_is_ahead():
 
 
 def peak_of_units(rank, world):
-    """Of zero=3, per byte of the parameters."""
+    """Return the peak of zero=3, per byte of the parameters."""
     group = Group(rank, world, torch.device("cpu"))
     wrap = Variant(OURS, fast_ddp(zero=3))
     return peak_memory(partial(make_lane, WORKLOADS["deep"](), wrap, group, "adamw"), group)

@@ -1,4 +1,4 @@
-"""zero=1 and 2: an optimizer steps on one buffer after the other, and everybody sees one step."""
+"""zero=1 and 2: an optimizer steps on one buffer after the other, and scripts see one step."""
 
 import pytest
 from torch import optim
@@ -11,7 +11,7 @@ SMALL = 1e-4  # MiB: a bucket for each gradient
 
 
 class Counting(optim.SGD):
-    """Of a class that fastsync does not know."""
+    """Optimizer of a class that fastsync does not know."""
 
     made = 0
 
@@ -21,7 +21,9 @@ class Counting(optim.SGD):
 
 
 def in_turns(rank, world, make, zero):
-    """Weights, losses, how often each hook was called, steps that were counted, and buckets."""
+    """Return weights, losses, how often each hook was called, steps that were
+    counted, and buckets.
+    """
     module = net()
     model = FastDDP(
         module,

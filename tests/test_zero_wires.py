@@ -69,7 +69,7 @@ def weights_and_shares(rank, world, wire, zero, local):
 
 
 def loss_of(name):
-    """Of one code, as a share of the largest number in its block."""
+    """Return the loss of one code, as a share of the largest number in its block."""
     return sum(BOUNDS[name])
 
 

@@ -26,7 +26,7 @@ def product(values, scale, other):
 
 
 def pack(tensors, like, offsets, flat, scale):
-    """What the flat buffer holds after packing. Undefined tensors leave zeros."""
+    """Return what the flat buffer holds after packing. Undefined tensors leave zeros."""
     result = flat.clone()
     for tensor, shape, offset in zip(tensors, like, offsets, strict=True):
         memory, slot = slot_of(shape, None if tensor is None else tensor.dtype)
@@ -37,7 +37,7 @@ def pack(tensors, like, offsets, flat, scale):
 
 
 def unpack(tensors, offsets, flat, scale, accumulate):
-    """What each tensor holds after unpacking, as new tensors."""
+    """Return what each tensor holds after unpacking, as new tensors."""
     results = []
     for tensor, offset in zip(tensors, offsets, strict=True):
         memory, slot = slot_of(tensor)

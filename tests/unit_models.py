@@ -90,7 +90,7 @@ def train(model, rank, optimizer, steps=4, clip=0.5):
 
 
 def train_alone(world, make, steps=4, clip=0.5):
-    """What one process does with everybody's batches."""
+    """Train one process with the batches of all ranks."""
     model = net()
     optimizer = OPTIMIZERS[make](model.parameters())
     for step in range(steps):

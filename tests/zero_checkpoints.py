@@ -77,7 +77,7 @@ def load(model, optimizer, path, planner=None):
 
 
 def same(found, wanted):
-    """Whether two whole states hold the same settings and bits."""
+    """Return whether two whole states hold the same settings and bits."""
     assert found["param_groups"] == wanted["param_groups"]
     assert found["state"].keys() == wanted["state"].keys()
     for index, values in wanted["state"].items():

@@ -107,7 +107,8 @@ class FlatCoder final : public Coder {
     return flat_;
   }
 
-  // Error feedback for a codec that knows nothing of it. What is not finite is not kept: poison must not outlive the step.
+  // Error feedback for a codec without its own. Values that are not finite are not kept: they must
+  // not affect a later step.
   void encode_chunk(const at::Tensor& values, const at::Tensor& residual, const at::Tensor& payload,
                     bool add) {
     if (!residual.defined()) {

@@ -15,14 +15,15 @@ class Coder {
  public:
   virtual ~Coder() = default;
 
-  // As in codec_ops.h. `residual` is undefined without error feedback.
+  // See codec_ops.h. `residual` is undefined without error feedback.
   virtual void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
                       const at::Tensor& payload, const ops::Encoding& how) = 0;
   virtual void reduce(const at::Tensor& received, const at::Tensor& result,
                       const at::Tensor& residual, int64_t first, uint64_t seed) = 0;
   virtual void decode(const std::vector<ops::Item>& items, const at::Tensor& payload,
                       int32_t sources) = 0;
-  // Whether it can code a part of the flat buffer: encode() heeds how.begin and how.end, and there is decode_part().
+  // Whether it can code a part of the flat buffer: encode() follows how.begin and how.end, and
+  // there is decode_part().
   virtual bool works_on_parts() const { return false; }
   virtual void decode_part(const std::vector<ops::Item>& items, const at::Tensor& payload,
                            int32_t sources, int64_t begin, int64_t end);

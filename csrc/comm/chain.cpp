@@ -40,12 +40,13 @@ class OnStream final : public InFlight {
     done_.record(stream);
   }
 
-  // A chain that nobody waits for still uses its buffers, and their memory goes back to a stream that must have come past it.
+  // A chain without a waiter still uses its buffers, and their memory goes back to a stream that
+  // must have come past it.
   ~OnStream() override {
     try {
       if (!waited_) wait();
     } catch (const std::exception&) {
-      // The device is broken, and whoever uses it next will say so.
+      // The device is broken, and its next user will say so.
     }
   }
 

@@ -49,9 +49,10 @@ struct Tidings {
 };
 
 // [Note: waiting for a device]
-// NCCL's work asks an event whether the collective has ended on the device: nobody is told, so who waits asks again and again.
-// An error is thrown as it is found. The work's own wait() would first end the communicator's kernels, and those tell their
-// neighbours that data has come which has not (see [Note: when a communicator is aborted]).
+// NCCL's work asks an event whether the collective has ended on the device: there is no notice, so
+// a waiting thread asks again and again. An error is thrown as it is found. The work's own wait()
+// would first end the communicator's kernels, and those tell their neighbours that data has come
+// which has not (see [Note: when a communicator is aborted]).
 class WorkInFlight final : public CalledByWait<> {
  public:
   WorkInFlight(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> buffers,
@@ -120,7 +121,7 @@ class WorkInFlight final : public CalledByWait<> {
     return true;
   }
 
-  // Where the backend has no futures, wait() is all there is.
+  // Where the backend has no futures, only wait() tells.
   void watch() {
     completion_ = std::make_shared<Completion>();
     try {
@@ -135,7 +136,7 @@ class WorkInFlight final : public CalledByWait<> {
   c10::intrusive_ptr<c10d::Work> work_;
   const Tidings tidings_;
   const Clock::time_point started_ = Clock::now();
-  std::shared_ptr<Completion> completion_;  // null: nobody has asked
+  std::shared_ptr<Completion> completion_;  // null: not asked for
 };
 
 // torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int` are better for the

@@ -25,14 +25,15 @@ class Collective {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // How many leave this rank, of so many bytes for others.
+  // How many of so many bytes for others leave this rank.
   virtual int64_t leaving(int64_t bytes) const { return bytes; }
   // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads, a stream holds any number.
   virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 64; }
   // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
   // [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
-  // What is started from now on belongs to this step, as errors call it where another rank starts something else.
+  // Collectives that start from now on belong to this step, which errors name where another rank
+  // starts something else.
   virtual void begin_step(int64_t /*number*/) {}
   // A buffer of zeros in the memory that collectives start from.
   virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -78,7 +79,7 @@ class Collective {
                                          const std::vector<Message>& /*sent*/, int /*tag*/) {
     return nullptr;
   }
-  // Frees memory that exchanges have used and nobody reads.
+  // Frees memory that exchanges have used and that is not read any more.
   virtual void trim() {}
 };
 

@@ -13,7 +13,7 @@
 
 namespace fastsync::comm {
 
-// One gradient in a bucket's buffer. `sizes` must outlive the collective.
+// One gradient in a bucket's buffer. `sizes` must live longer than the collective.
 struct HookSlot {
   size_t offset = 0;  // elements of the buffer
   size_t numel = 0;

@@ -204,7 +204,7 @@ class HostBackend final : public c10d::Backend {
       : Backend(rank, size),
         name_(std::move(name)),
         options_(c10::make_intrusive<Options>(name_, timeout)),
-        // Dropped with the GIL, whoever drops it.
+        // Dropped with the GIL, on any thread.
         functions_(new py::object(std::move(functions)), [](const py::object* object) {
           const py::gil_scoped_acquire gil;
           delete object;
@@ -365,7 +365,7 @@ class HostBackend final : public c10d::Backend {
   void shutdown() override { close(); }
   void abort() override { close(); }
 
-  // What is asked for from now on is refused.
+  // Refuses every later request.
   void close() {
     const py::gil_scoped_acquire gil;
     const std::shared_ptr<const py::object> functions = std::move(functions_);

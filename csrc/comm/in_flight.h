@@ -1,4 +1,4 @@
-// What has been started between ranks, and ends at some time.
+// Work that has been started between ranks, and ends at some time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,9 +19,9 @@ class InFlight {
   // Returns the tensor with the result, undefined where that is the buffer itself. Throws what the backend throws.
   virtual at::Tensor wait() = 0;
 
-  // Has `fn` called once when the collective has completed or failed: from any thread, at once where it has already, and
-  // before a blocking wait() returns. On stream backends the current stream is then one that waits for the result. Where
-  // the backend cannot tell, it is called by wait().
+  // Calls `fn` once when the collective has completed or failed: from any thread, at once where it
+  // has already, and before a blocking wait() returns. On stream backends the current stream is
+  // then one that waits for the result. Where the backend cannot tell, it is called by wait().
   virtual void on_done(std::function<void()> fn) = 0;
 
   // Whether wait() would return at once; waits so long at most for that to come true, where the backend can wait. Never where it
@@ -31,7 +31,7 @@ class InFlight {
   virtual bool can_be_asked() const { return false; }
 };
 
-// One that somebody else holds, too.
+// An InFlight with another holder.
 class SharedInFlight final : public InFlight {
  public:
   explicit SharedInFlight(std::shared_ptr<InFlight> held) : held_(std::move(held)) {}
@@ -47,7 +47,8 @@ class SharedInFlight final : public InFlight {
   std::shared_ptr<InFlight> held_;
 };
 
-// What on_done() is given, wait() calls in the end: nothing tells before. `Base` is or extends InFlight.
+// Base of work whose end only wait() reports: it calls what on_done() was given. `Base` is or
+// extends InFlight.
 template <class Base = InFlight>
 class CalledByWait : public Base {
  public:

@@ -1,4 +1,5 @@
-// What other ranks have for this one, in memory that it reads for a while: theirs, or a buffer that messages arrive in.
+// Data of other ranks for this one, in memory that it reads for a while: theirs, or a buffer that
+// messages arrive in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +32,7 @@ struct MessageBuffers {
   at::Tensor received;
   at::Tensor sent;
 };
-// What arrives in so many parts. Both buffers are of `pool`, and go back there.
+// Data that arrives in so many parts. Both buffers are of `pool`, and go back there.
 std::shared_ptr<Incoming> incoming_in(std::unique_ptr<InFlight> arriving, MessageBuffers buffers,
                                       int64_t parts, std::shared_ptr<ops::BufferPool> pool);
 

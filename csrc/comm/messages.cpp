@@ -11,7 +11,8 @@ namespace {
 
 class Exchange;
 
-// Exchanges of this process that somebody still holds. Never destroyed: a hanging one's thread outlives main().
+// Exchanges of this process that are still referenced. Never destroyed: the thread of a hanging one
+// runs longer than main().
 class UnderWay {
  public:
   static UnderWay& of_process() {
@@ -35,7 +36,7 @@ class UnderWay {
 
 class Exchange {
  public:
-  // Of the messages to or from several ranks, those of the ranks behind this one come first, so that all ranks are busy.
+  // Messages of the ranks after this one come first, so that all ranks are busy.
   Exchange(c10::intrusive_ptr<c10d::Backend> backend, std::vector<Message> received,
            std::vector<Message> sent, int tag)
       : backend_(std::move(backend)),
@@ -73,7 +74,7 @@ class Exchange {
     for (const auto& work : works_) work->wait();
   }
 
-  // Whoever waits stops waiting.
+  // Ends all waits.
   void abort() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& work : works_) work->abort();
@@ -108,7 +109,7 @@ class ExchangeInFlight final : public InFlight {
     });
   }
 
-  // One that nobody waits for must still take its messages, or the next one would.
+  // An exchange without a waiter must still receive its messages, or the next one would.
   ~ExchangeInFlight() override {
     if (!waited_) watch();
   }
@@ -131,7 +132,7 @@ class ExchangeInFlight final : public InFlight {
     watched_->on_done(std::move(fn));
   }
 
-  // Messages cannot be asked. Another thread waits for them, once somebody wants to know.
+  // Messages cannot be queried. Another thread waits for them, once the caller wants to know.
   bool is_done_within(std::chrono::milliseconds time) override {
     watch();
     return watched_->is_done_within(time);

@@ -30,7 +30,7 @@ struct Message {
   at::Tensor tensor;
 };
 
-// Threads that exchanges are started on, and, where anybody wants to know without waiting, waited for on.
+// Threads on which exchanges are started and, where the caller asks without waiting, waited for.
 class ExchangeThreads {
  public:
   Worker& starter() { return starter_; }

@@ -40,7 +40,7 @@ constexpr char kNews = 'N';
   throw std::runtime_error(concat(what, ": ", std::strerror(errno)));
 }
 
-// Of either family, as connect() and bind() take it.
+// A socket address of either family, for connect() and bind().
 struct SocketAddress {
   sockaddr_storage bytes{};
   socklen_t size = 0;
@@ -284,8 +284,9 @@ bool Peers::is_all_sent() const {
                      [](const Link& link) { return link.out.empty(); });
 }
 
-// What one that is stopped does not read fills its machine's buffer. When that is full, TCP gives up as on a machine that is
-// lost, so a silent one hears less: an hour's beats fit.
+// Messages that a stopped process does not read fill its machine's buffer. When that is full, TCP
+// gives up as on a machine that is lost, so a silent process is sent fewer messages: an hour's
+// heartbeats fit.
 void Peers::beat() {
   const std::string message = framed(kBeatMessage, listener_.beat());
   const auto now = Clock::now();

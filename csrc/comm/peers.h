@@ -1,9 +1,10 @@
-// Connections between ranks for news, beside those that gradients take: who has died shows at once, and what one rank tells
-// reaches all.
+// Connections between ranks for fault events, beside those that gradients take: a death shows at
+// once, and an event that one rank reports reaches all.
 //
-// Rank r keeps a TCP connection with the ranks r ± 1, r ± 2, r ± 4, ... (modulo their number), as in Chord (Stoica et al.,
-// 2001): 2 log2 N at most, 27 of 10,000 ranks. News is flooded: who hears something new passes it on to all neighbours, so it
-// is everywhere after log2 N hops, and reaches the living whoever has died.
+// Rank r keeps a TCP connection with the ranks r ± 1, r ± 2, r ± 4, ... (modulo their number), as
+// in Chord (Stoica et al., 2001): 2 log2 N at most, 27 of 10,000 ranks. Events are flooded: a rank
+// that receives a new one passes it on to all neighbours, so it is everywhere after log2 N hops,
+// and reaches the living ranks whichever have died.
 //
 // The kernel closes the connections of a process that ends, however it ends. One thread per process looks at them and never
 // takes the GIL: it wakes ten times a second to say how far this rank is, and sleeps otherwise.
@@ -52,18 +53,20 @@ class Peers {
   // ranks that could not be reached.
   std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank,
                                Listener listener);
-  // Has every rank hear it, this one excepted. Any thread.
+  // Sends an event to every other rank. Any thread.
   void flood(const std::string& news);
-  // Returns once what was to be sent has been handed to the system, or after `patience`. Any thread but the own one.
+  // Returns once all pending messages have been handed to the system, or after `patience`. Any
+  // thread but the own one.
   void flush(std::chrono::milliseconds patience);
-  // Sends what is to be sent, for a moment at most, and ends all connections.
+  // Sends pending messages, for a moment at most, and ends all connections.
   void close();
-  // In a process that was forked: lets go of the connections, which would stay open as long as the child lives.
+  // In a process that was forked: drops the connections, which would stay open as long as the child
+  // lives.
   void abandon();
 
   // Ranks that `rank` calls, of so many.
   static std::vector<int64_t> called_by(int64_t rank, int64_t ranks);
-  // All that `rank` has connections with: those, and the ones that call it.
+  // All ranks that `rank` has connections with: those that it calls, and those that call it.
   static std::set<int64_t> neighbours_of(int64_t rank, int64_t ranks);
 
  private:

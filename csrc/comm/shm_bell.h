@@ -20,7 +20,7 @@ class Bell {
 
   explicit Bell(Words& words) : words_(words) {}
 
-  // What somebody may wait for has come true.
+  // Wakes all waiters, after something that one may wait for has come true.
   void ring();
 
   // Returns whether `done` has come true, by `end` at the latest. `idle` is called at times at which nothing rings; it may throw.
@@ -43,9 +43,9 @@ class Bell {
   }
 
  private:
-  // How often somebody who waits looks whether the others live.
+  // How often a waiter checks whether the other ranks are alive.
   static constexpr std::chrono::milliseconds kLook{200};
-  // As long as waking another process takes. Ranks often share cores, so not longer.
+  // The time that waking another process takes. Ranks often share cores, so no longer.
   static constexpr int kSpins = 100;
 
   static void pause_briefly();

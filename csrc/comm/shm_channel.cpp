@@ -36,7 +36,7 @@ Channel::Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
   static_assert(sizeof(Header) <= Segment::kChannelBytes);
   FS_ASSERT(index < Segment::kChannels, "segments have room for ", Segment::kChannels, " channels");
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
-  // Zeros of a fresh segment are what these begin with; nobody constructs them twice.
+  // These begin with the zeros of a fresh segment, and are not constructed again.
   static_assert(std::is_trivially_destructible_v<Header>);
 }
 
@@ -140,7 +140,8 @@ void Channel::add_chunk(const Sum& sum, int64_t chunk) {
   tell_squares(sum, chunk, begin, end);
 }
 
-// Of elements [begin, end), which have just been added up. Equal numbers of elements give every rank the same bits.
+// Stores the squares of elements [begin, end), which have just been added up. Equal numbers of
+// elements give every rank the same bits.
 void Channel::tell_squares(const Sum& sum, int64_t chunk, int64_t begin, int64_t end) const {
   const std::byte* const mine = segments_[rank_]->data() + sum.mine.offset;
   int64_t known = -1;  // elements that `squares` is of

@@ -1,38 +1,46 @@
-// Sums over the ranks of one machine, and exchanges between them, in memory that they share. No torch header.
+// Sums over the ranks of one machine, and exchanges between them, in memory that they share. No
+// torch header.
 //
 // [Note: who writes what]
-// Each rank has a segment with its own buffers, which the others map. A sum over ranks works in place on one buffer of each:
+// Each rank has a segment with its own buffers, which the others map. A sum over ranks works in
+// place on one buffer of each:
 //
-//   1. A rank writes its buffer, then join()s: it stores offset and length in its entry for this sum, and last the sum's
-//      number. From now on the rank leaves the buffer alone.
-//   2. Once all ranks have joined, the buffers are one matter of all. They are cut into chunks. Whoever claims a chunk, any
-//      rank at any time, reads it in all buffers, adds in the order of the ranks, and writes the result to all buffers.
-//   3. When all chunks are finished, each rank's buffer is its own again, and holds the sum. Nobody else touches it until the
-//      rank joins with it once more.
+//   1. A rank writes its buffer, then join()s: it stores offset and length in its entry for this
+//      sum, and last the sum's number. From now on the rank leaves the buffer alone.
+//   2. Once all ranks have joined, the buffers are shared by all, and cut into chunks. Any rank may
+//      claim a chunk at any time. It reads the chunk in all buffers, adds in the order of the
+//      ranks, and writes the result to all buffers.
+//   3. When all chunks are finished, each rank's buffer is its own again, and holds the sum. No
+//      other rank touches it until the rank joins with it once more.
 //
-// So a buffer has one writer at any time: its rank outside of a sum, inside whoever claimed the chunk. What a script does to
-// gradients between steps is seen by nobody else. Who computes a chunk does not matter for its bits.
+// So a buffer has one writer at any time: its rank outside of a sum, and inside the rank that
+// claimed the chunk. No other rank sees what a script does to gradients between steps. The bits of
+// a chunk do not depend on the rank that computes it.
 //
-// A rank may ask for the sums of the squares of the results: whoever has added a chunk up, which is in its caches then, writes
-// the chunk's to those that ask.
+// A rank may ask for the sums of the squares of the results: the rank that has added a chunk up,
+// which is in its caches then, writes the chunk's sum to those that ask.
 //
-// In an exchange nobody writes. Each rank joins with what the others may read, reads what it needs of theirs into memory of its
-// own, and says that it has. When all have, each buffer is its own rank's again.
+// In an exchange no shared memory is written. Each rank joins with what the others may read, copies
+// what it needs of theirs into memory of its own, and says that it has read. When all have, each
+// buffer is its own rank's again.
 //
 // [Note: what orders it]
-// Sums and exchanges have numbers, 1, 2, ..., the same on all ranks, because all join in the same order. Sum n uses slot n mod
-// kSlots:
+// Sums and exchanges have numbers, 1, 2, ..., the same on all ranks, because all join in the same
+// order. Sum n uses slot n mod kSlots:
 //
 //   entries[slot].number  in each rank's segment, written by this rank alone: it has joined
 //   claimed[slot]         in rank 0's segment: number << kChunkBits | chunks that have been claimed
-//   finished[slot]        likewise: chunks that have been finished; of an exchange, ranks that have read
+//   finished[slot]        likewise: chunks that have been finished; of an exchange, ranks that have
+//                         read
 //
-// The counters carry the number, so nobody has to reset them, and who comes late finds that the sum is over. They only grow,
-// by compare-and-swap. A rank joins sum n once n - kSlots is finished: then nobody reads that one's entries any more, and no
-// rank is ahead of another by more than kSlots.
+// The counters carry the number, so they need no reset, and a rank that comes late finds that the
+// sum is over. They only grow, by compare-and-swap. A rank joins sum n once n - kSlots is finished:
+// then the entries of that sum are not read any more, and no rank is ahead of another by more than
+// kSlots.
 //
-// Nobody has to come back for a sum to end: who waits does what is left. A rank that failed after it joined holds up nobody. An
-// exchange ends when every rank has said that it has read, or will not.
+// A sum ends without ranks that do not come back: a rank that waits does what is left. A rank that
+// failed after it joined delays no other rank. An exchange ends when every rank has said that it
+// has read, or will not.
 #pragma once
 
 #include <array>
@@ -56,12 +64,13 @@ class Channel {
   static constexpr uint64_t kSlots = 256;
   static constexpr int64_t kChunkBytes = kernels::kSumChunk;
 
-  // What a rank joins a sum with.
+  // A rank's part of a sum.
   struct Part {
     size_t offset = 0;  // in this rank's segment
     int64_t numel = 0;  // these are the same on all ranks
     kernels::DType dtype = kernels::DType::kFloat32;
-    // Where in this rank's segment squares of the first so many elements are wanted: an fp64 for each chunk. 0: nowhere.
+    // Offset in this rank's segment for the squares of the first `squared` elements: an fp64 for
+    // each chunk. 0: not wanted.
     size_t squares = 0;
     int64_t squared = 0;
   };
@@ -77,16 +86,18 @@ class Channel {
   Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
           std::chrono::milliseconds timeout, size_t index = 0);
 
-  // Of a sum of so many elements.
+  // The number of chunks of a sum of so many elements.
   static int64_t chunks_of(int64_t numel, kernels::DType dtype);
 
-  // What is joined from now on belongs to this step, which errors name.
+  // Sums that are joined from now on belong to this step, which errors name.
   void begin_step(int64_t number) { step_.store(number, std::memory_order_relaxed); }
   // The next sum. One thread at a time.
   Sum join(const Part& part);
-  // The next exchange, likewise: of so many bytes on every rank, which stand at `offset` in this rank's segment.
+  // The next exchange, by one thread at a time, too: of so many bytes on every rank, which stand at
+  // `offset` in this rank's segment.
   Sum join_exchange(size_t offset, int64_t bytes);
-  // What a rank has joined the exchange with. Once all have joined, and before this rank's done_reading().
+  // The part that a rank has joined the exchange with. Call it once all have joined, and before
+  // this rank's done_reading().
   const std::byte* part_of(const Sum& exchange, size_t rank) const;
   void done_reading(const Sum& exchange);
   bool all_joined(const Sum& sum) const;
@@ -98,7 +109,7 @@ class Channel {
   // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
   // `what`: that they are waited for, as it reads in the error.
   void meet(const Sum& sum, const std::string& what = "a sum over ranks");
-  // Returns once it is finished, and does what is left of a sum for that. Throws likewise.
+  // Returns once it is finished, and does what is left of a sum for that. Throws as meet() does.
   void wait(const Sum& sum);
   // Throws as wait() does where time is up.
   void give_up(const Sum& sum) const { check_in_time(sum, false); }

@@ -25,7 +25,7 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 
 }  // namespace
 
-// For those who ask again and again instead of waiting: time is up as it is there.
+// For callers that ask again and again instead of waiting: the same time limit applies.
 class Patience {
  public:
   // Returns what it is given. Throws what Channel::wait() throws once that took too long.
@@ -45,7 +45,7 @@ class Joined {
  public:
   Joined(std::shared_ptr<Channel> channel, const Channel::Sum& exchange)
       : channel_(std::move(channel)), exchange_(exchange) {}
-  // Nobody shall wait for a rank that will not read.
+  // No rank shall wait for one that will not read.
   ~Joined() { done_reading(); }
   Joined(const Joined&) = delete;
   Joined& operator=(const Joined&) = delete;
@@ -74,7 +74,8 @@ class Joined {
   bool read_ = false;
 };
 
-// A sum that this rank has joined. The memory is everybody's until it is finished, whether or not anybody waits.
+// A sum that this rank has joined. All ranks use the memory until it is finished, whether or not
+// one waits.
 class ShmCollective::Started final : public InFlight {
  public:
   // `written`: where the sum goes.
@@ -139,7 +140,8 @@ class ShmCollective::Started final : public InFlight {
 // An exchange, and what this rank does with the others' parts. Reads when it is waited for.
 class ShmCollective::Reading final : public CalledByWait<> {
  public:
-  // `whole`: the exchange has to be over for everybody, because it reads memory that somebody may write to then.
+  // `whole`: the exchange must be over on every rank, because it reads memory that may be written
+  // to afterwards.
   Reading(std::shared_ptr<Channel> channel, const Channel::Sum& exchange, bool whole,
           std::function<void(const Parts&)> read)
       : exchange_(std::move(channel), exchange), whole_(whole), read_(std::move(read)) {}
@@ -174,10 +176,10 @@ class ShmCollective::Reading final : public CalledByWait<> {
   std::function<void(const Parts&)> read_;  // null once it has been called
 };
 
-// What the other ranks have for this one, where it lies.
+// Data of the other ranks for this one, read in place.
 class ShmCollective::Borrowed final : public CalledByWait<Incoming> {
  public:
-  // `sent`: what the others' is like.
+  // `sent`: a tensor like the others'.
   Borrowed(std::shared_ptr<Channel> channel, const Channel::Sum& exchange, int rank,
            const at::Tensor& sent)
       : exchange_(std::move(channel), exchange),
@@ -211,7 +213,7 @@ class ShmCollective::Borrowed final : public CalledByWait<Incoming> {
       if (r == rank_) continue;
       const int64_t place = rank_ < r ? rank_ : rank_ - 1;  // among those that rank r sends to
       const auto offset = place * each * static_cast<int64_t>(c10::elementSize(dtype_));
-      // Nobody writes to what others show.
+      // The memory that others show is not written to.
       auto* const part = const_cast<std::byte*>(shown[size_t(r)]) + offset;
       parts_.push_back(ops::make_over(part, each, dtype_, [channel = exchange_.channel()] {}));
     }
@@ -237,11 +239,12 @@ ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channe
   });
 }
 
-// [Note: what outlives its collective]
-// Pages that nobody takes any longer become zeros. Another rank that comes to a sum or an exchange later than this rank's
-// engine goes, as in the last step of a training or after an error here, would read those. So memory that this rank has joined
-// with is kept until all is finished. Where that does not happen soon, its pages stay for as long as any rank maps them: within a
-// time that all that is unfinished shares, because what one rank holds up it holds up for all.
+// [Note: memory that stays after its collective]
+// Pages that are not taken any longer become zeros. Another rank that comes to a sum or an exchange
+// later than this rank's engine goes, as in the last step of a training or after an error here,
+// would read those. So memory that this rank has joined with is kept until everything is finished.
+// Where that does not happen soon, its pages stay for as long as any rank maps them: within one
+// time limit for all unfinished work, because a rank that delays one piece delays all.
 ShmCollective::~ShmCollective() {
   pool_->reclaim_with(nullptr);
   constexpr std::chrono::milliseconds kSoon{200};
@@ -362,7 +365,7 @@ const ShmCollective::Posted& ShmCollective::post(const at::Tensor& shown, bool p
   return posted_.emplace_back(Posted{exchange, shown, pooled, std::make_shared<bool>(false)});
 }
 
-// What all have read.
+// Takes back the buffers that all ranks have read.
 void ShmCollective::take_back() {
   while (!posted_.empty() && channel_->is_finished(posted_.front().exchange)) {
     if (posted_.front().pooled) pool_->give(posted_.front().shown);
@@ -371,9 +374,10 @@ void ShmCollective::take_back() {
 }
 
 // [Note: one copy instead of two]
-// A rank that is ahead would need memory for one copy more whenever the others have not read its last one. That they are about
-// to: what this rank has read itself all have joined, so they can read it without anything of this rank's. They all wait for
-// the slowest in the end, so a short wait here costs next to nothing, and memory does not depend on who is ahead.
+// A rank that is ahead would need memory for one copy more whenever the others have not read its
+// last one. That they are about to: what this rank has read itself all have joined, so they can
+// read it without anything of this rank's. They all wait for the slowest in the end, so a short
+// wait here costs next to nothing, and memory does not depend on which rank is ahead.
 void ShmCollective::await_readers() const {
   constexpr std::chrono::milliseconds kMoment{200};
   const auto end = std::chrono::steady_clock::now() + kMoment;

@@ -20,9 +20,10 @@ namespace fastsync::comm {
 // One thread at a time, of every rank.
 class ShmCollective final : public Collective {
  public:
-  // Over the channel with this index, which nobody else uses.
+  // Uses the channel with this index, which has no other user.
   ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel);
-  // What other ranks may still read, or add up, stays: see [Note: what outlives its collective].
+  // Memory that other ranks may still read, or add up, stays: see [Note: memory that stays after its
+  // collective].
   ~ShmCollective() override;
   ShmCollective(const ShmCollective&) = delete;
   ShmCollective& operator=(const ShmCollective&) = delete;
@@ -35,7 +36,7 @@ class ShmCollective final : public Collective {
   // In this rank's memory.
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) override;
 
-  // Of a tensor that make_flat() made, on every rank. Ranks need not all ask for squares.
+  // For a tensor that make_flat() made, on every rank. Ranks need not all ask for squares.
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     return all_reduce_and_square(flat, at::Tensor(), 0);
   }
@@ -63,7 +64,7 @@ class ShmCollective final : public Collective {
   class Borrowed;
   // A part of a tensor that another rank has joined an exchange with.
   using Parts = std::vector<const std::byte*>;
-  // What others may still read, and the exchange that it is for.
+  // Memory that others may still read, and the exchange that it is for.
   struct Posted {
     Channel::Sum exchange;
     at::Tensor shown;

@@ -10,7 +10,7 @@
 namespace fastsync::comm {
 namespace {
 
-// What a rank is waited for to do, as it reads in errors.
+// Actions of a rank that others wait for, as errors name them.
 constexpr const char* kSend = "send a message";
 constexpr const char* kRead = "read a message";
 
@@ -20,7 +20,7 @@ Mail::Mail(std::vector<std::shared_ptr<Segment>> segments, size_t rank, std::vec
            std::chrono::milliseconds timeout)
     : segments_(std::move(segments)), rank_(rank), tables_(std::move(tables)), timeout_(timeout) {
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
-  // Zeros of fresh memory are what these begin with; nobody constructs them twice.
+  // These begin with the zeros of fresh memory, and are not constructed again.
   static_assert(std::is_trivially_destructible_v<Table>);
 }
 

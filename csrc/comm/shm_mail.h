@@ -30,7 +30,7 @@ class Mail {
   static constexpr size_t kBoxes = 1024;
   static constexpr size_t kLetters = 4;
 
-  // Of a rank; zeros at first.
+  // A rank's slot for one tag; zeros at first.
   struct Box {
     std::array<std::atomic<uint64_t>, kLetters> offsets;
     std::array<std::atomic<uint64_t>, kLetters> numbers;
@@ -48,17 +48,18 @@ class Mail {
   // Others may read what stands at `offset` in this rank's segment. Throws std::runtime_error, naming the ranks, where some have
   // ended or do not read in time what was posted long before.
   void post(size_t tag, uint64_t number, size_t offset);
-  // What another rank has posted; until done(). Throws likewise.
+  // The message that another rank has posted; valid until done(). Throws as post() does.
   const std::byte* letter(size_t tag, uint64_t number, size_t sender);
-  // Whether all of them have, within that time. Throws likewise, `since` being when somebody began to wait.
+  // Whether all ranks have posted, within that time. Throws as post() does, `since` being when the
+  // wait began.
   bool have_posted(size_t tag, uint64_t number, std::chrono::milliseconds time,
                    Bell::Clock::time_point since);
   void done(size_t tag, uint64_t number);
-  // Whether nobody reads any more what this rank has posted, this rank included.
+  // Whether no rank, this one included, reads any more what this rank has posted.
   bool is_read(size_t tag, uint64_t number) const;
   // The same, after so long at most. False where a rank has ended.
   bool is_read_within(size_t tag, uint64_t number, std::chrono::milliseconds time);
-  // Whether this rank does not.
+  // Whether this rank is done with it.
   bool is_done_here(size_t tag, uint64_t number) const { return is_done(rank_, tag, number); }
   size_t rank() const { return rank_; }
   size_t ranks() const { return segments_.size(); }

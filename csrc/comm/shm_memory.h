@@ -37,9 +37,10 @@ class SharedMemory {
   void keep_pages() const { mine_->keep_pages(); }
   void trim() const { mine_->trim(); }
   bool is_warm(size_t bytes) const { return mine_->is_warm(bytes); }
-  // Where a contiguous tensor begins in this rank's segment; nothing if it lies elsewhere.
+  // The offset of a contiguous tensor in this rank's segment; nothing if it lies elsewhere.
   std::optional<size_t> place_of(const at::Tensor& tensor) const;
-  // What other ranks may still read although nobody holds it here: the system would give them zeros.
+  // Keeps memory that other ranks may still read although this rank does not hold it: the system
+  // would give them zeros.
   void leave(const at::Tensor& tensor) const;
 
  private:

@@ -54,9 +54,9 @@ std::shared_ptr<Mail> make_mail(const SharedMemory& memory, const at::Tensor& ta
 
 }  // namespace
 
-// What a letter holds, by rank.
+// Contents of a message, by rank.
 struct ShmMessages::Contents {
-  // At the beginning of each letter, by rank: where its messages stand in the letter.
+  // At the beginning of each letter, by rank: where that rank's messages stand in it.
   struct Extent {
     uint64_t begin = 0;
     uint64_t bytes = 0;
@@ -86,17 +86,18 @@ struct ShmMessages::Contents {
   size_t bytes = 0;
 };
 
-// What the others have written in one exchange, for this rank to read until it is done with that.
+// Messages that the others have written in one exchange, for this rank to read until it is done
+// with them.
 class ShmMessages::Letters {
  public:
   Letters(std::shared_ptr<Mail> mail, size_t tag, uint64_t number)
       : mail_(std::move(mail)), tag_(tag), number_(number) {}
-  // Nobody shall wait for a rank that will not read.
+  // No rank shall wait for one that will not read.
   ~Letters() { done(); }
   Letters(const Letters&) = delete;
   Letters& operator=(const Letters&) = delete;
 
-  // Where the messages of `sender` stand, one after another. Waits for them.
+  // The messages of `sender`, one after another. Waits for them.
   const std::byte* from(size_t sender, size_t bytes) {
     const std::byte* const letter = mail_->letter(tag_, number_, sender);
     Contents::Extent mine;
@@ -118,10 +119,10 @@ class ShmMessages::Letters {
   std::shared_ptr<Mail> mail_;
   size_t tag_;
   uint64_t number_;
-  std::optional<Bell::Clock::time_point> since_;  // somebody wants to know
+  std::optional<Bell::Clock::time_point> since_;  // set once the caller wants to know
 };
 
-// What this rank copies from the others' letters.
+// Copies that this rank makes from the others' messages.
 class ShmMessages::Reading final : public CalledByWait<> {
  public:
   Reading(std::unique_ptr<Letters> letters, std::vector<Message> received)
@@ -178,7 +179,7 @@ class ShmMessages::Lent final : public CalledByWait<Incoming> {
   void find_parts() {
     for (const Expected& each : expected_) {
       const auto bytes = static_cast<size_t>(each.numel) * c10::elementSize(dtype_);
-      // Nobody writes to what has been sent.
+      // The memory that was sent is not written to.
       const std::byte* const begin = letters_->from(static_cast<size_t>(each.rank), bytes);
       parts_.push_back(ops::make_over(const_cast<std::byte*>(begin), each.numel, dtype_, [] {}));
     }
@@ -199,7 +200,7 @@ ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<Shar
   memory_->keep_pages();
 }
 
-// See [Note: what outlives its collective] in shm_collective.cpp.
+// See [Note: memory that stays after its collective] in shm_collective.cpp.
 ShmMessages::~ShmMessages() {
   memory_->leave(table_);
   for (const Posted& posted : posted_) {
@@ -278,7 +279,7 @@ at::Tensor ShmMessages::write(const Contents& contents) {
   return letter;
 }
 
-// What all have read.
+// Takes back the messages that all ranks have read.
 void ShmMessages::take_back() {
   for (auto posted = posted_.begin(); posted != posted_.end();) {
     if (mail_->is_read(posted->tag, posted->number)) {

@@ -25,7 +25,7 @@ namespace fastsync::comm {
 
 class ShmMessages final : public Collective {
  public:
-  // Collective: every rank makes one over `memory`, which nobody else uses.
+  // Collective: every rank makes one over `memory`, which has no other user.
   ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<SharedMemory> memory);
   ~ShmMessages() override;
   ShmMessages(const ShmMessages&) = delete;
@@ -66,7 +66,7 @@ class ShmMessages final : public Collective {
   class Reading;
   class Lent;
   struct Contents;
-  // What others may still read.
+  // A message that others may still read.
   struct Posted {
     size_t tag = 0;
     uint64_t number = 0;

@@ -112,7 +112,7 @@ std::shared_ptr<Segment> Segment::make(size_t bytes) {
   if (fchmod(fd, 0600) != 0) fail("fchmod");
   if (ftruncate(fd, static_cast<off_t>(address.bytes)) != 0) fail("ftruncate");
   if (!reserve(fd, 0, kHeaderBytes)) fail("fallocate");
-  // Nobody can take pages away from under a process that maps them.
+  // No process can remove pages that another one maps.
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) fail("sealing");
   segment->map();
   std::memcpy(segment->data_, &address.key, sizeof address.key);
@@ -166,7 +166,8 @@ void Segment::become_private() {
   }
 }
 
-// The smallest gap that is large enough: a small block in a larger one's gap would have that one look elsewhere. Under the lock.
+// The smallest gap that is large enough: a small block in a larger one's gap would force that one
+// elsewhere. Under the lock.
 size_t Segment::place_for(size_t bytes) {
   size_t offset = end_of_blocks(), before = kHeaderBytes, smallest = SIZE_MAX;
   for (const auto& [begin, length] : taken_) {
@@ -194,7 +195,7 @@ void Segment::make_pages(size_t begin, size_t end) {
   FS_CHECK(reserve(fd_, begin, end - begin), "no memory for ", (end - begin) >> 10,
            " KiB that ranks share: ", std::strerror(errno), "; FASTSYNC_SHM=0 does without");
   madvise(data_ + begin, end - begin,
-          MADV_POPULATE_WRITE);  // else page by page, when they are used
+          MADV_POPULATE_WRITE);  // otherwise page by page, when they are used
 }
 
 void Segment::punch(size_t begin, size_t end) {

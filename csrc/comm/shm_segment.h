@@ -27,7 +27,7 @@
 
 namespace fastsync::comm {
 
-// Where another process finds a segment.
+// Address by which another process finds a segment.
 struct SegmentAddress {
   int64_t pid = 0;
   int64_t fd = 0;
@@ -67,7 +67,7 @@ class Segment {
   void keep_pages();
   // Whether the next block of so many bytes finds pages that are kept.
   bool is_warm(size_t bytes);
-  // Gives back those that have been of no use since the last call.
+  // Frees the pages that have not been used since the last call.
   void trim();
 
  private:

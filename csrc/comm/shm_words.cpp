@@ -30,7 +30,7 @@ std::optional<std::vector<double>> SharedWords::exchange(const std::string& said
   turn_ = (turn_ + 1) % mine_.size();
   std::memcpy(mine_[turn_].mutable_data_ptr(), &mine, sizeof(Word));
   const auto exchange = channel_->join_exchange(places_[turn_], sizeof(Word));
-  // Nobody shall wait for a rank that has given up.
+  // No rank shall wait for one that has given up.
   const std::shared_ptr<void> done(nullptr, [&](void*) { channel_->done_reading(exchange); });
   channel_->meet(exchange, "the others to ask for " + said);
   std::vector<double> numbers;

@@ -1,4 +1,5 @@
-// What the ranks of one machine say to each other: a word and a number of each, in memory that they share.
+// Barrier of the ranks of one machine, at which each gives a text and a number, in memory that they
+// share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +19,8 @@ namespace fastsync::comm {
 // One thread at a time, of every rank.
 class SharedWords {
  public:
-  // Over the channel with this index, which nobody else uses. `timeout`: how long a rank may be waited for.
+  // Uses the channel with this index, which has no other user. `timeout`: how long a rank may be
+  // waited for.
   SharedWords(const SharedMemory& memory, size_t channel, std::chrono::milliseconds timeout);
 
   // The numbers of all ranks, by rank; nothing where they do not all say the same. Throws std::runtime_error, naming the ranks,

@@ -1,4 +1,4 @@
-// What programs that list threads call ours: `top -H`, debuggers, profilers.
+// Names of our threads in programs that list threads: `top -H`, debuggers, profilers.
 #pragma once
 
 #include <pthread.h>

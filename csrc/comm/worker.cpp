@@ -11,7 +11,8 @@
 namespace fastsync::comm {
 namespace {
 
-// Of all workers of this process. Forked children have no such threads, whatever the numbers say there.
+// Counts of all workers of this process. Forked children have no such threads, whatever the numbers
+// say there.
 struct Threads {
   std::atomic<int> busy{0};
   std::atomic<uint64_t> left{0};  // how often they were left

@@ -22,12 +22,13 @@
 
 namespace fastsync::comm {
 
-// The end of a chain, for whoever waits for it.
+// The end of a chain, to wait for.
 class Ticket {
  public:
-  // Throws what broke the chain, or one before it.
+  // Throws the error that broke the chain, or one before it.
   void wait();
-  // Has `fn` called once when the chain has ended: on the worker's thread, or at once where it has already.
+  // Calls `fn` once when the chain has ended: on the worker's thread, or at once where it has
+  // already.
   void on_done(std::function<void()> fn);
   // Waits so long at most.
   bool is_done_within(std::chrono::milliseconds time);
@@ -68,7 +69,7 @@ class Worker {
     std::shared_ptr<Ticket> ticket;
   };
 
-  // Outlives the Worker where its thread does.
+  // Lives on with the worker's thread where that runs longer than the Worker.
   struct State {
     std::mutex mutex;
     std::condition_variable changed;

@@ -34,7 +34,7 @@
 //   * a block of zeros decodes to zeros,
 //   * a block of a scaled format with a NaN or a magnitude (of a sum, too) from 2^127 = 1.7e38 on, infinities among them,
 //     decodes to NaN everywhere. float32 and bfloat16: element by element, as IEEE 754 has it,
-//   * where an element's decoded value is not finite its residual is left as it was: poison does not outlive the step,
+//   * where an element's decoded value is not finite its residual is left as it was: it does not affect a later step,
 //   * every rank that decodes the same bytes gets the same bits; host and device agree on bits, a NaN's spare bits aside.
 //
 // Arithmetic is fp32: each product, sum and conversion rounds to nearest even, never fused. Sums run over sources in rank
@@ -113,7 +113,7 @@ struct PayloadLayout {
 
 struct Rounding {
   bool stochastic;
-  uint64_t seed;  // another one for every call, else errors repeat
+  uint64_t seed;  // another one for every call, or errors repeat
 };
 
 struct EncodeArgs {

@@ -30,7 +30,7 @@ void visit_format(Format format, const Visit& visit) {
   FS_CHECK_VALUE(false, "unknown wire format ", static_cast<int>(format));
 }
 
-// As visit_types, for a codec and the type of the tensors.
+// Visits as visit_types does, for a codec and the type of the tensors.
 template <class Visit>
 void visit_codec(Format format, DType tensor, const Visit& visit) {
   visit_format(format, [&](auto codec) {
@@ -65,13 +65,14 @@ inline void check_offset(const Segment& segment, const PayloadLayout& layout) {
                  traits_of(layout.format).block, " (", name_of(layout.format), ")");
 }
 
-// Where an element's code lies, and the scale of its block: bytes from the start of the payload.
+// Positions of an element's code and of its block's scale: bytes from the start of the payload.
 struct Place {
   int64_t code;
   int64_t scale;
 };
 
-// Of an element of the same chunk, `elements` after one that starts a block. Two codes of int4 share a byte.
+// The place of an element of the same chunk, `elements` after one that starts a block. Two codes of
+// int4 share a byte.
 template <class Codec>
 FS_HOST_DEVICE Place place_after(const Place& start, int64_t elements) {
   return {start.code + elements * Codec::kBits / 8,

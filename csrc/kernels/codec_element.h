@@ -18,7 +18,8 @@
 #include "element.h"
 #include "random.h"
 
-// Where a device has conversions of fp16 in hardware, codecs use them; a test may choose those forms on the host.
+// Codecs use a device's conversions of fp16 in hardware where it has them; a test may choose those
+// forms on the host.
 #ifndef FS_DEVICE_FORMS
 #ifdef __CUDA_ARCH__
 #define FS_DEVICE_FORMS 1
@@ -63,7 +64,7 @@ FS_HOST_DEVICE uint32_t random_bits(RandomKey key, uint32_t index) {
   return x ^ (x >> 16);
 }
 
-// What codec.h says of a format, as constants that device code may read.
+// Properties of a format from codec.h, as constants that device code may read.
 template <Format kOwn>
 struct FormatConstants {
   static constexpr Format kFormat = kOwn;
@@ -134,7 +135,8 @@ struct MinifloatCodec {
     return {split.code(bits_of(sum) - magic), float_of(value | split.sign)};
   }
 
-  // As above with units divided into 2^kGuard parts; adding a random number of parts and cutting them off rounds.
+  // Rounds at random, with units divided into 2^kGuard parts; adding a random number of parts and
+  // cutting them off rounds.
   static FS_HOST_DEVICE Coded random(float y, uint32_t r) {
     const Split split(y);
     const uint32_t magic = split.binade + (static_cast<uint32_t>(kDropped - kGuard) << 23);
@@ -279,7 +281,7 @@ FS_HOST_DEVICE Coded code_element(float y, RandomKey key, uint32_t index) {
   }
 }
 
-// What is left of x where `coded` travels.
+// The part of x that is lost where `coded` travels.
 template <class Codec>
 FS_HOST_DEVICE float lost_of(float x, const Coded& coded, float factor) {
   return x - (Codec::kScaled ? coded.value * factor : coded.value);

@@ -1,5 +1,5 @@
-// What one CUDA thread does: decode, sum and code a group of eight elements. The threads of a block of the format, at most a
-// warp, find its largest magnitude together.
+// Work of one CUDA thread: decode, sum and code a group of eight elements. The threads of a block
+// of the format, at most a warp, find its largest magnitude together.
 //
 // [Note: quads]
 // A group is two quads of four consecutive elements, one in each half of the warp's 256: so the accesses of neighbouring
@@ -148,7 +148,8 @@ __device__ __forceinline__ void sum_group(float (&x)[kGroup], const DecodeCall& 
 
 // --- Coding a group ---
 
-// Of the blocks that the quads are part of: over the threads that share them. `largest` holds zeros before.
+// Finds the largest magnitudes of the quads' blocks, over the threads that share them. `largest`
+// holds zeros before.
 template <int kBlock>
 __device__ __forceinline__ void largest_magnitudes(uint32_t (&largest)[kQuads],
                                                    const float (&x)[kGroup]) {
@@ -176,7 +177,8 @@ struct Random {
   uint32_t first;  // index of the group's first element
 };
 
-// What elements of the quads' blocks are multiplied with before they are coded, and codes after that.
+// Factors by which elements of the quads' blocks are multiplied before they are coded, and codes
+// after that.
 struct Factors {
   float inverse[kQuads] = {1, 1};
   float factor[kQuads] = {1, 1};

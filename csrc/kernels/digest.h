@@ -21,10 +21,11 @@ FS_HOST_DEVICE uint64_t digest_step(uint64_t digest, uint64_t word) {
   return mixed ^ (mixed >> 32);
 }
 
-// Of a block of at most kDigestBlock bytes, the last word of which is filled up with zeros.
+// The digest of a block of at most kDigestBlock bytes, the last word of which is filled up with
+// zeros.
 uint64_t digest_block_cpu(const void* data, int64_t bytes);
 
-// Of `bytes` bytes that are `blocks` blocks, from the digests of these.
+// The digest of `bytes` bytes that are `blocks` blocks, from the digests of these.
 uint64_t fold_digests(const uint64_t* digests, int64_t blocks, int64_t bytes);
 
 }  // namespace fastsync::kernels

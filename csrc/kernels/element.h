@@ -73,7 +73,8 @@ FS_HOST_DEVICE bool is_finite(Half value) { return (value.bits & 0x7c00u) != 0x7
 FS_HOST_DEVICE bool is_finite(BFloat16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
 FS_HOST_DEVICE bool is_finite(double value) { return value - value == 0.0; }
 
-// What error feedback keeps of a `wanted` residual: poison must not outlive the step.
+// The new residual of error feedback: `wanted` if that is finite. Other values must not affect a
+// later step.
 FS_HOST_DEVICE float finite_or(float wanted, float old) {
 #ifdef __CUDA_ARCH__
   return is_finite(wanted) ? wanted : old;

@@ -1,4 +1,4 @@
-// What is to be known of gradients before a step: the sum of their squares, and whether all elements are finite.
+// Checks of gradients before a step: the sum of their squares, and whether all elements are finite.
 //
 // Raw pointers; hosts only. A sum depends on the elements and their number alone, neither on the instruction set nor on where
 // the memory begins: ranks that clip equal gradients must clip them alike.

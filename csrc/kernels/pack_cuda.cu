@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
   move_chunk<1, 4, kAccumulate>(dst + done, src + done, numel - done, scale);
 }
 
-// What every launch of one call has in common.
+// Parameters that all launches of one call share.
 struct Call {
   const char* name;
   double scale;

@@ -1,4 +1,4 @@
-// What sparse codes need: the elements of largest magnitude, and what is left of the others.
+// Operations of sparse codes: the elements of largest magnitude, and the rest.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ namespace fastsync::kernels {
 // the bits, give the threshold exactly, in time linear in numel and with constant memory.
 void select_largest_cpu(const float* values, int64_t numel, int64_t count, int32_t* positions);
 
-// to = from where that is finite: what error feedback keeps. Poison must not outlive the step.
+// to = from where that is finite: the new residual of error feedback. Other values must not affect
+// a later step.
 void keep_finite_cpu(const float* from, float* to, int64_t numel);
 
 }  // namespace fastsync::kernels

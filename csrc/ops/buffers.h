@@ -1,5 +1,6 @@
-// The one place that memory of fastsync's own tensors comes from. An allocator of another kind, such as a pool or memory that
-// processes share, belongs here; tests/test_layers.py lets nobody else ask torch for memory.
+// The one place that memory of fastsync's own tensors comes from. An allocator of another kind,
+// such as a pool or memory that processes share, belongs here; tests/test_layers.py lets no other
+// file ask torch for memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,14 +16,14 @@ at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 at::Tensor make_bytes(int64_t bytes, at::Device device);
 at::Tensor make_host_floats(int64_t numel);
 
-// Whatever the memory holds; contiguous, or with these strides.
+// Uninitialised; contiguous, or with these strides.
 at::Tensor make_scratch(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
 at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                         at::Device device);
-// One element on the host that a device copies to without anybody waiting.
+// One element on the host, to which a device copies without a wait.
 at::Tensor make_pinned_scalar(at::ScalarType dtype);
 
-// One-dimensional, over memory of somebody else's on the host; `release` gives that back.
+// One-dimensional, over memory of another owner on the host; `release` returns it.
 at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
                      std::function<void()> release);
 

@@ -14,7 +14,7 @@
 
 namespace fastsync::ops {
 
-// What both sides of a bucket's payload know of it.
+// Facts about a bucket's payload that both sides know.
 struct CodePlan {
   kernels::PayloadLayout layout;
   int64_t numel = 0;  // elements of the flat buffer, a multiple of layout.chunk_numel

@@ -1,4 +1,4 @@
-// Which code runs on which device: the one place that decides.
+// Choice of the code for a device: the one place that decides.
 //
 // Only lambdas whose stream is `auto` may name CUDA kernels: in a build without CUDA they are never instantiated, and nothing
 // asks the linker for what is not there.

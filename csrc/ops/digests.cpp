@@ -49,8 +49,8 @@ std::vector<uint64_t> digests_of_blocks(const std::vector<DigestedBlock>& blocks
   return digests;
 }
 
-// Of tensors whose elements lie in memory as they count: threads share the blocks of all, because most models have many small
-// parameters.
+// Digests of tensors whose elements lie in memory as they count: threads share the blocks of all,
+// because most models have many small parameters.
 std::vector<int64_t> digests_in_place(const std::vector<const at::Tensor*>& tensors) {
   const std::vector<uint64_t> blocks = digests_of_blocks(digested_blocks(tensors));
   std::vector<int64_t> digests;
@@ -91,7 +91,7 @@ std::vector<int64_t> digests(const std::vector<at::Tensor>& tensors) {
       in_place.push_back(&tensors[i]);
       places.push_back(i);
     } else {
-      results[i] = digest_of_copy(tensors[i]);  // one after the other: no copy outlives its turn
+      results[i] = digest_of_copy(tensors[i]);  // one at a time, to hold one copy
     }
   }
   const std::vector<int64_t> known = digests_in_place(in_place);

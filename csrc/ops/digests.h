@@ -8,9 +8,10 @@
 
 namespace fastsync::ops {
 
-// Of the bits of each dense tensor's elements, in logical order, as a signed number, which is what tensors can hold. Equal
-// wherever the elements are, however many threads there are and however the elements lie in memory. 0 for an undefined one.
-// Dispatches no operation, but for tensors that have to be copied: because they lie on a device, or in another order.
+// Digests of the bits of each dense tensor's elements, in logical order, as signed numbers, which
+// tensors can hold. Equal wherever the elements are, however many threads there are and however the
+// elements lie in memory. 0 for an undefined one. Dispatches no operation, but for tensors that
+// have to be copied: because they lie on a device, or in another order.
 std::vector<int64_t> digests(const std::vector<at::Tensor>& tensors);
 
 // One of all of these, and of their order.

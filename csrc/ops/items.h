@@ -14,9 +14,10 @@
 
 namespace fastsync::ops {
 
-// Where one tensor's elements lie in a flat buffer. Elements follow the tensor's own memory order when its strides are
-// non-overlapping and dense (channels-last stays channels-last), row-major order otherwise: the layout that autograd
-// gives to gradients. Complex numbers count as two real elements.
+// Position of one tensor's elements in a flat buffer. Elements follow the tensor's own memory order
+// when its strides are non-overlapping and dense (channels-last stays channels-last), row-major
+// order otherwise: the layout that autograd gives to gradients. Complex numbers count as two real
+// elements.
 struct SlotLayout {
   int64_t offset = 0;  // first real element in the flat buffer
   int64_t numel = 0;   // real elements
@@ -42,8 +43,9 @@ kernels::DType kernel_dtype(at::ScalarType dtype);
 
 constexpr size_t kDTypes = 4;
 
-// The segments of items, by their tensors' dtype. A tensor whose memory is not in its slot's order is represented by a
-// temporary that is: its copy when gathering, and copied back by finish() when scattering. Must outlive the kernel's launch.
+// The segments of items, by their tensors' dtype. A tensor whose memory is not in its slot's order
+// is represented by a temporary that is: its copy when gathering, and copied back by finish() when
+// scattering. It must live until the kernel has been launched.
 class SegmentTable {
  public:
   enum class Way { kGather, kScatter, kScatterAdd };
@@ -78,7 +80,7 @@ std::vector<kernels::Segment> slice(const std::vector<kernels::Segment>& segment
 std::vector<kernels::Segment> clip(const std::vector<kernels::Segment>& segments, int64_t begin,
                                    int64_t end, size_t element_size);
 
-// What segments may be cut into: whole blocks of elements of this size.
+// Granularity of cuts of segments: whole blocks of elements of this size.
 struct Grid {
   size_t element_size;
   int64_t block;

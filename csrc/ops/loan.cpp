@@ -11,7 +11,7 @@
 namespace fastsync::ops {
 namespace {
 
-// Of the first bytes of `block`.
+// The first bytes of `block` as a tensor.
 at::Tensor typed(const at::Tensor& block, int64_t numel, at::ScalarType dtype) {
   auto impl =
       c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(block.storage()),
@@ -24,7 +24,8 @@ void drop_reference(void* storage) {
   c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage));
 }
 
-// Has any access to the elements raise `message`, until `allow_access()`, where this version of torch can.
+// Makes any access to the elements raise `message`, until `allow_access()`, where this version of
+// torch can.
 template <typename Storage>
 auto forbid_access(Storage& storage, const std::string& message, int /*preferred*/)
     -> decltype(storage.clear_data_ptr_access_error_msg_()) {
@@ -97,7 +98,7 @@ void BlockPool::give(const at::Tensor& block) {
   const auto is_it = [&](const Lent& lent) { return lent.storage._unsafe_get_target() == storage; };
   lent_.erase(std::remove_if(lent_.begin(), lent_.end(), is_it), lent_.end());
   free_.push_back(typed(block, static_cast<int64_t>(block.storage().nbytes()), at::kByte));
-  // What is free must not exceed what two requests can use.
+  // Free blocks must not exceed what two requests can use.
   while (free_bytes() > 2 * largest_) free_.erase(free_.begin());
 }
 

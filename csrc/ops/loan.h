@@ -10,26 +10,27 @@
 
 namespace fastsync::ops {
 
-// Memory for whoever needs it for a part of a step, in blocks of any dtype. A CPU's fresh memory costs as much as filling it;
-// devices' allocators have pools themselves.
+// Memory for a part of a step, in blocks of any dtype. A CPU's fresh memory costs as much as
+// filling it; devices' allocators have pools themselves.
 class BlockPool {
  public:
   static constexpr int64_t kNoMark = std::numeric_limits<int64_t>::max();
 
-  // `mark`: bytes that blocks are not to exceed together. What is asked for is lent all the same, but nothing else is kept then.
+  // `mark`: bytes that blocks should not exceed together. A request beyond it is granted, but no
+  // free block is kept then.
   explicit BlockPool(int64_t mark = kNoMark) : mark_(mark) {}
 
-  // One-dimensional, with whatever the memory holds.
+  // One-dimensional, uninitialised.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
-  // One that take() returned, which nobody else uses; undefined: nothing.
+  // Takes back a block of take() that has no other user; undefined: nothing.
   void give(const at::Tensor& block);
-  // Frees what nobody uses.
+  // Frees blocks that are not in use.
   void trim() { free_.clear(); }
   // Bytes of all blocks that there ever were at once, lent ones and free ones.
   int64_t most() const { return most_; }
 
  private:
-  // A block that somebody has, unless it is gone.
+  // A block that is in use, unless it is gone.
   struct Lent {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int64_t bytes = 0;
@@ -47,8 +48,8 @@ class BlockPool {
   int64_t largest_ = 0;  // bytes that were ever asked for at once
 };
 
-// A one-dimensional tensor, which has memory while somebody has lent it some. Tensors that share its storage see it come and
-// go.
+// A one-dimensional tensor, which has memory only while it is lent a block. Tensors that share its
+// storage see the memory come and go.
 class Loan {
  public:
   Loan(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -56,12 +57,12 @@ class Loan {
   // Shares the storage, but no version counter: what is written to it is no change that autograd would notice.
   const at::Tensor& flat() const { return flat_; }
   bool has_memory() const { return block_.defined(); }
-  // What an operation that reads or writes the elements raises while there is no memory. Versions of torch that cannot raise there
-  // (before 2.13) crash or find a storage of no bytes.
+  // Sets the error of an operation that reads or writes the elements while there is no memory.
+  // Versions of torch that cannot raise there (before 2.13) crash or find a storage of no bytes.
   void set_absence(std::string message);
   // `block`: of as many elements.
   void lend(const at::Tensor& block);
-  // What had been lent; undefined: nothing.
+  // Returns the block that had been lent; undefined: there was none.
   at::Tensor take_back();
 
  private:

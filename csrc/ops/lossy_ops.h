@@ -27,7 +27,7 @@ class Feedback {
  public:
   // `residual` is flat, fp32, or undefined.
   Feedback(const std::vector<Item>& items, at::Tensor residual);
-  // The residual without what stays: to add, and to take what the code lost. Undefined without one.
+  // Writes it back, together with what stays.
   const at::Tensor& working() const { return working_; }
   // Writes it back, together with what stays.
   void commit() const;

@@ -33,7 +33,7 @@ struct Block {
   size_t tensor = 0;
 };
 
-// Those of all tensors, which must stay.
+// The blocks of all tensors, which must stay alive.
 std::vector<Block> blocks_of(const std::vector<at::Tensor>& tensors) {
   std::vector<Block> blocks;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -48,7 +48,7 @@ std::vector<Block> blocks_of(const std::vector<at::Tensor>& tensors) {
   return blocks;
 }
 
-// What run(block) returns, for each block, on the intra-op threads.
+// The results of run(block) for each block, on the intra-op threads.
 template <typename Result, typename Run>
 std::vector<Result> for_each_block(const std::vector<Block>& blocks, const Run& run) {
   int64_t elements = 0;

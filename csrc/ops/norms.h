@@ -16,7 +16,7 @@ using kernels::kSquareBlock;
 // however many threads it has. Sparse tensors count with their values.
 std::vector<double> square_sums(const std::vector<at::Tensor>& tensors);
 
-// Which tensors hold neither NaN nor infinity. On a device the host waits for the answer.
+// Whether each tensor holds neither NaN nor infinity. On a device the host waits for the answer.
 std::vector<bool> all_finite(const std::vector<at::Tensor>& tensors);
 
 }  // namespace fastsync::ops

@@ -16,7 +16,7 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
     best = find(numel, dtype);
   }
   if (best == free_.end()) {
-    // What is too small now has served smaller buckets, and would stay for ever.
+    // Buffers that are too small now have served smaller buckets, and would stay for ever.
     const auto small = [&](const at::Tensor& buffer) { return buffer.numel() < numel; };
     free_.erase(std::remove_if(free_.begin(), free_.end(), small), free_.end());
     lent_.push_back(make(numel, dtype, device));

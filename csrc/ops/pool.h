@@ -16,19 +16,19 @@ class BufferPool {
  public:
   using Make = std::function<at::Tensor(int64_t numel, at::ScalarType dtype, at::Device device)>;
 
-  // `make`: where a CPU's memory comes from, instead of the allocator.
+  // `make`: allocates a CPU's memory, instead of the allocator.
   explicit BufferPool(Make make = nullptr) : make_(std::move(make)) {}
-  // Has `reclaim` called before a buffer is looked for, to give back what nobody uses any more, and again where none is found:
-  // `pressed`, it may wait for a moment. Null: no longer.
+  // Calls `reclaim` before a search for a buffer, to return buffers that are not used any more, and
+  // again if none is found: `pressed`, it may wait for a moment. Null ends that.
   void reclaim_with(std::function<void(bool pressed)> reclaim) { reclaim_ = std::move(reclaim); }
 
-  // Whatever the memory holds.
+  // Returns an uninitialised buffer.
   at::Tensor take(int64_t numel, at::ScalarType dtype, at::Device device);
-  // One that take() returned; undefined: nothing.
+  // Takes back a buffer of take(); undefined: nothing.
   void give(const at::Tensor& buffer);
-  // Likewise, but somebody still reads it, or writes to it.
+  // The same for a buffer that is still read or written.
   void forget(const at::Tensor& buffer);
-  // Either: `in_flight`, forgets it.
+  // Either: forgets the buffer if `in_flight`.
   void end(const at::Tensor& buffer, bool in_flight) {
     return in_flight ? forget(buffer) : give(buffer);
   }
@@ -36,7 +36,7 @@ class BufferPool {
  private:
   using Free = std::vector<at::Tensor>;
 
-  // Of those that nobody has, the smallest that fits.
+  // The smallest free buffer that fits.
   Free::iterator find(int64_t numel, at::ScalarType dtype);
   at::Tensor make(int64_t numel, at::ScalarType dtype, at::Device device) const;
   at::Tensor take_back(const at::Tensor& buffer);

@@ -120,18 +120,20 @@ def group_accesses(size: int) -> list[int]:
 
 
 def code_accesses(codec: str) -> list[int]:
-    """Of a group's codes."""
+    """Return the accesses to a group's codes."""
     return [CODE_BYTES[codec]] * QUADS
 
 
 def encode_accesses(codec: str, tensor: str) -> Accesses:
-    """A group of the tensor and of the residual in, codes and residual out."""
+    """Return the accesses of encode: a group of the tensor and of the residual in, codes and
+    residual out.
+    """
     loads = group_accesses(SIZES[tensor]) + group_accesses(4)
     return Accesses.of(loads, code_accesses(codec) + group_accesses(4))
 
 
 def decode_accesses(codec: str, tensor: str) -> Accesses:
-    """Codes of several sources in, a group of the tensor out."""
+    """Return the accesses of decode: codes of several sources in, a group of the tensor out."""
     return Accesses.of(SOURCE_LOADS * code_accesses(codec), group_accesses(SIZES[tensor]))
 
 
@@ -150,7 +152,7 @@ EXPECTATIONS = (
 
 
 def expected_accesses(kernel: str) -> Accesses | None:
-    """What a kernel of this name must do; None for one that is not known here."""
+    """Return what a kernel of this name must do; None for one that is not known here."""
     for pattern, accesses in EXPECTATIONS:
         arguments = re.match(pattern, kernel)
         if arguments is not None:
@@ -175,7 +177,7 @@ class Kernel:
     stack: int = -1
 
     def problems(self) -> list[str]:
-        """What is wrong with the kernel, in words; empty when nothing is."""
+        """Return what is wrong with the kernel, in words; empty when nothing is."""
         expected = expected_accesses(self.name)
         if expected is None:
             return ["a kernel that this script has no expectations of: add them"]

@@ -1,5 +1,6 @@
-// What encode, reduce and decode must do, byte by byte: tensors, residuals and payloads between guards, filled with numbers of
-// every kind, and the comparison with the oracle. test_codec.cpp chooses the shapes.
+// Model of encode, reduce and decode, byte by byte: tensors, residuals and payloads between guards,
+// filled with numbers of every kind, and the comparison with the oracle. test_codec.cpp chooses the
+// shapes.
 #pragma once
 
 #include <memory>

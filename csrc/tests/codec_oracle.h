@@ -26,7 +26,8 @@ inline uint32_t fp32_bits(double value) {
   return bits;
 }
 
-// As codec.h and codec_element.h describe it: splitmix64's finaliser of the seed, then two rounds of multiply-xorshift.
+// The random number that codec.h and codec_element.h describe: splitmix64's finaliser of the seed,
+// then two rounds of multiply-xorshift.
 inline uint32_t random_number(uint64_t seed, int64_t index) {
   uint64_t key = seed + 0x9e3779b97f4a7c15u;
   key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9u;
@@ -169,7 +170,7 @@ inline uint32_t code_integer(Wire format, double y, const Rounding& rounding, ui
   return static_cast<uint32_t>(static_cast<int32_t>(code)) & mask;
 }
 
-// What x, already divided by its block's scale in a scaled format, is coded as.
+// The code of x, already divided by its block's scale in a scaled format.
 inline uint32_t code_of(Wire format, double y, const Rounding& rounding, int64_t index) {
   const uint32_t random = random_number(rounding.seed, index);
   if (format == Wire::kFloat32) return fp32_bits(y);

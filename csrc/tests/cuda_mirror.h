@@ -19,7 +19,7 @@ namespace fastsync::testing {
 
 class Mirror {
  public:
-  // Has the device hold `bytes` bytes from `host` on. Parts of what it holds already are found there.
+  // Gives the device `bytes` bytes from `host` on. Parts that it has already are found there.
   void add(const void* host, size_t bytes) {
     if (host == nullptr || bytes == 0 || find(host) != nullptr) return;
     const auto* begin = static_cast<const char*>(host);
@@ -44,7 +44,7 @@ class Mirror {
     }
   }
 
-  // Where the device holds what the host has at `host`; nullptr for nullptr.
+  // The device's address of what the host has at `host`; nullptr for nullptr.
   template <class T>
   T* on_device(T* host) const {
     const Copy* copy = find(host);

@@ -60,7 +60,7 @@ class Warp {
   Fiber& fiber(size_t i) {
     while (fibers_.size() <= i) {
       auto fiber = std::make_unique<Fiber>();
-      fiber->stack.reset(new char[kStack]);  // pages that nobody writes to take no memory
+      fiber->stack.reset(new char[kStack]);  // pages that are never written take no memory
       getcontext(&fiber->context);
       fiber->context.uc_stack.ss_sp = fiber->stack.get();
       fiber->context.uc_stack.ss_size = kStack;

@@ -1,5 +1,5 @@
-// What pack and unpack must do, element by element: buffers with guards, random tensors, and the comparison with the
-// oracle. test_pack.cpp chooses the shapes.
+// Model of pack and unpack, element by element: buffers with guards, random tensors, and the
+// comparison with the oracle. test_pack.cpp chooses the shapes.
 #pragma once
 
 #include <cstdlib>

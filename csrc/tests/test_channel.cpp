@@ -202,7 +202,7 @@ void children_change_nothing() {
   for (size_t i = 0; i < 10000; ++i) EXPECT(segment->data()[offset + i] == std::byte{1}, i);
 }
 
-// A rank that joins and never comes back holds up nobody.
+// A rank that joins and never comes back holds up no other rank.
 void who_waits_does_what_is_left() {
   auto ranks = make_ranks(2);
   on_all(ranks, [&](size_t r, Rank& rank) {

@@ -1,4 +1,5 @@
-// What the wire formats promise: every code's value, bounds of the error, error feedback, unbiased stochastic rounding.
+// Promises of the wire formats: every code's value, bounds of the error, error feedback, unbiased
+// stochastic rounding.
 #include <cmath>
 #include <utility>
 
@@ -123,7 +124,8 @@ void encodes_every_number_exactly(const CodecBackend& backend, Wire format) {
 
 // --- Bounds ---
 
-// As codec.h states them: at most `relative` of the element or `block` of the block's largest magnitude.
+// A bound as codec.h states it: at most `relative` of the element or `block` of the block's largest
+// magnitude.
 struct Bound {
   double relative;
   double block;
@@ -245,7 +247,8 @@ void loses_nothing_to_the_residual(const CodecBackend& backend, Wire format) {
   }
 }
 
-// What is sent in the long run is the sum of what was to be sent, however coarse the format.
+// In the long run the sum of what is sent is the sum of what was to be sent, however coarse the
+// format.
 void residual_brings_small_gradients_through(const CodecBackend& backend, Wire format) {
   std::vector<float> values(static_cast<size_t>(block_of(format)), 1e-4f);
   values[0] = 1;

@@ -15,7 +15,8 @@ constexpr double kSecond = 1e9;  // nanoseconds
 constexpr double kDrift =
     50e-6;  // the device's clock runs fast by that, as much as two quartzes may differ
 
-// As CUDA's: knows when its device came to it, by the device's clock, and tells what lies between two as fp32 milliseconds.
+// An event like CUDA's: knows when its device came to it, by the device's clock, and gives the time
+// between two as fp32 milliseconds.
 struct Event {
   double reached = 0;  // nanoseconds on the host's clock
   const double* now = nullptr;
@@ -70,7 +71,7 @@ void what_has_not_come_has_no_time() {
   EXPECT(!engine::host_time_of(Origin{}, training.at(49 * kMs)), "no origin");
 }
 
-// What somebody else had put on its stream is done first.
+// Work that other code had put on its stream is done first.
 void a_late_origin_is_found_out() {
   Training training;
   training.now = 1e12;

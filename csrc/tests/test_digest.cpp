@@ -15,7 +15,7 @@ using kernels::digest_block_cpu;
 using kernels::kDigestBlock;
 using kernels::kDigestLanes;
 
-// One word after the other; whoever reads this need not know of rows.
+// One word after the other; a reader need not know of rows.
 uint64_t digest_by_words(const char* data, int64_t bytes) {
   std::vector<uint64_t> lanes(kDigestLanes);
   const int64_t row = kDigestLanes * 8;

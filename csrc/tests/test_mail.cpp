@@ -77,7 +77,7 @@ class Exchanges {
     size_t offset;
   };
 
-  // What all have read is written to again, at once.
+  // Slots that all ranks have read are written to again, at once.
   void reuse() {
     for (auto posted = posted_.begin(); posted != posted_.end();) {
       if (mail_.is_read(posted->tag, posted->number)) {

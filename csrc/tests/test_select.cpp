@@ -82,7 +82,8 @@ void selects_of_numbers() {
   });
 }
 
-// Whatever 32 bits can say, subnormal numbers included. All NaNs are one magnitude here: their spare bits are not ours.
+// Any 32 bits, subnormal numbers included. All NaNs are one magnitude here: their spare bits are
+// not ours.
 void selects_of_any_bits() {
   expect_selections_of([](Random& random, size_t) {
     const float value = kernels::float_of(static_cast<uint32_t>(random.next()));

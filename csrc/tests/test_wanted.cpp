@@ -1,4 +1,5 @@
-// Who is to blame: of those that are late not one that waits itself, and whom one that gave up names.
+// Blame: of the late ranks not one that waits itself, and the ranks that a rank names when it gives
+// up.
 #include <pthread.h>
 
 #include <chrono>

@@ -16,7 +16,8 @@ namespace {
 
 using std::chrono::microseconds;
 
-// What each link has started, in order: a chain appends its number when it comes to the link.
+// Chains that each link has started, in order: a chain appends its number when it comes to the
+// link.
 struct Links {
   explicit Links(size_t count) : started(count) {}
   std::mutex mutex;
@@ -110,7 +111,7 @@ void leaves_a_hanging_chain_behind() {
   ticket->wait();
 }
 
-// What is left never goes on, though it is woken; what comes later does.
+// A chain that was left never goes on, though it is woken; later chains do.
 void a_chain_that_is_left_takes_no_further_step() {
   const auto woken = std::make_shared<std::atomic<bool>>(false);
   const auto steps = std::make_shared<std::atomic<int>>(0);

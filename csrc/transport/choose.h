@@ -1,4 +1,4 @@
-// Which transport a bucket gets: the one place that asks what kind it is.
+// Choice of a bucket's transport: the one place that asks for the bucket's kind.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ struct SlotSpec {
   int64_t offset = 0;  // first real element in the flat buffer
 };
 
-// What Python's plan decides about a bucket.
+// A bucket as Python's plan describes it.
 struct BucketSpec {
   std::vector<SlotSpec> slots;
   FlatSpec flat;
@@ -29,7 +29,7 @@ struct BucketSpec {
   std::optional<ScatterSpec> scatter;
 };
 
-// What there is to travel over.
+// Routes that a bucket may travel over.
 struct Routes {
   std::shared_ptr<comm::Collective> group;
   std::shared_ptr<comm::Chains> chains;  // for codes
@@ -43,7 +43,7 @@ struct Routes {
   bool communicate() const { return hook != nullptr || group->size() > 1; }
 };
 
-// For bucket `index` of `count`. `slots` must outlive it.
+// The transport of bucket `index` of `count`. `slots` must live longer.
 std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
                                             const Routes& routes, size_t index, size_t count);
 

@@ -12,7 +12,7 @@
 
 namespace fastsync::engine {
 
-// Of what the spec asks for, on payloads of `plan`.
+// The coder that the spec asks for, on payloads of `plan`.
 std::shared_ptr<Coder> make_coder(const CodedSpec& spec, const ops::CodePlan& plan);
 
 // Parts of the buffers that travel together.
@@ -22,9 +22,9 @@ struct CodePiece {
   at::Tensor sum;
 };
 
-// Shared with collectives under way, which may outlive the bucket.
+// Shared with collectives under way, which may end after the bucket.
 struct CodeBuffers {
-  // Of rank `my_rank` among `all_ranks` that exchange codes.
+  // Buffers of rank `my_rank` among `all_ranks` that exchange codes.
   CodeBuffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on);
 
   // Others of the same kind, for collectives that still write to these.

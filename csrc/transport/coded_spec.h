@@ -1,4 +1,4 @@
-// What Python's plan says of a bucket that travels as codes.
+// Coded buckets as Python's plan describes them.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct CodedSpec {
   std::shared_ptr<Codec> codec;  // a user's, instead of the format
   int64_t kept = 0;         // elements that top-k keeps, instead of the format; 0: it is not top-k
   bool gather = false;      // the gather form
-  int64_t chunk_numel = 0;  // elements: a piece in the gather form, else a rank's part of it
+  int64_t chunk_numel = 0;  // elements: a piece in the gather form, otherwise a rank's part of it
   int64_t chunk_bytes = 0;  // codes, flags and padding
   int64_t coded_bytes = 0;  // codes alone
   int64_t pieces = 1;
@@ -28,7 +28,7 @@ struct CodedSpec {
   bool stochastic = false;
   uint64_t seed = 0;  // of stochastic rounding; 32 bits, others on every rank and bucket
 
-  // Where codes, and flags, lie in so many chunks.
+  // Layouts of codes and of flags in so many chunks.
   ops::CodePlan values_plan(int64_t chunks) const {
     return {{format, chunk_numel, chunk_bytes, 0}, chunks * chunk_numel, stochastic};
   }

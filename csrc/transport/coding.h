@@ -56,18 +56,18 @@ class Coding {
   virtual bool has_flags() const = 0;
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor flag(int64_t index) const = 0;
-  // What is under way keeps its buffers; the next step gets others.
+  // Leaves its buffers to the work under way; the next step gets others.
   virtual void abandon() = 0;
 
   // Bytes that this rank hands to collectives, and that leave it, in one step.
   virtual int64_t bytes() const = 0;
   virtual int64_t sent_bytes(const comm::Chains& chains) const = 0;
-  // Those of them that leave this rank's node, where the form knows of nodes.
+  // The bytes among these that leave this rank's node, where the form knows of nodes.
   virtual int64_t between_nodes_bytes() const { return 0; }
-  // What error feedback has kept back of the averages, fp32 in the flat buffer's order; undefined without. The coding's own
-  // memory, or a copy.
+  // The residual of the averages, fp32 in the flat buffer's order; undefined without. The coding's
+  // own memory, or a copy.
   virtual at::Tensor residual() const = 0;
-  // Takes the place of residual(), and may be its result, changed.
+  // Replaces residual(), and may be its result, changed.
   virtual void load_residual(const at::Tensor& flat) = 0;
   virtual int64_t residual_bytes() const = 0;
 };

@@ -258,7 +258,7 @@ class AllReduce final : public Flat {
     if (in_flight) squares_ = at::Tensor();  // others may still write to it
   }
 
-  // As a ring sends, where the backend decides.
+  // The bytes that a ring sends, where the backend decides.
   int64_t sent_bytes() const override {
     return ranks_->leaving(2 * bytes() * (ranks_->size() - 1) / ranks_->size());
   }

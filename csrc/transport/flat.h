@@ -1,24 +1,25 @@
 // Transports that sum one flat buffer of gradients.
 //
 // [Note: gradients live in the bucket]
-// Where the buffer's dtype is the gradients' own (`FlatSpec::views`), `param.grad` becomes a view of the flat buffer when it is
-// packed: the tensor that autograd produced is freed and nothing is copied back. The memory is reused in the next step only
-// while nobody else can see it: every reference to it must be the transport's own or a gradient that still sits in its own
-// slot. A user who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new buffer. Otherwise
-// gradients stay where autograd put them, and deliver() writes the averages into them.
-//
-// [Note: a storage for each gradient]
-// What writes, copies or shares a tensor does so with its whole storage. So on CPUs each view has a storage of its own, as
-// large as its slot, whose deleter lets go of the memory's storage (ops::part_of). Who holds what follows from three counts: a
-// part is referred to by the buffer and by the gradient in its slot, the flat buffer's storage by the transport alone, and
-// the memory, which has a storage that is never handed out, by those and by nobody else. Parts are made when a slot first
-// needs one in new memory, so a step that reuses its buffer makes none.
-// A storage can be given other memory under its tensors, as share_memory_() does, perhaps for another process to watch. Then
-// the gradient has moved out: it is packed like any other, and deliver() writes the average to where it is now, as long as
-// gradient and plan stay.
-// On other devices the views share the buffer's storage. Only memory that its allocator handed out as such can be recorded
-// on another stream (Tensor.record_stream) or be sent to another process: of a part, CUDA's ignores the first without a
-// word, so a gradient that was saved and let go could be overwritten while a stream still reads it.
+// Where the buffer's dtype is the gradients' own (`FlatSpec::views`), `param.grad` becomes a view
+// of the flat buffer when it is packed: the tensor that autograd produced is freed and nothing is
+// copied back. The memory is reused in the next step only while no other tensor can see it: every
+// reference to it must be the transport's own or a gradient that still sits in its own slot. A user
+// who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new buffer.
+// Otherwise gradients stay where autograd put them, and deliver() writes the averages into them.
+// [Note: a storage for each gradient] Code that writes, copies or shares a tensor does so with its
+// whole storage. So on CPUs each view has a storage of its own, as large as its slot, whose deleter
+// releases the memory's storage (ops::part_of). Three counts show who holds what: the buffer and
+// the gradient in its slot refer to a part; the transport alone refers to the flat buffer's
+// storage; those alone refer to the memory, whose storage is never handed out. Parts are made when
+// a slot first needs one in new memory, so a step that reuses its buffer makes none. A storage can
+// be given other memory under its tensors, as share_memory_() does, perhaps for another process to
+// watch. Then the gradient has moved out: it is packed like any other, and deliver() writes the
+// average to where it is now, as long as gradient and plan stay. On other devices the views share
+// the buffer's storage. Only memory that its allocator handed out as such can be recorded on
+// another stream (Tensor.record_stream) or be sent to another process: of a part, CUDA's ignores
+// the first without a word, so a gradient that was saved and let go could be overwritten while a
+// stream still reads it.
 //
 // [Note: used flags]
 // After the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
@@ -30,10 +31,11 @@
 // free for the next layer's gradient. On a device one launch for the whole bucket matters more.
 //
 // [Note: squares of the buffer]
-// Where somebody clips gradients by their norm, whoever adds the buffer up says what the squares of its elements sum to. That
-// is true until a gradient is written to, which is known from versions. Torch counts no writes through `.data`, so one
-// element of each kProbe is compared besides. In doubt the buffer is read, chunk by chunk: which gives the same bits, because
-// ranks that clip equal gradients must clip them alike.
+// Where a script clips gradients by their norm, the code that adds the buffer up reports the sum of
+// the squares of its elements. That is valid until a gradient is written to, which is known from
+// versions. Torch counts no writes through `.data`, so one element of each kProbe is compared
+// besides. In doubt the buffer is read, chunk by chunk: which gives the same bits, because ranks
+// that clip equal gradients must clip them alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,7 +63,7 @@ struct FlatSpec {
 
 class Flat : public Transport {
  public:
-  // The slots must outlive it.
+  // The slots must live longer.
   Flat(const FlatSpec& spec, Slots& slots);
 
   void take(size_t slot, const Packing& how) override;
@@ -92,7 +94,7 @@ class Flat : public Transport {
   virtual at::Tensor make_memory() const;
 
   const FlatSpec& spec() const { return spec_; }
-  // Of all gradients, in front of the flags.
+  // Elements of all gradients, in front of the flags.
   int64_t gradients_numel() const { return gradients_layout_.numel; }
   bool missed() const { return missed_; }
   Slots& slots() const { return slots_; }
@@ -100,7 +102,7 @@ class Flat : public Transport {
   at::Device device() const { return slots_.front().param->tensor.device(); }
 
  private:
-  // What is only known of a gradient while it travels.
+  // State of a gradient while it travels.
   struct Place {
     bool in_place = false;  // it lives in its slot already
     at::Tensor kept;        // copy of an unused one in place, put back if no rank used it

@@ -8,8 +8,9 @@
 // gradients at the same place.
 //
 // [Note: residuals of a shard]
-// A rank loses precision, and so keeps a residual, in its own shard only. A new plan moves shards between ranks; what a rank
-// holds of others' shards then goes with its next gradients, in full precision, to whoever codes them.
+// A rank loses precision, and so keeps a residual, in its own shard only. A new plan moves shards
+// between ranks; the residual that a rank holds of others' shards then goes with its next
+// gradients, in full precision, to the rank that codes them.
 #pragma once
 
 #include "coded_spec.h"

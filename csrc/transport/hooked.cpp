@@ -30,7 +30,7 @@ class Hooked final : public Flat {
   }
 
   bool is_users() const override { return true; }
-  // Of a hook that sends the buffer as it is.
+  // The bytes of a hook that sends the buffer as it is.
   int64_t sent_bytes() const override { return 2 * bytes() * (ranks_ - 1) / ranks_; }
 
   void pack(const Packing& how) override {

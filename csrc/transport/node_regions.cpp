@@ -19,7 +19,7 @@ struct NodeStep {
   uint64_t seed = 0;
 };
 
-// What collectives under way share with the bucket, which they may outlive.
+// State that collectives under way share with the bucket, and may need after its end.
 struct NodeCodes {
   NodeCodes(const RegionLayout& all, const CodedSpec& spec, at::Device device)
       : layout(all), codes(spec, spec.nodes, device) {}

@@ -15,7 +15,7 @@ namespace fastsync::engine {
 
 class RegionCodes {
  public:
-  // Of `owners` that exchange them; as many bring codes of each chunk.
+  // Codes of `owners` that exchange them; as many ranks bring codes of each chunk.
   RegionCodes(const CodedSpec& spec, int64_t owners, at::Device device);
 
   const CodedSpec& spec() const { return spec_; }
@@ -25,9 +25,10 @@ class RegionCodes {
   // Into `payload`, a chunk for each owner. `residual`: fp32, of all elements, or undefined.
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
               const at::Tensor& payload, const ops::Encoding& how) const;
-  // Those of owner r begin at element r * stride of `flags`; 0: all get the same.
+  // Encodes flags. Those of owner r begin at element r * stride of `flags`; 0: all get the same.
   void encode_flags(const at::Tensor& flags, int64_t stride, const at::Tensor& payload) const;
-  // Of `payload`, one chunk from each owner, at places in that chunk: in fp32, rounded to the tensors' dtype once.
+  // Sums `payload`, one chunk from each owner, at places in that chunk: in fp32, rounded to the
+  // tensors' dtype once.
   void sum(const at::Tensor& payload, const std::vector<ops::Item>& items, bool accumulate) const;
   void sum_flags(const at::Tensor& payload, const at::Tensor& flags) const;
 

@@ -47,9 +47,10 @@ class Regions {
  public:
   virtual ~Regions() = default;
 
-  // Where a part lies for take().
+  // The place of a part for take().
   virtual ops::SlotLayout place_of(const RegionPart& part) const = 0;
-  // Whether what this rank owns of its own gradients is not to be taken: whoever asks adds it to what others send.
+  // Whether this rank's own part of its gradients is not to be taken: the caller adds it to what
+  // others send.
   virtual bool leaves_own() const { return false; }
   // Whether take() may come more than once.
   virtual bool works_on_parts() const { return true; }
@@ -70,10 +71,10 @@ class Regions {
   virtual int64_t sent_bytes() const = 0;
   virtual int64_t between_nodes_bytes() const { return 0; }
 
-  // What error feedback keeps back, fp32 [chunks * numel], the parts at their places; undefined without. Its own memory, or a
-  // copy.
+  // The residual of error feedback, fp32 [chunks * numel], the parts at their places; undefined
+  // without. Its own memory, or a copy.
   virtual at::Tensor residual() const { return {}; }
-  // Takes the place of residual(), and may be its result, changed.
+  // Replaces residual(), and may be its result, changed.
   virtual void load_residual(const at::Tensor& /*flat*/) {}
   virtual int64_t residual_bytes() const { return 0; }
 };

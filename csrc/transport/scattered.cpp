@@ -19,7 +19,7 @@ namespace {
 // Elements that stay in a core's own cache between two readings.
 constexpr size_t kBatch = size_t{1} << 17;
 
-// What one rank owns of a slot.
+// The part of a slot that one rank owns.
 struct Part {
   ops::SlotLayout in_gradient;  // of the elements in memory order
   ops::SlotLayout in_sent;
@@ -118,7 +118,8 @@ class Scattered final : public Transport {
     }
   }
 
-  // What has been packed is lost; a face comes back, and what autograd has accumulated since is pending.
+  // Drops what has been packed. A face comes back, and what autograd has accumulated since is
+  // pending.
   void restore() override {
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (!std::exchange(places_[i].faced, false)) continue;
@@ -173,7 +174,7 @@ class Scattered final : public Transport {
   }
 
  private:
-  // What is only known of a gradient while it travels.
+  // State of a gradient while it travels.
   struct Place {
     bool faced = false;  // it is added to what was there before
     at::Tensor kept;     // a gradient that this rank did not use
@@ -183,7 +184,7 @@ class Scattered final : public Transport {
     at::Tensor elements;
     ops::SlotLayout in_chunk;
   };
-  // What this rank keeps of a slot; no blocks where that is nothing.
+  // The part of a slot that this rank keeps; no blocks where it keeps nothing.
   struct Mine {
     ops::SlotLayout in_shard;
     ops::SlotLayout in_chunk;
@@ -244,8 +245,8 @@ class Scattered final : public Transport {
     return ordered.copy_(grad);
   }
 
-  // What this rank owns of its own gradients goes to the shard at once; where averages are added to what is there, only when
-  // they come.
+  // This rank's own part of its gradients goes to the shard at once. Where averages are added to
+  // what is there, it goes only when they come.
   void take_parts(const std::vector<size_t>& indices, const Packing& how) {
     std::vector<ops::Item> sent;
     std::vector<ops::Item> fresh;
@@ -299,13 +300,14 @@ class Scattered final : public Transport {
     grad = at::Tensor();
   }
 
-  // Somebody who holds the face of a gradient that is about to be overwritten keeps its values.
+  // Keeps the values of a gradient that is about to be overwritten, where its face is still
+  // referenced.
   void let_go(size_t index) {
     const size_t member = spec_.members[index];
     if (gradients_.is_held(member)) gradients_.release(member);
   }
 
-  // Its averages take the place of what was there.
+  // Makes room for its averages, which replace what was there.
   void make_fresh(size_t index) {
     if (!regions_->leaves_own()) let_go(index);
     pending(index) = at::Tensor();
@@ -388,7 +390,8 @@ class Scattered final : public Transport {
     if (!items.empty()) ops::pack(items, flat, 1.0);
   }
 
-  // As in chained.cpp: the average of what no rank used reaches nobody.
+  // Keeps residuals, as chained.cpp does: the average of a gradient that no rank used is not
+  // delivered.
   void keep_residuals() {
     const at::Tensor flat = regions_->residual();
     kept_.assign(slots_.size(), at::Tensor());

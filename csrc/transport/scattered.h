@@ -1,16 +1,18 @@
 // Transport of buckets whose averages only their owners keep (ZeRO, stages 1 and 2).
 //
 // [Note: regions]
-// A unit is a set of parameters, laid out as fastsync/shard/layout.py says: one region per rank. Rank r receives everybody's
-// part of region r and keeps the averages in its shard. A bucket carries members of one unit that are trained; how their
-// parts reach their owners is in regions.h. The flags that travel with them are those of flat.h, and one more per slot that
-// tells whether the average is added to what was there before. Each rank sums them for itself.
+// A unit is a set of parameters, laid out as fastsync/shard/layout.py says: one region per rank.
+// Rank r receives all ranks' parts of region r and keeps the averages in its shard. A bucket
+// carries members of one unit that are trained; how their parts reach their owners is in regions.h.
+// The flags that travel with them are those of flat.h, and one more per slot that tells whether the
+// average is added to what was there before. Each rank sums them for itself.
 //
 // [Note: faces]
-// What a rank has after a backward is no gradient that a script could read: so `param.grad` becomes a face, a tensor without
-// memory whose operations fastsync/shard/gradients.py makes. At the start of a backward faces are taken off, so that autograd
-// accumulates into tensors of its own, and their averages count as accumulated before it. A face that somebody holds keeps
-// its values, as a gradient would: release() gives it its own before they are overwritten.
+// After a backward a rank has no gradient that a script could read, so `param.grad` becomes a face,
+// a tensor without memory whose operations fastsync/shard/gradients.py makes. At the start of a
+// backward faces are taken off, so that autograd accumulates into tensors of its own, and their
+// averages count as accumulated before it. A face that is still referenced keeps its values, as a
+// gradient would: release() gives it its own before they are overwritten.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +35,7 @@ struct ScatterSpec {
   std::vector<RegionPart> parts;  // of the slots
 };
 
-// Slots' offsets are those in the unit. The slots must outlive it.
+// Slots' offsets are those in the unit. The slots must live longer.
 std::unique_ptr<Transport> make_scattered(const ScatterSpec& spec, Slots& slots,
                                           std::unique_ptr<Regions> regions);
 

@@ -33,7 +33,8 @@ std::unordered_map<const at::TensorImpl*, Member> members_by_face(const ShardedU
   return members;
 }
 
-// Of plain gradients: those of a transport together, the others one by one.
+// The sum of squares of plain gradients: of those of a transport together, of the others one by
+// one.
 double sum_squares(const std::vector<at::Tensor>& gradients,
                    const std::vector<HeldGradients>& held) {
   std::unordered_set<const at::TensorImpl*> left;

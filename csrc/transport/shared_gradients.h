@@ -1,10 +1,12 @@
-// Gradients whose averages are spread over the ranks: what one of them keeps of a unit, and the sums of their squares.
+// Gradients whose averages are spread over the ranks: the part of a unit that one rank keeps, and
+// the sums of their squares.
 //
 // [Note: squares]
-// Who clips gradients by their norm needs the sum of their squares. From the first clip on, owners take it while they add up
-// averages, block by block in the caches, so that nobody has to read the gradients once more. A sum is true as long as the
-// shard's version is the one that it was taken at: scripts reach averages through faces alone, whose operations count. The
-// plain twin is ops::square_sums(), which gives the same bits.
+// Clipping gradients by their norm needs the sum of their squares. From the first clip on, owners
+// take it while they add up averages, block by block in the caches, so that the gradients need not
+// be read once more. A sum is true as long as the shard's version is the one that it was taken at:
+// scripts reach averages through faces alone, whose operations count. The plain twin is
+// ops::square_sums(), which gives the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,10 +30,11 @@ class SquareSums {
 
   // The averages of a member are about to change.
   void forget(size_t member);
-  // Of members whose averages are new in `shard`, which was at version `before` until then.
+  // Takes the sums of members whose averages are new in `shard`, which was at version `before`
+  // until then.
   void take(const at::Tensor& shard, uint32_t before, const std::vector<size_t>& members,
             const std::vector<double>& sums);
-  // Nothing where it is not known for what `shard` holds now.
+  // The sum of a member; nothing where it is not known for what `shard` holds now.
   std::optional<double> of(const at::Tensor& shard, size_t member) const;
 
  private:
@@ -40,14 +43,16 @@ class SquareSums {
   std::vector<std::optional<double>> sums_;  // by member
 };
 
-// A unit's gradients on this rank. Outlives plans: buckets of several may carry them.
+// A unit's gradients on this rank. Lives longer than a plan: buckets of several plans may carry
+// them.
 struct ShardedGradients {
   at::Tensor shard;               // [region], the averages
   std::vector<at::Tensor> faces;  // by member
-  // What this rank alone has accumulated since, by member; undefined where nothing was.
+  // Gradients that this rank alone has accumulated since, by member; undefined where there are
+  // none.
   std::vector<at::Tensor> pending;
   SquareSums squares;
-  // Whether anybody holds a member's face, besides `param.grad`.
+  // Whether a member's face is referenced elsewhere than by `param.grad`.
   std::function<bool(size_t)> is_held;
   // Makes another face, in `faces`, and leaves that one its values.
   std::function<void(size_t)> release;
@@ -55,7 +60,7 @@ struct ShardedGradients {
 
 using ShardedUnits = std::vector<std::shared_ptr<ShardedGradients>>;
 
-// Of the gradients of some parameters.
+// Sums of squares of the gradients of some parameters.
 struct GradientSquares {
   double owned = 0.0;               // of elements that this rank alone has
   double common = 0.0;              // of gradients that every rank has; the same bits everywhere

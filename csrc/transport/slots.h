@@ -18,12 +18,14 @@ struct Parameter {
   at::Tensor tensor;
   std::string name;
   bool used = false;  // a gradient arrived since the last synchronisation
-  // Where the reducer looks for it: NaN or infinity is in the average, and in what this rank gave for it.
+  // Set where the reducer checks for it: NaN or infinity is in the average, and in what this rank
+  // gave for it.
   bool nonfinite = false;
   bool nonfinite_here = false;
   int expected_fires =
       1;  // gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints)
-  // Mixed precision: what the parameter is stored in, and its gradient in the end; both are of another dtype in backward.
+  // Mixed precision: the dtype that the parameter, and finally its gradient, is stored in; both
+  // have another dtype in backward.
   std::optional<at::ScalarType> stored = std::nullopt;
 
   at::ScalarType dtype() const { return stored.value_or(tensor.scalar_type()); }
@@ -44,18 +46,20 @@ struct Slot {
 
 using Slots = std::vector<Slot>;
 
-// What travels with the gradients and is summed over ranks: how many used the parameter; infinity where the gradient of one of
-// them holds NaN or infinity.
+// A flag that travels with the gradients and is summed over ranks: how many used the parameter;
+// infinity where one of their gradients holds NaN or infinity.
 float used_flag(const Slot& slot);
 
 // Throws where `grad` is none that the slot's parameter can have, naming both.
 void check_gradient(const Slot& slot, const at::Tensor& grad);
 
-// What is to be gathered from the slots that have not been taken early: gradients, and zeros where there are none.
+// Items to gather from the slots that have not been taken early: gradients, and zeros where there
+// are none.
 std::vector<ops::Item> gradient_items(const Slots& slots);
 
-// What averages are to be written into: the gradients of the slots that are `used` on any rank, made where there are none; those
-// at the addresses in `done`, one per slot or none, have theirs already.
+// Items to write averages into: the gradients of the slots that are `used` on any rank, made where
+// there are none. Gradients at the addresses in `done`, one per slot or none, have their averages
+// already.
 std::vector<ops::Item> delivery_items(const Slots& slots, const std::vector<bool>& used,
                                       const std::vector<const void*>& done);
 

@@ -27,7 +27,7 @@ struct Packing {
   bool vote = false;          // this rank asks for a new plan
   bool missed = false;        // this rank had no gradient for some slot
   bool check_finite = false;  // for NaN and infinity
-  bool squares = false;       // somebody clips gradients by their norm
+  bool squares = false;       // the script clips gradients by their norm
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
   bool repeatable = false;  // after a death the survivors may average the step again
 };
@@ -67,7 +67,7 @@ class Transport {
   // Drops what a step has left. `in_flight`: collectives may still write to the buffers, and keep them.
   virtual void abandon(bool in_flight) = 0;
   virtual Shadow shadow(uint64_t step) = 0;
-  // Whether it holds memory that its bucket had better give back before the end of the backward.
+  // Whether it holds memory that its bucket should free before the end of the backward.
   virtual bool ends_early() const { return false; }
 
   // Whether errors on the way between ranks are the user's own, and the gradients are averaged by him.

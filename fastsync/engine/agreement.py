@@ -1,4 +1,4 @@
-"""What ranks tell each other before they make a new plan: what they train, and in which order."""
+"""Agreement of the ranks before a new plan: which parameters they train, and in which order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _VOTE = "the vote on a plan"
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What one rank knows, or all ranks have agreed on.
+    """Facts that a plan needs, as one rank knows them or as all ranks have agreed on them.
 
     Attributes:
-        trained: of every parameter, whether it needs a gradient.
+        trained: whether each parameter needs a gradient.
         order: indices of parameters in the order of their gradients, missing ones left out.
         network: between the ranks.
     """
@@ -36,7 +36,7 @@ class PlanFacts:
 
 
 def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.device) -> PlanFacts:
-    """Collective. What any rank trains, rank 0's order, and the network.
+    """Agree on what any rank trains, rank 0's order, and the network. Collective.
 
     Its rate is that of the rank that saw the highest: ranks that sent early waited for others. Its
     latency is what rank 0 says or, where a rate is known but no latency, what it measures now.
@@ -70,7 +70,7 @@ def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:
     everyones = [torch.zeros(1) for _ in range(dist.get_world_size(group))]
     for _ in range(_PROBES):
         start = time.perf_counter()
-        _all_gather(everyones, mine, group)  # whoever counts all-reduces finds no more
+        _all_gather(everyones, mine, group)  # a test that counts all-reduces finds none here
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -96,5 +96,5 @@ def _all_gather(
 
 
 def _spoken(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Where words lie that ranks with gradients on `device` tell each other."""
+    """Return the device of the tensors that ranks with gradients on `device` exchange to agree."""
     return torch.device("cpu") if talks_by_gloo(group) else device

@@ -1,4 +1,5 @@
-"""What coding carries between steps, as a checkpoint: by parameter name, on any number of ranks.
+"""State that coding carries between steps, as a checkpoint: by parameter name, on any number of
+ranks.
 
 A rank's residual is what it still owes to the averages, in units of the averages. Only the sum over
 ranks has a meaning, and it is what survives a change of world size (see `deal`).
@@ -40,7 +41,7 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank takes from a checkpoint."""
+    """State that one rank loads from a checkpoint."""
 
     progress: Progress
     residuals: Mapping[str, torch.Tensor]
@@ -67,7 +68,7 @@ def capture(engine: Engine) -> dict[str, Any]:
 
 
 def restore(engine: Engine, states: State | Sequence[State]) -> None:
-    """Collective. See `FastDDP.load_sync_state_dict`."""
+    """Load a state; see `FastDDP.load_sync_state_dict`. Collective."""
     group = engine.group
     rank, world = group.rank(), dist.get_world_size(group)
     device = engine.params[0].tensor.device
@@ -81,7 +82,7 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
 
 
 def deal(states: State | Sequence[State], rank: int, world: int) -> Share:
-    """What rank `rank` of `world` takes from the states of the ranks that were.
+    """Return the state that rank `rank` of `world` loads from the states of the former ranks.
 
     The residual of old rank r goes to rank r % world. With as many ranks as before, or more, every
     rank takes at most one: the sum over ranks is kept exactly. With fewer, a rank adds up several

@@ -95,15 +95,15 @@ CodePlan = tuple[str, int]
 
 @dataclass(frozen=True)
 class Sender:
-    """What a bucket's spec depends on beside its plan.
+    """Inputs of a bucket's spec besides its plan.
 
     Attributes:
         wire: the policy that the plan was made from.
-        rank: this one's, in the process group that averages.
+        rank: this rank, in the process group that averages.
         nodes: this rank's place in the hierarchical form; None in the others.
-        gradients: of the units whose gradients the ranks share, by number.
-        owners: the rank that owns each of the chunks that these travel in from node to node, in
-            their order; empty: that of the ranks, as wherever nodes do not matter.
+        gradients: those of the units whose gradients the ranks share, by number.
+        owners: the rank that owns each of the chunks in which these travel from node to node, in
+            their order. Empty where nodes do not matter: chunks are in the order of the ranks.
     """
 
     wire: Wire
@@ -114,7 +114,7 @@ class Sender:
 
 
 def load(devices: Iterable[torch.device] = ()) -> None:
-    """Loads the extension, which may have to be compiled first.
+    """Load the extension, which may have to be compiled first.
 
     Raises:
         BuildError: it has to be compiled and cannot be, or its kernels cannot run on one of
@@ -127,12 +127,14 @@ def load(devices: Iterable[torch.device] = ()) -> None:
 
 
 def device_problem(device: torch.device) -> str:
-    """Why the kernels cannot run on `device`, with the remedy; empty where they can."""
+    """Return why the kernels cannot run on `device`, with the remedy; empty where they can."""
     return _C.device_problem(str(device))
 
 
 def make_precision(params: Sequence[torch.Tensor], compute: torch.dtype) -> Precision:
-    """What exchanges `params` for copies of dtype `compute` while a forward runs."""
+    """Return an object that exchanges `params` for copies of dtype `compute`
+    while a forward runs.
+    """
     return _C.Precision(params, compute)
 
 
@@ -143,7 +145,7 @@ def make_reducer(
     policy: SyncPolicy,
     precision: Precision | None,
 ) -> Reducer:
-    """The C++ reducer of `params`, called `names` in messages, before its first plan."""
+    """Return the C++ reducer of `params`, called `names` in messages, before its first plan."""
     return _C.Reducer(
         params=params,
         names=names,
@@ -166,12 +168,12 @@ def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which tensors hold neither NaN nor infinity; the host waits for the answer."""
+    """Return which tensors hold neither NaN nor infinity; the host waits for the answer."""
     return _C.all_finite(tensors)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """64 bits of each dense tensor that differ where its elements do, bit for bit.
+    """Return 64 bits of each dense tensor that differ where its elements differ, bit for bit.
 
     Equal on all ranks that have the same elements, however these lie in memory.
     """
@@ -181,7 +183,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 def encode(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
 ) -> None:
-    """Writes the code of tensors to `payload`, each element rounded to the nearest.
+    """Write the code of tensors to `payload`, each element rounded to the nearest.
 
     Args:
         tensors: of fp32 or 16 bits, dense.
@@ -195,7 +197,7 @@ def encode(
 def decode(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
 ) -> None:
-    """Writes to tensors what `payload` stands for; see `encode`. Every rank gets the same bits."""
+    """Write to tensors what `payload` stands for; see `encode`. Every rank gets the same bits."""
     _C.decode(tensors, offsets, payload, plan)
 
 
@@ -209,16 +211,18 @@ def make_memory(size: int) -> SharedMemory:
 
 
 def make_collective(memory: SharedMemory, channel: int) -> SharedCollective:
-    """Collectives of the ranks that share `memory`, each of which returns when it is done.
+    """Return synchronous collectives of the ranks that share `memory`.
 
     Args:
-        channel: 0 or 1, and another one than anybody else's.
+        channel: 0 or 1; no other user of the memory has the same.
     """
     return _C.SharedCollective(memory, channel)
 
 
 def make_words(memory: SharedMemory, timeout: float) -> SharedWords:
-    """Where the ranks that share `memory` meet, and tell each other a number. One for each memory.
+    """Return a barrier of the ranks that share `memory`, at which they also exchange a number.
+
+    Make one for each memory.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -229,13 +233,13 @@ def make_words(memory: SharedMemory, timeout: float) -> SharedWords:
 def make_sharded_gradients(
     shard: torch.Tensor, faces: list[torch.Tensor], release: Callable[[int], None]
 ) -> ShardedGradients:
-    """What one rank keeps of a unit's gradients.
+    """Return the part of a unit's gradients that one rank keeps.
 
     Args:
         shard: memory of its averages, one-dimensional.
-        faces: what becomes `param.grad`, by member. The list is read again and again: who puts
-            another face into it tells the result, too.
-        release: called with a member's position when somebody still holds its face and its values
+        faces: tensors that become `param.grad`, by member. The list is read at every use, so a face
+            that is replaced in it is replaced in the result, too.
+        release: called with a member's position when its face is still referenced and its values
             are about to be overwritten.
     """
     return _C.ShardedGradients(shard, faces, release)
@@ -251,32 +255,36 @@ def make_timeline(capacity: int, device: torch.device) -> Timeline:
 
 
 def make_unit_links(group: dist.ProcessGroup, memory: SharedMemory | None, mark: int) -> UnitLinks:
-    """What units whose shares lie on the ranks of `group` have in common. Collective with `memory`.
+    """Return what units whose shares lie on the ranks of `group` have in common. Collective with
+    `memory`.
 
     Args:
-        memory: that these ranks share, for messages between them; nobody else uses it.
+        memory: memory that these ranks share, for their messages alone.
         mark: bytes that their pool keeps to, unless one unit alone needs more.
     """
     return _C.UnitLinks(resolvable_name(group), memory, mark)
 
 
 def make_unit_log() -> UnitLog:
-    """What the units of one model do, step by step."""
+    """Return a log of the units of one model, step by step."""
     return _C.UnitLog()
 
 
 def make_unit_peers(rank: int) -> UnitPeers:
-    """What counts and watches collectives that Python starts; `rank` is this one's in the group."""
+    """Return an object that counts and watches collectives that Python starts.
+
+    Args:
+    """
     return _C.UnitPeers(rank)
 
 
 def make_unit_name(number: int, words: str, parameters: Sequence[str]) -> UnitName:
-    """How messages and timelines call a unit.
+    """Return the name of a unit in messages and timelines.
 
     Args:
-        number: among those of the model.
-        words: as it should read in an error.
-        parameters: names of its own.
+        number: its position among the units of the model.
+        words: the unit, as an error names it.
+        parameters: names of the unit's parameters.
     """
     return _C.UnitName(number, words, parameters)
 
@@ -315,30 +323,32 @@ def make_unit_layout(
     flags: int,
     codes: CodedSpec | None = None,
 ) -> UnitLayout:
-    """Where shares lie: member, first element, and whether it travels by itself.
+    """Return the layout of shares: member, first element, and whether it travels by itself.
 
     Args:
-        codes: what a chunk travels as; None: as it is.
+        codes: codes that a chunk travels as; None: raw elements.
     """
     return _C.UnitLayout(places, chunk, packed, flags, codes)
 
 
 def process_has_ended(process: int) -> bool:
-    """Whether a process of this machine has, or is about to."""
+    """Return whether a process of this machine has ended, or is about to."""
     return _C.process_has_ended(process)
 
 
 def make_watch(
     host: str, warn_after: float, lost_after: float, stack_file: int, stack_signal: int
 ) -> FaultWatch:
-    """What tells the other ranks of this one's end, and the other way; it listens.
+    """Return a fault watch, which tells the other ranks of this one's end and learns of theirs.
+
+    It listens on construction.
 
     Args:
         host: address of this machine to listen on.
         warn_after: seconds after which a rank that waits warns of the others.
-        lost_after: seconds in which another rank's machine may acknowledge nothing.
-        stack_file: that a handler of `stack_signal` writes the Python stack of its thread to; -1:
-            there is none.
+        lost_after: seconds after which a machine that acknowledges nothing is lost.
+        stack_file: file to which a handler of `stack_signal` writes the Python stack of its thread;
+            -1: there is none.
 
     Raises:
         RuntimeError: it cannot listen there.
@@ -347,7 +357,7 @@ def make_watch(
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:
-    """Sends a few bytes as coded buckets will be sent. Collective.
+    """Send a few bytes as coded buckets will be sent. Collective.
 
     Raises:
         ValueError: the backend cannot.

@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def params(self) -> Sequence[NamedParam]:
-        """Every parameter, in the order that indices refer to."""
+        """Return every parameter, in the order that indices refer to."""
         return self._params
 
     @property
@@ -118,7 +118,7 @@ class Engine:
         return self._group
 
     def before_forward(self) -> bool:
-        """Prepares a forward whose backward will synchronise.
+        """Prepare a forward whose backward will synchronise.
 
         Returns:
             Whether there is another plan than before the last one.
@@ -140,7 +140,7 @@ class Engine:
         return changed
 
     def announce_backward(self) -> None:
-        """Has the next backward synchronise, whichever forward it belongs to.
+        """Make the next backward synchronise, whichever forward it belongs to.
 
         Parameters may have been frozen or unfrozen since the last forward, on every rank alike.
 
@@ -150,7 +150,7 @@ class Engine:
         self._follow_advice(self.core.announce_backward)
 
     def _follow_advice(self, prepare: Callable[[], core.ForwardAdvice]) -> None:
-        """Does what the reducer asks for before a step."""
+        """Do what the reducer asks for before a step."""
         with self.unused.naming_replaced():
             advice = prepare()
         if advice.unused:
@@ -163,7 +163,7 @@ class Engine:
             self.during(self._regroup)
 
     def before_local_forward(self) -> None:
-        """Prepares a forward whose backward will only accumulate; ranks may differ in their number.
+        """Prepare a forward whose backward will only accumulate; ranks may differ in their number.
 
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
@@ -174,7 +174,7 @@ class Engine:
             self.core.prepare_local_forward()
 
     def _is_captured(self) -> bool:
-        """Whether this step becomes part of a CUDA graph."""
+        """Return whether this step becomes part of a CUDA graph."""
         on_gpu = any(p.tensor.is_cuda for p in self._params[:1])
         return on_gpu and torch.cuda.is_current_stream_capturing()
 
@@ -191,17 +191,18 @@ class Engine:
             self.precision.end_forward()
 
     def after_forward(self, outputs: Iterable[torch.Tensor], sync: bool = True) -> None:
-        """Makes the backward of `outputs` synchronise gradients, or only accumulate them."""
+        """Make the backward of `outputs` synchronise gradients, or only accumulate them."""
         self.core.prepare_backward([t for t in outputs if t.requires_grad], sync)
 
     def shadow_step(self) -> None:
-        """Takes part in one step of the other ranks, without gradients of its own."""
+        """Take part in one step of the other ranks, without gradients of its own."""
         if self.on_step is not None:
             self.on_step(self.core)
         self.core.shadow_step()
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Where torch.compile shall split a graph, so that its pieces yield whole buckets.
+        """Return the groups of parameters at which torch.compile splits a graph, one for each
+        bucket.
 
         In the first step these are the buckets that the order of the graph's gradients will give,
         and the next plan follows them. Later they are those of the plan.
@@ -223,7 +224,7 @@ class Engine:
         return [[self._params[i].tensor for i in group] for group in groups if group]
 
     def use_group(self, group: dist.ProcessGroup, agreed: bool = True) -> None:
-        """Averages over another process group from now on. Collective.
+        """Average over another process group from now on. Collective.
 
         Args:
             agreed: all ranks have the same plan now.
@@ -243,7 +244,7 @@ class Engine:
             self._follow(self._order())
 
     def shard(self, units: Sequence[ShardedUnit]) -> None:
-        """Has the ranks share the gradients of these units, and no others. Collective.
+        """Make the ranks share the gradients of these units, and of no others. Collective.
 
         Every rank calls it between the same two steps.
         """
@@ -253,11 +254,11 @@ class Engine:
 
     @property
     def wire(self) -> Wire:
-        """How gradients travel."""
+        """Return the wire format of the gradients."""
         return self.policy.wire
 
     def set_wire(self, wire: Wire) -> None:
-        """Has gradients travel as `wire` from the next step on, the same on every rank."""
+        """Send gradients as `wire` from the next step on; the same on every rank."""
         order = self._order()
         self.policy = replace(self.policy, wire=wire)
         self._forget_plans()
@@ -278,14 +279,16 @@ class Engine:
         return {param.name: held for param, held in pairs if held is not None}
 
     def next_order(self) -> list[int]:
-        """The order that the buckets of the next step will follow, as far as this rank knows."""
+        """Return the order that the buckets of the next step will follow, as far as this rank
+        knows.
+        """
         ready = self.core.ready_order()
         if self._order_is_known or not ready:
             return self._order()
         return settled_order(ready, self.graphs)
 
     def measured(self) -> Network:
-        """How fast this rank saw buckets travel in the first step of training.
+        """Return how fast this rank saw buckets travel in the first step of training.
 
         Unknown before, and where the user wants runs to repeat bit for bit: sums depend on how
         buckets are cut.
@@ -319,19 +322,19 @@ class Engine:
         self.core.load_residuals(loaded)
 
     def _order(self) -> list[int]:
-        """The plan's, then parameters that have been thawed since it was made."""
+        """Return the plan's order, followed by parameters unfrozen since it was made."""
         planned = [index for bucket in self.plan.buckets for index in bucket.params]
         later = set(planned)
         trained = (i for i, p in enumerate(self._params) if p.tensor.requires_grad)
         return [*planned, *(i for i in trained if i not in later)]
 
     def _complete(self, order: Sequence[int]) -> list[int]:
-        """`order`, then the parameters that it lacks."""
+        """Return `order`, then the parameters that it lacks."""
         seen = set(order)
         return [*order, *(i for i in reversed(range(len(self._params))) if i not in seen)]
 
     def set_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Has `hook` reduce the buckets from the next backward on, the same on every rank."""
+        """Let `hook` reduce the buckets from the next backward on; the same on every rank."""
         order = self._order()
         self.policy = replace(self.policy, hooked=True)
         self._forget_plans()
@@ -353,7 +356,7 @@ class Engine:
         return self.core.steps() < self.policy.wire.warmup_steps
 
     def _install(self, order: Sequence[int], keep: bool = False) -> None:
-        """Makes a plan and hands it to the reducer. Collective where chains carry buckets.
+        """Make a plan and hand it to the reducer. Collective where chains carry buckets.
 
         Args:
             keep: the plan that it replaces will be wanted again.
@@ -378,7 +381,9 @@ class Engine:
         return replace(spec, shard=shard)
 
     def _regroup(self) -> None:
-        """Collective. Others are trained than are planned: takes a recent plan or a new one."""
+        """Take a recent plan or make a new one: other parameters are trained than are planned.
+        Collective.
+        """
         trained = self._trained()
         number = self._recent.get(trained, 0)
         known = number if self.core.keeps_plan(number) else 0
@@ -408,11 +413,11 @@ class Engine:
             self._replan()
 
     def _replan(self, keep: bool = False) -> None:
-        """Collective. Rank 0's ready order decides."""
+        """Make a plan by rank 0's ready order. Collective."""
         self._follow(settled_order(self.core.ready_order(), self.graphs), keep)
 
     def _follow(self, ready: Sequence[int], keep: bool = False) -> None:
-        """Collective. Plans in rank 0's `ready` order what any rank trains."""
+        """Plan what any rank trains, in rank 0's `ready` order. Collective."""
         trained, order = self._agreed(ready)
         before = self.plan
         self._install([i for i in self._complete(order) if trained[i]], keep)
@@ -420,7 +425,9 @@ class Engine:
         self._plan_changed = True
 
     def _agreed(self, ready: Sequence[int]) -> tuple[list[bool], list[int]]:
-        """What any rank trains, and rank 0's `ready`; all ranks come to know the same network."""
+        """Return whether any rank trains each parameter, and rank 0's `ready`. All ranks then know
+        the same network.
+        """
         mine = PlanFacts(self.core.trainable(), ready, self.measured())
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
@@ -428,7 +435,7 @@ class Engine:
 
 
 def _end_step(engine: weakref.ref[Engine]) -> None:
-    """What the reducer calls where a plan is due; it must not keep its engine alive."""
+    """End a step for the reducer, where a plan is due; it must not keep its engine alive."""
     alive = engine()
     if alive is None:
         return

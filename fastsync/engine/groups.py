@@ -1,9 +1,9 @@
-"""Process groups of fastsync's own, beside the one whose ranks average their gradients.
+"""Process groups that fastsync makes, beside the one whose ranks average their gradients.
 
 Each link of a coded bucket's chain has a process group of its own (csrc/comm/worker.h says why).
 torch makes a group by waiting for all of its ranks, as long as the group's timeout says. So the
-ranks meet first, in a collective that ends for who waits once another rank has; and whoever makes
-the group looks out for ranks that end meanwhile.
+ranks first meet in a collective whose wait ends when another rank ends. While it makes the group, a
+rank watches for ranks that end.
 
 [Note: the end of a group]
 A group has threads and connections, so it ends with the wrapper that it was made for. Ranks need
@@ -57,21 +57,21 @@ class OwnGroups:
         self._groups: list[dist.ProcessGroup] = []
 
     def end_with(self, user: object) -> None:
-        """Have them end with `user`, once.
+        """Let them end with `user`, once.
 
         Args:
-            user: where they are used by an object of the extension, that object: its finalizers run
-                once what it stands for has ended.
+            user: the object of the extension that uses them, if one does: its finalizers run once
+                what it stands for has ended.
         """
         weakref.finalize(user, _endings().begin, self._groups).atexit = False
 
     def take_over(self, other: OwnGroups) -> None:
-        """Have the groups of another one end with these."""
+        """Let the groups of another one end with these."""
         self._groups.extend(other._groups)
         other._groups.clear()
 
     def add(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Have `group` end with the others."""
+        """Let `group` end with the others."""
         self._groups.append(group)
         return group
 
@@ -84,7 +84,7 @@ class _Endings:
         self._process_ends = False
 
     def begin(self, groups: list[dist.ProcessGroup]) -> None:
-        """End these, which nobody uses any more."""
+        """End these groups, which are no longer in use."""
         for group in groups:
             forget_group(group)
         if not groups:
@@ -117,7 +117,7 @@ class _Endings:
             time.sleep(0.001)
 
     def abandon(self) -> None:
-        """This process was forked from the one that has the threads."""
+        """Forget the threads: this process was forked from the one that has them."""
         self._running.clear()
 
 
@@ -167,7 +167,7 @@ def make_links(
 
 
 def new_cpu_group(group: dist.ProcessGroup, purpose: str, own: OwnGroups) -> dist.ProcessGroup:
-    """Another process group of the same ranks, for CPU tensors and nobody else. Collective."""
+    """Return another process group of the same ranks, for CPU tensors alone. Collective."""
     ranks = dist.get_process_group_ranks(group)
     return _new_group(group, ranks, purpose, own, backend=cpu_backend(group))
 
@@ -183,7 +183,7 @@ def new_part(
 
 @cache
 def _made() -> weakref.WeakKeyDictionary[dist.ProcessGroup, int]:
-    """How many groups have been made beside each, the same number on all of its ranks."""
+    """Return how many groups have been made beside each, the same number on all of its ranks."""
     return weakref.WeakKeyDictionary()
 
 
@@ -194,7 +194,8 @@ def _new_group(
     own: OwnGroups,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """Of some `ranks` of `group`, all of whose ranks make one. Gloo's end with `own`.
+    """Return a group of some `ranks` of `group`; all ranks of `group` make it. A Gloo group ends
+    with `own`.
 
     Raises:
         SyncFault: a rank of `group` has ended, or has not made it within the group's timeout.

@@ -41,7 +41,7 @@ class _Spec:
 
 
 def give(make: Callable[[], Any], group: dist.ProcessGroup, to: int) -> None:
-    """Sends what `make` returns, or why it cannot, to rank `to` of `group`, which receives.
+    """Send what `make` returns, or why it cannot, to rank `to` of `group`, which receives.
 
     Raises:
         SyncFault: a rank has ended.
@@ -50,7 +50,7 @@ def give(make: Callable[[], Any], group: dist.ProcessGroup, to: int) -> None:
         tensors: list[torch.Tensor] = []
         content, failure = _pickled(make(), tensors), ""
         tensors = [t.cpu() for t in tensors]  # on this thread's streams, which have made them
-    except Exception as error:  # the state_dict() of anybody's class
+    except Exception as error:  # a `state_dict()` of any class
         tensors, content, failure = [], b"", f"{type(error).__name__}: {error}"
     specs = [_Spec(tuple(t.shape), t.dtype) for t in tensors]
     head = pickle.dumps((specs, content, failure))
@@ -58,17 +58,17 @@ def give(make: Callable[[], Any], group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive(group: dist.ProcessGroup, giver: int) -> Any:
-    """What rank `giver` of `group` gives.
+    """Receive the tensors that rank `giver` of `group` sends.
 
     Raises:
         SyncFault: a rank has ended.
-        ValueError: the giver cannot; says why.
+        ValueError: the giver cannot send them; the text says why.
     """
     return watched_call(group, _PLACE, partial(_receive_all, group, giver))
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and lists them."""
+    """Pickler that leaves tensors out, and lists them."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
@@ -142,9 +142,10 @@ def _travel(
 
 
 def populate(flats: Sequence[torch.Tensor]) -> None:
-    """Has the kernel find pages for new memory, and leaves what is in it as it is.
+    """Let the kernel find pages for new memory, whose contents stay.
 
-    Else the thread that receives does it page by page, which can take longer than the link does.
+    Otherwise the thread that receives does it page by page, which can take longer than the link
+    does.
     """
     advise = ctypes.CDLL(None).madvise  # a kernel that cannot do it refuses
     for flat in flats:
@@ -154,11 +155,11 @@ def populate(flats: Sequence[torch.Tensor]) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _sorted_by_size(whole: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that travel alone, and those that do not. Empty ones do not travel."""
+    """Return the tensors that travel alone, and those that do not. Empty ones do not travel."""
     large = [flat for flat in whole if flat.numel() >= _LARGE]
     return large, [flat for flat in whole if 0 < flat.numel() < _LARGE]

@@ -30,12 +30,12 @@ _TIMEOUT = 1800.0  # seconds; torch's default
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank says of its memory.
+    """One rank's statement about its memory.
 
     Attributes:
         host: equal on ranks that see each other's processes and share a network.
-        address: where others find its memory; None if it has none to share.
-        refusal: why not; empty if it has.
+        address: address at which other ranks find its memory; None if it shares none.
+        refusal: why it shares none; empty if it does.
     """
 
     host: str
@@ -62,7 +62,10 @@ def share_memory(group: dist.ProcessGroup, param_bytes: int) -> core.SharedMemor
 def offer_memory(
     group: dist.ProcessGroup, param_bytes: int
 ) -> tuple[core.SharedMemory | None, str]:
-    """As `share_memory`, and why there is none, alike on all ranks; empty where there is."""
+    """Return what `share_memory` returns, and why there is no memory, alike on all ranks.
+
+    The reason is empty where there is memory.
+    """
     memory, offer = _make_offer(group, param_bytes)
     offers = gather_watched(offer, group, _PLACE)
     refusal = _why_not(offers)
@@ -98,7 +101,7 @@ def _why_not(offers: Sequence[_Offer]) -> str:
 
 
 def _connect(memory: core.SharedMemory, offers: Sequence[_Offer], group: dist.ProcessGroup) -> str:
-    """Why it could not be done; empty if it was."""
+    """Connect with the memory of the others. Return why that failed; empty if it did not."""
     timeout = group_timeout(group)
     seconds = _TIMEOUT if timeout is None else timeout.total_seconds()
     addresses = [offer.address for offer in offers if offer.address is not None]

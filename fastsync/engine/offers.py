@@ -1,4 +1,4 @@
-"""What each rank offers the others of its watch, before they look out for each other."""
+"""Offers that ranks exchange before they watch each other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Offer", "make_offer", "why_not"]
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank says of itself.
+    """One rank's statement about itself.
 
     Attributes:
         address: host, port and key of its watch; None if it has none.
-        process: its number.
+        process: its process number.
         machine: equal on ranks for which process numbers mean the same.
         refusal: why it has no watch; empty if it has.
     """
@@ -37,7 +37,7 @@ class Offer:
 
 
 def make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, Offer]:
-    """What this rank offers, and its watch, which is connected with nobody yet, if it has one.
+    """Return this rank's offer, and its watch, not yet connected to others, if it has one.
 
     Args:
         obstacle: why it will not wrap a model; empty if it will.
@@ -58,7 +58,7 @@ def make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, Off
 
 
 def why_not(offers: Sequence[Offer]) -> str:
-    """Why ranks that have offered this do not look out for each other; empty where they can."""
+    """Return why ranks with these offers cannot watch each other; empty where they can."""
     for rank, offer in enumerate(offers):
         if offer.address is None:
             return f"on rank {rank}, {offer.refusal}"
@@ -70,10 +70,10 @@ def why_not(offers: Sequence[Offer]) -> str:
 
 @dataclass(frozen=True)
 class _Stacks:
-    """Where a signal has the main thread write its Python stack; it needs no GIL for that.
+    """File and signal with which the main thread writes its Python stack, without the GIL.
 
     Attributes:
-        file: -1 where nothing does.
+        file: -1 where there is no handler.
         signal: its number.
     """
 

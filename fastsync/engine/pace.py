@@ -1,7 +1,7 @@
-"""Which ranks the others wait for, and with what they are slow.
+"""Ranks that the others wait for, and the activity in which they are slow.
 
 The rank that waits least while others wait is the one that they wait for. csrc/engine/pace.h says
-how ranks measure that, csrc/engine/pace_board.h how all come to know the same.
+how ranks measure that, csrc/engine/pace_board.h how all ranks learn the same.
 """
 
 from __future__ import annotations
@@ -84,11 +84,13 @@ class SlowRanks:
 
     @property
     def slow(self) -> str:
-        """What they lose most time with, one of the keys of `excess`."""
+        """Return the activity in which they lose most time, one of the keys of `excess`."""
         return max(self.excess, key=lambda activity: self.excess[activity])
 
     def __str__(self) -> str:
-        """Such as "rank 2, for 30.2 ms (84 %) of each step: it takes 30.9 ms longer in forward"."""
+        """Describe them, such as "rank 2, for 30.2 ms (84 %) of each step: it takes 30.9 ms longer
+        in forward".
+        """
         it_takes = "it takes" if len(self.ranks) == 1 else "they take"
         worst = sorted(ACTIVITIES, key=lambda activity: -self.excess[activity])
         said = [a for a in worst if a == self.slow or self.excess[a] > _MENTIONED * self.cost]
@@ -101,14 +103,15 @@ class SlowRanks:
 
 @dataclass(frozen=True)
 class Pace:
-    """What ranks wait for, on average over a window of steps; the same on every rank.
+    """Time that ranks wait for each other, on average over a window of steps; the same on every
+    rank.
 
     Attributes:
-        steps: those that had been made at its end.
+        steps: number of steps at the end of the window.
         step_time: seconds.
-        network_time: seconds per step that even the rank that waits least waits: nobody is late
-            then, so it is for the network.
-        slow: whom the others wait for; None where nobody keeps them waiting for long.
+        network_time: seconds per step that even the rank that waits least spends waiting. No rank
+            is late then, so it waits for the network.
+        slow: the ranks that the others wait for; None where no rank keeps them waiting for long.
     """
 
     steps: int
@@ -118,7 +121,7 @@ class Pace:
 
 
 def pace_of(steps: int, earliest: Sequence[PaceRecord], ranks: int) -> Pace:
-    """Judges a window.
+    """Judge a window.
 
     Ranks are slow where a gap divides their waiting from that of the rest, and they are half of all
     at most. Ranks that wait alike have no gap: all are slow, or the network is.
@@ -161,7 +164,7 @@ class PaceWarning:
         self._next = 0
 
     def look_at(self, pace: Pace | None) -> None:
-        """Logs a warning where one is due."""
+        """Log a warning where one is due."""
         slow = None if pace is None else pace.slow
         if pace is None or slow is None or pace.steps < self._next:
             return
@@ -180,15 +183,15 @@ class PaceWarning:
 
 
 def remedy_for(activity: str) -> str:
-    """Where to look if a rank is slow with it."""
+    """Return where to look if a rank is slow in this activity."""
     return _REMEDIES[activity]
 
 
 class PaceWatch:
-    """What one model's ranks wait for.
+    """Watch of how long one model's ranks wait for each other, and for which ranks.
 
     Args:
-        share: of the step that slow ranks must cost for a warning.
+        share: part of the step that slow ranks must cost for a warning.
     """
 
     def __init__(self, core: Reducer, group: dist.ProcessGroup, share: float) -> None:
@@ -197,7 +200,10 @@ class PaceWatch:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Whose ranks are compared. What was said of others delays no warning of these."""
+        """Process group whose ranks are compared.
+
+        Warnings about the ranks of an earlier group delay no warning about these.
+        """
         return self._group
 
     @group.setter
@@ -205,18 +211,22 @@ class PaceWatch:
         self._group, self._warning = group, PaceWarning(self._share)
 
     def measured(self) -> Pace | None:
-        """Of the latest window that all ranks know of; None before, and where nobody looks out."""
+        """Return the pace of the latest window that all ranks know; None before, and without a
+        watch.
+        """
         report = self._core.pace()
         if report is None:
             return None
         return pace_of(report.steps, report.earliest, self.group.size())
 
     def warn(self) -> None:
-        """Where a window is known that was not before: rank 0 warns, if there is cause to."""
+        """Warn on rank 0 about slow ranks, once for each window that all
+        ranks have come to know.
+        """
         if self.group.rank() == 0:
             self._warning.look_at(self.measured())
 
 
 def during(activity: str) -> str:
-    """ "between steps", "in forward", ..."""
+    """Return "between steps", "in forward", ..."""
     return activity if activity == "between steps" else f"in {activity}"

@@ -1,4 +1,4 @@
-"""What the engine in C++ counts and reports, as Python finds it."""
+"""Counters and reports of the C++ engine, as Python reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Counters", "StepReport", "UnitCounters"]
 
 
 class Counters(TypedDict):
-    """`Reducer.stats()`: of this rank, since the reducer was made; `SyncStats` says what of."""
+    """Counters of `Reducer.stats()`: of this rank, since the reducer was made. See `SyncStats`."""
 
     steps: int
     plans: int
@@ -21,7 +21,8 @@ class Counters(TypedDict):
 
 
 class StepReport(TypedDict):
-    """`Reducer.last_step()`: times in nanoseconds since the epoch, 0 where it got no so far.
+    """Times of the last step, `Reducer.last_step()`: nanoseconds since the epoch, 0 where it got no
+    so far.
 
     Keys:
         buckets: how many were sent.
@@ -43,7 +44,7 @@ class StepReport(TypedDict):
 
 
 class UnitCounters(TypedDict):
-    """`UnitPeers.stats()`: of this rank, since the model's units were connected.
+    """Counters of `UnitPeers.stats()`: of this rank, since the model's units were connected.
 
     Keys:
         gathers, reductions: how many.

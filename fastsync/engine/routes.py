@@ -1,4 +1,4 @@
-"""What gradients travel over beside the process group itself: memory, and groups for chains."""
+"""Routes of gradients beside the process group itself: shared memory, and groups for chains."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Routes"]
 
 
 class Routes:
-    """Of one engine. Everything is made when it is first needed, on all ranks alike.
+    """Routes of one engine, each made when it is first needed, on all ranks alike.
 
     Args:
-        reducer: what is to know of them.
-        params: whose gradients travel.
+        reducer: the reducer that uses them.
+        params: parameters whose gradients travel.
 
     Attributes:
         nodes: this rank's place in the hierarchical form; None in the others, and where each node
@@ -50,7 +50,7 @@ class Routes:
         self.memory: core.SharedMemory | None = None
 
     def use_group(self, group: dist.ProcessGroup, policy: SyncPolicy) -> None:
-        """Collective. Between the ranks of `group` from now on."""
+        """Use the ranks of `group` from now on. Collective."""
         if policy.elastic is not None:
             for link in self._all_links():
                 keep_for_good(link)  # ranks may have died in what travels over it
@@ -104,7 +104,9 @@ class Routes:
         return chain.from_iterable(self._links.values())
 
     def flags_group(self, policy: SyncPolicy) -> str:
-        """Collective. The name of a process group for used flags; empty where none is needed."""
+        """Return the name of a process group for used flags; empty where none is needed.
+        Collective.
+        """
         told = policy.static_graph or policy.fail_on_unused
         alone = self._group.size() == 1
         if told or alone or self.memory is not None or self._device.type != "cpu":

@@ -62,15 +62,16 @@ class Shares:
 
     @property
     def gradients(self) -> list[core.ShardedGradients]:
-        """What this rank keeps, by unit."""
+        """Return the gradients that this rank keeps, by unit."""
         return [unit.gradients for unit in self._units]
 
     def place(self, param: int) -> ShardSlot | None:
-        """Where a parameter lies; None: its gradient is not shared."""
+        """Return the slot of a parameter; None: its gradient is not shared."""
         return self._places.get(param)
 
     def owners(self, nodes: Nodes | None) -> Sequence[int]:
-        """The ranks in the order of what they own, where it travels from node to node. Collective.
+        """Return the ranks in the order of the chunks they own, for transfers between nodes.
+        Collective.
 
         The first ranks of all nodes come first. Empty: the order of the ranks.
         """
@@ -93,7 +94,7 @@ class Shares:
         }
 
     def connect(self) -> None:
-        """Regions may travel. Collective the first time."""
+        """Prepare to send regions. Collective the first time."""
         if self._links is None and self._memory is None:
             on_cpu = self._device.type == "cpu"
             group = self._group
@@ -101,7 +102,8 @@ class Shares:
             self._core.use_shards(resolvable_name(self._links))
 
     def make_words(self, timeout: float) -> core.SharedWords | None:
-        """Where the ranks tell each other words and numbers; None: they share no memory. Once.
+        """Return a barrier at which the ranks exchange numbers; None: they share no memory. Call it
+        once.
 
         Args:
             timeout: seconds that a rank waits for the others.
@@ -109,7 +111,7 @@ class Shares:
         return None if self._memory is None else core.make_words(self._memory, timeout)
 
     def start_gather(self, flat: torch.Tensor, arrived: Callable[[], None]) -> None:
-        """Every rank sends its region of a buffer, one of equal ones, to all. Collective.
+        """Send this rank's region of a buffer, one of equal ones, to all ranks. Collective.
 
         Args:
             arrived: called once the others' regions are there: by a later call, or by
@@ -125,18 +127,20 @@ class Shares:
             self._arriving.popleft()()
 
     def drop_gathers(self) -> None:
-        """Nobody waits any more for what has been started."""
+        """Forget the gathers that have been started; none of them is waited for."""
         self._arriving.clear()
         with contextlib.suppress(RuntimeError):
             self._core.finish_gathers()  # ends with the first that fails
 
     def outlive(self) -> None:
-        """What travels over their process group may never end, and its end would wait for that."""
+        """Keep the links for good: a message over their group may never end, and their end would
+        wait for it.
+        """
         if self._links is not None:
             keep_for_good(self._links)
 
     def finish_gathers(self) -> None:
-        """Waits for everything that has been started."""
+        """Wait for all gathers that have been started."""
         arriving, self._arriving = self._arriving, deque()
         self._core.finish_gathers()
         for arrived in arriving:

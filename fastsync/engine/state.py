@@ -12,7 +12,7 @@ __all__ = ["Progress"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is, as far as its buckets and schedules depend on it.
+    """Progress of a training, as far as its buckets and schedules depend on it.
 
     Attributes:
         steps: synchronised steps so far.

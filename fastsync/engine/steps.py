@@ -1,4 +1,5 @@
-"""Between `optimizer.step()` and the optimizer: who sees steps, and changes what they step on.
+"""Watchers between `optimizer.step()` and the optimizer, which see steps and may change what they
+step on.
 
 Torch calls hooks before and after every step of every optimizer. One that is called before may
 replace the arguments of `step`, the optimizer itself among them: by a stand-in.
@@ -60,17 +61,17 @@ _ELEMENTWISE = (
 
 
 class StepWatcher:
-    """Who is asked before each step of any optimizer, and told after it."""
+    """Object that is asked before each step of any optimizer, and called after it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """A step begins; some hooks of the script are still to come."""
+        """Note that a step begins; some hooks of the script are still to come."""
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether `replace_step` and `end_step` are to be called for this optimizer."""
+        """Return whether `replace_step` and `end_step` are to be called for this optimizer."""
         return False
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Called after every hook that the script has registered to run before the step.
+        """Replace a step, after every hook that the script registered to run before it.
 
         Args:
             args: perhaps with another watcher's stand-in.
@@ -81,21 +82,23 @@ class StepWatcher:
         return None
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Called before every hook that the script has registered to run after the step."""
+        """End a step, before every hook that the script registered to run after it."""
 
     def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
-        """Called where a stand-in's `step` calls that of its base class, for which torch calls
-        these hooks of the script once more, before `end_step`."""
+        """Handle a stand-in's call of its base class's `step`.
+
+        torch then calls these hooks of the script once more, before `end_step`.
+        """
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The step has been made, or what stood in for it."""
 
 
 def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
-    """Has `watcher` see all steps as long as it lives, after those that have come before it.
+    """Let `watcher` see all steps as long as it lives, after the watchers registered before it.
 
     Returns:
-        What ends that; not to be called while torch goes through the hooks of a step.
+        A function that ends this. Do not call it while torch goes through the hooks of a step.
     """
     me = weakref.ref(watcher)
     inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks] = weakref.WeakKeyDictionary()
@@ -162,7 +165,7 @@ def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
 
 
 def with_loss(args: Arguments) -> Arguments:
-    """Calls a closure now: it computes gradients, which are to be seen before the step."""
+    """Call a closure now: it computes gradients, which are to be seen before the step."""
     if len(args) < 2 or not callable(args[1]):
         return args
     with torch.enable_grad():
@@ -171,23 +174,25 @@ def with_loss(args: Arguments) -> Arguments:
 
 
 def known_optimizers(names: Sequence[str]) -> tuple[type, ...]:
-    """Those that this torch has: versions differ."""
+    """Return the optimizers of these names that this torch has: versions differ."""
     return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether any piece of a parameter may step by itself: a class of torch, not one derived."""
+    """Return whether any piece of a parameter may step by itself: a class of torch, not one
+    derived.
+    """
     return type(optimizer) in known_optimizers(_ELEMENTWISE)
 
 
 def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Those that it steps on."""
+    """Yield the parameters that it steps on."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class, settings and state, with other groups.
+    """Return an optimizer of the same class, settings and state, with other groups.
 
     The optimizer itself stays as it is, even where the step raises.
     """
@@ -197,7 +202,7 @@ def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Opti
 
 
 def plain_step(optimizer: Optimizer) -> None:
-    """A step as its class makes it, without anybody's hooks.
+    """Make a step as its class does, without any hooks.
 
     Args:
         optimizer: of a class of torch, whose `step` torch has wrapped to call hooks.

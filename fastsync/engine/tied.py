@@ -19,11 +19,11 @@ __all__ = ["Memories", "check_untied"]
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where a tensor lies. Keeps no memory alive.
+    """Location of a tensor in memory. Keeps no memory alive.
 
     Attributes:
         begin: address of its first byte.
-        end: address behind the last byte that one of its elements has.
+        end: address behind the last byte of its elements.
     """
 
     name: str
@@ -36,7 +36,7 @@ class _Memory:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> _Memory | None:
-        """None: it has no memory, or none that can be compared."""
+        """Return the memory of a tensor; None: it has none, or none that can be compared."""
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
             return None
         try:
@@ -51,7 +51,7 @@ class _Memory:
         return cls(name, StorageWeakRef(storage), begin, end, sizes, strides, itemsize)
 
     def overlaps(self, other: _Memory) -> bool:
-        """Whether both have the same element, or a part of it."""
+        """Return whether both have the same element, or a part of it."""
         if self.begin >= other.end or other.begin >= self.end:
             return False
         origin = min(self.begin, other.begin)
@@ -116,7 +116,7 @@ def check_untied(
     """Check that no two of these tensors share memory.
 
     Args:
-        remedy: what else a script may do.
+        remedy: what a script may do instead.
         memories: of tensors that came before.
 
     Raises:

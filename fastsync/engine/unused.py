@@ -27,11 +27,11 @@ class NamedParam:
 
 
 class UnusedParams:
-    """Warns of them once; and sees where they have been replaced.
+    """Warner about unused parameters, once; it also notices where they have been replaced.
 
     Args:
         params: those that were wrapped.
-        group: whose ranks average their gradients.
+        group: the group whose ranks average their gradients.
         warn: whether the user wants to know.
 
     Attributes:
@@ -45,7 +45,7 @@ class UnusedParams:
         self._warn = warn
 
     def look_at(self, names: Sequence[str]) -> None:
-        """Says what there is to say of parameters that got no gradient, some for the first time.
+        """Report parameters that got no gradient, some for the first time.
 
         Raises:
             RuntimeError: they are not the module's any more.
@@ -59,7 +59,7 @@ class UnusedParams:
 
     @contextmanager
     def naming_replaced(self) -> Iterator[None]:
-        """Where an error of the reducer may follow from parameters that were replaced, says so.
+        """Name replaced parameters in an error of the reducer that may follow from them.
 
         Raises:
             RuntimeError: parameters that were to be trained are not the module's any more.
@@ -74,7 +74,7 @@ class UnusedParams:
             raise
 
     def _gone(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that the module has no more, or has other tensors for."""
+        """Return those of `names` that the module has no more, or has other tensors for."""
         if self.current is None:
             return []
         now = {param.name: param.tensor for param in self.current()}

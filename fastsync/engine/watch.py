@@ -1,11 +1,11 @@
-"""Looks out for faults of other ranks: one watch for each process group.
+"""Watch for faults of other ranks: one watch for each process group.
 
-csrc/engine/fault_watch.h says how. Here the ranks agree that there is one, and find each other:
-each offers an address, or says why not, and all see all offers. Until then the rendezvous store
-tells who has come.
+csrc/engine/fault_watch.h says how it works. Here the ranks agree that there is one, and find each
+other: each offers an address, or says why not, and all see all offers. Until then the rendezvous
+store tells which ranks have come.
 
-Wherever Python has all ranks come together, they visit a place (csrc/engine/visit.h): who waits
-there looks out for ranks that have ended, and warns of those that are late.
+Wherever Python brings all ranks together, they visit a place (csrc/engine/visit.h). A rank that
+waits there watches for ranks that have ended, and warns of those that are late.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _WRAPPING = "the wrapping of the model"
 
 
 class _Visit(Protocol):
-    """Where this rank waits for others; see csrc/engine/visit.h."""
+    """Wait of this rank for others; see csrc/engine/visit.h."""
 
     def look(self) -> None: ...
     def explain(self, error: str) -> None: ...
@@ -81,10 +81,10 @@ class _Visit(Protocol):
 
 @dataclass(frozen=True)
 class _Lookout:
-    """Who looks out for the ranks of a group.
+    """Watch of the ranks of a group.
 
     Attributes:
-        ranks: those of the group, as the watch counts them.
+        ranks: ranks of the group, as the watch counts them.
     """
 
     watch: core.FaultWatch
@@ -93,18 +93,18 @@ class _Lookout:
 
 @cache
 def _lookouts() -> weakref.WeakKeyDictionary[dist.ProcessGroup, _Lookout]:
-    """Those of this process."""
+    """Return the watches of this process, by group."""
     return weakref.WeakKeyDictionary()
 
 
 def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
-    """The watch of a group, if there is one."""
+    """Return the watch of a group, if there is one."""
     lookout = _lookouts().get(group)
     return None if lookout is None else lookout.watch
 
 
 def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Who waits in `part`, a group of ranks of `group`, looks out as in `group`."""
+    """Let ranks that wait in `part`, a group of ranks of `group`, watch as in `group`."""
     lookout = _lookouts().get(group)
     if lookout is not None:
         known = dict(zip(dist.get_process_group_ranks(group), lookout.ranks, strict=True))
@@ -113,18 +113,22 @@ def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def looks_out(group: dist.ProcessGroup) -> bool:
-    """Whether a rank can look up from waiting for the others of `group`."""
+    """Return whether a rank can check for faults while it waits for the others of `group`."""
     return watch_of(group) is not None and is_gloo(group)
 
 
 @cache
 def _last_words() -> weakref.WeakKeyDictionary[dist.ProcessGroup, LastWords]:
-    """By groups whose ranks are going to look out for each other."""
+    """Return the exit reasons of this process, by groups whose ranks are going
+    to watch each other.
+    """
     return weakref.WeakKeyDictionary()
 
 
 def expect_watch(group: dist.ProcessGroup) -> None:
-    """If this rank's script raises before `open_watch`, the others learn why when they wait."""
+    """Prepare to tell the other ranks why this rank's script raises before `open_watch`, if it
+    does.
+    """
     store = group_store(group)
     if group.size() == 1 or store is None or group in _lookouts() or group in _last_words():
         return
@@ -134,14 +138,15 @@ def expect_watch(group: dist.ProcessGroup) -> None:
 
 
 def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
-    """Has the ranks of `group` look out for each other, from its first model on. Collective.
+    """Let the ranks of `group` watch each other, from its first model on. Collective.
 
     Args:
         obstacle: why this rank will not wrap a model.
 
     Returns:
-        Why they do not, which rank 0 logs: a rank has an obstacle, sets ``FASTSYNC_WATCH=0``, or
-        cannot listen. Empty where they do, or there is nobody to look out for.
+        Why they do not watch each other, which rank 0 logs: a rank has an obstacle, sets
+        ``FASTSYNC_WATCH=0``, or cannot listen. Empty where they do, or where the group has one
+        rank.
 
     Raises:
         SyncFault: a rank has not come in time, or has ended before.
@@ -170,7 +175,7 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
 
 
 def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[Offer]:
-    """Everyone's, while nobody looks out but through the store. Collective."""
+    """Gather every rank's offer, while only the store can tell of faults. Collective."""
     try:
         warn_after = Env.read().stall_warn
     except ValueError:  # which is an obstacle
@@ -196,7 +201,7 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
 
 
 def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContextManager[None]:
-    """Turns an error of a backend into one that names the ranks that have ended, if any have.
+    """Turn an error of a backend into one that names the ranks that have ended, if any have.
 
     Args:
         place: what this rank is in, as it should read in the error.
@@ -224,12 +229,14 @@ def explain_end(group: dist.ProcessGroup, place: str, rank: int, error: str) -> 
 
 
 def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
-    """As `explained`. If this rank is late for others, these say that it wraps a model."""
+    """Visit a place as `explained` does. If this rank is late, the others say that it wraps a
+    model.
+    """
     return _explained_by(_visit(group, _WRAPPING, "wrapping"))
 
 
 def _visit(group: dist.ProcessGroup, place: str, kind: str = "together") -> _Visit | None:
-    """None where nobody looks out.
+    """Begin a visit of this rank; return None without a watch.
 
     Args:
         kind: "together" if each rank of `group` comes here as often as the others, and waits.
@@ -240,7 +247,7 @@ def _visit(group: dist.ProcessGroup, place: str, kind: str = "together") -> _Vis
 
 @contextlib.contextmanager
 def _explained_by(visit: _Visit | None) -> Iterator[None]:
-    """Ends the visit."""
+    """End the visit."""
     if visit is None:
         yield
         return
@@ -259,7 +266,7 @@ def _explained_by(visit: _Visit | None) -> Iterator[None]:
 
 
 def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = False) -> None:
-    """Runs a collective. Who waits in it looks out for ranks that have ended, or are late.
+    """Run a collective. A rank that waits in it watches for ranks that have ended, or are late.
 
     A ring's collective fails on the neighbours of a rank that has ended, and hangs on all others.
 
@@ -275,8 +282,10 @@ def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = F
 
 
 def awaited(group: dist.ProcessGroup, place: str, work: dist.Work) -> None:
-    """As `watched`, of a collective that has been started, and that some ranks may reach by another
-    way than this function."""
+    """Wait as `watched` does for a collective that has been started.
+
+    Some ranks may reach it by another way than this function.
+    """
     _run(_visit(group, place, "apart"), group, lambda: work)
 
 
@@ -299,9 +308,10 @@ def _wait(visit: _Visit | None, start: Start) -> None:
 
 
 def come_together(group: dist.ProcessGroup, place: str) -> None:
-    """Returns once all ranks of `group` have come, where ranks can look out. Collective.
+    """Return once all ranks of `group` have come, where ranks can check while they wait.
+    Collective.
 
-    What follows cannot look up from waiting, and waits for no rank that sleeps before it.
+    The wait that follows cannot check for faults, so no rank may still be late when it begins.
     """
     if looks_out(group):
         watched(group, place, partial(dist.barrier, group=group, async_op=True))
@@ -310,10 +320,10 @@ def come_together(group: dist.ProcessGroup, place: str) -> None:
 def watched_call(
     group: dist.ProcessGroup, place: str, call: Callable[[], T], within: timedelta | None = None
 ) -> T:
-    """What `call` returns, which waits for other ranks and cannot look up.
+    """Return the result of `call`, which waits for other ranks and cannot check for faults.
 
-    It runs on a thread of its own, which is left to itself where a rank has ended: nobody can end
-    such a wait, and nobody waits for that thread.
+    It runs on a thread of its own. Where a rank has ended, that thread is left to itself: such a
+    wait cannot be ended, and the thread is not joined.
 
     Args:
         place: what this rank is in, as it should read in an error.
@@ -331,12 +341,12 @@ def watched_call(
                 visit.look()
                 if within is not None and time.monotonic() - begun > within.total_seconds():
                     visit.explain(f"timed out after {within.total_seconds():g} s")
-                    within = None  # nobody is late
+                    within = None  # no rank is late
         return made.result()
 
 
 def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
-    """What every rank of `group` passes, by rank: anything that can be pickled. Collective.
+    """Return what every rank of `group` passes, by rank: anything that can be pickled. Collective.
 
     Args:
         place: what this rank is in, as it should read in an error.
@@ -351,7 +361,9 @@ def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
 
 
 def _gather(mine: T, group: dist.ProcessGroup, run: Callable[[Start], None]) -> list[T]:
-    """As `gather_watched`, over Gloo; `run` waits for the collectives that it is given."""
+    """Gather as `gather_watched` does, over Gloo; `run` waits for the
+    collectives that it is given.
+    """
     own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = _gather_rows(torch.tensor([own.numel()], device="cpu"), group, run)
     padded = own.new_zeros(max(int(size) for size in sizes))
@@ -377,7 +389,7 @@ def _fulfil(made: Future[T], call: Callable[[], T]) -> None:
 
 
 def is_over(work: dist.Work) -> bool:
-    """Of a collective over Gloo. Waits for a moment. Raises where it has failed."""
+    """Return whether a collective over Gloo is over, after a short wait. Raise if it has failed."""
     try:
         work.wait(_LOOK)
     except RuntimeError:  # that time is over, too, and it may end just now
@@ -388,7 +400,7 @@ def is_over(work: dist.Work) -> bool:
 
 
 def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
-    """What raises a `SyncFault` where a rank has ended, for a thread that waits for the others.
+    """Return a function that raises a `SyncFault` where a rank has ended, for a waiting thread.
 
     Args:
         place: what it is in, as it should read in the error.
@@ -399,7 +411,7 @@ def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Callable[[], None]]:
-    """What warns of `rank` of `group`, for a thread that waits for its answer and looks up.
+    """Warn of `rank` of `group` while a thread waits for its answer and checks now and then.
 
     A rank whose script has come to its end may still answer, so its end is not looked for at once.
 
@@ -407,12 +419,13 @@ def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Calla
         place: what this rank is in, as it should read in a warning and an error.
 
     Yields:
-        What may raise a `SyncFault`, and at the group's timeout a `TimeoutError` at least.
+        A function that may raise a `SyncFault`, and at the group's timeout a `TimeoutError` at
+        least.
     """
     lookout, begun, timeout = _lookouts().get(group), time.monotonic(), group_timeout(group)
     visit: _Visit | None = None
     if lookout is not None:
-        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first one says who is late
+        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first says which is late
         visit = lookout.watch.visit("apart", place, both)
 
     def look() -> None:
@@ -433,7 +446,9 @@ def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Calla
 
 
 def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> MeetingPlace:
-    """Where ranks that wait for each other look out for faults. See `MeetingPlace`."""
+    """Return the place at which ranks that wait for each other watch for faults. See
+    `MeetingPlace`.
+    """
 
     @contextlib.contextmanager
     def visit(reason: str) -> Iterator[Callable[[], None]]:

@@ -1,1 +1,1 @@
-"""What was asked for, checked on every rank, and what torch's front finds where its engine was."""
+"""Checks on every rank of what a script asks for, and the objects that torch's front drives."""

@@ -46,18 +46,18 @@ def _registrations() -> _Registrations:
 
 @cache
 def _guards() -> weakref.WeakSet[AddedParameterGuard]:
-    """Those of all wrappers: a parameter may be added to one and synchronised by another."""
+    """Return the guards of all wrappers: one may own a parameter that another one misses."""
     return weakref.WeakSet()
 
 
 @dataclass
 class _Looked:
-    """What an optimizer steps on beside the parameters of an engine, as of the last look.
+    """Parameters that an optimizer steps on beside those of an engine, as of the last look.
 
     Attributes:
         foreign: ids of those parameters.
-        registrations: how many there had been.
-        added: those of them that the module has, by name.
+        registrations: how many registrations there had been.
+        added: those of these parameters that the module has, by name.
     """
 
     foreign: tuple[int, ...]
@@ -86,7 +86,7 @@ class AddedParameterGuard(StepWatcher):
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Raises where the step would be one on gradients of this rank alone.
+        """Raise where the step would be one on gradients of this rank alone.
 
         Raises:
             RuntimeError: it would; names the parameters. On every rank whose script is the same.
@@ -98,7 +98,7 @@ class AddedParameterGuard(StepWatcher):
             raise RuntimeError(_refusal(stepped, self._engine.group.rank()))
 
     def _added(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """What it steps on of the module's, and no wrapper synchronises."""
+        """Return the module's parameters that it steps on, and that no wrapper synchronises."""
         foreign = tuple(id(p) for p in params_of(optimizer) if id(p) not in self.known)
         number, looked = _registrations().number, self._looked.get(optimizer)
         if looked is None or (looked.foreign, looked.registrations) != (foreign, number):

@@ -38,14 +38,16 @@ class BufferWatch:
 
 
 def can_broadcast(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
-    """Whether `broadcast` is for them; else torch has to do it, which cannot look up meanwhile."""
+    """Return whether `broadcast` is for them; otherwise torch broadcasts, and cannot check for
+    faults.
+    """
     plain = all(type(b) is torch.Tensor and b.is_cpu and not b.is_complex() for b in buffers)
     return plain and looks_out(group)
 
 
 @torch.no_grad()
 def broadcast(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """All ranks get the `source`'s, bit by bit, in one message. Collective.
+    """Broadcast the tensors of `source` to all ranks, bit by bit, in one message. Collective.
 
     Raises:
         SyncFault: a rank has ended.

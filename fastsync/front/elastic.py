@@ -7,7 +7,7 @@ ranks:
 1. Rank 2 is killed in its backward of step 7. Rank 0 and 1 wait there for its gradients, rank 3
    still computes. The fault watch tells all of them within a tenth of a second.
 2. Ranks 0 and 1 meet in epoch 1. So does rank 3, when it has got to the end of its backward, or
-   cannot send a bucket. None of them has all averages of step 7, so nobody can have used any.
+   cannot send a bucket. None of them has all averages of step 7, so no rank can have used any.
 3. They restore their own gradients of step 7, and make a group of their own, whose rank 0 tells the
    order of the buckets. Over that group they open a fault watch, share memory, plan, and tell each
    other through the store that they have: from then on the new watch tells of every death.
@@ -66,7 +66,7 @@ __all__ = ["Elastic", "ElasticFront", "Membership"]
 _log = logging.getLogger("fastsync")
 _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/engine/survival.h numbers verdicts
 _CERTAINTY = 2.0  # seconds until a death that a backend's error tells of is known to the watch
-_PATIENCE = timedelta(seconds=10)  # for each collective of those who rebuild
+_PATIENCE = timedelta(seconds=10)  # for each collective of ranks that rebuild
 _PAUSE = 0.01
 _CONNECTING = "the connecting of the ranks that are left"
 
@@ -92,19 +92,19 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Return how many ranks train."""
         return len(self.ranks)
 
 
 class Elastic:
-    """What one model does when ranks die.
+    """Response of one model to the death of ranks.
 
     Attributes:
-        now: who trains.
-        place: where survivors meet. A rank that comes back is told its name.
+        now: the ranks that train.
+        place: place where survivors meet. A rank that comes back is told its name.
         invite: called with ranks that come back and are members of an epoch, on the others.
-        hand_over: called when ranks come back, with the group of all of them and with who they are:
-            gives them what they need, or takes it.
+        hand_over: called when ranks come back, with the group of all of them and with their ranks:
+            sends them what they need, or receives it.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Elastic:
         self._see(group, ranks)
 
     def meet(self, steps: int, complete: bool, error: str) -> int:
-        """Called by the reducer when it waits in vain. Collective of those that are left.
+        """Rebuild after a death, when the reducer waits in vain. Collective of the ranks that are
+        left.
 
         Returns:
             A verdict.
@@ -148,7 +149,7 @@ class Elastic:
         return self._meet(Standing(steps, complete))
 
     def rebuild(self) -> None:
-        """Called by the reducer between two steps. Collective of those that are left.
+        """Rebuild after a death between two steps. Collective of the ranks that are left.
 
         Raises:
             SyncFault: the training cannot go on.
@@ -156,7 +157,7 @@ class Elastic:
         self._rebuild(between=False)
 
     def admit(self) -> None:
-        """Takes in ranks that have come back, between two steps. Collective.
+        """Admit ranks that have come back, between two steps. Collective.
 
         Raises:
             SyncFault: the training cannot go on.
@@ -166,19 +167,21 @@ class Elastic:
             self._rebuild(between=True)
 
     def join(self, epoch: int) -> bool:
-        """Whether this rank, which has come back, is a member of the epoch that it was told."""
+        """Return whether this rank, which has come back, is a member of the
+        epoch that it was told.
+        """
         self._epoch, self._decision = epoch, self.place.decided(epoch)
         return self._is_rebuilt()
 
     @property
     def obstacle(self) -> RuntimeError | None:
-        """What the last attempt has met."""
+        """Return the error that the last attempt met."""
         return self._obstacle
 
     def _rebuild(self, between: bool) -> None:
         before = self.now
         while not self._is_rebuilt():
-            # A rank that was coming back may have ended before anybody looked out for it.
+            # A rank that was coming back may have ended before the others began to watch it.
             if not self._decided.newcomers and not self._knows_of_death():
                 raise SyncFault(
                     f"fastsync: rank {self._me} could not connect with ranks "
@@ -188,7 +191,7 @@ class Elastic:
         self._say(before)
 
     def during(self, task: Callable[[], None]) -> None:
-        """Runs what all ranks do together between two steps. After a death, rebuilding does it."""
+        """Run what all ranks do together between two steps. After a death, rebuilding does it."""
         try:
             task()
         except RuntimeError as error:
@@ -203,7 +206,9 @@ class Elastic:
 
     @property
     def _present(self) -> tuple[int, ...]:
-        """Those of the last decision; of ranks that come back only those that have got in."""
+        """Return the ranks of the last decision; of ranks that come back only those that are
+        members now.
+        """
         return self.now.ranks if self.now.epoch == self._epoch else self._decided.survivors
 
     def _see(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
@@ -215,7 +220,7 @@ class Elastic:
             self._watches.append((watch, dict(enumerate(ranks))))
 
     def _gone(self) -> dict[int, str]:
-        """Who has ended so far, and how."""
+        """Return the ranks that have ended so far, and how each ended."""
         found: dict[int, str] = {}
         for watch, ranks in self._watches:
             for rank, words in watch.gone():
@@ -225,7 +230,7 @@ class Elastic:
         return found
 
     def _knows_of_death(self) -> bool:
-        """Whether a rank has ended since the last decision."""
+        """Return whether a rank has ended since the last decision."""
         present = self._present
         deadline = time.monotonic() + _CERTAINTY
         while time.monotonic() < deadline:
@@ -259,7 +264,9 @@ class Elastic:
         return "; ".join(f"rank {rank} {gone.get(rank, 'has ended')}" for rank in lost)
 
     def _is_rebuilt(self) -> bool:
-        """Whether the survivors average among themselves; not, where another has died meanwhile."""
+        """Return whether the survivors average among themselves; not, where another has died
+        meanwhile.
+        """
         ranks, back = self._decided.ranks, dict(self._decided.newcomers)
         for _, seen in self._watches:  # how those ended before is over
             for place in [place for place, rank in seen.items() if rank in back]:
@@ -291,7 +298,7 @@ class Elastic:
         return True
 
     def _check_shares(self) -> None:
-        """Raises a `SyncFault` where a share of an optimizer's state has died with its ranks."""
+        """Raise a `SyncFault` where a share of an optimizer's state has died with its ranks."""
         if self._neighbours is None or not self._neighbours.lost:
             return
         owner, holder = self._neighbours.lost[0]
@@ -305,7 +312,7 @@ class Elastic:
         )
 
     def share_late(self) -> None:
-        """What has been left for the end of a step. Collective of those that are left."""
+        """Share what was left for the end of a step. Collective of the ranks that are left."""
         assert self._neighbours is not None
         self._neighbours.prepare_late()
         if not self.place.gather(f"{self._epoch}/late", self.now.ranks, self._gone):
@@ -322,9 +329,9 @@ class Elastic:
         return make_group(self.seat.store, me, members, name, _PATIENCE, backend)
 
     def until_all(self, task: Callable[[], None]) -> None:
-        """Runs what all ranks do together, until all that are left have done it.
+        """Run what all ranks do together, until all that are left have done it.
 
-        Whoever has gone on could not be called back.
+        A rank that has gone on could not be called back.
         """
         done = False
 
@@ -365,7 +372,7 @@ class Elastic:
 
 
 def _refuse(reducer: Reducer) -> None:
-    """Before a forward of a rank that comes back or joins, and is alone."""
+    """Refuse a forward of a rank that comes back or joins, and is alone."""
     raise RuntimeError(
         "this rank was started while others train, and does not know what they do: "
         "call model.catch_up(optimizer) before the first step, on every rank"
@@ -373,20 +380,20 @@ def _refuse(reducer: Reducer) -> None:
 
 
 def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
-    """Whose front makes a step, or a plan."""
+    """Return the object whose front makes a step, or a plan."""
     found = elastic()
     assert found is not None
     return found
 
 
 class ElasticFront(SkippingFront):
-    """A front whose training may outlive ranks."""
+    """Front whose training may survive the death of ranks."""
 
     _elastic: Elastic | None = None
 
     @property
     def elastic(self) -> Membership | None:
-        """Who trains at present; None without `elastic=`."""
+        """Return the ranks that train at present; None without `elastic=`."""
         return None if self._elastic is None else self._elastic.now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -402,7 +409,7 @@ class ElasticFront(SkippingFront):
             self._become_elastic(engine, engine.policy.elastic)
 
     def _become_elastic(self, engine: Engine, policy: ElasticPolicy) -> None:
-        """Once all else is there. What cannot be survived is refused.
+        """Make the model elastic once all else is there; refuse what cannot be survived.
 
         Raises:
             ValueError: on every rank alike.

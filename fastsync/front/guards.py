@@ -1,4 +1,4 @@
-"""Who looks at gradients and parameters for what no error tells of."""
+"""Guards that check gradients and parameters for faults that raise no error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["make_guards"]
 
 
 def make_guards(engine: Engine, module: nn.Module, ignored: Collection[str]) -> list[StepWatcher]:
-    """Those that the policy asks for; they look as long as somebody holds them."""
+    """Return the guards that the policy asks for; each works as long as it is referenced."""
     policy = engine.policy
     guards: list[StepWatcher] = [AddedParameterGuard(engine, module, ignored)]
     if policy.checks_finite:

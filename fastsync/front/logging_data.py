@@ -41,7 +41,7 @@ _NAMES = {
 
 @dataclass
 class LoggingData:
-    """Has the attributes of torch's class of that purpose."""
+    """Data with the attributes of torch's class for DDP's logging data."""
 
     strs_map: dict[str, str] = field(default_factory=dict)
     ints_map: dict[str, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class LoggingData:
 
 @dataclass(frozen=True)
 class WrapFacts:
-    """What the constructor knows.
+    """Facts that the constructor knows.
 
     Attributes:
         gloo_threads: threads of a Gloo group, or -1.
@@ -73,7 +73,7 @@ class WrapFacts:
 def wrap_facts(
     model: Front, buckets: BucketPolicy, policy: SyncPolicy, static_graph: bool
 ) -> WrapFacts:
-    """Of a model whose engine has just been built."""
+    """Return the facts of a model whose engine has just been built."""
     group = model.process_group
     return WrapFacts(
         module_name=type(model.module).__name__,
@@ -93,7 +93,7 @@ def wrap_facts(
 
 
 def construction_data(facts: WrapFacts, engine: Engine) -> LoggingData:
-    """What is known once the model is wrapped."""
+    """Return the data that is known once the model is wrapped."""
     params = [p.tensor for p in engine.params if p.tensor.requires_grad]
     data = LoggingData()
     data.strs_map.update(
@@ -143,7 +143,7 @@ class StepLogger:
         return self._iteration
 
     def before_forward(self) -> None:
-        """Logs the step that has just ended, if it is one to log, and counts the next."""
+        """Log the step that has just ended, if it is one to log, and count the next."""
         iteration = self._iteration
         self._iteration += 1
         if iteration == 0 or (iteration > _EAGER_ITERATIONS and iteration % self.rate):

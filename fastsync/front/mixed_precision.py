@@ -1,4 +1,4 @@
-"""What mixed precision changes on a module itself; the engine exchanges the parameters.
+"""Changes that mixed precision makes to a module itself; the engine exchanges the parameters.
 
 As in DistributedDataParallel, buffers are cast for good, and parameters carry two attributes that
 tell of their precisions.
@@ -15,7 +15,7 @@ __all__ = ["announce_mixed_precision", "cast_buffers"]
 
 
 def cast_buffers(module: nn.Module, ignored: Collection[str], dtype: torch.dtype | None) -> None:
-    """Casts floating-point buffers of `module` to `dtype`, but for those named in `ignored`.
+    """Cast floating-point buffers of `module` to `dtype`, but for those named in `ignored`.
 
     Counters, such as those of batch normalisation, stay integers. DistributedDataParallel casts
     them too, against its documentation.
@@ -30,7 +30,7 @@ def cast_buffers(module: nn.Module, ignored: Collection[str], dtype: torch.dtype
 def announce_mixed_precision(
     module: nn.Module, ignored: Collection[str], dtype: torch.dtype | None
 ) -> None:
-    """Gives parameters DistributedDataParallel's attributes `_mp_param` and `_fp_param`.
+    """Give parameters DistributedDataParallel's attributes `_mp_param` and `_fp_param`.
 
     The first has the dtype and shape in which a parameter takes part in forward and backward, and
     no memory of its own: the engine keeps the values. The second is the parameter as it is stored.

@@ -35,7 +35,8 @@ class NonFiniteGradientError(RuntimeError):
     """An optimizer was about to step on gradients that hold NaN or infinity.
 
     Attributes:
-        parameters: whose gradients these are, in the order in which a backward reaches them.
+        parameters: names of the parameters of these gradients, in the order in which a backward
+            reaches them.
         ranks: by parameter, those that gave NaN or infinity.
     """
 
@@ -49,11 +50,11 @@ class NonFiniteGradientError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank knows of a parameter whose average is said not to be finite.
+    """One rank's knowledge of a parameter whose average is reported not to be finite.
 
     Attributes:
         given: this rank gave NaN or infinity.
-        left: they still are in the gradient, or in the part of it that this rank has.
+        left: they are still in the gradient, or in the part of it that this rank has.
     """
 
     given: bool
@@ -61,10 +62,10 @@ class _Found:
 
 
 class NonFiniteGuard(StepWatcher):
-    """Looks before each step of an optimizer of the engine's parameters.
+    """Check before each step of an optimizer of the engine's parameters.
 
     Args:
-        engine: whose policy says to look.
+        engine: engine whose policy asks for the check.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -74,11 +75,11 @@ class NonFiniteGuard(StepWatcher):
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether it steps on parameters of the engine."""
+        """Return whether it steps on parameters of the engine."""
         return any(id(p) in self._index_of for p in params_of(optimizer))
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Replaces the optimizer by one without parameters where the step is to be skipped.
+        """Replace the optimizer by one without parameters where the step is to be skipped.
 
         Raises:
             NonFiniteGradientError: where it is to be an error.
@@ -104,7 +105,9 @@ class NonFiniteGuard(StepWatcher):
         return (stand_in_for(optimizer, groups), *args[1:])
 
     def _report(self, mine: set[int]) -> NonFiniteGradientError | None:
-        """What is wrong with the gradients of these parameters. Collective where anything is."""
+        """Return the error about the gradients of these parameters, if any. Collective where there
+        is one.
+        """
         given = dict(self._engine.core.nonfinite())
         if not given:
             return None
@@ -131,7 +134,7 @@ class NonFiniteGuard(StepWatcher):
         return not core.all_finite([grad])[0]
 
     def _exchange(self, mine: list[_Found]) -> list[list[_Found]]:
-        """What every rank has found."""
+        """Gather what every rank has found."""
         group = self._engine.group
         if group.size() == 1:
             return [mine]

@@ -46,12 +46,12 @@ def check_preemption(wanted: PreemptionPolicy | None, group: dist.ProcessGroup) 
 
 
 class _Places(StepWatcher):
-    """Where this rank may save, and does.
+    """Places at which this rank may save, and does.
 
     Args:
-        policy: what is called.
-        group: whose ranks save.
-        params: that optimizers step on.
+        policy: names what is called.
+        group: group whose ranks save.
+        params: parameters that optimizers step on.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class _Places(StepWatcher):
         watch_steps(self)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """What belongs to a step has been made."""
+        """Note that an optimizer has stepped on the model's parameters."""
         self._stepped = self._stepped or any(id(p) in self._ours for p in params_of(optimizer))
 
     def before_forward(self) -> None:
-        """Saves, and ends this process, if that is what the ranks have agreed on.
+        """Save and end this process, if the ranks have agreed on that.
 
         Raises:
             SyncFault: a rank has ended without having saved.
@@ -103,13 +103,13 @@ class PreemptedFront(RecordedFront):
     _places: _Places | None = None
 
     def _expect_preemption(self) -> None:
-        """Once all else is there."""
+        """Prepare for a preemption, once all else is there."""
         if self._saves is not None:
             params = cast(Callable[[], Iterable[torch.Tensor]], cast(Any, self).parameters)
             self._places = _Places(self._saves, self.process_group, params())
 
     def _come_between_steps(self) -> None:
-        """Before each forward."""
+        """Pass the place between steps, before each forward."""
         if self._places is None:
             return
         if cast(Any, self)._join_config.enable:

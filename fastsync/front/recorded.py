@@ -21,7 +21,7 @@ class RecordedFront(WrappedFront):
         return cast(FrontReducer, self.reducer).recorder
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has been recorded so far; every rank calls it.
+        """Write what has been recorded so far; every rank calls it.
 
         Args:
             path: as in `TimelinePolicy`: rank 0 writes this file; with "{rank}", each its own.

@@ -1,4 +1,5 @@
-"""What all ranks should have, compared bit for bit: parameters, and averages of gradients.
+"""Comparison, bit for bit, of what all ranks should have alike: parameters, and averages of
+gradients.
 
 A flipped bit in one rank's memory raises no error, and each step that follows carries it on. So at
 the end of every so many synchronised backwards each rank digests what it has, and the ranks compare
@@ -61,9 +62,9 @@ class _Finding:
     """A tensor that is not the same on all ranks.
 
     Attributes:
-        index: of the parameter.
-        what: in words.
-        tensor: this rank's; None where it has none, which nobody repairs.
+        index: index of the parameter.
+        what: a description of the tensor.
+        tensor: this rank's tensor; None where it has none, which is not repaired.
         wrong: the ranks that differ from the majority; all where there is none.
         source: the first rank of the majority; None where there is none, or it has no such tensor.
     """
@@ -79,7 +80,7 @@ class ReplicaGuard(StepWatcher):
     """Compares what the ranks of an engine have.
 
     Args:
-        engine: whose parameters and gradients.
+        engine: engine of the parameters and gradients.
         policy: when, and what becomes of a difference.
     """
 
@@ -95,13 +96,13 @@ class ReplicaGuard(StepWatcher):
         self._optimizers.setdefault(optimizer, None)
 
     def on_difference(self, digests: Sequence[int]) -> None:
-        """Collective, at the end of a backward: the ranks do not all have the same.
+        """Find, report and perhaps repair a difference, at the end of a backward. Collective.
 
         Args:
-            digests: of this rank's parameters, then of its averages.
+            digests: digests of this rank's parameters, then of its averages.
 
         Raises:
-            ReplicaError: nothing is to be repaired, or nobody knows how.
+            ReplicaError: the policy repairs nothing, or no rank knows how.
         """
         with explained(self._engine.group, _PLACE):
             findings = self._locate(self._everyones(digests))
@@ -167,7 +168,7 @@ class ReplicaGuard(StepWatcher):
         )
 
     def _repair(self, finding: _Finding) -> None:
-        """Collective. Every rank has what the majority had, and its optimizers' state."""
+        """Copy what the majority has, and its optimizers' state, to every rank. Collective."""
         group, tensor = self._engine.group, finding.tensor
         assert tensor is not None and finding.source is not None
         flat = tensor.detach().resolve_conj().resolve_neg().clone().reshape(-1).contiguous()
@@ -182,7 +183,7 @@ class ReplicaGuard(StepWatcher):
             self._repair_states(finding, is_wrong)
 
     def _repair_states(self, finding: _Finding, is_wrong: bool) -> None:
-        """What led a parameter astray may stand in the state of its optimizer, too."""
+        """Repair the state of the optimizer, which may hold what corrupted the parameter."""
         param = self._engine.params[finding.index].tensor
         states = [o.state[param] for o in self._optimizers if param in o.state]
         told: list[Any] = [[_on_host(state) for state in states]]
@@ -196,7 +197,7 @@ class ReplicaGuard(StepWatcher):
                 _take_over(mine, theirs)
 
     def _say(self, findings: Sequence[_Finding], step: int) -> None:
-        """On rank 0, and on those that were repaired."""
+        """Report the repair on rank 0, and on the ranks that were repaired."""
         rank = self._engine.group.rank()
         for finding in findings:
             if rank == 0 or rank in finding.wrong:
@@ -212,7 +213,7 @@ class ReplicaGuard(StepWatcher):
 
 
 def _tell_differing(guard: weakref.ref[ReplicaGuard], digests: Sequence[int]) -> None:
-    """What the reducer calls; it must not keep its engine alive."""
+    """Report a difference that the reducer has found; it must not keep its engine alive."""
     alive = guard()
     if alive is not None:
         with without_modes(), torch.no_grad():  # the modes of the backward that has just ended
@@ -224,7 +225,7 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_over(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """In place where it can be: somebody else may hold these tensors."""
+    """Copy `theirs` into `mine`, in place where possible: the tensors may be in use elsewhere."""
     for name, value in theirs.items():
         own = mine.get(name)
         if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):

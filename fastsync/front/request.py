@@ -1,4 +1,4 @@
-"""What FastDDP was asked for: checked, and agreed on by all ranks, before anything is built.
+"""Requests to FastDDP: checked, and agreed on by all ranks, before anything is built.
 
 A rank with an error still takes part, so that the others do not wait for it; it raises that error
 itself, from the report that they raise.
@@ -45,7 +45,7 @@ Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, PreemptionPolic
 
 @dataclass(frozen=True)
 class Request:
-    """What a constructor was asked to wrap; checked here before torch's front sees it."""
+    """Arguments of a constructor; checked here before torch's front sees them."""
 
     module: nn.Module
     process_group: dist.ProcessGroup | None
@@ -60,7 +60,7 @@ class Request:
         timeline: Callable[[], TimelinePolicy | None],
         preemption: Callable[[], PreemptionPolicy | None],
     ) -> Settled:
-        """Checks the arguments and agrees on them with all ranks."""
+        """Check the arguments and agree on them with all ranks."""
 
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
@@ -109,16 +109,16 @@ class Request:
 
     @property
     def placed(self) -> dict[str, Any]:
-        """Where torch's front is to find ranks and devices."""
+        """Return the arguments by which torch's front finds ranks and devices."""
         names = ("process_group", "device_mesh", "device_ids", "output_device")
         return {name: getattr(self, name) for name in names}
 
     def wrapping(self) -> AbstractContextManager[None]:
-        """Names ranks that end while the model is wrapped."""
+        """Name ranks that end while the model is wrapped."""
         return wrapping(self._group())
 
     def settle_wire(self, policy: Callable[[], SyncPolicy], steps: int) -> SyncPolicy:
-        """The same for another wire alone, after `steps` steps."""
+        """Settle another wire alone, after `steps` steps."""
 
         def check() -> tuple[SyncPolicy, dict[str, str]]:
             settled = policy()
@@ -136,11 +136,11 @@ class Request:
         failure: str,
         meet: Callable[[str], object] = lambda obstacle: None,
     ) -> T:
-        """What `check` returns, once the settings that come with it are known to be everyone's.
+        """Return what `check` returns, once its settings are known to be equal on all ranks.
 
         Args:
             failure: how the report of errors begins.
-            meet: called before, with what keeps this rank from going on.
+            meet: called before, with the reason why this rank cannot go on.
         """
         group = self._group()
         try:
@@ -162,10 +162,10 @@ class Request:
         raise error
 
     def _wire_settings(self, wire: Wire) -> dict[str, str]:
-        """What ranks must agree on.
+        """Return the settings of `wire` that ranks must agree on.
 
         Raises:
-            ValueError: the model, or the ranks, cannot travel as `wire`.
+            ValueError: `wire` does not suit the model or the ranks.
         """
         self._check_wire(wire)
         nodes = find_nodes(wire, self._group(), Env.read().local_ranks)
@@ -173,7 +173,8 @@ class Request:
         return {"wire": wire.describe(), **grid}
 
     def _probe(self, wire: Wire) -> None:
-        """Collective: whether the backend can carry `wire`, and all ranks mean the same nodes.
+        """Check whether the backend can carry `wire`, and all ranks mean the same nodes.
+        Collective.
 
         Raises:
             ValueError: on every rank.
@@ -208,10 +209,12 @@ class Request:
         return any(p.tensor.device.type != "cpu" for p in self._params())
 
     def _check_group(self, wire: Wire, timeline: TimelinePolicy | None = None) -> None:
-        """Of a group that torch.distributed did not make only rank, size and collectives are known.
+        """Check that a group made outside torch.distributed suits the request.
+
+        Of such a group, only rank, size and collectives are known.
 
         Raises:
-            ValueError: more is needed.
+            ValueError: the request needs more.
         """
         group = self._group()
         if group.size() == 1 or is_registered(group):
@@ -344,7 +347,7 @@ class Request:
 
 
 def named_params(module: nn.Module, ignored: Collection[str]) -> list[NamedParam]:
-    """Every parameter once, under its first name, frozen ones included."""
+    """Return every parameter once, under its first name, frozen ones included."""
     sparse = {
         id(parameter)
         for child in module.modules()

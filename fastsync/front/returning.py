@@ -5,7 +5,7 @@ One return, with four ranks of which rank 2 was killed in step 7:
 1. The launcher starts rank 2 again, as the only rank of a process group in a store of its own. It
    imports its modules, wraps its model and makes its optimizer; the others know nothing of that.
 2. In catch_up() it reads what those that train have said of the training. With another model or
-   other settings it raises an error, alone. Else it announces itself through the store, and waits.
+   other settings it raises an error, alone. Otherwise it announces itself in the store, and waits.
 3. Rank 0, or the first of those that are left, looks at the store a few times per second. It finds
    rank 2 there, alive, and calls the others: before its forward of step 30 it says so in the store.
    All others look there after the vote that ends step 30, which rank 0 has had to take part in. So
@@ -62,11 +62,11 @@ _log = logging.getLogger("fastsync")
 
 @dataclass(frozen=True)
 class _Training:
-    """What a rank that comes back has to know before it announces itself.
+    """Facts that a rank that comes back needs before it announces itself.
 
     Attributes:
-        place: where those that train meet.
-        statement: of their model and settings.
+        place: place where the ranks that train meet.
+        statement: statement of their model and settings.
     """
 
     place: str
@@ -84,12 +84,12 @@ class _Training:
 
 
 class Returns(StepWatcher):
-    """How ranks come back to the training of one model, on a rank that is in it or comes back.
+    """Return of ranks to the training of one model, on a rank that is in it or comes back.
 
     Args:
         module: that was wrapped.
         engine: of it.
-        elastic: who meets.
+        elastic: the object that meets the other ranks.
         passing: what a rank that comes back needs beside the module.
     """
 
@@ -103,7 +103,7 @@ class Returns(StepWatcher):
         self._stepped = -1  # the steps that there were when an optimizer stepped
         self._joins: dist.ProcessGroup | None = None  # what this rank is about to be in
         self._ours = {id(param.tensor) for param in engine.params}
-        me = weakref.ref(self)  # none of those who call this is to keep it
+        me = weakref.ref(self)  # no caller of this is to keep it
         elastic.place.waiting = lambda: _alive(me)._doorway.waiting(())
         elastic.invite = lambda *found: _alive(me)._doorway.admit(*found)
         elastic.hand_over = lambda *found: _alive(me)._hand_over(*found)
@@ -111,12 +111,12 @@ class Returns(StepWatcher):
         watch_steps(self)
 
     def begin(self, settings: Sequence[str]) -> None:
-        """Of a rank that trains: from now on others may come back."""
+        """Let ranks come back from now on; called on a rank that trains."""
         training = _Training(self._elastic.place.name, self._statement(settings))
         self._doorway.describe(training.encoded())
 
     def come_back(self, settings: Sequence[str]) -> None:
-        """Returns once this rank is one of those that train, and has what they have.
+        """Return once this rank is one of those that train, and has what they have.
 
         Raises:
             RankMismatchError: they train another model, or with other settings.
@@ -154,7 +154,9 @@ class Returns(StepWatcher):
         return joined
 
     def before_forward(self) -> None:
-        """Before each forward that is to synchronise. Takes in who waits, if all were called."""
+        """Look for ranks before a forward that is to synchronise, and admit them if all were
+        called.
+        """
         elastic, steps = self._elastic, self._engine.core.steps()
         try:
             # Called before the step that has just ended, so that all of its ranks find the call.
@@ -169,7 +171,7 @@ class Returns(StepWatcher):
             elastic.admit()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """What belongs to a backward has been made."""
+        """Note that an optimizer has stepped on the averages of a backward."""
         if any(id(param) in self._ours for param in params_of(optimizer)):
             self._stepped = self._engine.core.steps()
 
@@ -194,7 +196,8 @@ class Returns(StepWatcher):
         return Statement(said, params)
 
     def _hand_over(self, group: dist.ProcessGroup, decision: Decision) -> None:
-        """Called on all ranks that are about to make `group`, once they have it.
+        """Exchange state with newcomers, on all ranks that are about to make `group`, once they
+        have it.
 
         Raises:
             RuntimeError: it does not succeed on every rank.
@@ -227,7 +230,9 @@ class Returns(StepWatcher):
         }
 
     def _take(self, given: dict[str, Any]) -> None:
-        """All of it, or an error of this rank's own, which the others learn as its end."""
+        """Take all of it, or raise an error of this rank alone, which the
+        others learn as its end.
+        """
         engine = self._engine
         with torch.no_grad():
             for param, trained in zip(engine.params, given["trained"], strict=True):
@@ -248,7 +253,7 @@ class ReturningFront(ElasticFront):
     _returns: Returns | None = None
 
     def catch_up(self, *states: Stateful) -> int:
-        """Where this rank begins: call it on every rank, before the first step.
+        """Return the step at which this rank begins: call it on every rank, before the first step.
 
         A rank that `python -m fastsync.elastic` has started again, or that joins, gets everything
         from those that train, between two of their steps: parameters, buffers, and `states`.
@@ -296,7 +301,7 @@ class ReturningFront(ElasticFront):
 
 
 def _alive(returns: weakref.ref[Returns]) -> Returns:
-    """Whose front makes a step."""
+    """Return the object whose front makes a step."""
     found = returns()
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""Which rank of a training this process is: as the launcher says, or the process group.
+"""The rank of a training that this process is: as the launcher says, or the process group.
 
 A process that the launcher starts while others train makes a default group of its own, in a store
 of its own. In the others' store it would be a second rank 0, under the keys of the first one, which
@@ -55,9 +55,10 @@ class Seat:
     process: int = 0
 
     def member(self, rank: int) -> int:
-        """What process groups call a rank here: its rank in the default group.
+        """Return a rank's number in the process groups of this process: its rank in the default
+        group.
 
-        In a process that was started later that group has one rank. Who is not in it has a number
+        In a process that was started later, that group has one rank; the other ranks get numbers
         beyond it.
         """
         if self.returns:
@@ -66,7 +67,9 @@ class Seat:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Seat | None:
-        """None where there is nobody to go on with: the training began with one rank."""
+        """Return this process's rank; None if the training began with one rank, which cannot
+        survive.
+        """
         env, store = Env.read(), group_store(group)
         if store is None:
             return None

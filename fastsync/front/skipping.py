@@ -42,7 +42,7 @@ class Attempt:
 
     @property
     def skipped(self) -> bool:
-        """Whether this rank gave no gradients."""
+        """Return whether this rank gave no gradients."""
         return self.error is not None
 
 
@@ -64,7 +64,7 @@ class Skips(StepWatcher):
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuses steps in the middle of a block.
+        """Refuse steps in the middle of a block.
 
         Raises:
             RuntimeError: a rank that leaves the block early would not make this one.
@@ -77,7 +77,9 @@ class Skips(StepWatcher):
             raise self.refusal
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """All ranks have to make it: they compare that at the end of the next backward."""
+        """Note a step, which all ranks have to make: they compare it at the end of the next
+        backward.
+        """
         if self._is_ours(optimizer):
             self._engine.core.note_optimizer()
 
@@ -85,7 +87,7 @@ class Skips(StepWatcher):
         return any(id(param) in self._ours for param in params_of(optimizer))
 
     def weigh(self, givers: Sequence[int]) -> None:
-        """Makes sums over all ranks, divided by their number, averages of those that gave any.
+        """Turn sums over all ranks, divided by their number, into averages of those that gave any.
 
         Args:
             givers: how many gave gradients, by parameter; -1 where it is not trained.
@@ -115,7 +117,7 @@ class SkippingFront(PreemptedFront):
 
     @contextmanager
     def skipping(self, *errors: type[Exception]) -> Iterator[Attempt]:
-        """One forward and backward, which this rank leaves out if they raise one of `errors`.
+        """Run one forward and backward, which this rank leaves out if they raise one of `errors`.
 
         The gradients are then the averages of the ranks that have some, on every rank alike. So
         every rank goes on to `optimizer.step()`, after the block. If all ranks skip, there are no
@@ -165,7 +167,7 @@ class SkippingFront(PreemptedFront):
         return self._skips
 
     def _skip(self, engine: Engine, error: Exception, begun: bool) -> None:
-        """Does what the others do in this step.
+        """Do what the others do in this step.
 
         Args:
             begun: this rank has begun a forward, and has done what comes before one.
@@ -178,6 +180,6 @@ class SkippingFront(PreemptedFront):
         if self.modules_buffers:
             self._buffer_watch.after_forward(self.module)
         engine.core.skip_step()
-        if engine.group.size() == 1:  # nobody has taken any of this rank's gradients
+        if engine.group.size() == 1:  # no other rank has any of this rank's gradients
             self.zero_grad(set_to_none=True)
         self.require_forward_param_sync = True

@@ -1,4 +1,4 @@
-"""What has no way back after a death, so that elastic training refuses it."""
+"""Features that cannot recover from a death, so that elastic training refuses them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["unfit"]
 
 
 def unfit(module: nn.Module, engine: Engine, delays: bool, broadcasts: bool) -> list[str]:
-    """What of model and ranks cannot be survived, with the remedy.
+    """Return what of model and ranks cannot be survived, with the remedy.
 
     Args:
         delays: torch's front reduces gradients itself.
-        broadcasts: rank 0's buffers, before each forward.
+        broadcasts: rank 0 broadcasts its buffers before each forward.
     """
     layers = [n for n, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     found = {
@@ -61,7 +61,7 @@ def _unfit_group(engine: Engine) -> dict[str, bool]:
 
 @cache
 def _over_nccl() -> weakref.WeakSet[Engine]:
-    """Those of this process that train on."""
+    """Return the engines of this process that train over NCCL."""
     return weakref.WeakSet()
 
 

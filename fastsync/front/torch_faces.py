@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's Python front expects behind it, answered by our engine.
+"""Objects that DistributedDataParallel's Python front drives, answered by our engine.
 
 The front (argument checks, initial broadcast, forward, no_sync, join) stays torch's. It drives its
 engine through `self.reducer` and `self.logger`; these two classes stand there. Method names are
@@ -28,7 +28,7 @@ __all__ = ["FrontLogger", "FrontReducer", "in_lockstep"]
 
 
 class FrontReducer:
-    """Stands where torch's front expects a `torch.distributed.Reducer`.
+    """Replacement for torch's `torch.distributed.Reducer`.
 
     Args:
         in_lockstep: whether all ranks have their forwards in common, as under join(). Then each of
@@ -53,24 +53,26 @@ class FrontReducer:
         self._syncs = False
 
     def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
-        """What checkpoints hold of the optimizers of `module`, which was wrapped."""
+        """Return the part of checkpoints that concerns the optimizers of `module`, which was
+        wrapped.
+        """
         return OptimizerCheckpoint(self.engine, module, self.sharded)
 
     def holders(self) -> Holders:
-        """Who has gradients between a backward and a step."""
+        """Return the objects that hold gradients between a backward and a step."""
         sharers = None if self.sharded is None else self.sharded.sharers
         return Holders(self.engine.core, sharers)
 
     def await_buffers(self, exchange: Callable[[], object]) -> None:
-        """Has this rank wait for others by `exchange`."""
+        """Let this rank wait for others by `exchange`."""
         self.engine.core.await_buffers(exchange)
 
     def prepare_for_forward(self) -> None:
-        """The forward that `_rebuild_buckets` comes with is to synchronise."""
+        """Let the forward that `_rebuild_buckets` comes with synchronise."""
         self._syncs = True
 
     def _rebuild_buckets(self) -> bool:
-        """Called before every forward, and under join() by ranks that have run out of inputs."""
+        """Prepare a step. torch calls it before every forward, and under join() without inputs."""
         syncs, self._syncs = self._syncs or self._in_lockstep(), False
         if self.engine.core.recomputes():
             return False  # the forward that a checkpoint runs again has prepared its step
@@ -80,7 +82,7 @@ class FrontReducer:
         return False
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Called by scripts and libraries: the next backward is to synchronise.
+        """Make the next backward synchronise; called by scripts and libraries.
 
         Args:
             outputs: which parameters it reaches is seen as it runs, so they are not looked at.
@@ -88,20 +90,20 @@ class FrontReducer:
         self.engine.announce_backward()
 
     def _delay_all_reduce(self) -> None:
-        """Nothing to do: the first backward of a static graph has averaged when it ends."""
+        """Do nothing: the first backward of a static graph has averaged when it ends."""
 
     def _set_static_graph(self) -> None:
         self.engine.core.set_static_graph()
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_initial_world_size: bool) -> None:
-        """`work` counts the ranks that have not run out of inputs."""
+        """Set the divisor from `work`, which counts the ranks that have not run out of inputs."""
         awaited(self.engine.group, "the count of ranks in join()", work)
         active = int(work.result()[0].item())
         divisor = self._initial_world if use_initial_world_size else active
         self.engine.core.set_divisor(float(divisor))
 
     def _push_all_rebuilt_params(self) -> None:
-        """Nothing to do: plans are made from rank 0's order."""
+        """Do nothing: plans are made from rank 0's order."""
 
     def _check_reducer_finalized(self) -> None:
         if self.engine.core.backward_running():
@@ -111,14 +113,14 @@ class FrontReducer:
             )
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Sums the bucket; hooks that divide on their own call this."""
+        """Sum the bucket; hooks that divide on their own call this."""
         group = self.engine.group
         future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
         summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
         return summed
 
     def _set_optimizer_in_backward(self) -> None:
-        """Nothing to do: its hook drops the gradients itself."""
+        """Do nothing: its hook drops the gradients itself."""
 
     def _install_post_backward_futures(
         self, futures: Sequence[torch.futures.Future[object]]
@@ -130,7 +132,7 @@ class FrontReducer:
         self.engine.core.detach_hooks()
 
     def _reset_state(self) -> None:
-        """Nothing to do: switching the group resets the reducer."""
+        """Do nothing: switching the group resets the reducer."""
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         if self.sharded is not None:
@@ -144,13 +146,13 @@ class FrontReducer:
         self._logger.steps.rate = rate
 
     def _get_local_used_map(self) -> torch.Tensor:
-        """How many ranks used each parameter in the last synchronised step."""
+        """Return how many ranks used each parameter in the last synchronised step."""
         counts = zip(self.engine.params, self.engine.core.used_counts(), strict=False)
         trained = [count for param, count in counts if param.tensor.requires_grad]
         return torch.tensor(trained, dtype=torch.int32, device=self.engine.params[0].tensor.device)
 
     def _ddp_graph_static(self) -> bool:
-        """Whether every step so far used the same parameters."""
+        """Return whether every step so far used the same parameters."""
         return self.engine.core.last_step()["same_so_far"]
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -161,14 +163,14 @@ class FrontReducer:
 
 
 def in_lockstep(model: weakref.ref[Any]) -> bool:
-    """Whether all ranks have all forwards in common: under join(), and under no_sync()."""
+    """Return whether all ranks have all forwards in common: under join(), and under no_sync()."""
     alive = model()
     joins = alive is not None and alive._join_config.enable
     return alive is not None and bool(joins or alive._engine.policy.reduces_always)
 
 
 class FrontLogger:
-    """Stands where torch's front expects a `torch.distributed.Logger`."""
+    """Replacement for torch's `torch.distributed.Logger`."""
 
     def __init__(self, engine: Engine, facts: WrapFacts) -> None:
         self._engine = engine
@@ -178,7 +180,7 @@ class FrontLogger:
         self._last_error = ""
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called at the start of a forward that will synchronise."""
+        """Log the last step, at the start of a forward that will synchronise."""
         self.steps.before_forward()
 
     def _set_static_graph(self) -> None:
@@ -191,7 +193,7 @@ class FrontLogger:
         self._data.ints_map["join_uneven_inputs"] = 1
 
     def set_error_and_log(self, message: str) -> None:
-        """Called with an error that is raised next."""
+        """Note an error that is raised next."""
         self._data.ints_map["has_error"] = 1
         self._data.ints_map["iteration"] = self.steps.iteration
         self._data.strs_map["error"] = message

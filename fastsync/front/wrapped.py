@@ -1,4 +1,4 @@
-"""A front whose ranks look out for each other where torch's would not."""
+"""Front whose ranks check for faults where those of torch's front would not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WrappedFront(StagedFront):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._meets = kwargs.get("init_sync", True)
         super().__init__(*args, **kwargs)
-        self._meets = False  # a copy meets nobody here
+        self._meets = False  # a copy meets no other rank here
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
         built = super()._build_params_for_reducer()

@@ -1,1 +1,1 @@
-"""Which gradient goes where: pure functions of parameters, policy and order."""
+"""Plans of gradients and buckets: pure functions of parameters, policy and order."""

@@ -46,7 +46,7 @@ _FP32 = FORMATS["fp32"]
 
 @dataclass(frozen=True)
 class ShardSlot:
-    """Where a parameter lies in a unit, whose gradients each rank keeps a region of.
+    """Position of a parameter in a unit, whose gradients each rank keeps a region of.
 
     Attributes:
         unit: number of the unit.
@@ -63,7 +63,7 @@ class ShardSlot:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What planning needs to know about one parameter.
+    """Facts about one parameter that planning needs.
 
     Attributes:
         index: position among the model's parameters.
@@ -99,7 +99,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """How a bucket travels as something else than gradients in one all-reduce.
+    """Plan of a bucket that travels as something else than gradients in one all-reduce.
 
     Attributes:
         codec: a `Format` or a user's codec.
@@ -135,12 +135,12 @@ class PlannedBucket:
 
     @property
     def format_name(self) -> str:
-        """What the bucket travels as."""
+        """Return the name of the format that the bucket travels as."""
         return self.coded.codec.name if self.coded else str(self.dtype).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank hands to collectives."""
+        """Return the bytes that a rank hands to collectives."""
         if self.coded is None and self.regions is not None:
             chunk = align_up(self.regions.numel + self.regions.flags, ALIGNMENT)
             return self.regions.chunks * chunk * self.dtype.itemsize
@@ -162,7 +162,7 @@ class BucketPlan:
 
     @property
     def chained(self) -> bool:
-        """Whether any bucket travels through a chain of collectives."""
+        """Return whether any bucket travels through a chain of collectives."""
         return any(
             bucket.coded is not None and (bucket.regions is None or bucket.coded.node_ranks > 1)
             for bucket in self.buckets
@@ -170,9 +170,9 @@ class BucketPlan:
 
 
 def travels_coded(codec: AnyCodec, gradient: torch.dtype) -> bool:
-    """Whether gradients of real dtype `gradient` take the form of `codec`.
+    """Return whether gradients of real dtype `gradient` take the form of `codec`.
 
-    16-bit gradients are compressed below 16 bits only, and whoever trains in fp64 wants fp64.
+    16-bit gradients are compressed below 16 bits only; fp64 gradients stay fp64.
     """
     if gradient is torch.float32:
         return True
@@ -181,7 +181,7 @@ def travels_coded(codec: AnyCodec, gradient: torch.dtype) -> bool:
 
 
 def feeds_back(spec: ParamSpec, wire: Wire) -> bool:
-    """Whether `wire` feeds back what coding this gradient loses.
+    """Return whether `wire` feeds back what coding this gradient loses.
 
     That its bucket is small, or that the first steps travel as fp32, changes nothing here.
     """
@@ -201,7 +201,7 @@ def make_plan(
     world_size: int,
     node_ranks: int = 1,
 ) -> BucketPlan:
-    """Fills buckets with gradients in the order in which they become ready.
+    """Fill buckets with gradients in the order in which they become ready.
 
     Each bucket holds one dtype on one device and is closed when it reaches its cap. Buckets are
     sent in the order of their last gradients, so that none waits for one that comes after those of
@@ -221,7 +221,7 @@ def make_plan(
 
 
 def settled_order(ready: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
-    """`ready` with the members of each group in the group's own order.
+    """Return `ready` with the members of each group in the group's own order.
 
     A compiled graph yields its gradients all at once, in an order that means nothing. Where graphs
     were split by a plan, the plan made from the observed order must be that plan again.
@@ -352,7 +352,7 @@ def coded_regions(
 
 
 def _native_dtype(spec: ParamSpec, codec: AnyCodec | None, policy: SyncPolicy) -> torch.dtype:
-    """What the backend sums. Mixed precision names the dtype of all real gradients."""
+    """Return the dtype that the backend sums. Mixed precision names that of all real gradients."""
     if policy.mixed.reduce is not None and not spec.sparse and not spec.pairs:
         return policy.mixed.reduce
     native = None if codec is None else native_dtype(codec)
@@ -360,7 +360,7 @@ def _native_dtype(spec: ParamSpec, codec: AnyCodec | None, policy: SyncPolicy) -
 
 
 def _codec_of(group: Sequence[ParamSpec], policy: SyncPolicy) -> AnyCodec | None:
-    """The bucket's format; None where its gradients travel as they are."""
+    """Return the bucket's format; None where its gradients travel as they are."""
     first = group[0]
     small = sum(spec.nbytes for spec in group) < policy.wire.min_bytes
     return first.codec if not small and not policy.hooked and _may_be_coded(first) else None

@@ -1,4 +1,6 @@
-"""Whether a training outlives its ranks, and how gradients then travel and are averaged."""
+"""Policy of a training that survives the death of ranks: how gradients then travel and are
+averaged.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ RESCALE = ("average", "sum_of_start")
 
 @dataclass(frozen=True)
 class ElasticPolicy:
-    """How a training goes on when ranks die.
+    """Policy of a training that goes on when ranks die.
 
     Attributes:
         min_ranks: with fewer ranks left it ends with an error, on each of them.
@@ -41,7 +43,7 @@ class ElasticPolicy:
 
     @classmethod
     def of(cls, wanted: bool | ElasticPolicy) -> ElasticPolicy | None:
-        """From FastDDP's argument: True, a policy, or False.
+        """Return the policy for FastDDP's argument: True, a policy, or False.
 
         Raises:
             TypeError: it is something else.
@@ -50,7 +52,7 @@ class ElasticPolicy:
 
 
 def may_lose_ranks(wire: Wire) -> bool:
-    """Whether gradients may travel as `wire` between ranks of which some die and come back.
+    """Return whether gradients may travel as `wire` between ranks of which some die and come back.
 
     What a rank keeps back dies with it. In a block format that is one rounding at most; top-k keeps
     back most of many gradients, and a user's codec whatever it likes. In the hierarchical form a

@@ -1,4 +1,4 @@
-"""Where gradients lie in a flat buffer: offsets, padding, flags. Pure integers, checked invariants.
+"""Layout of gradients in a flat buffer: offsets, padding, flags. Pure integers, checked invariants.
 
 A flat buffer of a bucket is, in elements of its wire dtype::
 
@@ -80,7 +80,7 @@ def dense_layout(numels: Sequence[int]) -> FlatLayout:
 
 
 def flat_layout(numels: Sequence[int], world_size: int, flags: bool) -> FlatLayout:
-    """Lays out slots of `numels` elements one after the other.
+    """Lay out slots of `numels` elements one after the other.
 
     Args:
         numels: elements of each slot; 0 is allowed.
@@ -143,7 +143,7 @@ def payload_layout(
     flags: int,
     piece_bytes: int,
 ) -> PayloadLayout:
-    """Cuts a bucket into pieces, and each into `parts` equal chunks.
+    """Cut a bucket into pieces, and each into `parts` equal chunks.
 
     Args:
         slots: where gradients lie; chunks are multiples of its alignment.
@@ -180,7 +180,8 @@ class RegionPart:
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """How gradients travel to the ranks that own them: in a chunk of equal size for each rank.
+    """Layout of gradients on their way to the ranks that own them: a chunk of equal size for each
+    rank.
 
     Attributes:
         numel: elements of a chunk.
@@ -197,7 +198,7 @@ class RegionLayout:
 
 
 def region_layout(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
-    """Packs what each rank owns of each slot into that rank's chunk.
+    """Pack what each rank owns of each slot into that rank's chunk.
 
     Args:
         slots: where gradients lie among as many equal regions as there are ranks.

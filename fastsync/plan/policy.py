@@ -37,12 +37,12 @@ _PIECE = Span(seconds=0.003, latencies=6)
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """How large buckets may grow, in bytes of gradients.
+    """Limits on the size of buckets, in bytes of gradients.
 
     Attributes:
         caps: cap of the first bucket, the second, and so on; the last one holds for the rest. A
             bucket is closed by the gradient that reaches its cap.
-        adaptive: the caps are nobody's wish, and may follow the speed of the network.
+        adaptive: the caps are not the user's, and may follow the speed of the network.
         last: bytes that the last bucket should hold at most; those before it grow from there, each
             to as much as follows it, up to their caps. None: as large as their caps.
     """
@@ -57,7 +57,7 @@ class BucketPolicy:
 
     @classmethod
     def from_mb(cls, cap_mb: float | None, caps_mb: Sequence[float] | None = None) -> BucketPolicy:
-        """From DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
+        """Return the policy for DDP's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in MiB.
 
         By default the first bucket is small, so that communication starts early, and the others
         hold 25 MiB, or less where the network turns out to be slow.
@@ -90,7 +90,7 @@ class BucketPolicy:
         return replace(self, caps=(*self.caps[:-1], cap), last=last)
 
     def in_memory(self, masters: bool) -> BucketPolicy:
-        """Where ranks share memory and gradients.
+        """Return the policy for ranks that share memory and gradients.
 
         A collective costs little there, and its buffers are most of what a step needs for a while.
         With `masters` those of a bucket's step are twice as large as its gradients.
@@ -101,7 +101,9 @@ class BucketPolicy:
         return replace(self, caps=tuple(min(cap, most) for cap in self.caps))
 
     def limit(self, closed: int, left: int) -> int:
-        """Bytes that close a bucket after `closed` others, with `left` in it or still to come."""
+        """Return the bytes that close a bucket after `closed` others, with
+        `left` in it or to come.
+        """
         cap = self.caps[min(closed, len(self.caps) - 1)]
         return cap if self.last is None else min(cap, max(self.last, left // 2))
 
@@ -122,7 +124,8 @@ class MixedPolicy:
 
     @classmethod
     def of(cls, given: object) -> MixedPolicy:
-        """From the argument: None, or anything with the attributes of torch's `_MixedPrecision`.
+        """Return the policy for the argument: None, or anything with the attributes of
+        `_MixedPrecision`.
 
         Raises:
             TypeError: it is something else.
@@ -147,7 +150,7 @@ class MixedPolicy:
 
 @dataclass(frozen=True)
 class UnitWires:
-    """What units that ranks share (stage 3) travel as.
+    """Formats of the messages of units that ranks share (stage 3).
 
     Attributes:
         gradients: the format's name or codec, and how it rounds; the rest of a `Wire` is about
@@ -155,7 +158,7 @@ class UnitWires:
         parameters: a format, one of `PARAMETER_WIRES`; None: as they are.
 
     Raises:
-        ValueError: units cannot travel so.
+        ValueError: units cannot travel in these formats.
     """
 
     gradients: Wire = field(default_factory=Wire)
@@ -195,7 +198,7 @@ class UnitWires:
             )
 
     def describe(self) -> str:
-        """Everything that ranks must agree on, in words."""
+        """Return everything that ranks must agree on, in words."""
         parameters = "" if self.parameters is None else f", parameters as {self.parameters}"
         return self.gradients.describe() + parameters
 
@@ -206,7 +209,7 @@ ON_SKIP = ("raise", "average_others")
 
 @dataclass(frozen=True)
 class SyncPolicy:
-    """How gradients travel and where they live.
+    """Policy of how gradients travel and where they live.
 
     Attributes:
         wire: the format of gradients on the wire.
@@ -243,12 +246,12 @@ class SyncPolicy:
 
     @property
     def may_skip(self) -> bool:
-        """Whether ranks count at every step who has gradients."""
+        """Return whether ranks count at every step how many ranks have gradients."""
         return self.on_skip == "average_others"
 
     @property
     def uncapturable(self) -> str:
-        """What a step that becomes part of a CUDA graph would lack; empty: nothing."""
+        """Return what a step in a CUDA graph would lack; empty: nothing."""
         if self.may_skip:
             return "cannot count who has gradients; use on_skip='raise'"
         return "" if self.elastic is None else "does not wait for ranks; leave elastic out"
@@ -260,7 +263,7 @@ class SyncPolicy:
 
     @property
     def flagged(self) -> bool:
-        """Whether flags travel with the gradients: which are used, and which are finite."""
+        """Return whether flags travel with the gradients: which are used, and which are finite."""
         return self.checks_finite or not self.fail_on_unused
 
     @property
@@ -270,13 +273,15 @@ class SyncPolicy:
 
     @property
     def shardable(self) -> bool:
-        """Whether ranks may each keep a part of the averages, which is lost with its rank."""
+        """Return whether ranks may each keep a part of the averages, which is
+        lost with its rank.
+        """
         mixed = self.mixed.param is not None
         return self.wire.adds_by_parts and not self.hooked and not mixed and self.elastic is None
 
     @property
     def reduces_always(self) -> bool:
-        """Whether gradients are reduced after every backward, `no_sync()` or not."""
+        """Return whether gradients are reduced after every backward, `no_sync()` or not."""
         return self.zero.stage == 2 and self.shardable
 
     def __post_init__(self) -> None:
@@ -301,7 +306,7 @@ def piece_bytes(wire: Wire, network: Network, device: torch.device) -> int:
     and each costs its launches: there is one.
 
     Args:
-        wire: whose `piece_bytes` wins where it is set.
+        wire: policy whose `piece_bytes` wins where it is set.
         network: as it carries coded bytes.
         device: of the gradients.
     """

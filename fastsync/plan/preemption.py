@@ -1,4 +1,4 @@
-"""What a training does when its machines are taken away: it saves, and ends."""
+"""Policy of a training whose machines are taken away: it saves, and ends."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 __all__ = ["PreemptionPolicy"]
 
-# Those that no handler may have, and those that tell of errors of the program itself.
+# Signals that no handler may have, and signals of errors of the program itself.
 _UNFIT = ("SIGKILL", "SIGSTOP", "SIGINT", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
 @dataclass(frozen=True)
 class PreemptionPolicy:
-    """What a training does when its machines are taken away.
+    """Policy of a training whose machines are taken away.
 
     Attributes:
         save: called on every rank after the same step, without arguments.
-        signals: names of those that say so, to any rank.
+        signals: names of the signals that say so, to any rank.
 
     Raises:
-        TypeError, ValueError: one of them makes no sense.
+        TypeError, ValueError: an argument makes no sense.
     """
 
     save: Callable[[], object]
@@ -42,7 +42,7 @@ class PreemptionPolicy:
 
     @classmethod
     def of(cls, wanted: Callable[[], object] | PreemptionPolicy | None) -> PreemptionPolicy | None:
-        """From FastDDP's argument.
+        """Return the policy for FastDDP's argument.
 
         Raises:
             TypeError: it is something else.

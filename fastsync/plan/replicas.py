@@ -1,4 +1,4 @@
-"""What ranks that should have the same do to find out whether they have."""
+"""Policy of comparing what all ranks should have alike."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["ReplicaPolicy"]
 
 @dataclass(frozen=True)
 class ReplicaPolicy:
-    """How often the ranks compare what all of them should have, and what a difference leads to.
+    """Interval at which ranks compare what all of them should have, and response to a difference.
 
     Attributes:
         every: synchronised backwards from one comparison to the next.
-        repair: ranks that differ take over what most ranks have. False, or where there is no
-            majority: an error, on every rank.
+        repair: ranks that differ copy what most ranks have. False, or where there is no majority:
+            an error, on every rank.
 
     Raises:
         TypeError, ValueError: `every` is no positive number.
@@ -33,7 +33,7 @@ class ReplicaPolicy:
 
     @classmethod
     def of(cls, wanted: bool | ReplicaPolicy) -> ReplicaPolicy | None:
-        """From FastDDP's argument: True, a policy, or False.
+        """Return the policy for FastDDP's argument: True, a policy, or False.
 
         Raises:
             TypeError: it is something else.

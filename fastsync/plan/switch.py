@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def policy_of(kind: type[T], wanted: bool | T, argument: str) -> T | None:
-    """`wanted` where it is a policy, the default one for True, None for False.
+    """Return `wanted` where it is a policy, the default one for True, None for False.
 
     Args:
         argument: its name, for the error.

@@ -1,4 +1,4 @@
-"""What the first step has shown of the network, and how much travels at a time because of it."""
+"""Measurements of the network in the first step, and how much travels at a time because of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Network", "Span"]
 
 @dataclass(frozen=True)
 class Span:
-    """How long something should travel at least.
+    """Shortest time that something should travel.
 
     Attributes:
         seconds: for what comes before, or after, and is not hidden, this is not much.
@@ -35,7 +35,7 @@ class Network:
 
     @property
     def known(self) -> bool:
-        """Whether sizes may follow from it."""
+        """Return whether sizes may follow from it."""
         return self.rate > 0
 
     def at_share(self, share: float) -> Network:

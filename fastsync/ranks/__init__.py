@@ -1,1 +1,1 @@
-"""What ranks agree on and how they meet: consensus, meetings, links, clocks, leaving."""
+"""Agreement and meetings of ranks: consensus, meetings, links, clocks, exit."""

@@ -1,9 +1,10 @@
-"""Who has come to the first meeting of a group, as the rendezvous store knows it.
+"""The first meeting of a group, and the ranks that have come to it, as the rendezvous store knows
+them.
 
-Until this meeting is over no rank looks out for others. Who waits for a rank that does not come, or
-ends once it has, can still say which one it is, and why, if it has left word. One that stops once
-it has come is found by asking: whose time is over asks in the store, and all that still wait, or
-are through, say there that they are awake.
+Until this meeting is over, no rank watches others. A rank that waits can still name one that does
+not come, or that comes and ends, and says why if that one has left its reason. A rank that comes
+and then stops is found by asking: a rank whose time is over asks in the store, and all ranks that
+still wait, or are through, say there that they are awake.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fastsync.torch_private import Store
 __all__ = ["Arrivals", "LastWords"]
 
 _ANSWERS = 0.3  # seconds for ranks that come just now
-_LISTEN = 1.0  # seconds between two looks whether somebody asks, of a thousand ranks at most
+_LISTEN = 1.0  # seconds between two looks for a question, of a thousand ranks at most
 _DISTANCE = 3  # each warning comes so many times later
 
 
@@ -30,11 +31,11 @@ class Arrivals:
     """One meeting. This rank arrives when it makes one.
 
     Args:
-        store: that all ranks reach.
+        store: store that all ranks reach.
         me: a name that all ranks know, this rank, and how many there are.
-        warn_after: seconds of waiting.
-        has_ended: whether a process of this machine has.
-        answers: ranks look around while they wait, so that they can be asked.
+        warn_after: seconds of waiting after which this rank warns.
+        has_ended: tells whether a process of this machine has ended.
+        answers: ranks check the store while they wait, so that they can be asked.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Arrivals:
         self._number = store.add(f"{self._place}/{self._rank}", 1)
 
     def look(self) -> None:
-        """Answers who asks, and warns of ranks that are late, when it is time. One rank speaks for
-        all that wait."""
+        """Answer ranks that ask, and warn of late ranks, when it is time. One rank speaks for all
+        that wait.
+        """
         if time.monotonic() - self._listened >= self._pause:
             self._listened = time.monotonic()
             if self._has_been_said(self._question):
@@ -104,10 +106,10 @@ class Arrivals:
         raise SyncFault(text, absent, seconds=self._waited(), reason=reason)
 
     def end(self, came: bool) -> None:
-        """Nobody counts this meeting but the store."""
+        """Do nothing: only the store counts this meeting."""
 
     def passed(self) -> None:
-        """This rank has heard of all others, and goes on."""
+        """Say that this rank has heard of all others, and goes on."""
         self._say(self._awake_of(self._rank))
 
     @property
@@ -125,16 +127,19 @@ class Arrivals:
             return False
 
     def _read(self, key: str) -> str:
-        """Empty where nobody has written it, or the store does not tell."""
+        """Return what is under `key`; empty where it is not written, or the
+        store does not answer.
+        """
         try:
             return self._store.get(key).decode() if self._has_been_said(key) else ""
         except RuntimeError:
             return ""
 
     def _asleep(self) -> list[int]:
-        """Ranks that have come and do not say that they are awake, as the first that asked saw it.
+        """Return ranks that came and do not say that they are awake, as the first asking rank saw
+        it.
 
-        Empty where nobody can answer, or the store does not tell.
+        Empty where ranks cannot answer, or the store does not.
         """
         if not self._answers:
             return []
@@ -157,7 +162,9 @@ class Arrivals:
         ), "does not answer"
 
     def _name_as(self, what: str, ranks: list[int]) -> list[int]:
-        """All that ask say what the first one has found, unless it has found nobody."""
+        """Return the ranks that the first asking rank has found, or `ranks` if this one is the
+        first.
+        """
         if not ranks:
             return []
         mine = " ".join(map(str, ranks))
@@ -196,7 +203,7 @@ class Arrivals:
         return space == self._space and self._has_ended(process)
 
     def _last_words(self) -> tuple[int, str]:
-        """Of a rank that has left some; empty if nobody has."""
+        """Return a rank that has left its exit reason, and the reason; empty if there is none."""
         rank, _, why = self._read(_last_words_at(self._place)).partition(" ")
         return int(rank or -1), why
 
@@ -219,12 +226,13 @@ class Arrivals:
 
 
 class LastWords:
-    """What a rank leaves in the store if its script raises while nobody looks out for it.
+    """Exit reason that a rank leaves in the store if its script raises before the fault watch is
+    open.
 
     Args:
-        store: that all ranks reach.
-        name: of the meeting that is to come.
-        rank: this one.
+        store: store that all ranks reach.
+        name: name of the meeting that is to come.
+        rank: this rank.
     """
 
     def __init__(self, store: Store, name: str, rank: int) -> None:
@@ -232,16 +240,16 @@ class LastWords:
         self._forked = False
 
     def leave(self, how: str, why: str) -> None:
-        """Leaves them where `how` is "raises"."""
+        """Leave the reason in the store if `how` is "raises"."""
         if how == "raises" and not self._forked:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._store.set(self._place, f"{self._rank} {why}")
 
     def outlast(self, seconds: float) -> None:
-        """Nobody knows how others end."""
+        """Do nothing: this rank cannot learn how others end."""
 
     def close(self) -> None:
-        """They are there."""
+        """Do nothing: the reason is in the store."""
 
     def abandon(self) -> None:
         self._forked = True

@@ -26,7 +26,7 @@ _PINGS = 20
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What to add to a rank's steady clock to get rank 0's.
+    """Nanoseconds to add to a rank's steady clock to get rank 0's.
 
     Attributes:
         offset_ns: nanoseconds.
@@ -38,7 +38,7 @@ class ClockOffset:
 
 
 def clock_name() -> str:
-    """Equal on two processes only if they read the same steady clock."""
+    """Return a name that is equal on two processes only if they read the same steady clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = Path("/proc/self/ns/time").readlink()
@@ -72,7 +72,7 @@ class Mailbox:
         self._store.set(key, text)
 
     def wait(self, key: str) -> None:
-        """Returns once there is something under `key`.
+        """Wait until there is something under `key`.
 
         Raises:
             RuntimeError: nothing came in time, or the store is gone.
@@ -84,21 +84,21 @@ class Mailbox:
             raise RuntimeError(f"nothing came under {key!r} in time")
 
     def take(self, key: str) -> bytes:
-        """What is under `key`, once it is there; raises as `wait`."""
+        """Return and delete what is under `key`, once it is there; raise as `wait` does."""
         self.wait(key)
         letter: bytes = self._store.get(key)
         self._store.delete_key(key)
         return letter
 
     def read(self, key: str) -> bytes:
-        """As `take`, and leaves it there for others."""
+        """Return what is under `key` as `take` does, and leave it there for others."""
         self.wait(key)
         letter: bytes = self._store.get(key)
         return letter
 
 
 def align_clocks(mail: Mailbox, rank: int, world: int, clock: str = "") -> list[ClockOffset | None]:
-    """Every rank calls it and learns the offset of each; None for ranks that did not come.
+    """Return the clock offset of each rank; None for ranks that did not come. Collective.
 
     Args:
         clock: the name of this rank's clock; `clock_name()` by default.

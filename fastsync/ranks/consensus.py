@@ -1,4 +1,4 @@
-"""What all ranks must agree on before training: checked once, and a difference named on every rank.
+"""Settings that all ranks must agree on before training: a difference is named on every rank.
 
 Each rank contributes a description of its model and settings, or the error that keeps it from
 building one. Only digests travel unless they differ, so agreement costs one tiny collective.
@@ -31,10 +31,10 @@ class RankMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank says of itself.
+    """One rank's statement of its model and settings.
 
     Attributes:
-        settings: name and value of everything that must be equal.
+        settings: name and value of each setting that must be equal.
         params: what identifies each parameter, in order.
         error: why this rank cannot go on; empty if it can.
     """
@@ -64,7 +64,7 @@ def agree(
     failure: str = "FastDDP cannot be built on every rank;",
     run: Run = _run_alone,
 ) -> None:
-    """Returns once every rank is known to have made the same, error-free statement.
+    """Wait until every rank is known to have made the same, error-free statement.
 
     Collective: every rank of `group` must call it, with its own error if it has one.
 
@@ -90,14 +90,14 @@ def agree(
 def together(
     group: dist.ProcessGroup, device: torch.device, failure: str, run: Run
 ) -> Iterator[dict[str, str]]:
-    """What is done within fails on every rank where it fails on one. Collective.
+    """Make what is done within fail on every rank if it fails on one. Collective.
 
     Args:
         failure: how the report of errors begins.
-        run: waits for the other ranks.
+        run: runs a collective, and waits for the other ranks in it.
 
     Yields:
-        room for settings, which must be equal on all ranks at the end.
+        A dictionary for settings, which must be equal on all ranks at the end.
 
     Raises:
         ValueError, TypeError: where they were raised within.

@@ -1,7 +1,7 @@
-"""Tells the other ranks why this one leaves, before it does.
+"""Messages to the other ranks that say why this one ends, before it does.
 
-An exception that nobody catches reaches `sys.excepthook`, the end of a script the functions of
-`atexit`. Both tell whoever was given to `before_leaving`.
+An uncaught exception reaches `sys.excepthook`, the end of a script the functions of `atexit`. Both
+call the objects that were given to `before_leaving`.
 """
 
 from __future__ import annotations
@@ -40,30 +40,35 @@ _LONGEST = 500  # characters of an exception's text
 
 
 class Leaver(Protocol):
-    """Who tells the others."""
+    """Object that tells the other ranks."""
 
     def leave(self, how: str, why: str) -> None:
-        """`how`: "ends", "raises" or "gives up", the last because of other ranks."""
+        """Tell them `how` this rank ends and `why`. `how` is "ends", "raises" or "gives up", the
+        last because of other ranks.
+        """
 
     def outlast(self, seconds: float) -> None:
-        """Returns once the ranks because of which this one gives up have ended where they end, or
-        after so long: launchers take the process that is first to fail for the cause."""
+        """Wait until the ranks that caused this one to give up have ended, but for at most
+        `seconds`.
+
+        Launchers take the process that is first to fail for the cause.
+        """
 
     def close(self) -> None:
-        """What has been told is on its way, and nothing more will be."""
+        """Wait until everything that has been told is on its way; nothing more will be."""
 
     def abandon(self) -> None:
-        """This process was forked from the one that the leaver is of."""
+        """Forget the ranks: this process was forked from the one that the object belongs to."""
 
 
 def before_leaving(leaver: Leaver) -> None:
-    """Has `leaver` told how this process ends, as long as it lives."""
+    """Let `leaver` tell how this process ends, as long as it lives."""
     _leavers().add(leaver)
 
 
 @cache
 def _leavers() -> weakref.WeakSet[Leaver]:
-    """Those of this process; the first time, hooks where it can end."""
+    """Return the leavers of this process. The first call installs hooks wherever it can end."""
     leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
     atexit.register(_at_end, leavers)
     os.register_at_fork(after_in_child=lambda: _in_child(leavers))
@@ -111,7 +116,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _frame_of_script(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The last one outside of libraries. A script that is itself installed has none such."""
+    """Return the last frame outside of libraries. A script that is itself installed has none."""
     for libraries in (_LIBRARIES, _NEAREST, ()):
         own = [frame for frame in frames if not frame.filename.startswith(libraries)]
         if own:

@@ -8,18 +8,18 @@ __all__ = ["SyncFault"]
 
 
 class SyncFault(RuntimeError):
-    """Other ranks have ended, or did not come in time; the text says which, where and why.
+    """Error on a rank whose peers have ended or did not come in time; says which, where and why.
 
     The ranks do not agree any more once it has been raised, so every later forward raises it too:
     restart from a checkpoint.
 
     Attributes:
-        ranks: those that were missing, of the process group.
+        ranks: the missing ranks of the process group.
         phase: what the first of them was doing when it was last heard of: "forward", "after
             forward", "backward", "waiting" (for others), "gathering" (parameters), "reducing" (a
             unit's gradients), "planning", "comparing" (replicas), "wrapping" (the model) or
-            "between steps"; empty where it had not begun to wrap the model, or nobody knows.
-        bucket: that this rank waited for, from 0; -1 where it waited for something else.
+            "between steps"; empty where it had not begun to wrap the model, or that is unknown.
+        bucket: the bucket that this rank waited for, from 0; -1 where it waited for something else.
         parameters: names of those in that bucket, or unit.
         seconds: that this rank had waited.
         reason: what became of the first of them: "was killed by SIGKILL", the exception that it

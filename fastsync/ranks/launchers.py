@@ -1,9 +1,10 @@
-"""What the launchers of a training's machines know of each other.
+"""State that the launchers of a training's machines share.
 
-Each serves the ranks of its machine, the first one the store as well. Through that each tells every
-now and then how its ranks are, with a count that goes on; the others go by what it has told last.
-If a count stands still for `_SILENT` seconds, that launcher is gone, and so are its ranks. What has
-to be unique among machines, such as the number of a rank that joins, is counted in the store.
+Each launcher serves the ranks of its machine; the first one serves the store as well. Through the
+store each reports now and then how its ranks are, with a count that goes on. The others use its
+last report. If a count stands still for `_SILENT` seconds, that launcher is gone, and so are its
+ranks. What has to be unique among machines, such as the number of a rank that joins, is counted in
+the store.
 
 A launcher that cannot reach the store any more counts with its own ranks alone.
 """
@@ -60,17 +61,17 @@ class _Heard:
 
 
 class Launchers:
-    """Those of all machines, as one of them sees them.
+    """Launchers of all machines, as one of them sees them.
 
     Args:
-        store: a place where others have nothing.
+        store: a place in the store that has no other user.
         node: the number of this machine.
         nodes: how many there are.
-        per_node: ranks that each begins with.
+        per_node: ranks that each machine begins with.
 
     Attributes:
         cut: the store cannot be reached.
-        ends: a rank of some machine has come to its end, as of the last time that this one told.
+        ends: a rank of some machine has come to its end, as of this launcher's last report.
     """
 
     def __init__(self, store: Store, node: int, nodes: int, per_node: int) -> None:
@@ -83,34 +84,36 @@ class Launchers:
         self.cut = self.ends = False
 
     def begin(self) -> bool:
-        """Whether a launcher of this machine has been here before."""
+        """Return whether a launcher of this machine has been here before."""
         lives = self._ask(lambda: self._store.add(f"lives/{self.node}", 1), 1)
         return lives > 1
 
     def agreed(self, options: str) -> str:
-        """What the launcher of machine 0 was started with; `options` is what this one was."""
+        """Return the options of machine 0's launcher; `options` are those of this one."""
         if self.node == 0:
             self._store.set("options", options)
         return self._store.get("options").decode()
 
     def next_process(self) -> int:
-        """Another number for each process that is started after the others."""
+        """Return another number for each process that is started after the others."""
         return self._ask(lambda: self._store.add("processes", 1), 0)
 
     def next_rank(self) -> int:
-        """The number of a rank that joins."""
+        """Return the number of a rank that joins."""
         return self._begun - 1 + self._ask(lambda: self._store.add("joined", 1), 0)
 
     def end_training(self) -> None:
-        """A rank has come to its end: nobody comes in any more."""
+        """Record that a rank has come to its end: no rank may join any more."""
         self._ask(lambda: self._store.set(ENDED, ""), None)
 
     def is_back(self, process: int) -> bool:
-        """Whether a process that was started after the others trains."""
+        """Return whether a process that was started after the others trains."""
         return self._ask(lambda: self._store.check([back_key(process)]), False)
 
     def tell(self, mine: Machine, at_once: bool = False) -> None:
-        """Says how the ranks of this machine are, and hears of the others; not at every call."""
+        """Report how the ranks of this machine are, and read the other
+        reports; not at every call.
+        """
         if time.monotonic() < self._next and not at_once:
             return
         self._next, self._count = time.monotonic() + self._pause, self._count + 1
@@ -131,7 +134,9 @@ class Launchers:
 
     @property
     def others(self) -> list[Machine]:
-        """Of those that have begun and gone their launchers are silent, and their ranks gone."""
+        """Return the other machines as they are now. A machine whose launcher is silent has no
+        ranks left.
+        """
         if self.cut:
             return []
         return [self._now(heard) for heard in self._heard.values()]
@@ -144,7 +149,7 @@ class Launchers:
 
     @property
     def busy(self) -> bool:
-        """Whether another launcher is not through."""
+        """Return whether another launcher is not through."""
         return any(machine.running and not machine.done for machine in self.others)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:

@@ -1,12 +1,13 @@
-"""Lets threads finish before the interpreter does: Gloo's, and those of chains of collectives.
+"""Exits that let threads finish before the interpreter does: Gloo's, and those of chains of
+collectives.
 
-A thread of Gloo's that has ended a collective drops its work handle, and with it what Python lent
-it: tensors that have a Python object, those of earlier collectives where the last one was a
-barrier. For that it takes the GIL. Python ends every other thread that asks for the GIL once it has
-begun to finalise, by unwinding its stack, through destructors that must not be unwound: the process
-aborts ("terminate called without an active exception") after all its work is done, torchrun
-reports a failure, and the torchrun of another node waits five minutes for this one. It happens to
-about one in ten short trainings on a busy machine, under any wrapper.
+A thread of Gloo that has ended a collective drops its work handle, and with it what Python lent it:
+tensors that have a Python object, those of earlier collectives where the last one was a barrier.
+For that it takes the GIL. Python ends every other thread that asks for the GIL once it has begun to
+finalise, by unwinding its stack, through destructors that must not be unwound: the process aborts
+("terminate called without an active exception") after all its work is done, torchrun reports a
+failure, and the torchrun of another node waits five minutes for this one. It happens to about one
+in ten short trainings on a busy machine, under any wrapper.
 
 A chain that waits for a rank that has died hangs until the others end, which wakes it when torch
 has freed what it needs: a segmentation fault. Such chains are left for good.
@@ -30,15 +31,15 @@ _CHAINS_LONGEST = 1.0
 
 
 def guard_exit() -> None:
-    """At exit, after whatever is registered later: leaves chains, then `let_threads_finish`."""
+    """At exit, after functions registered later, leave chains, then `let_threads_finish`."""
     atexit.register(let_threads_finish)
     atexit.register(leave_chains, _CHAINS_LONGEST)
 
 
 def let_threads_finish() -> None:
-    """Returns when no thread of Gloo's runs or wants the GIL, or after two seconds.
+    """Wait until no thread of Gloo runs or wants the GIL, or for two seconds.
 
-    Waiting gives the GIL away, so a thread that wants it gets it. One that sleeps all the same has
+    Waiting gives the GIL away, so a thread that wants it gets it. A thread that still sleeps has
     nothing to do, or is in a collective that does not end.
     """
     deadline, quiet = time.monotonic() + _LONGEST, 0
@@ -48,7 +49,9 @@ def let_threads_finish() -> None:
 
 
 def _runs() -> bool:
-    """Whether one of Gloo's threads is running or ready to; never where there is no /proc."""
+    """Return whether one of Gloo's threads is running or ready to; never
+    where there is no /proc.
+    """
     for stat in _TASKS.glob("*/stat"):
         try:
             name, _, rest = stat.read_text().partition("(")[2].rpartition(") ")

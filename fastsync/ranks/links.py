@@ -1,4 +1,4 @@
-"""Which ranks the hierarchical form brings together, and whether they suit it.
+"""Ranks that the hierarchical form brings together, and whether they suit it.
 
 It sums inside a node first, so its links join the ranks of a node, or the ranks that have the same
 place in every node.
@@ -34,12 +34,12 @@ class Nodes:
     node: int
 
     def describe(self) -> str:
-        """What all ranks must agree on."""
+        """Return the description of the grid that all ranks must agree on."""
         return f"{len(self.cross_ranks)} nodes of {len(self.node_ranks)} ranks"
 
 
 def find_nodes(wire: Wire, group: dist.ProcessGroup, local_ranks: int) -> Nodes | None:
-    """The nodes of the hierarchical form; None in the other forms.
+    """Return the nodes of the hierarchical form; None in the other forms.
 
     Args:
         local_ranks: LOCAL_WORLD_SIZE, 0 where it is not set.
@@ -93,7 +93,7 @@ def _given(wire: Wire, ranks: Sequence[int], me: int) -> tuple[tuple[int, ...], 
 
 
 def check_grid(nodes: Nodes, group: dist.ProcessGroup) -> None:
-    """Collective: whether all ranks mean the same grid.
+    """Check whether all ranks mean the same grid. Collective.
 
     Raises:
         ValueError: they do not; the same on every rank.

@@ -1,4 +1,4 @@
-"""What tells machines apart, and this machine's address on the way to the others."""
+"""Identity of machines, and this machine's address on the way to the others."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def process_space() -> str:
 
 
 def network_space() -> str:
-    """Equal on ranks that see each other's processes and share a network.
+    """Return a text that is equal on ranks that see each other's processes and share a network.
 
-    Containers with a network of their own count as machines: whoever made them meant that.
+    Containers with a network of their own count as machines.
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the system does not say.
     """
     boot = _BOOT.read_text(encoding="ascii").strip()
     spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
@@ -37,7 +37,7 @@ def network_space() -> str:
 
 
 def own_address(store: Store) -> str:
-    """This machine's address on the way to the store, where all ranks have been.
+    """Return this machine's address on the way to the store, where all ranks have been.
 
     Raises:
         OSError: there is no way.

@@ -1,4 +1,4 @@
-"""A meeting point for all ranks with a deadline, which can say who did not come.
+"""A meeting point for all ranks with a deadline, which can name the ranks that did not come.
 
 A collective that some rank never enters hangs until the backend's timeout, half an hour by default.
 Where ranks have to change course together, they first meet here, through the rendezvous store.
@@ -35,19 +35,19 @@ class UnreachableStoreError(RuntimeError):
 
 @contextlib.contextmanager
 def _alone(reason: str) -> Iterator[Callable[[], None]]:
-    """Nobody looks out."""
+    """Wait without a watch for faults."""
     yield lambda: None
 
 
 class MeetingPlace:
-    """Where the ranks of a group meet, time and again.
+    """Place where the ranks of a group meet, time and again.
 
     Args:
-        group: whose ranks.
-        name: of the place; equal on all ranks.
+        group: group whose ranks meet.
+        name: name of the place; equal on all ranks.
         timeout: seconds that a rank waits for the others.
-        visit: entered with the reason while this rank waits. What it gives is called again and
-            again; that raises where a rank has ended.
+        visit: context manager, entered with the reason while this rank waits. It yields a function
+            that is called again and again, and raises where a rank has ended.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class MeetingPlace:
 
     @property
     def name(self) -> str:
-        """Of the place, which no other has."""
+        """Return the name of the place, which no other place has."""
         return self._name
 
     def meet(self, reason: str, said: str = "", remedy: str = _REMEDY) -> bool:
-        """Returns once every rank has come.
+        """Wait until every rank has come.
 
         Args:
-            reason: what the ranks meet for, as it should read in the error.
-            said: what this rank tells the others.
-            remedy: what the script should do instead, likewise.
+            reason: what the ranks meet for, as an error says it.
+            said: a text that this rank tells the others.
+            remedy: what the script should do instead, as an error says it.
 
         Returns:
-            Whether all ranks said the same. False where there is no store to say it through.
+            Whether all ranks said the same. False where there is no store.
 
         Raises:
             SyncFault: not all ranks came in time; names those that did not.
@@ -99,7 +99,7 @@ class MeetingPlace:
         store.set(f"{place}/{self._rank}", "here")
         store.add(f"{place}/said {said}", 1)
         if store.add(f"{place}/count", 1) == self._world:
-            # Whoever is the last to be counted finds that everybody has spoken.
+            # The last rank to be counted finds that every rank has spoken.
             alike = store.add(f"{place}/said {said}", 0) == self._world
             store.set(f"{place}/all", "alike" if alike else "unlike")
         with self._visit(f"a meeting for {reason}") as look:
@@ -117,7 +117,7 @@ class MeetingPlace:
         return verdict
 
     def _absent(self, store: Store, place: str, look: Callable[[], None]) -> list[int]:
-        """Waits. Returns who has not come in time."""
+        """Wait, and return the ranks that have not come in time."""
         start, waited, pauses = time.monotonic(), 0.0, looks(self._world)
         while not _comes(store, f"{place}/all", min(next(pauses), self._timeout - waited)):
             waited = time.monotonic() - start
@@ -129,7 +129,9 @@ class MeetingPlace:
         return []
 
     def _clear(self, store: Store, former: str, said: str) -> None:
-        """Everybody is here, so nobody looks at the place before this one any more."""
+        """Delete the keys of the former meeting: every rank is here, so none
+        reads them any more.
+        """
         store.delete_key(f"{former}/{self._rank}")
         store.delete_key(f"{former}/said {said}")
         if self._rank == 0:
@@ -139,7 +141,7 @@ class MeetingPlace:
 
 @contextlib.contextmanager
 def needing_store(group: dist.ProcessGroup, reason: str) -> Iterator[None]:
-    """Errors of the store that `group` was made with say whose they are.
+    """Name the store in errors of the store that `group` was made with.
 
     Args:
         reason: what this rank needs the store for.
@@ -179,8 +181,9 @@ def looks(world: int) -> Iterator[float]:
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:
-    """Whether a key does. A wait in vain takes some stores a second, and others write that on
-    stderr, so short ones ask instead."""
+    """Return whether a key exists. A wait in vain takes some stores a second, and others write that
+    on stderr, so short ones ask instead.
+    """
     deadline = time.monotonic() + seconds
     try:
         if seconds > _OFTEN:

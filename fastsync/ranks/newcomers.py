@@ -1,8 +1,8 @@
-"""Where ranks that come back or join wait until those that train take them in: through the store.
+"""Door through which ranks that come back or join are admitted to a training, in the store.
 
-All keys lie in one place of the store, and each of these ranks makes an announcement with a
-number of its own. While it waits it counts a number up, so that who looks can tell whether it still
-lives: those that train would wait for a dead one when they connect.
+All keys lie in one place of the store, and each waiting rank makes an announcement with a number of
+its own. While it waits it counts a number up, which shows that it is alive: the ranks that train
+would wait for a dead one when they connect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ENDED", "Doorway", "Waiting", "back_key"]
 
 ENDED = "ended"  # set by the launcher once a rank has come to its end
 _BEAT = 0.05  # seconds between two signs of life
-_LOOK = 0.2  # seconds between two looks at who waits
+_LOOK = 0.2  # seconds between two looks for ranks that wait
 _TRAINING = "training"
 
 
@@ -29,12 +29,12 @@ def back_key(attempt: int) -> str:
 
 @dataclass
 class _Sign:
-    """What a rank that trains knows of an announcement.
+    """Knowledge of a training rank about an announcement.
 
     Attributes:
-        rank: whose.
+        rank: the rank that announced itself.
         beat: how far it had counted at the last look; -1: there was none.
-        lives: it has counted on since.
+        lives: it has counted on since then.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class _Sign:
 
 @dataclass
 class Doorway:
-    """What a rank that trains sees of those that wait.
+    """View of a training rank on the ranks that wait.
 
     Args:
-        store: the place of the training, where others have nothing.
+        store: the place of the training in the store, which has no other user.
     """
 
     store: Store
@@ -56,11 +56,11 @@ class Doorway:
     _next_look: float = 0.0
 
     def describe(self, training: str) -> None:
-        """Tells ranks that come back what they need to know. The first rank that does is heard."""
+        """Tell ranks that come back what they need to know. The first rank that does is heard."""
         self.store.compare_set(_TRAINING, "", training)
 
     def somebody_waits(self, present: Collection[int]) -> bool:
-        """Whether a rank that is not `present` waits. Asks the store once in a while.
+        """Return whether a rank that is not `present` waits. Ask the store once in a while.
 
         Raises:
             RuntimeError: the store has gone.
@@ -77,7 +77,7 @@ class Doorway:
         return {s.rank: n for n, s in signs if s.lives and s.rank not in present}
 
     def admit(self, newcomers: Mapping[int, int], epoch: int) -> None:
-        """Tells them that they are members of an epoch. They are tried once."""
+        """Tell them that they are members of an epoch. They are tried once."""
         for number in newcomers.values():
             self.store.set(f"admitted/{number}", str(epoch))
             self._signs.pop(number, None)
@@ -112,16 +112,17 @@ class Waiting:
     timeout: float
 
     def training(self) -> str:
-        """What those that train have told of it.
+        """Return the description of the training by the ranks that train.
 
         Raises:
-            SyncFault: they do not tell.
+            SyncFault: they give none in time.
         """
         self._wait_for(_TRAINING)
         return self.store.get(_TRAINING).decode()
 
     def admitted(self) -> int:
-        """The epoch that this rank is a member of, once those that train have decided that it is.
+        """Return the epoch that this rank is a member of, once the training ranks have decided on
+        it.
 
         Raises:
             SyncFault: they do not.

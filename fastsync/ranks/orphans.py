@@ -1,4 +1,4 @@
-"""Ranks do not outlive the launcher that has started them, however it ends."""
+"""End of ranks together with the launcher that started them, however it ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl()
 
 
 def end_with_parent() -> None:
-    """Has the system send this process a SIGTERM once its parent has ended.
+    """Let the system send this process a SIGTERM once its parent has ended.
 
-    Linux alone can. Where a shell stands between the launcher and this process, that is the parent.
+    Only Linux does. Where a shell stands between the launcher and this process, that is the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""Ranks of which one is told to end agree on the step after which all of them save.
+"""Agreement of the ranks on the step after which all of them save, when one is told to end.
 
 A signal reaches one rank, or all, at any moment. Every rank counts the places between steps that
 it passes, and has a thread that waits for a signal, and for word of others in the store:
@@ -10,7 +10,7 @@ it passes, and has a thread that waits for a signal, and for word of others in t
 3. All save at the place after the highest count. No rank has passed it, since its count was held,
    and each will come to it, since the others need its gradients for the steps before.
 
-Steps themselves cost a lock that nobody else wants.
+Steps themselves cost an uncontended lock.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _SIGNAL, _CLOSED = b"s", b"x"  # what is written to the pipe
 
 
 class Preemption:
-    """How this rank learns that it is to save.
+    """Watch that tells this rank when to save.
 
     Args:
         place: a name that all ranks know, and none has used before.
-        store: that all ranks reach; None where this rank is the only one.
+        store: store that all ranks reach; None where this rank is the only one.
         me: this rank, and how many there are.
-        look_out: begins to look out for ranks; what it gives raises where one has ended.
+        look_out: begins to watch ranks; the function that it returns raises where one has ended.
     """
 
     def __init__(
@@ -67,31 +67,33 @@ class Preemption:
         self._thread = threading.Thread(target=_watch, args=(self,), daemon=True)
 
     def begin(self, numbers: tuple[signal.Signals, ...]) -> None:
-        """Handles these signals from now on. On the main thread."""
+        """Handle these signals from now on. Call it on the main thread."""
         self._numbers = numbers
         for number in numbers:
             signal.signal(number, _Handler(self))
         self._thread.start()
 
     def leave(self, how: str, why: str) -> None:
-        """Others learn it from the watch."""
+        """Do nothing: others learn it from the watch."""
 
     def outlast(self, seconds: float) -> None:
-        """The watch does."""
+        """Do nothing: the watch waits."""
 
     def close(self) -> None:
-        """Ends the thread. It must not run any more when the interpreter ends."""
+        """End the thread. It must not run any more when the interpreter ends."""
         if self._process == os.getpid() and self._thread.is_alive():
             os.write(self._pipe[1], _CLOSED)
             self._thread.join(_SAME)
 
     def abandon(self) -> None:
-        """In a process that was forked, which signals end as they end others."""
+        """Restore the default handlers in a process that was forked: signals end it as they end
+        others.
+        """
         for number in self._numbers:
             signal.signal(number, signal.SIG_DFL)
 
     def comes(self) -> bool:
-        """This rank comes to a place between steps: whether it is to save there.
+        """Pass a place between steps; return whether this rank is to save there.
 
         Waits while the ranks agree.
         """
@@ -100,7 +102,7 @@ class Preemption:
             return self._at is not None and self._passed >= self._at
 
     def end_saved(self) -> None:
-        """This rank has saved, as have all others.
+        """End this rank, which has saved, as have all others.
 
         Raises:
             SystemExit: with the exit code of a process that a signal ends.
@@ -112,7 +114,7 @@ class Preemption:
         raise SystemExit(128 + number)
 
     def on_signal(self, number: int) -> None:
-        """Of the main thread."""
+        """Handle a signal on the main thread."""
         now = time.monotonic()
         if self._quiet_until and now >= self._quiet_until:
             self.end(number)
@@ -122,7 +124,7 @@ class Preemption:
             os.write(self._pipe[1], _SIGNAL)
 
     def end(self, number: int) -> None:
-        """At once."""
+        """End this process at once."""
         if os.getpid() == self._process:
             line = f"fastsync: rank {self._rank} ends: {signal.Signals(number).name}\n"
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
@@ -132,7 +134,7 @@ class Preemption:
     # -- the thread's --
 
     def watch(self) -> None:
-        """Waits for a signal, or word of one; then all agree."""
+        """Wait for a signal, or word of one; then agree with all ranks."""
         period = max(_PERIOD, self._world * _PERIOD / _RANKS_PER_PERIOD)
         try:
             while not (told := self._told(period)) and not self._is_called():
@@ -146,7 +148,7 @@ class Preemption:
                 os.kill(self._process, self._number)
 
     def _told(self, seconds: float) -> bytes:
-        """What has been written to the pipe: a signal, or the end. Empty: nothing."""
+        """Return what has been written to the pipe: a signal, or the end. Empty: nothing."""
         ready, _, _ = select.select([self._pipe[0]], [], [], seconds)
         return os.read(self._pipe[0], 1) if ready else b""
 
@@ -193,7 +195,7 @@ class Preemption:
 
 
 class _Handler:
-    """Of a signal: that of `preemption` while there is one."""
+    """Handler of a signal: calls `preemption` while there is one."""
 
     def __init__(self, preemption: Preemption) -> None:
         self._preemption = weakref.ref(preemption)
@@ -216,7 +218,7 @@ def _watch(preemption: Preemption) -> None:
 
 
 def check_handlers(numbers: tuple[signal.Signals, ...]) -> None:
-    """Whether these signals can be handled here.
+    """Return whether these signals can be handled here.
 
     Raises:
         ValueError: on another thread than the main one, or something else handles one of them.
@@ -237,7 +239,7 @@ def check_handlers(numbers: tuple[signal.Signals, ...]) -> None:
 
 
 def outlive_preemption(worker: int = 0) -> None:
-    """Has a worker of a data loader live on when a launcher tells all processes to end.
+    """Keep a worker of a data loader alive when a launcher tells all processes to end.
 
     It still ends when its rank tells it to: `DataLoader(..., worker_init_fn=outlive_preemption)`.
     """

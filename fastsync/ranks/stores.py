@@ -18,14 +18,14 @@ _MOST_SECONDS, _MOST_MILLISECONDS = 32767, 2**31 - 1  # that Linux takes
 
 
 def served_at(store: Store) -> tuple[str, int] | None:
-    """Host and port of the process that serves a store; None for stores that are files."""
+    """Return host and port of the process that serves a store; None for stores that are files."""
     root = root_store(store)
     return (root.host, root.port) if isinstance(root, TCPStore) else None
 
 
 def limit_silence(store: Store, seconds: float) -> None:
-    """Has this process's connections with the process that serves `store` fail once its machine
-    has acknowledged nothing for so long.
+    """Let connections to the process that serves `store` fail once its machine is silent for so
+    long.
 
     TCP by itself gives up after a quarter of an hour, in which a rank that has been cut off waits
     for answers. Nothing changes where the system has no such limit, as outside of Linux.
@@ -38,7 +38,7 @@ def limit_silence(store: Store, seconds: float) -> None:
 
 
 def limit_connection(connection: socket.socket, seconds: float) -> None:
-    """Have a connection fail once the other machine has acknowledged nothing for so long.
+    """Let a connection fail once the other machine has acknowledged nothing for so long.
 
     Nothing changes where the system has no such limit.
     """
@@ -58,7 +58,7 @@ def limit_connection(connection: socket.socket, seconds: float) -> None:
 
 
 def _connections_with(host: str, port: int) -> Iterator[socket.socket]:
-    """Those of this process, each open for as long as it is looked at."""
+    """Yield this process's connections to an address, each open for as long as it is looked at."""
     try:
         hosts = {_plain(str(found[4][0])) for found in socket.getaddrinfo(host, port)}
         files = [int(name) for name in os.listdir(_FILES)]
@@ -78,5 +78,5 @@ def _connections_with(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _plain(address: str) -> str:
-    """Of IPv4 addresses that IPv6 sockets have."""
+    """Return an IPv4 address without the prefix that IPv6 sockets give it."""
     return address.removeprefix("::ffff:")

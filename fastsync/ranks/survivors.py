@@ -1,8 +1,8 @@
-"""Where the survivors of a death meet: through the rendezvous store, in one epoch after the other.
+"""Meetings of the survivors of a death: through the rendezvous store, one epoch after the other.
 
-Each survivor says which steps it has finished. The lowest of those that are not known to be dead
-decides for all, once all of them have spoken, by a compare-and-set: whatever it says first holds.
-A rank that dies later than that leads to the next epoch, which everybody reaches by itself.
+Each survivor says which steps it has finished. The lowest rank that is not known to be dead decides
+for all, once all survivors have spoken. It decides by compare-and-set, so that the first decision
+holds. A later death leads to the next epoch, which each rank reaches by itself.
 
 Ranks are counted here as they were when the training began.
 """
@@ -25,7 +25,7 @@ _LONGEST = 1800.0
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank is.
+    """Progress of one rank.
 
     Attributes:
         steps: that it has finished.
@@ -40,13 +40,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the survivors of an epoch do, the same on all of them.
+    """Decision on what the survivors of an epoch do, the same on all of them.
 
     Attributes:
-        ranks: who they are.
-        steps: that all of them have finished when they go on.
-        takes: those that have finished fewer take the averages that they have.
-        newcomers: those of the ranks that come back, each with the number of its announcement.
+        ranks: the survivors.
+        steps: steps that all of them have finished when they go on.
+        takes: ranks that have finished fewer steps use the averages that they have.
+        newcomers: ranks that come back, each with the number of its announcement.
     """
 
     ranks: tuple[int, ...]
@@ -62,21 +62,21 @@ class Decision:
 
     @classmethod
     def of(cls, text: bytes) -> Decision:
-        """What the store holds."""
+        """Decode a decision from the store."""
         told = json.loads(text)
         back = tuple((rank, number) for rank, number in told["newcomers"])
         return cls(tuple(told["ranks"]), told["steps"], told["takes"], back)
 
 
 def decide(standings: Mapping[int, Standing], waiting: Mapping[int, int] | None = None) -> Decision:
-    """What follows from where the survivors are.
+    """Return the decision that follows from the steps of the survivors.
 
-    Whoever has finished a step knew that everybody had all averages of it. So if a rank that has
-    the fewest steps lacks any, nobody has finished the step, and all average it again. If none
-    lacks any, somebody, perhaps one of the dead, may have finished it.
+    A rank finishes a step only when it knows that every rank has all its averages. So if a rank
+    that has the fewest steps lacks any, no rank has finished the step, and all average it again. If
+    none lacks any, some rank, perhaps a dead one, may have finished it.
 
-    Ranks that come back are given what the others have between two steps. So they have to wait
-    where anybody has not got there yet.
+    Ranks that come back receive the others' state between two steps. So they wait while any rank
+    has not got there yet.
 
     Args:
         standings: by rank.
@@ -129,7 +129,7 @@ class Survivors:
         dead: Callable[[], Collection[int]],
         timeout: float = _LONGEST,
     ) -> Decision:
-        """Returns once it is decided who goes on, and with which step.
+        """Return the decision on which ranks go on, and with which step, once it has been made.
 
         Args:
             epoch: a number that no meeting of these ranks has had.
@@ -150,7 +150,8 @@ class Survivors:
             raise SyncFault(_store_gone(self._rank, error)) from error
 
     def gather(self, place: str, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
-        """Whether all of `ranks` have come, the same on all of them; not, if one ends before.
+        """Return whether all of `ranks` have come, the same on all of them; not, if one ends
+        before.
 
         Args:
             place: that they have not met at before.
@@ -168,7 +169,7 @@ class Survivors:
         return store.get(outcome) == b"all"
 
     def decided(self, epoch: int) -> Decision:
-        """For who has not been there: what an epoch has decided."""
+        """Return what an epoch has decided, for a rank that has not been there."""
         return Decision.of(self._store.get(f"{self.name}/{epoch}/decision"))
 
     def _decision(

@@ -39,13 +39,14 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank steps on of one parameter.
+    """The part of one parameter that this rank steps on.
 
     Attributes:
         group: the number of its parameter group.
-        tensor: what the optimizer has state for: the parameter, or this rank's piece of it.
+        tensor: the tensor that the optimizer has state for: the parameter, or this rank's piece of
+            it.
         begin: where the piece begins, in the order of the parameter's memory.
-        sparse: whether its gradient may be.
+        sparse: whether its gradient may be sparse.
     """
 
     name: str
@@ -57,7 +58,7 @@ class _Held:
 
     @property
     def partial(self) -> bool:
-        """Whether other ranks have the rest."""
+        """Return whether other ranks have the rest."""
         return self.tensor.numel() != self.param.numel()
 
     def zero_gradient(self) -> torch.Tensor:
@@ -83,11 +84,11 @@ class _Blank(dict[str, Any]):
                 yield name, tensor
 
     def unread(self) -> list[str]:
-        """What nothing has been written to."""
+        """Return the names of tensors that nothing has been written to."""
         return [name for name, tensor in self._tensors() if tensor._version == self._versions[name]]
 
     def was_read(self) -> bool:
-        """Whether anything has been written to."""
+        """Return whether anything has been written to."""
         return len(self.unread()) < len(self._versions)
 
 
@@ -95,7 +96,7 @@ class _Share(dict[str, Any]):
     """This rank's share of a state by parameter name, which pickle and `torch.save` write whole.
 
     Args:
-        share: what this rank has.
+        share: the part of the state that this rank has.
         whole: fetches what all have.
     """
 
@@ -198,7 +199,9 @@ class OptimizerCheckpoint:
                 share_again(taken, optimizer, self._engine.group)
 
     def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        """None where every rank keeps the whole state. Collective."""
+        """Shard the state, and return its owner; None where every rank keeps
+        the whole. Collective.
+        """
         sharded = self._sharded
         params = (param for group in optimizer.param_groups for param in group["params"])
         if sharded is None or not any(id(param) in sharded.index_of for param in params):
@@ -211,7 +214,7 @@ class OptimizerCheckpoint:
         return consensus.together(self._engine.group, self._device, failure, run)
 
     def _is_unread(self, states: Mapping[str, State]) -> bool:
-        """Whether there is room for a state, and no rank has read any. Collective."""
+        """Return whether there is room for a state, and no rank has read any. Collective."""
         blanks = [values for values in states.values() if isinstance(values, _Blank)]
         flags = [any(blanks), any(values.was_read() for values in blanks)]
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
@@ -238,7 +241,9 @@ class OptimizerCheckpoint:
         return groups
 
     def _held(self, optimizer: Optimizer, taken: ShardedOptimizer | None) -> list[_Held]:
-        """What this rank has state for; all of what is not sharded."""
+        """Return what this rank has state for: its pieces, and all parameters
+        that are not sharded.
+        """
         spaces = taken.spaces if taken is not None else []
         shared = {id(param) for space in spaces for param in space.params}
         pieces = {
@@ -259,7 +264,9 @@ class OptimizerCheckpoint:
     def _state(
         self, optimizer: Optimizer, taken: ShardedOptimizer | None
     ) -> dict[str, dict[str, Any]]:
-        """What this rank has of the state, or room for it; nothing of parameters without state."""
+        """Return this rank's part of the state, or room for it; nothing for parameters without
+        state.
+        """
         held = self._held(optimizer, taken)
         if taken.blank if taken is not None else not optimizer.state:
             gradients: list[dict[str, torch.Tensor]] = [{} for _ in optimizer.param_groups]
@@ -285,10 +292,10 @@ class OptimizerCheckpoint:
 
 
 def _named(held: _Held, state: State) -> dict[str, Any]:
-    """A parameter's state as checkpoints take it.
+    """Return a parameter's state in the form of checkpoints.
 
     Raises:
-        ValueError: nobody can tell which elements a value belongs to.
+        ValueError: it is unknown which elements a value belongs to.
     """
     named = {}
     for name, value in state.items():
@@ -311,7 +318,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _values(held: _Held, saved: State | None) -> State:
-    """What the optimizer keeps for what this rank steps on.
+    """Return the optimizer's values for what this rank steps on.
 
     Raises:
         ValueError: something is missing, or the values are those of other elements.
@@ -351,7 +358,7 @@ def _cut(held: _Held, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _is_whole(state: State) -> bool:
-    """Whether it is what `optimizer.state_dict()` returns: numbers stand for parameters."""
+    """Return whether it is what `optimizer.state_dict()` returns: numbers stand for parameters."""
     groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
     return any(isinstance(param, int) for group in groups for param in group["params"])
 

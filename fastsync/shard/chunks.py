@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Chunks(WrapperTensor):
-    """Has the shape of a whole parameter, but the memory of a part of it.
+    """Tensor with the shape of a whole parameter, but the memory of a part of it.
 
     torch.distributed.checkpoint writes and reads it as rectangles, through the protocol that
     DTensor answers too. Rectangles that all ranks write make up the whole tensor in the files.
@@ -58,7 +58,7 @@ class Chunks(WrapperTensor):
         return cls(first, changed(first.part), first.begin)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """What this rank writes."""
+        """Return the write items of this rank."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import (
             TensorWriteData,
@@ -77,7 +77,7 @@ class Chunks(WrapperTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Where its rectangles lie."""
+        """Return the positions of its rectangles."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -86,7 +86,7 @@ class Chunks(WrapperTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of one rectangle, which may be written to."""
+        """Return the elements of one rectangle, which may be written to."""
         return self.views[tuple(index.offset or ())]
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

@@ -36,7 +36,7 @@ def _payload_bytes(format: Format, numel: int) -> int:
 
 
 def rounded(master: torch.Tensor, format: Format, like: torch.Tensor) -> torch.Tensor:
-    """What a piece's master becomes in the parameter: a tensor of the dtype and form of `like`."""
+    """Return the elements that a piece's master becomes, in the dtype and form of `like`."""
     plan = (format.name, align_up(max(1, master.numel()), format.block))
     payload = torch.empty(_payload_bytes(format, plan[1]), dtype=torch.uint8, device=master.device)
     result = torch.empty_like(like)
@@ -46,7 +46,7 @@ def rounded(master: torch.Tensor, format: Format, like: torch.Tensor) -> torch.T
 
 
 def holds(elements: torch.Tensor, master: torch.Tensor, format: Format) -> torch.Tensor:
-    """Which elements of a parameter are what their masters are rounded to. Bool, of their shape."""
+    """Return which elements of a parameter equal their rounded masters. Bool, of their shape."""
     there = rounded(master, format, elements)
     if torch.equal(elements, there):  # as almost always
         return torch.ones_like(elements, dtype=torch.bool)
@@ -54,7 +54,9 @@ def holds(elements: torch.Tensor, master: torch.Tensor, format: Format) -> torch
 
 
 def holds_any(elements: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """The same of masters from a checkpoint, which may have travelled in any format, or in none."""
+    """Return the same for masters from a checkpoint, which may have travelled in any format or
+    none.
+    """
     there = elements == master.to(elements.dtype)
     for name in PARAMETER_WIRES:
         there |= holds(elements, master, FORMATS[name])
@@ -62,15 +64,15 @@ def holds_any(elements: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
 
 class Codes:
-    """What the regions of one flat buffer travel as: a chunk of bytes for each rank.
+    """Codes of the regions of one flat buffer: a chunk of bytes for each rank.
 
     A chunk is the codes of the region, then a byte for each piece, which says whether it was sent.
     Pieces that no step has changed stay as they are on every rank: a frozen parameter is exact.
 
     Args:
-        layout: whose regions and offsets are multiples of `ALIGNMENT`.
-        ranks: how many share it.
-        device: where the parameters are.
+        layout: a layout whose regions and offsets are multiples of `ALIGNMENT`.
+        ranks: number of ranks that share it.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -83,17 +85,17 @@ class Codes:
         self._chunk = self._flags + align_up(max(map(len, self._owned)), _FILL)
 
     def _place(self, piece: Piece) -> int:
-        """Where it begins in its owner's region."""
+        """Return where a piece begins in its owner's region."""
         return self._layout.offsets[piece.param] + piece.begin - piece.rank * self._layout.region
 
     def encode(
         self, rank: int, masters: Mapping[Piece, torch.Tensor], changed: Sequence[bool]
     ) -> torch.Tensor:
-        """The chunks of all ranks, of which this rank's is filled: uint8, flat.
+        """Return the chunks of all ranks, of which this rank's is filled: uint8, flat.
 
         Args:
-            masters: of each piece that `rank` owns, in order.
-            changed: which of them the others shall have.
+            masters: master of each piece that `rank` owns, in order.
+            changed: which of them are sent to the others.
         """
         payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=self._device)
         filled = {piece: master for piece, master in masters.items() if master.numel()}
@@ -103,7 +105,7 @@ class Codes:
         return payload.flatten()
 
     def decode(self, payload: torch.Tensor, elements_of: Callable[[Piece], torch.Tensor]) -> None:
-        """Writes what every rank has sent to the elements of the parameters."""
+        """Write what every rank has sent to the elements of the parameters."""
         chunks = payload.view(self._ranks, self._chunk)
         flags = chunks[:, self._flags :].tolist()
         for owned, chunk, sent in zip(self._owned, chunks, flags, strict=True):

@@ -16,10 +16,10 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """Of one model.
+    """Delivery of what ranks step on to the other ranks of one model.
 
     Args:
-        engine: of the model.
+        engine: engine of the model.
 
     Attributes:
         late: numbers of optimizers whose state the survivors of a death share anew at the end of
@@ -37,7 +37,7 @@ class Delivery:
         self.until_all: Callable[[Callable[[], None]], None] = lambda task: task()
 
     def begin(self) -> None:
-        """Before a step."""
+        """Prepare for a step."""
         self._fault = None
         self._engine.shares.finish_gathers()  # which a step that raised has left
 
@@ -58,7 +58,7 @@ class Delivery:
             self._fault = error
 
     def finish(self, number: int) -> None:
-        """Returns once all ranks have what the step has updated. Collective.
+        """Wait until all ranks have what the step has updated. Collective.
 
         Raises:
             SyncFault: ranks have died, and the training cannot go on.

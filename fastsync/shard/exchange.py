@@ -1,4 +1,5 @@
-"""Exchanges that every rank has to ask for: who asks alone gets an error, and no endless wait.
+"""Exchanges that every rank has to ask for: a rank that asks alone gets an error, not an endless
+wait.
 
 Ranks of one machine meet in memory, where a meeting takes about as long as waking a process does;
 others through the rendezvous store.
@@ -44,7 +45,7 @@ class Exchange:
         self.group, self._place, self._words, self._device = group, place, words, device
 
     def meet(self, wish: str) -> None:
-        """Returns once every rank wants to exchange the same.
+        """Wait until every rank wants to exchange the same.
 
         Raises:
             RuntimeError: some do not come, or want something else.
@@ -55,7 +56,7 @@ class Exchange:
             raise self._disagreement(wish)
 
     def sum(self, wish: str, mine: float) -> float:
-        """Of what the ranks have. Collective; see `meet`."""
+        """Return the sum of `mine` over the ranks. Collective; see `meet`."""
         if self._words is not None:
             return sum(self._tell(self._words, wish, mine))
         self.meet(wish)
@@ -66,12 +67,12 @@ class Exchange:
     def reduce(
         self, tensor: torch.Tensor, wish: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """In place, over the ranks, which have met for it. Collective."""
+        """Reduce in place over the ranks, which have met for it. Collective."""
         start = partial(dist.all_reduce, tensor, how, group=self.group, async_op=True)
         watched(self.group, wish, start)
 
     def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
-        """What each rank has, in their order."""
+        """Return each rank's number, by rank."""
         try:
             everyones = words.exchange(wish, mine)
         except RuntimeError as error:

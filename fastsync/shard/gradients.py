@@ -83,13 +83,13 @@ def _powers(piece: torch.Tensor, order: float) -> torch.Tensor:
 
 
 class Share:
-    """What one rank has of one parameter's gradient.
+    """One rank's part of one parameter's gradient.
 
     Attributes:
         piece: the averages of the elements that this rank owns, one-dimensional.
         begin: the first of them, in the order of the parameter's memory.
-        whole: all elements, once somebody has asked for them. `piece` means nothing then.
-        released: the values are those of an earlier backward, which somebody still holds.
+        whole: all elements, once the script has asked for them. `piece` means nothing then.
+        released: the values are those of an earlier backward, and are still referenced.
     """
 
     def __init__(self, shards: GradientShards, index: int, piece: torch.Tensor, begin: int) -> None:
@@ -114,7 +114,7 @@ class Share:
 
     @property
     def pending(self) -> torch.Tensor | None:
-        """What this rank has accumulated since the averages came."""
+        """Return what this rank has accumulated since the averages came."""
         return self._pending if self.released else self.shards().core.pending(self.index)
 
     @pending.setter
@@ -126,17 +126,19 @@ class Share:
 
     @property
     def is_average(self) -> bool:
-        """Whether the regions are all there is."""
+        """Return whether the regions are all there is."""
         return self.whole is None and self.pending is None
 
     def release(self) -> None:
-        """Keeps values of its own, for whoever holds its face."""
+        """Copy the values, so that a face that is still referenced keeps them."""
         pending = self.pending
         self.piece = self.piece.clone()
         self.released, self._pending = True, pending
 
     def owned(self) -> torch.Tensor:
-        """The elements that this rank owns, one-dimensional, with what it has added to them."""
+        """Return the elements that this rank owns, one-dimensional, with what
+        it has added to them.
+        """
         numel, pending = self.piece.numel(), self.pending
         if pending is None:
             return self.piece
@@ -144,14 +146,16 @@ class Share:
         return self.piece + pending.as_strided((numel,), (1,), start)
 
     def collected(self) -> torch.Tensor:
-        """All elements. Collective, unless somebody has asked for them before."""
+        """Return all elements. Collective, unless they have been asked for before."""
         if self.whole is not None:
             return self.whole
         whole, pending = self.shards().collect(self), self.pending
         return whole if pending is None else whole + pending
 
     def make_whole(self) -> torch.Tensor:
-        """All elements, which `param.grad` has from now on. Collective like `collected()`."""
+        """Return all elements, which `param.grad` has from now on. Collective
+        like `collected()`.
+        """
         if self.whole is None:
             self.whole = self.collected()
             if not self.released:
@@ -160,7 +164,7 @@ class Share:
 
 
 class ShardedGradient(WrapperTensor):
-    """What stands in `param.grad` for a gradient that is spread over the ranks."""
+    """Tensor in `param.grad` that stands for a gradient spread over the ranks."""
 
     share: Share
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -228,11 +232,11 @@ class GradientShards:
         )
 
     def version(self) -> int:
-        """Changes whenever the averages do."""
+        """Return a number that changes whenever the averages do."""
         return self.shard._version
 
     def shares(self) -> list[Share]:
-        """What this rank has of each member's gradient."""
+        """Return this rank's share of each member's gradient."""
         return [face.share for face in self.faces if isinstance(face, ShardedGradient)]
 
     def _face(self, index: int) -> ShardedGradient:
@@ -240,12 +244,12 @@ class GradientShards:
         return ShardedGradient(self.params[index], share)
 
     def release(self, index: int) -> None:
-        """Another face takes over the member's values, which the old one keeps a copy of."""
+        """Give the member's values to a new face; the old face keeps a copy of them."""
         self.shares()[index].release()
         self._renew(index)
 
     def replace(self, index: int, whole: torch.Tensor) -> None:
-        """The member's gradient is this tensor from now on."""
+        """Make this tensor the member's gradient from now on."""
         param, face = self.params[index], self.faces[index]
         if param.grad is face:
             param.grad = whole
@@ -257,7 +261,7 @@ class GradientShards:
         self.core.set_face(index, self.faces[index])
 
     def collect(self, share: Share) -> torch.Tensor:
-        """All averages of one member, from all ranks. Collective.
+        """Return all averages of one member, from all ranks. Collective.
 
         Bytes are summed, of which only their owner's are not zero, so they arrive as they are.
         """
@@ -271,7 +275,7 @@ class GradientShards:
 
 
 def gather_foreign(space: Space) -> None:
-    """Makes gradients whole that another optimizer, or another wrapper, has cut differently.
+    """Make gradients whole that another optimizer, or another wrapper, has cut differently.
 
     Collective where there are any, which all ranks see alike.
     """
@@ -287,7 +291,7 @@ def gather_foreign(space: Space) -> None:
 
 
 def lend_gradients(space: Space) -> None:
-    """Gives each piece that this rank owns the elements of its parameter's gradient."""
+    """Give each piece that this rank owns the elements of its parameter's gradient."""
     for piece, tensor in space.owned.items():
         grad = space.params[piece.param].grad
         if isinstance(grad, ShardedGradient) and grad.share.whole is not None:
@@ -301,7 +305,7 @@ def lend_gradients(space: Space) -> None:
 
 
 def make_whole(params: Iterable[torch.Tensor]) -> None:
-    """Has plain tensors stand in `param.grad` again. Collective where a face did."""
+    """Put plain tensors into `param.grad` again. Collective where a face was there."""
     for param in params:
         if isinstance(param.grad, ShardedGradient):
             param.grad = param.grad.share.make_whole()
@@ -328,7 +332,7 @@ def _changed(faces: Sequence[ShardedGradient]) -> None:
 
 
 def _averages(values: Sequence[object]) -> bool:
-    """Whether each is a gradient that is spread, with nothing beside it."""
+    """Return whether each is a gradient that is spread, with nothing beside it."""
     return all(isinstance(v, ShardedGradient) and v.share.is_average for v in values)
 
 
@@ -355,7 +359,9 @@ def _zero_all(func: Any, faces: Sequence[torch.Tensor]) -> None:
 
 @_on("add_.Tensor")
 def _accumulate(func: Any, face: Any, other: torch.Tensor, *, alpha: float = 1) -> Any:
-    """What autograd does with a gradient that it finds; what a script adds counts alike."""
+    """Accumulate as autograd does into a gradient that it finds; what a
+    script adds counts alike.
+    """
     if not isinstance(face, ShardedGradient) or isinstance(other, ShardedGradient):
         return NotImplemented
     share = face.share

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer lie in one flat buffer."""
+"""Kinds of an optimizer's parameters: those of one kind lie in one flat buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUFFER = 8 << 20  # bytes
 
 
 class Kind(NamedTuple):
-    """What parameters in one buffer have in common; `bucket`: None where it does not matter."""
+    """Properties that parameters in one buffer share; `bucket`: None where it does not matter."""
 
     dtype: torch.dtype
     device: torch.device
@@ -27,7 +27,8 @@ class Kind(NamedTuple):
 def by_kind(
     params: Sequence[torch.Tensor], engine: Engine, whole: bool, buckets: Mapping[int, int]
 ) -> dict[Kind, list[torch.Tensor]]:
-    """Those that can lie in one buffer and be cut alike, and whose gradients come together.
+    """Group parameters that can lie in one buffer and be cut alike, and whose gradients come
+    together.
 
     Args:
         params: some of the engine's.
@@ -45,7 +46,7 @@ def by_kind(
 
 
 def bucket_numbers(engine: Engine) -> dict[int, int]:
-    """By parameter index, the number of the bucket that its gradient travels in.
+    """Return, by parameter index, the number of the bucket that its gradient travels in.
 
     Where ranks may die, of a buffer that depends on nothing else: plans follow the number of ranks,
     and one may take an optimizer over before a death, another after it.

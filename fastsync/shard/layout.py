@@ -1,4 +1,4 @@
-"""Which rank owns which elements of a set of parameters. Pure integers, checked invariants.
+"""Ownership of the elements of a set of parameters by ranks. Pure integers, checked invariants.
 
 Parameters lie one after the other in a flat buffer of as many equal regions as there are ranks;
 rank r owns region r::
@@ -23,10 +23,10 @@ __all__ = ["Cut", "Piece", "ShardLayout", "cut_by_elements", "cut_by_tensors", "
 
 @dataclass(frozen=True)
 class Cut:
-    """Among whom parameters are shared, and which shares one rank steps on.
+    """Ranks that share parameters, and the shares that one rank steps on.
 
     Attributes:
-        ranks: who owns each share, in their order, as the ranks were counted at the start.
+        ranks: owner of each share, in their order, as the ranks were counted at the start.
         mine: the number of this rank's own.
         doubled: each rank steps on the share before its own, too, so that one death loses nothing.
     """
@@ -37,7 +37,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """How many shares there are."""
+        """Return how many shares there are."""
         return len(self.ranks)
 
     @property
@@ -51,11 +51,13 @@ class Cut:
         return (self.mine, self.before) if self.doubled and self.size > 1 else (self.mine,)
 
     def offered(self, present: Collection[int]) -> tuple[int, ...]:
-        """Those that this rank tells the others of: each is told by one of the ranks `present`."""
+        """Return the shares that this rank describes to the others: one of the ranks `present` does
+        for each.
+        """
         return tuple(s for s in self.kept if s == self.mine or self.ranks[s] not in present)
 
     def lost(self, present: Collection[int]) -> list[tuple[int, int]]:
-        """Owner and holder of the shares that none of the ranks `present` has."""
+        """Return owner and holder of the shares that none of the ranks `present` has."""
         pairs = zip(self.ranks, self.ranks[1:] + self.ranks[:1], strict=True)
         return [pair for pair in pairs if not any(rank in present for rank in pair)]
 
@@ -72,7 +74,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where parameters lie, in elements.
+    """Positions of parameters in a flat buffer, in elements.
 
     Attributes:
         offsets: first element of each parameter.
@@ -85,14 +87,14 @@ class ShardLayout:
     pieces: tuple[Piece, ...]
 
     def owned(self, rank: int) -> list[Piece]:
-        """Those of one rank."""
+        """Return the pieces of one rank."""
         return [piece for piece in self.pieces if piece.rank == rank]
 
 
 def element_regions(
     numels: Sequence[int], world: int, alignment: int = ALIGNMENT
 ) -> tuple[list[int], int]:
-    """Where parameters lie that are cut by elements, and how long a rank's region is."""
+    """Return where parameters lie that are cut by elements, and how long a rank's region is."""
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
@@ -101,7 +103,7 @@ def element_regions(
 
 
 def cut_by_elements(numels: Sequence[int], world: int, alignment: int = ALIGNMENT) -> ShardLayout:
-    """Equal shares: no rank owns more than the N-th part, rounded up to `alignment`.
+    """Return equal shares: no rank owns more than the N-th part, rounded up to `alignment`.
 
     Parameters and regions begin at multiples of it, and so does each piece within its parameter.
     """

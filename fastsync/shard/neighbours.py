@@ -1,4 +1,4 @@
-"""Shares of an optimizer's state that outlive their owner, because the next rank has them, too.
+"""Shares of an optimizer's state that survive their owner, because the next rank has them, too.
 
 [Note: the same step on two ranks]
 Where ranks may die, gradients stay whole on every rank. So each rank makes the optimizer's step on
@@ -61,7 +61,7 @@ class _Standing:
     Attributes:
         taken: how many have been taken over so far; those with later numbers will be.
         steps: that each has made, by number; of those that still live.
-        cuts: who owned which share of each; none on a rank that comes back.
+        cuts: ownership of the shares of each; none on a rank that comes back.
     """
 
     taken: int
@@ -69,17 +69,19 @@ class _Standing:
     cuts: tuple[Cut, ...]
 
     def steps_of(self, number: int) -> int | None:
-        """None where it is gone; -1 where it has not been taken over."""
+        """Return the steps of an optimizer; None where it is gone, -1 where it has not been
+        sharded.
+        """
         return self.steps.get(number) if number <= self.taken else -1
 
 
 class _Recut:
-    """What one rank needs of an optimizer in order to go on with other shares.
+    """Exchange of the optimizer state that one rank needs in order to go on with other shares.
 
     Args:
-        present: who is left of those that have shares, as the ranks were counted at the start.
-        cut: who owns which share from then on.
-        group: the process group of those.
+        present: ranks that are left of those that have shares, as they were counted at the start.
+        cut: ownership of the shares from then on.
+        group: the process group of the owners.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class _Recut:
         comes_back = cut.ranks[cut.mine] not in present
         self._offered = () if comes_back else sharded.cut.offered(present)
         self._values: list[list[torch.Tensor]] = []  # whole parameters, by space
-        self._states: list[dict[Piece, State]] = []  # of what this rank will step on, likewise
+        self._states: list[dict[Piece, State]] = []  # of what this rank will step on, by space
         self._wholes: list[dict[int, State | None]] = []  # without elements, by space and parameter
         self._sharings: list[Sharing] = []
         for space in sharded.spaces:
@@ -139,7 +141,7 @@ class _Recut:
         }
 
     def install(self) -> None:
-        """Goes on with that."""
+        """Go on with that."""
         sharded, optimizer = self._sharded, self._optimizer
         sharded.shares.gate.begin()
         sharded.take_state(optimizer)
@@ -175,7 +177,7 @@ def _joined_value(space: Space, index: int, parts: dict[Piece, _Told]) -> torch.
 
 
 def share_again(sharded: ShardedOptimizer, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
-    """Has the second holder of each share take over what its owner has been given. Collective."""
+    """Copy what the owner of each share has been given to its second holder. Collective."""
     with torch.no_grad():
         _Recut(sharded, optimizer, sharded.cut.ranks, sharded.cut, group).install()
 
@@ -187,7 +189,7 @@ class Neighbours:
         sharded: the optimizers.
 
     Attributes:
-        lost: owner and second holder of each share that nobody has any more, as far as `prepare`
+        lost: owner and second holder of each share that no rank has any more, as far as `prepare`
             has found; as the ranks were counted at the start.
     """
 
@@ -199,7 +201,7 @@ class Neighbours:
         self.lost: list[tuple[int, int]] = []
 
     def prepare(self, ranks: tuple[int, ...], mine: int, present: Collection[int]) -> None:
-        """Collects what this rank needs of the state to go on with `ranks`. Collective.
+        """Collect what this rank needs of the state to go on with `ranks`. Collective.
 
         They are those of the engine's process group. Nothing changes before `install`.
 
@@ -225,7 +227,7 @@ class Neighbours:
         self._prepared = self._recut(late, self._cut.ranks)
 
     def install(self) -> None:
-        """Goes on with what has been collected, once all ranks are known to have it."""
+        """Go on with what has been collected, once all ranks are known to have it."""
         with torch.no_grad():
             for recut in self._prepared:
                 recut.install()

@@ -1,8 +1,8 @@
 """The norm of all gradients, and clipping to it.
 
-Whoever adds averages up sums their squares too, from the first clip on: so nothing is read here of
-what the ranks share, nor of averages that nobody has changed. Other gradients are read once.
-Gradients are written only if they are too large.
+From the first clip on, the code that adds averages up sums their squares too. So shared gradients
+are not read here, nor averages that are unchanged. Other gradients are read once. Gradients are
+written only if they are too large.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WIDE = (torch.float64, torch.complex128)
 
 @dataclass(frozen=True)
 class Holders:
-    """Who has gradients, and may know of their squares.
+    """Objects that hold gradients, and may know the sums of their squares.
 
     Attributes:
-        reducer: that averages them.
+        reducer: the reducer that averages them.
         sharers: the ranks that they may be spread over.
     """
 
@@ -39,11 +39,11 @@ class Holders:
 
 @dataclass(frozen=True)
 class _Squares:
-    """What this rank knows of gradients.
+    """One rank's sums of squares of gradients.
 
     Attributes:
         owned: the sum of the squares of elements that this rank alone has.
-        common: of those that every rank has.
+        common: the same for elements that every rank has.
         sharers: the ranks that gradients are spread over; None where each has all of them.
         wide: whether fp64 is among them.
         tensors: returns those that hold them.
@@ -63,7 +63,7 @@ def clip_norm(
     error_if_nonfinite: bool,
     holders: Holders,
 ) -> torch.Tensor:
-    """Scales gradients so that their total norm is `max_norm` at most.
+    """Scale gradients so that their total norm is `max_norm` at most.
 
     Collective where gradients are spread over ranks. What is not a 2-norm on a CPU is torch's.
 
@@ -95,7 +95,7 @@ def clip_norm(
 
 
 def _rounded(share: float) -> float:
-    """To fp32: ranks that add up in different ways must scale alike."""
+    """Round to fp32: ranks that add up in different ways must scale alike."""
     return torch.tensor(share, dtype=torch.float32).item() if share < 1e38 else share
 
 
@@ -118,7 +118,7 @@ def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
 
 
 def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
-    """None where gradients are something else than elements on this CPU."""
+    """Sum the squares of gradients; return None where they are not elements on this CPU."""
     grads = [param.grad for param in params if param.grad is not None]
     if not all(map(_is_plain, grads)):
         return None
@@ -133,7 +133,7 @@ def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
-    """Whether its elements lie on this CPU: all of them, or those that this rank owns."""
+    """Return whether its elements lie on this CPU: all of them, or those that this rank owns."""
     if isinstance(grad, ShardedGradient):
         known = grad.share.is_average and not grad.share.released
         return known and grad.share.piece.is_cpu

@@ -1,15 +1,16 @@
 """Optimizers whose state is spread over the ranks: each rank steps on what it owns, for all.
 
 Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
-models", 2020). Gradients are averaged as ever, and outside of `optimizer.step()` nothing differs:
-parameters, gradients and parameter groups are those that the script made. A stand-in makes the step
-on this rank's pieces of the parameters; then the ranks exchange what they updated.
+models", 2020). Gradients are averaged as without it, and outside of `optimizer.step()` nothing
+differs: parameters, gradients and parameter groups are those that the script made. A stand-in
+optimizer makes the step on this rank's pieces of the parameters; then the ranks exchange what they
+updated.
 
-[Note: steps one after the other]
-The ranks exchange one buffer of parameters while the optimizer steps on the next. Torch calls a
-closure first thing in a step, after everybody's hooks; ours makes the steps on all buffers but the
-last, which is left to the call itself. So hooks and schedulers see one step. Only classes of torch
-whose update of each parameter concerns nothing else are given their parameters in turns.
+[Note: steps one after the other] The ranks exchange one buffer of parameters while the optimizer
+steps on the next. Torch calls a closure first in a step, after all hooks; ours makes the steps on
+all buffers but the last, which is left to the call itself. So hooks and schedulers see one step.
+Only classes of torch whose update of each parameter concerns nothing else are given their
+parameters in turns.
 
 An optimizer is taken over at its first step. Its state then belongs to the pieces, and
 `state_dict()` and `load_state_dict()` speak of whole parameters again. Any rank may call
@@ -74,7 +75,7 @@ class ShardedOptimizers(StepWatcher):
         policy: what may be cut, what has fp32 masters, and what parameters travel as.
 
     Attributes:
-        cut: among whom the state of the next optimizer will be shared.
+        cut: ranks that will share the state of the next optimizer.
         delivery: how what they update reaches the others.
         others: the ranks that have the rest of the state.
         taken: how many optimizers have been taken over so far.
@@ -105,13 +106,13 @@ class ShardedOptimizers(StepWatcher):
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether it steps on parameters of the model."""
+        """Return whether it steps on parameters of the model."""
         return any(self.shares_steps(p) for p in params_of(optimizer))
 
     def _make_homes(self) -> list[tuple[list[torch.Tensor], Home | None]]:
-        """Has the parameters lie as an optimizer over all of them will cut them.
+        """Place the parameters in memory as an optimizer over all of them will cut them.
 
-        None where somebody keeps views of them.
+        The home is None where views of the parameters exist.
         """
         for each in self.engine.params:
             if self.shares_steps(each.tensor):
@@ -130,9 +131,10 @@ class ShardedOptimizers(StepWatcher):
     def kinds_of(
         self, params: Sequence[torch.Tensor], whole: bool
     ) -> list[tuple[Kind, list[torch.Tensor], Home | None]]:
-        """What can be cut together, in which order, and where it lies. Collective.
+        """Return the parameters that can be cut together, in which order, and where they lie.
+        Collective.
 
-        As when the model was wrapped, where parameters have been trained since.
+        The same as when the model was wrapped, for parameters that have been trained since then.
         """
         first_new = 1 + max(self._buckets.values(), default=-1)
         later = {i: n + first_new for i, n in bucket_numbers(self.engine).items()}
@@ -157,12 +159,13 @@ class ShardedOptimizers(StepWatcher):
         ]
 
     def shares_steps(self, param: torch.Tensor) -> bool:
-        """Whether the ranks share the steps on a parameter: not of the model's integers, such as
-        codes of a quantised layer, on which no optimizer steps."""
+        """Return whether the ranks share the steps on a parameter: not of the model's integers,
+        such as codes of a quantised layer, on which no optimizer steps.
+        """
         return id(param) in self.index_of and (param.is_floating_point() or param.is_complex())
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Returns what `step` shall be called with instead; None where it is none of ours."""
+        """Return what `step` shall be called with instead; None where it is none of ours."""
         if args[0] is not optimizer:
             return None  # another wrapper of the same parameters makes this step
         if backward_is_running():
@@ -175,7 +178,7 @@ class ShardedOptimizers(StepWatcher):
         return self.take_over(optimizer).arguments(optimizer, arguments)
 
     def take_over(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """Spreads its state over the ranks, unless that has been done. Collective."""
+        """Spread its state over the ranks, unless that has been done. Collective."""
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
@@ -186,13 +189,15 @@ class ShardedOptimizers(StepWatcher):
         return sharded
 
     def find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        """What spreads the state of an optimizer; None before its first step, and where it steps on
-        other parameters by now."""
+        """Return what spreads the state of an optimizer.
+
+        None before its first step, and where it steps on other parameters by now.
+        """
         sharded = self._sharded.get(optimizer)
         return sharded if sharded is not None and sharded.fits(optimizer) else None
 
     def forget(self) -> None:
-        """Has nothing taken over. The state that this rank has for its pieces is lost."""
+        """Release all optimizers. The state that this rank has for its pieces is lost."""
         for optimizer, sharded in self.known():
             sharded.take_state(optimizer)
             sharded.let_go(optimizer)
@@ -201,7 +206,7 @@ class ShardedOptimizers(StepWatcher):
 
     @contextmanager
     def settings_alone(self) -> Iterator[set[int]]:
-        """Within, `optimizer.state_dict()` is not collective, and has nothing of what is spread.
+        """Make `optimizer.state_dict()` within local, without any of the spread state.
 
         Yields:
             The numbers of the optimizers for which that has been so.
@@ -213,11 +218,11 @@ class ShardedOptimizers(StepWatcher):
             self.asked = None
 
     def known(self) -> list[tuple[Optimizer, ShardedOptimizer]]:
-        """Those that have been taken over and still live."""
+        """Return the optimizers that have been taken over and are still alive."""
         return list(self._sharded.items())
 
     def sharing(self, dtype: torch.dtype, shares: int, whole: bool, gradients: bool) -> Sharing:
-        """What the ranks do with parameters of a dtype, cut into so many shares."""
+        """Return what the ranks do with parameters of a dtype, cut into so many shares."""
         wire = FORMATS.get(self._policy.parameter_wire or "")
         if shares == 1 or (wire and not travels_coded(wire, dtype)):
             wire = None
@@ -225,7 +230,7 @@ class ShardedOptimizers(StepWatcher):
         return Sharing(gradients and dtype.is_floating_point, masters, wire, whole)
 
     def meet(self, call: str, remedy: str) -> None:
-        """Returns once every rank has made this call, which exchanges what zero has spread.
+        """Return once every rank has made this call, which exchanges what zero has spread.
 
         Raises:
             RuntimeError: some do not come, or have made another.
@@ -245,11 +250,11 @@ class ShardedOptimizers(StepWatcher):
             sharded.serve()
 
     def make_gradients_whole(self) -> None:
-        """Has every rank hold all gradients. Collective where they are spread."""
+        """Put whole gradients on every rank. Collective where they are spread."""
         make_whole(param.tensor for param in self.engine.params)
 
     def _share_gradients(self, spaces: Sequence[Space]) -> None:
-        """Has the ranks share the gradients of what is cut by elements, too. Collective."""
+        """Make the ranks share the gradients of what is cut by elements, too. Collective."""
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
             return
         taken = {id(param) for space in spaces for param in space.params}
@@ -273,7 +278,7 @@ class ShardedOptimizers(StepWatcher):
         )
 
     def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
-        """Refuses hooks that would run before the ranks have exchanged parameters.
+        """Refuse hooks that would run before the ranks have exchanged parameters.
 
         Raises:
             RuntimeError: there are some.
@@ -287,7 +292,7 @@ class ShardedOptimizers(StepWatcher):
             )
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Exchanges what the step has updated, before hooks of the script look at it."""
+        """Exchange what the step has updated, before hooks of the script look at it."""
         sharded = self._sharded.get(optimizer)
         if sharded is not None:
             sharded.end_step(optimizer)
@@ -299,7 +304,7 @@ class ShardedOptimizer:
     Attributes:
         number: of those that have been taken over, on all ranks alike.
         steps: those that this rank has made since.
-        cut: among whom the state is shared.
+        cut: ranks that share the state.
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
         masters: of what it steps on here, those that are fp32 masters.
         slices: what `optimizer.state` says of its parameters.
@@ -354,7 +359,7 @@ class ShardedOptimizer:
         self._view.slices.append(self.slices)
 
     def _first_state(self, space: Space, index: int) -> State | None:
-        """What a first step makes of a parameter; of one that is cut, without its elements."""
+        """Return the state after a first step on a parameter; without elements where it is cut."""
         optimizer, param = self._optimizer(), space.params[index]
         assert optimizer is not None
         owner = self._owner
@@ -372,7 +377,7 @@ class ShardedOptimizer:
         return first_state(optimizer, groups).get("")
 
     def _alike(self, param: torch.Tensor) -> list[torch.Tensor]:
-        """What this rank steps on of the parameters in the same group."""
+        """Return what this rank steps on of the parameters in the same group."""
         group = next(group for group in self._full if any(p is param for p in group))
         return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
 
@@ -382,12 +387,14 @@ class ShardedOptimizer:
         return Space(params, cut, sharing, home)
 
     def sharing(self, space: Space, shares: int) -> Sharing:
-        """What the ranks do with a space once it is cut into so many shares."""
+        """Return what the ranks do with a space once it is cut into so many shares."""
         now = space.sharing
         return self._owner.sharing(space.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer still steps on the parameters that it was taken over with."""
+        """Return whether the optimizer still steps on the parameters that it
+        was taken over with.
+        """
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(self._full) and all(
             len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
@@ -396,7 +403,7 @@ class ShardedOptimizer:
         return same and all(space.is_intact() for space in self.spaces)
 
     def arguments(self, optimizer: Optimizer, args: Arguments) -> Arguments:
-        """What `step` shall be called with: a stand-in, whose groups hold the pieces.
+        """Return the arguments for `step`: a stand-in, whose groups hold the pieces.
 
         It has the optimizer's class, settings and state. The optimizer itself stays as it is, even
         where the step raises. What is not the model's stays in the groups. See [Note: steps one
@@ -426,7 +433,9 @@ class ShardedOptimizer:
         return (self._stand_in, closure, *args[2:])
 
     def _stand_in_for(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
-        """Steps on those of the pieces, and of what is not the model's, whose ids are given."""
+        """Return a stand-in that steps on those of the pieces, and of what is not the model's, in
+        `tensors`.
+        """
         groups = []
         for group in optimizer.param_groups:
             pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
@@ -457,7 +466,7 @@ class ShardedOptimizer:
         self._end(spaces)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Hands over what the step has set, and exchanges what it has updated. Collective."""
+        """Hand over what the step has set, and exchange what it has updated. Collective."""
         stand_in, self._stand_in = self._stand_in, None
         if stand_in is None:
             return
@@ -473,7 +482,7 @@ class ShardedOptimizer:
         self._owner.delivery.finish(self.number)
 
     def mark_used(self) -> None:
-        """Says that there is a state, be it empty.
+        """Say that there is a state, be it empty.
 
         Torch's `get_optimizer_state_dict` makes a step where an optimizer has none.
         """
@@ -501,7 +510,7 @@ class ShardedOptimizer:
         optimizer.state.update(self._take_collected())
 
     def let_go(self, optimizer: Optimizer) -> None:
-        """Has no part in what the optimizer saves and loads any more."""
+        """End any part in what the optimizer saves and loads."""
         self._let_go = True
         self.shares.gate.begin()
         for hook in self._hooks:
@@ -511,7 +520,7 @@ class ShardedOptimizer:
             optimizer.state = self._view.held  # type: ignore[assignment]
 
     def __del__(self) -> None:
-        """Hooks of the optimizer keep this alive, so that has died, too."""
+        """Keep the shares' links: hooks of the optimizer keep this alive, so it has died, too."""
         if not getattr(self, "_let_go", True):
             self.shares.outlive()
 
@@ -559,7 +568,7 @@ class ShardedOptimizer:
         self.end_change(optimizer)
 
     def _cut_state(self, optimizer: Optimizer) -> None:
-        """Keeps of the state of whole parameters what belongs to this rank's pieces."""
+        """Keep of the state of whole parameters what belongs to this rank's pieces."""
         loaded, self._loaded = self._loaded, {}
         if not isinstance(optimizer.state, StateView):
             self._view.held, optimizer.state = optimizer.state, self._view  # type: ignore[assignment]
@@ -588,12 +597,12 @@ class ShardedOptimizer:
             self.mark_used()
 
     def learn(self, space: Space, known: Mapping[int, State | None]) -> None:
-        """Takes what ranks without elements of a parameter have to know; see `described`."""
+        """Take what ranks without elements of a parameter have to know; see `described`."""
         for index, param in enumerate(space.params):
             self.slices.learn(param, known.get(index))
 
     def tell(self, optimizer: Optimizer) -> None:
-        """Tells all ranks of the state that each has for its own pieces. Collective."""
+        """Tell all ranks of the state that each has for its own pieces. Collective."""
         held, group = held_state(optimizer), self._owner.engine.group
         for space in self.spaces:
             mine: dict[int, State | None] = {}
@@ -608,7 +617,7 @@ class ShardedOptimizer:
             self.learn(space, known)
 
     def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
-        """Removes what the optimizer has for this rank's pieces, and returns it."""
+        """Remove what the optimizer has for this rank's pieces, and return it."""
         held = held_state(optimizer)
         return {
             tensor: held.pop(tensor)

@@ -1,9 +1,9 @@
-"""What `catch_up()` was given, on its way to a rank that comes back.
+"""States that `catch_up()` was given, on their way to a rank that comes back.
 
 Of a sharded optimizer no rank has the whole state to give, and collecting it would take all ranks,
-whose next collective is another one. So a rank that trains gives its settings, and says that it has
-been taken over. The rank that comes back takes its own over by itself, as blank as the script made
-it, with the number and the steps that the others have. Then all cut the state anew:
+whose next collective is another one. So a rank that trains gives the optimizer's settings, and says
+that it has been sharded. The rank that comes back shards its own optimizer, as blank as the script
+made it, with the number and the steps that the others have. Then all cut the state anew:
 fastsync/shard/neighbours.py.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Passing", "Stateful"]
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, a sampler: anything whose state can be taken over."""
+    """An optimizer, a scheduler, a sampler: anything with a state that can be loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -51,10 +51,10 @@ class _Taken:
 
 
 class Passing:
-    """Of one model.
+    """Transfer of the states of one model.
 
     Args:
-        states: what a rank that comes back needs beside the module.
+        states: objects whose state a rank that comes back needs beside the module.
         sharded: the optimizers; None where every rank has the whole state.
     """
 
@@ -65,7 +65,7 @@ class Passing:
         self._optimizers = list(dict.fromkeys(o for o in found if isinstance(o, Optimizer)))
 
     def give(self) -> dict[str, Any]:
-        """What `take` takes.
+        """Return what `take` expects.
 
         Raises:
             ValueError: the ranks step with an optimizer that `catch_up()` was not given.
@@ -85,7 +85,7 @@ class Passing:
         return {"states": states, "taken": self._taken(), "count": sharded.taken}
 
     def take(self, given: dict[str, Any]) -> None:
-        """Takes over what another rank gives, but of sharded state nothing. It may be done again.
+        """Load what another rank gives, except sharded state. It may be done again.
 
         Raises:
             ValueError: it does not fit.

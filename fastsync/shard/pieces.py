@@ -45,7 +45,7 @@ def batches(space: Space) -> Iterator[range]:
 
 
 def by_param(everyones: Iterable[Mapping[Piece, T]]) -> dict[int, dict[Piece, T]]:
-    """What ranks have told of their pieces, together, by the number of the parameter."""
+    """Return what ranks have said of their pieces, by the number of the parameter."""
     parts: defaultdict[int, dict[Piece, T]] = defaultdict(dict)
     for each in everyones:
         for piece, told in each.items():
@@ -54,7 +54,8 @@ def by_param(everyones: Iterable[Mapping[Piece, T]]) -> dict[int, dict[Piece, T]
 
 
 def of_master(state: State | None, loaded: State | None) -> State | None:
-    """Torch makes what it loads as narrow as the parameter; what belongs to a master is fp32.
+    """Return the loaded state of a master in fp32: torch makes what it loads as narrow as the
+    parameter.
 
     Raises:
         ValueError: a master was made narrow, too.

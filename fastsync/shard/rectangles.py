@@ -13,8 +13,8 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle]:
     """Elements [begin, end) of a contiguous array, cut into as few as its first dimensions allow.
 
-    At most 2n - 1 for n dimensions: the rest of a row, whole rows, the beginning of a row, and
-    likewise within the two rows that are not whole.
+    At most 2n - 1 for n dimensions: the rest of a row, whole rows, the beginning of a row, and and
+    the same within the two rows that are not whole.
 
     Yields:
         offsets and sizes, in the order of the elements; none of them is empty.
@@ -36,7 +36,7 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle
 
 
 def _within(shape: Sequence[int], index: int, begin: int, end: int) -> Iterator[Rectangle]:
-    """Those of one row, `index` in the first dimension."""
+    """Yield the rectangles of one row, `index` in the first dimension."""
     start = index * math.prod(shape[1:])
     for offsets, sizes in rectangles(shape[1:], begin - start, end - start):
         yield (index, *offsets), (1, *sizes)

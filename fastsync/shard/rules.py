@@ -1,4 +1,4 @@
-"""What optimizers may be given: any elements of a parameter, or only the whole of it."""
+"""Rules for what an optimizer may step on: any elements of a parameter, or only the whole of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ _TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
 
 
 def steps_by_parameter(optimizer: optim.Optimizer) -> bool:
-    """Whether it may step on its parameters in turns: each update concerns one parameter alone."""
+    """Return whether it may step on its parameters in turns: each update concerns one parameter
+    alone.
+    """
     known = is_elementwise(optimizer) or type(optimizer) in known_optimizers(_TENSORWISE)
     return known and hasattr(type(optimizer).step, "__wrapped__")
 
 
 def unit_for(optimizer: optim.Optimizer, asked: str) -> str:
-    """What `optimizer` can be given pieces of: "element" or "tensor".
+    """Return the pieces that `optimizer` can step on: "element" or "tensor".
 
     Args:
         asked: `Zero.shard_by`; anything but "auto" is taken as the user's word.

@@ -36,17 +36,17 @@ __all__ = ["Slices", "StateSlice", "StateView", "described", "held_state"]
 
 
 def held_state(optimizer: Optimizer) -> MutableMapping[Any, Any]:
-    """Return the state by what each rank steps on, whoever asks."""
+    """Return the state by the tensors that each rank steps on, with or without a view."""
     state: MutableMapping[Any, Any] = optimizer.state
     return state.held if isinstance(state, StateView) else state
 
 
 @dataclass(frozen=True)
 class _ByElement:
-    """Stands for a tensor with an element for each of a parameter that other ranks own.
+    """Placeholder for a tensor with an element for each of a parameter that other ranks own.
 
     Attributes:
-        shape: of the whole value; None: that of the parameter.
+        shape: shape of the whole value; None: that of the parameter.
     """
 
     dtype: torch.dtype
@@ -55,11 +55,11 @@ class _ByElement:
 
 @dataclass
 class _Elsewhere:
-    """What this rank knows of the state of a parameter whose elements other ranks own.
+    """Knowledge of this rank about the state of a parameter whose elements other ranks own.
 
     Attributes:
         known: values that are the same on all ranks, and `_ByElement`.
-        steps: that have been made since.
+        steps: steps that have been made since then.
         made: the optimizer has an entry for it, be it empty.
     """
 
@@ -69,7 +69,7 @@ class _Elsewhere:
 
 
 def _is_by_element(value: object, tensor: torch.Tensor, name: str, whole: bool) -> bool:
-    """Whether a value in the state of `tensor` has an element for each of it.
+    """Return whether a value in the state of `tensor` has an element for each of it.
 
     Args:
         whole: the tensor is a whole parameter, of which every value has one owner.
@@ -152,7 +152,7 @@ class Slices:
                 self._elsewhere[param] = _Elsewhere(known, made=True)
 
     def has_state(self, held: Mapping[Any, Any], param: torch.Tensor) -> bool:
-        """Whether the optimizer has an entry for a parameter: the same on all ranks."""
+        """Return whether the optimizer has an entry for a parameter: the same on all ranks."""
         if self.pieces[param]:
             return any(tensor in held for _, tensor in self.pieces[param])
         each = self._elsewhere.get(param)
@@ -209,7 +209,7 @@ class _Unknown:
 
 
 class StateView(MutableMapping[Any, Any]):
-    """What `optimizer.state` is while some of it is spread over the ranks.
+    """Mapping that `optimizer.state` is while some of the state is spread over the ranks.
 
     Attributes:
         held: the state by what this rank steps on.
@@ -258,7 +258,7 @@ class StateView(MutableMapping[Any, Any]):
             self._clear(slices, key, None)
 
     def _clear(self, slices: Slices, param: torch.Tensor, entry: State | None) -> None:
-        """Has the parameter a copy of this entry; None: no entry."""
+        """Give the parameter a copy of this entry; None: no entry."""
         slices.learn(param, None if entry is None else dict(entry))
         for _, tensor in slices.pieces[param]:
             self.held.pop(tensor, None)
@@ -386,7 +386,7 @@ class _ParamState(MutableMapping[str, Any]):
             state[name] = self._cut(piece, tensor, name, value)
 
     def _cut(self, piece: Piece, tensor: torch.Tensor, name: str, value: Any) -> Any:
-        """What this rank's piece keeps of a value."""
+        """Return the part of a value that this rank's piece keeps."""
         if isinstance(value, StateSlice):
             part = value.part_of(self._param, piece)
             if part is not None:
@@ -507,7 +507,7 @@ class StateSlice(WrapperTensor):
         return whole
 
     def write(self, whole: torch.Tensor) -> None:
-        """This rank's elements are those of `whole` from now on."""
+        """Make this rank's elements those of `whole` from now on."""
         space, _ = self._slices.places[self._param]
         with self.writing():
             for piece, part in self._parts:

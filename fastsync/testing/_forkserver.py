@@ -1,4 +1,4 @@
-"""Imported once by the server that `fastsync.testing` forks ranks from; never by anyone else.
+"""Imported once by the server that `fastsync.testing` forks ranks from; never elsewhere.
 
 Importing torch costs seconds, a fork of a process that has done it milliseconds. What is imported
 here must start no thread and run no backward: autograd's threads do not survive a fork.

@@ -54,7 +54,7 @@ class RankError(AssertionError):
 def run_ranks(
     fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, grace: float = _GRACE
 ) -> list[T]:
-    """Calls `fn(rank, world_size, *args)` in `world_size` processes joined by a Gloo group.
+    """Call `fn(rank, world_size, *args)` in `world_size` processes joined by a Gloo group.
 
     Args:
         fn: a module-level function; it, `args` and its result travel by pickle.
@@ -119,8 +119,8 @@ class _Team:
     ranks: list[_Rank] = field(default_factory=list)
 
     def start(self, job: bytes) -> None:
-        # This process serves the rendezvous store: its port cannot be taken by anyone else, and
-        # the store outlives every rank.
+        # This process serves the rendezvous store: its port cannot be taken by another process, and
+        # the store lives longer than every rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             stacks = self.folder / f"rank{rank}.stacks"
@@ -132,7 +132,7 @@ class _Team:
             self.ranks.append(_Rank(process, mine, stacks))
 
     def collect(self, deadline: float, grace: float) -> None:
-        """Waits for all ranks, less long once one has failed."""
+        """Wait for all ranks, less long once one has failed."""
         timeout = deadline - time.monotonic()
         failed = False
         while running := [rank for rank in self.ranks if not rank.ended]:
@@ -172,7 +172,7 @@ def _give_up(running: list[_Rank], when: str) -> None:
 
 
 def _advance(rank: _Rank) -> None:
-    """Takes in what the rank sent, or its end."""
+    """Take in what the rank sent, or its end."""
     if rank.reported:
         rank.process.join()
         code = rank.process.exitcode
@@ -197,7 +197,7 @@ def _ending(code: int | None) -> str:
 
 
 def _stack_of(rank: _Rank) -> str:
-    """Has a rank that hangs say where; its interpreter need not be running for that."""
+    """Return the stack of a rank that hangs; its interpreter need not be running for that."""
     if rank.process.pid is None or not rank.process.is_alive():
         return ""
     with contextlib.suppress(ProcessLookupError):
@@ -211,7 +211,7 @@ def _text_of(path: Path) -> str:
 
 
 def _run_rank(rank: int, world: int, port: int, job: bytes, pipe: Connection, log: str) -> None:
-    """What runs in a rank's process."""
+    """Run a job in a rank's process."""
     torch.set_num_threads(1)
     with Path(log).open("w") as stacks:
         faulthandler.enable(stacks)

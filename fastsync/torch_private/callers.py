@@ -1,4 +1,4 @@
-"""Where a user's code called torch or fastsync."""
+"""Positions in a user's code at which it called torch or fastsync."""
 
 from __future__ import annotations
 

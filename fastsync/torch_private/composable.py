@@ -9,11 +9,11 @@ __all__ = ["is_replicated", "register_sharded"]
 
 
 def register_sharded(module: nn.Module) -> None:
-    """Has replicate() leave the module's parameters alone, as those of torch's fully_shard()."""
+    """Make replicate() leave the module's parameters alone, as those of torch's fully_shard()."""
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether replicate() was applied to it."""
+    """Return whether replicate() was applied to it."""
     return "replicate" in (_get_registry(module) or {})

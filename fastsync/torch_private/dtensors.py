@@ -32,7 +32,7 @@ __all__ = [
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], sizes: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Of a contiguous tensor of these global sizes."""
+    """Return the spec of a contiguous tensor of these global sizes."""
     stride = torch.empty(tuple(sizes), device="meta").stride()
     meta = TensorMeta(torch.Size(sizes), stride, dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -41,12 +41,12 @@ def make_spec(
 def shard_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], inner: DTensorSpec
 ) -> DTensorSpec:
-    """Of a DTensor whose local tensors are cut once more, over another mesh.
+    """Return the spec of a DTensor whose local tensors are cut once more, over another mesh.
 
     Args:
-        mesh: the other one, which comes first.
-        placements: of the local tensors there.
-        inner: of the DTensor.
+        mesh: the other mesh, which comes first.
+        placements: placements of the local tensors there.
+        inner: spec of the DTensor.
     """
     whole = DeviceMesh._concatenate([mesh, inner.mesh])
     outer = tuple(_around(each, inner) for each in placements)
@@ -54,7 +54,7 @@ def shard_spec(
 
 
 def _around(placement: Placement, inner: DTensorSpec) -> Placement:
-    """Says where a dimension was cut by `inner` before."""
+    """Say where a dimension was cut by `inner` before."""
     if not isinstance(placement, Shard):
         return placement
     pieces = math.prod(
@@ -88,9 +88,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def with_own_storage(memory: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory, behind a storage that begins there and holds no more.
 
-    A DTensor takes over the offset of its local tensor. Where that is not 0, pickle and deepcopy
-    believe that the DTensor itself has memory, and fail. Besides, torch.save() writes the whole
-    storage of a tensor, and libraries take tensors in one storage for tied ones.
+    A DTensor has the offset of its local tensor. Where that is not 0, pickle and deepcopy believe
+    that the DTensor itself has memory, and fail. Besides, torch.save() writes the whole storage of
+    a tensor, and libraries take tensors in one storage for tied ones.
 
     On devices that DLPack does not know the tensor itself is returned.
     """
@@ -136,7 +136,7 @@ def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """That of a DTensor's gradient, placed as the DTensor. Collective where it is not."""
+    """Return the local gradient of a DTensor, placed as the DTensor. Collective where it is not."""
     placed = cast(DTensor, gradient)
     if placed.placements != spec.placements:
         placed = placed.redistribute(placements=spec.placements)
@@ -145,5 +145,5 @@ def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Has a DTensor stand for another local tensor of the same sizes."""
+    """Give a DTensor another local tensor of the same sizes."""
     cast(DTensor, tensor)._local_tensor = local

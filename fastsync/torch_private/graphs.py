@@ -25,45 +25,45 @@ __all__ = [
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Hides what is called inside from the dispatch modes that a user has entered."""
+    """Hide what is called inside from the dispatch modes that a user has entered."""
     return _disable_current_modes()
 
 
 def transforms_are_active() -> bool:
-    """Whether this runs inside of a function that torch.func transforms: jvp, vmap, grad."""
+    """Return whether this runs inside of a function that torch.func transforms: jvp, vmap, grad."""
     return torch._C._are_functorch_transforms_active()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Hides what is called inside from the transforms of torch.func."""
+    """Hide what is called inside from the transforms of torch.func."""
     return torch._C._DisableFuncTorch() if transforms_are_active() else nullcontext()
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is inside a backward: in a hook, or in a callback at its end."""
+    """Return whether this thread is inside a backward: in a hook, or in a callback at its end."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(fn: Callable[[], None]) -> None:
-    """Has the running backward call `fn` when it has done everything else."""
+    """Let the running backward call `fn` when it has done everything else."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(fn)
 
 
 def has_python_reducer() -> bool:
-    """Whether torch.compile was told to do DistributedDataParallel's work in Python."""
+    """Return whether torch.compile was told to do DistributedDataParallel's work in Python."""
     from torch._dynamo.utils import get_optimize_ddp_mode
 
     return get_optimize_ddp_mode() == "python_reducer"
 
 
 def split_graphs_at_buckets() -> None:
-    """Has torch.compile split the graphs of a FastDDP where its buckets end.
+    """Make torch.compile split the graphs of a FastDDP where its buckets end.
 
-    torch's DDPOptimizer counts bytes along the graph. Its heir, put in its place for good, asks
-    the module whose forward is being compiled: the method `_graph_buckets` gets the graph's
-    parameters in the order of their gradients and returns the groups that are sent together. For
-    modules without that method it is what it was.
+    torch's DDPOptimizer counts bytes along the graph. A subclass that replaces it for good asks the
+    module whose forward is being compiled: the method `_graph_buckets` gets the graph's parameters
+    in the order of their gradients and returns the groups that are sent together. Modules without
+    that method are split as before.
     """
     from torch._dynamo.backends import distributed as backend
 

@@ -80,7 +80,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed made `group`, so that it knows its store and its ranks."""
+    """Return whether torch.distributed made `group`, so that it knows its store and its ranks."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -94,20 +94,22 @@ def group_store(group: dist.ProcessGroup) -> Store | None:
 
 
 def root_store(store: Store) -> Store:
-    """What `store` is a part of, where another process has given its part another name."""
+    """Return the store that `store` is a part of, where another process has named its part
+    differently.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> Store:
-    """A store that another process serves.
+    """Connect with a store that another process serves.
 
     Args:
         timeout: for connecting, and for each of its operations.
 
     Raises:
-        RuntimeError: nobody serves one there.
+        RuntimeError: no process serves one there.
     """
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
@@ -136,10 +138,10 @@ def _alone(handler: Callable[..., Iterator[Any]], port: int) -> Callable[..., It
 
 
 def resolvable_name(group: dist.ProcessGroup) -> str:
-    """The name by which C++ finds `group`, which gets one where it has none.
+    """Return the name by which C++ finds `group`, which gets one where it has none.
 
-    C++ does not keep the part of a group that is written in Python alive: whoever has it use the
-    name keeps the group.
+    C++ does not keep the part of a group that is written in Python alive: the caller that passes on
+    the name must keep the group.
     """
     with contextlib.suppress(RuntimeError):
         name: str = group.group_name
@@ -189,7 +191,7 @@ def _apart() -> weakref.WeakSet[dist.ProcessGroup]:
 
 
 def is_apart(group: dist.ProcessGroup) -> bool:
-    """Whether `make_group` made it.
+    """Return whether `make_group` made it.
 
     torch's `new_group` cannot make another one of its ranks: it would name that by how many groups
     a process has been in, and they have not been in the same ones.
@@ -216,9 +218,9 @@ def make_beside(
 
 
 def forget_group(group: dist.ProcessGroup) -> None:
-    """Have torch.distributed hold a group no longer, so that it ends with its last user.
+    """Make torch.distributed drop a group, so that it ends with its last user.
 
-    Unlike `destroy_process_group` this shuts nothing down that is still in use.
+    Unlike `destroy_process_group`, this shuts down nothing that is still in use.
     """
     world: Any = distributed_c10d._world
     name = world.pg_names.pop(group, None)
@@ -241,12 +243,14 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def keep_for_good(group: dist.ProcessGroup) -> None:
-    """Has a group outlive everybody: its end would wait for collectives that may never end."""
+    """Keep a group until the process ends: its end would wait for collectives
+    that may never end.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def renewed_backend(group: dist.ProcessGroup) -> str | None:
-    """What `make_group` makes another group like this one of; None where nobody knows how.
+    """Return the backend for `make_group` to make another group like this one; None if unknown.
 
     Gloo carries what is on CPUs in each of them.
     """
@@ -260,10 +264,10 @@ def renewed_backend(group: dist.ProcessGroup) -> str | None:
 
 
 def break_group(group: dist.ProcessGroup) -> None:
-    """Ends what is under way in a group of which ranks have died, as far as a backend can.
+    """End what is under way in a group of which ranks have died, as far as a backend can.
 
     NCCL's kernels wait on the device for what the dead should have sent, until they are aborted.
-    Gloo's threads wait on the host and harm nobody. The group outlives everybody.
+    Gloo's threads wait on the host and do no harm. The group stays until the process ends.
 
     Raises:
         RuntimeError: NCCL cannot end its kernels within the timeout of the group.
@@ -275,21 +279,23 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Collective. What a backend would do in its first collective of tensors on `device`."""
+    """Connect `group`, as a backend would in its first collective on `device`. Collective."""
     if _backends(group).get(device.type) == "nccl":
         with torch.cuda.device(device):
             cast(Any, group)._get_backend(device).eager_connect_single_device(device)
 
 
 def backend_name(group: dist.ProcessGroup) -> str:
-    """What torch.distributed.get_backend says, or the group itself where that does not know it."""
+    """Return what torch.distributed.get_backend says, or the group's own name if it is unknown
+    there.
+    """
     if is_registered(group):
         return str(dist.get_backend(group))
     return str(cast(Any, group).name())
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long collectives of `group` may take; None where its backend does not tell."""
+    """Return how long collectives of `group` may take; None where its backend does not tell."""
     try:
         backend = cast(Any, group)._get_backend(torch.device("cpu"))
         timeout: timedelta = backend.options._timeout
@@ -299,7 +305,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """What carries tensors, by the types of their devices; empty where a group does not tell.
+    """Return the backends by the types of their devices; empty where a group does not tell.
 
     `torch.distributed.get_backend` knows only what was asked for, which may be nothing.
     """
@@ -311,12 +317,14 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo carries all that `group` sends, or MPI, which waits on the host as Gloo does."""
+    """Return whether Gloo, or MPI, which waits on the host as Gloo does, carries all that `group`
+    sends.
+    """
     return set(_backends(group).values()) in ({"gloo"}, {MPI})
 
 
 def talks_by_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo, or MPI, carries what `group` sends from CPUs."""
+    """Return whether Gloo, or MPI, carries what `group` sends from CPUs."""
     return _backends(group).get("cpu") in ("gloo", MPI)
 
 
@@ -334,7 +342,9 @@ def gloo_threads(group: dist.ProcessGroup) -> int:
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of `group` passes, by rank: anything that can be pickled. Collective."""
+    """Return what every rank of `group` passes, by rank: anything that can be
+    pickled. Collective.
+    """
     everyones = [mine] * group.size()  # each replaced by its rank's
     dist.all_gather_object(everyones, mine, group=group)
     return everyones
@@ -343,6 +353,6 @@ def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
 def all_gather_flat(
     gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
 ) -> dist.Work:
-    """Starts to fill `gathered` with everybody's `own`, one after the other."""
+    """Start to fill `gathered` with each rank's `own`, one after the other."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
     return cast(dist.Work, gather(gathered, own, group=group, async_op=True))

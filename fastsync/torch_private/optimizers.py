@@ -1,4 +1,4 @@
-"""What optimizers keep, and the hooks around their steps."""
+"""Private state of optimizers, and the hooks around their steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Hook:
 def first_state(
     optimizer: Optimizer, groups: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, dict[str, Any]]:
-    """By name, the state that a first step makes.
+    """Return, by name, the state that a first step makes.
 
     One of the same class and settings, without the user's hooks, steps on zeros: the optimizer and
     its parameters stay as they are.

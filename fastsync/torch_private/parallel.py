@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel keeps to itself."""
+"""Private parts of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _FRONT_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__)
 
 
 def front_accepts(name: str) -> bool:
-    """Whether this torch's DistributedDataParallel knows the constructor argument `name`."""
+    """Return whether this torch's DistributedDataParallel knows the constructor argument `name`."""
     return name in _FRONT_ARGUMENTS
 
 
 def find_tensors(output: object) -> Iterable[torch.Tensor]:
-    """All tensors in a forward's output, whatever its structure."""
+    """Return all tensors in a forward's output, whatever its structure."""
     if isinstance(output, torch.Tensor):
         return (output,)
     found: Iterable[torch.Tensor] = _front._find_tensors(output)
@@ -79,5 +79,5 @@ def builtin_comm_hook(kind: BuiltinCommHookType) -> Callable[..., Any]:
 
 
 def untraced(fn: Fn) -> Fn:
-    """Keeps torch.compile out of `fn` and of all that it calls; imports no compiler until then."""
+    """Keep torch.compile out of `fn` and of all that it calls; import no compiler until then."""
     return cast(Fn, cast(Any, torch)._disable_dynamo(fn))

@@ -57,7 +57,9 @@ class WrapperTensor(torch.Tensor):
 
     @classmethod
     def without_memory(cls: type[T], like: torch.Tensor, values: torch.Tensor | None = None) -> T:
-        """One with the sizes and strides of `like`, and dtype and device of `values`, or `like`."""
+        """Return one with the sizes and strides of `like`, and dtype and device of `values`, or
+        `like`.
+        """
         kind = like if values is None else values
         made: T = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=kind.dtype, device=kind.device
@@ -66,7 +68,9 @@ class WrapperTensor(torch.Tensor):
 
 
 def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
-    """Those of `register_post_accumulate_grad_hook()`, for gradients that autograd does not set."""
+    """Return the hooks of `register_post_accumulate_grad_hook()`, to call
+    where autograd does not.
+    """
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -111,23 +115,23 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:
-    """`nested` arguments with every tensor of this class replaced."""
+    """Return `nested` arguments with every tensor of this class replaced."""
     return tree_map_only(kind, change, nested)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, which say what they are."""
+    """Return whether a tensor is made of others, which say what they are."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def has_views(tensor: torch.Tensor) -> bool:
-    """Whether other tensors that are alive have the same storage."""
+    """Return whether other tensors that are alive have the same storage."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, and `storage`
 
 
 def is_view_of_argument(func: Any) -> bool:
-    """Whether an operator returns memory of an argument that it does not write to."""
+    """Return whether an operator returns memory of an argument that it does not write to."""
     arguments = func._schema.arguments
     return any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)
 

@@ -1,4 +1,4 @@
-"""Which modules of a model become units: its repeated blocks; what is left belongs to the root."""
+"""Choice of the modules that become units: repeated blocks; the rest belongs to the root."""
 
 from __future__ import annotations
 
@@ -85,19 +85,20 @@ def _below(module: nn.Module, smallest: int) -> Iterator[list[nn.Module]]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it has a forward, and its parameters are used there alone: language models compute
-    their outputs with the weight of an embedding, in the forward of what holds it."""
+    """Return whether it has a forward, and its parameters are used there alone: language models
+    compute their outputs with the weight of an embedding, in the forward of what holds it.
+    """
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Embedding)
 
 
 def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> int:
-    """Has every optimizer that holds `old` parameters hold the `new` ones in their place.
+    """Replace `old` parameters by the `new` ones in every optimizer that holds them.
 
     What it keeps of them, because it has stepped before or its constructor makes a state, is cut as
     the parameters are.
 
     Returns:
-        how many optimizers did.
+        The number of optimizers that did.
 
     Raises:
         ValueError: a state cannot be cut.
@@ -128,7 +129,7 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
 def _cut_state(
     optimizer: Optimizer, state: Mapping[str, Any], param: torch.Tensor
 ) -> dict[str, Any]:
-    """This rank's part of the state of a whole parameter, which `param` has taken the place of."""
+    """Return this rank's part of the state of a whole parameter, which `param` has replaced."""
     if not isinstance(param, DTensor):
         return dict(state)
     cut = {}
@@ -147,12 +148,12 @@ def _cut_state(
 
 
 def _optimizers() -> list[Optimizer]:
-    """All that are alive."""
+    """Return all optimizers that are alive."""
     return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
 
 
 def contiguous(module: nn.Module) -> None:
-    """Gives parameters of another memory order, as channels-last, the usual one."""
+    """Give parameters of another memory order, as channels-last, the usual one."""
     for param in module.parameters():
         if not param.is_contiguous():
             with torch.no_grad():

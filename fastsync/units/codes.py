@@ -1,4 +1,4 @@
-"""Which strands of a unit travel as codes, and how their chunks do."""
+"""Codes of a unit's strands: which strands travel as codes, and how their chunks do."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Codes", "gradient_codes", "parameter_codes"]
 
 @dataclass(frozen=True)
 class Codes:
-    """What chunks travel as.
+    """Codes that chunks travel as.
 
     Attributes:
-        codec: a format, or a user's.
-        wire: how it rounds.
+        codec: a format, or a codec of the user.
+        wire: settings of its rounding.
     """
 
     codec: AnyCodec
@@ -41,11 +41,13 @@ class Codes:
         return region_payload(regions, self.codec.coded_bytes)
 
     def nbytes(self, laid: ChunkLayout, world: int) -> int:
-        """Of the chunks of all ranks."""
+        """Return the bytes of the chunks of all ranks."""
         return world * self._payload(laid, world).chunk_bytes
 
     def spec(self, laid: ChunkLayout, world: int, name: str) -> core.CodedSpec:
-        """Of one rank's chunk. Random numbers differ by rank, and by the name of the strand."""
+        """Return the spec of one rank's chunk. Random numbers differ by rank and by the strand's
+        name.
+        """
         plan = CodedPlan(self.codec, "scatter", self._payload(laid, world), error_feedback=False)
         number = zlib.crc32(name.encode())
         return core.coded_spec(number, plan, core.Sender(self.wire, dist.get_rank()))
@@ -54,11 +56,11 @@ class Codes:
 def gradient_codes(
     wires: UnitWires, world: int, dtypes: Sequence[torch.dtype], reduce: torch.dtype
 ) -> Codes | None:
-    """What gradients travel as instead of `reduce`; None: that.
+    """Return what gradients travel as; None: elements of dtype `reduce`.
 
     Args:
-        world: how many ranks share.
-        dtypes: that shares are stored in, and gradients arrive in.
+        world: number of ranks that share.
+        dtypes: dtypes that shares are stored in, and gradients arrive in.
     """
     if world == 1 or wires.gradients.plain or torch.float64 in dtypes:
         return None
@@ -69,7 +71,7 @@ def gradient_codes(
 def parameter_codes(
     wires: UnitWires, world: int, stored: torch.dtype, compute: torch.dtype
 ) -> Codes | None:
-    """What parameters travel as instead of `compute`; None: that."""
+    """Return what parameters travel as; None: elements of dtype `compute`."""
     if world == 1 or wires.parameters is None or stored is torch.float64:
         return None
     format = FORMATS[wires.parameters]

@@ -23,11 +23,11 @@ __all__ = ["Connections", "links_in", "travels"]
 
 
 class Connections:
-    """What a model's units share on their way to other ranks.
+    """Links to other ranks that a model's units share.
 
     Attributes:
         in_memory: whether ranks of one machine may exchange through memory that they share.
-        mark: bytes that units may take, so that others are gathered ahead.
+        mark: bytes that units may take before others stop being gathered ahead.
         infos: how timelines call the units, once that is known; the list stays the same one.
     """
 
@@ -43,11 +43,11 @@ class Connections:
 
     @cached_property
     def log(self) -> core.UnitLog:
-        """What they do, step by step."""
+        """Return the log of what the units do, step by step."""
         return core.make_unit_log()
 
     def take_over(self, other: Connections) -> None:
-        """What a unit has had alone, which is one of these from now on."""
+        """Take the links of a unit that was alone, and belongs to these from now on."""
         self.mark = min(self.mark, other.mark)
         if other.in_memory == self.in_memory:
             self._links = {**other._links, **self._links}
@@ -55,7 +55,7 @@ class Connections:
         self._own.take_over(other._own)
 
     def connect(self, unit: Unit, units: Sequence[Unit]) -> None:
-        """It can be gathered, and resharded to fewer ranks. Collective the first time.
+        """Prepare a unit to be gathered, and resharded to fewer ranks. Collective the first time.
 
         Args:
             units: of the model, which the ranks compare.
@@ -80,7 +80,7 @@ class Connections:
         return self._links[place.group]
 
     def introduce(self, units: Sequence[Unit]) -> None:
-        """Says how the units are called; they are connected. In the same order on every rank."""
+        """Set the names of connected units, in the same order on every rank."""
         strands = [strand for unit in units for strand in unit.strands]
         if strands == self._named:
             return
@@ -95,7 +95,7 @@ class Connections:
 
 
 def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
-    """What the ranks of a place must agree on before they gather anything."""
+    """Return what the ranks of a place must agree on before they gather anything."""
     own = [(n, unit) for n, unit in enumerate(units) if unit.place.group is place.group]
     about = {
         what.format(f"{number} ({unit.name or 'root'})"): said
@@ -107,25 +107,25 @@ def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
 
 
 def links_in(units: Sequence[Unit]) -> list[Links]:
-    """Also those that a unit had when it was gathered before the first forward of the root."""
+    """Return the links of units, also those from a gather before the first forward of the root."""
     strands = (strand for unit in units for strand in unit.strands)
     return list({id(s.links): s.links for s in strands if s.links is not None}.values())
 
 
 def travels(unit: Unit) -> bool:
-    """Whether what is gathered of it does so while this thread goes on."""
+    """Return whether a unit is gathered while this thread goes on."""
     return all(strand.links is not None and strand.links.travels for strand in unit.strands)
 
 
 def _infos(unit: Unit) -> list[UnitInfo]:
-    """How timelines and errors call it: a name for each strand."""
+    """Return how timelines and errors call it: a name for each strand."""
     name = unit.name or "root"
     several = len(unit.strands) > 1
     return [_info(s, f"{name} ({s.compute})" if several else name) for s in unit.strands]
 
 
 def _info(strand: Strand, name: str) -> UnitInfo:
-    """As timelines show it."""
+    """Return the description of a strand for timelines."""
     numel = sum(math.prod(member.shape.sizes) for member in strand.members)
     dtype = str(strand.compute).removeprefix("torch.")
     names = tuple(member.name for member in strand.members)

@@ -1,4 +1,4 @@
-"""What the units of one model know together: in which order they run, and what is under way.
+"""State that the units of one model share: the order in which they run, and what is under way.
 
 Every rank gathers and reduces the same units in the same order: that of its modules' forwards and
 of their backward. Prefetching follows an order that was observed in a former forward, which is the
@@ -40,7 +40,7 @@ LAST_UNITS = 3
 
 
 class UnitState(Protocol):
-    """What a context knows of a state."""
+    """State of a module, as a context knows it."""
 
     unit: Unit | None
 
@@ -56,7 +56,7 @@ def _nothing() -> None:
 
 
 def _trains(unit: Unit) -> bool:
-    """Whether a backward would reduce gradients of `unit`."""
+    """Return whether a backward would reduce gradients of `unit`."""
     return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.members)
 
 
@@ -92,7 +92,7 @@ class Context(StepWatcher, Generic[S]):
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
-        self._ahead: set[int] = set()  # gathered before anybody asked, and not used so far
+        self._ahead: set[int] = set()  # gathered before they were needed, and not used so far
         self._done: list[Unit] = []  # forwards, for which backwards will come
         self._ends_soon = False  # the running backward
         self._reducing: deque[Unit] = deque()
@@ -101,7 +101,9 @@ class Context(StepWatcher, Generic[S]):
 
     @cached_property
     def gradients(self) -> core.UnitGradients:
-        """What notices gradients that come while no output of a module has announced them."""
+        """Return the watch for gradients that arrive while no output of a module has announced
+        them.
+        """
         alive = weakref.ref(self)
 
         def announce() -> None:
@@ -119,7 +121,7 @@ class Context(StepWatcher, Generic[S]):
         self.last_backward, self._told_last = is_last, time.monotonic_ns()
 
     def take_over(self, other: Context[S]) -> None:
-        """Knows what a state has done and heard alone, which is one of these states from now on."""
+        """Learn what another context has noted alone; its states belong to this one from now on."""
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
@@ -161,7 +163,7 @@ class Context(StepWatcher, Generic[S]):
 
         Args:
             prefetch: starts to gather what comes next. Where that travels while this thread waits,
-                it starts at once, after `units`, else when they are there.
+                it starts at once, after `units`, otherwise when they are there.
         """
         at_once = all(map(travels, units))
         with self._waiting():
@@ -176,7 +178,7 @@ class Context(StepWatcher, Generic[S]):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Waits for other ranks."""
+        """Wait for other ranks within; mark this context as faulty if one has failed."""
         try:
             yield
         except SyncFault:
@@ -201,19 +203,19 @@ class Context(StepWatcher, Generic[S]):
         self._check_held(set(map(id, params_of(optimizer))))
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether it steps on shares."""
+        """Return whether it steps on shares."""
         held = set(map(id, params_of(optimizer)))
         return any(id(member.sharded) in held for unit in self.units() for member in unit.members)
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
-        """Has shares step as themselves."""
+        """Let the optimizer step on the local shards."""
         members = [member for unit in self.units() for member in unit.members]
         self._loaded.shard(optimizer, members)
         params = (member.sharded for member in members)
         return self._local_steps.before(optimizer, args, params)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Gives the optimizer the state that its shares have got in the step.
+        """Give the optimizer the state that its shares have got in the step.
 
         Hooks of the script may run a forward, which has to gather what the step has changed.
         """
@@ -234,9 +236,10 @@ class Context(StepWatcher, Generic[S]):
             self.states[0].check_layers()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Has units know when their shares have changed.
+        """Mark units whose shares have changed.
 
-        Seen on every rank alike, as versions of tensors are not: some ranks' shares are empty.
+        Every rank sees the same; versions of tensors would differ, since some ranks' shares are
+        empty.
         """
         held = set(map(id, params_of(optimizer)))
         for unit in self.units():
@@ -246,12 +249,14 @@ class Context(StepWatcher, Generic[S]):
                 self.gather([unit])
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Starts to gather what the next forward computes with."""
+        """Start to gather the parameters that the next forward computes with."""
         unit.refresh()
         self._gather_ahead(unit, backward=False)
 
     def prefetch(self, unit: Unit) -> None:
-        """For a backward: with the parameters that forward had, where they are still there."""
+        """Start to gather for a backward, with the parameters that forward
+        had, where still there.
+        """
         self._gather_ahead(unit, backward=True)
 
     def _gather_ahead(self, unit: Unit, backward: bool) -> None:
@@ -259,9 +264,10 @@ class Context(StepWatcher, Generic[S]):
             self._start(unit)
 
     def _has_room(self, unit: Unit, backward: bool) -> bool:
-        """Whether `unit` fits in besides those that are whole, or will be before anybody asks.
+        """Return whether `unit` fits in besides those that are, or will be, whole before they are
+        needed.
 
-        That is the same on every rank, as what ranks run is.
+        The answer is the same on every rank, since all ranks run the same units.
         """
         if self.connections.mark == NO_MARK:
             return True
@@ -270,7 +276,7 @@ class Context(StepWatcher, Generic[S]):
         return fits(self.connections.mark, whole, reducing=every if backward else ())
 
     def leave(self, unit: Unit) -> None:
-        """A forward of `unit`, whose backward will come, has ended."""
+        """Note that a forward of `unit` has ended, whose backward will come."""
         unit.places.append(len(self._done))
         self._done.append(unit)
 
@@ -283,7 +289,7 @@ class Context(StepWatcher, Generic[S]):
         self._show_shares()
 
     def _show_shares(self) -> None:
-        """Scripts that look at parameters from here on see what an optimizer steps on."""
+        """Show scripts the parameters that an optimizer steps on, from here on."""
         for unit in self.units():
             if self.conceals and not unit.stays:
                 unit.conceal()
@@ -291,7 +297,7 @@ class Context(StepWatcher, Generic[S]):
                 unit.lend_gradients()
 
     def _hand_back(self) -> None:
-        """Scripts may write to the shares from here on."""
+        """Let scripts write to the shares from here on."""
         for unit in self.units():
             hand_back(unit.strands)
 
@@ -325,7 +331,7 @@ class Context(StepWatcher, Generic[S]):
         self._ends_soon = at < LAST_UNITS
 
     def reduce(self, unit: Unit) -> None:
-        """Sends the gradients of `unit`; before that, waits for former ones. Collective."""
+        """Send the gradients of `unit`, after a wait for former ones. Collective."""
         with self._waiting():
             while len(self._reducing) >= self.most_in_flight:
                 self._finish_oldest()
@@ -345,7 +351,7 @@ class Context(StepWatcher, Generic[S]):
             self._finish_oldest()
 
     def end_backward(self) -> None:
-        """All gradients are where they belong."""
+        """Finish a backward: all gradients are then where they belong."""
         self._deliver_all()
         self.root_forward = None
         if self.last_backward:
@@ -359,7 +365,7 @@ class Context(StepWatcher, Generic[S]):
         self.connections.log.end_work()
 
     def end_backward_in_forward(self) -> None:
-        """Likewise, and the forward in which the script called for that backward goes on."""
+        """End a backward that the script called within a forward, which goes on."""
         self._deliver_all()
         self._hand_back()
         self.connections.log.end_work()
@@ -375,7 +381,7 @@ class Context(StepWatcher, Generic[S]):
         self.gradients.announce(False)
 
     def forget(self) -> None:
-        """Lets go of everything that a failed step has left."""
+        """Release everything that a failed step has left."""
         self._reducing.clear()
         for unit in self.units():
             unit.forget()

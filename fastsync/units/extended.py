@@ -37,7 +37,7 @@ _Kind = tuple[torch.dtype, tuple[int, ...]]
 
 
 class _Extension(Protocol):
-    """What a local tensor may have."""
+    """Methods that a local tensor may have."""
 
     def fsdp_pre_all_gather(self, *given: object) -> tuple[Iterable[torch.Tensor], object]: ...
 
@@ -52,12 +52,13 @@ class _Extension(Protocol):
 
 
 def has_extension(local: torch.Tensor) -> bool:
-    """Whether a local tensor takes part in gathers by methods of its own."""
+    """Return whether a local tensor takes part in gathers by methods of its own."""
     return hasattr(local, _PRE)
 
 
 def stands_apart(local: torch.Tensor) -> bool:
-    """Whether a local tensor cannot be a part of plain memory: it has an extension, or parts.
+    """Return whether a local tensor cannot be a part of plain memory: it has an extension, or
+    parts.
 
     Raises:
         RefusedError: it has one half of an extension.
@@ -71,7 +72,7 @@ def stands_apart(local: torch.Tensor) -> bool:
 
 
 def own_share(local: torch.Tensor, shape: Shape, place: Place) -> torch.Tensor:
-    """A copy of this rank's share, by what FSDP2 calls too: subclasses know little else."""
+    """Return a copy of this rank's share, by what FSDP2 calls too: subclasses know little else."""
     chunks = torch.chunk(local, place.world, dim=shape.dim)
     padded = local.new_zeros(shape.local(0, place.world))
     share = padded.narrow(shape.dim, 0, shape.count(place.rank, place.world))
@@ -113,7 +114,7 @@ class _Memory:
 
 @dataclass
 class _Asked:
-    """What a member gives to a gather; `extended`: by its extension."""
+    """Inputs of a member to a gather; `extended`: its extension chose them."""
 
     inputs: list[torch.Tensor]
     metadata: object
@@ -125,11 +126,11 @@ class _Asked:
 
 
 class _Part:
-    """Where a member's gathers end, which is the same memory each time.
+    """Memory in which a member's gathers end, the same each time.
 
     Attributes:
-        kinds: what every rank gives.
-        outputs: what everybody gave, by input.
+        kinds: dtypes and shapes of what every rank gives.
+        outputs: what all ranks gave, by input.
         inner: other memory of the whole tensor.
     """
 
@@ -149,11 +150,11 @@ class _Part:
         return torch.empty(sizes, dtype=like.dtype, device=self._place.device)
 
     def _dim_of(self, tensor: torch.Tensor) -> int:
-        """Along which everybody's lie side by side."""
+        """Return the dimension along which the ranks' tensors lie side by side."""
         return self._dim if tensor.ndim > self._dim else 0
 
     def start(self, asked: _Asked) -> None:
-        """Collective."""
+        """Start to gather from all ranks. Collective."""
         self._memory.lend()
         self.metadata = asked.metadata
         for given, output in zip(asked.inputs, self.outputs, strict=True):
@@ -167,7 +168,7 @@ class _Part:
             self._under_way.append((work, into, output))
 
     def finish(self) -> None:
-        """Has everybody's."""
+        """Wait until the tensors of all ranks are there."""
         pending, self._under_way = self._under_way, []
         for work, into, output in pending:
             awaited(self._place.group, _GATHER, work)
@@ -188,7 +189,7 @@ class _Part:
 
 @dataclass
 class _Gathered:
-    """What an ExtendedStrand has gathered, or is about to."""
+    """Gathered parts of an ExtendedStrand, or parts that are about to be gathered."""
 
     parts: list[_Part] = field(default_factory=list)
     under_way: bool = False
@@ -196,7 +197,7 @@ class _Gathered:
 
 
 class ExtendedStrand(Strand):
-    """A strand whose members are apart from each other, each a tensor of its own class.
+    """Strand whose members are apart from each other, each a tensor of its own class.
 
     Gradients go the way of plain members' gradients. Collectives are the process group's; what
     they send to gather is not among the unit's counters.
@@ -223,7 +224,7 @@ class ExtendedStrand(Strand):
 
     @property
     def compute(self) -> torch.dtype:
-        """That of the gradients: extensions choose that of whole members."""
+        """Return the dtype of the gradients: extensions choose that of whole members."""
         found: torch.dtype | None = None
         for member in self.members:
             if member.whole is not None and member.sharded.requires_grad:
@@ -400,13 +401,13 @@ def _in_words(kinds: tuple[bool, list[_Kind]]) -> str:
 
 
 def _shard_mesh(place: Place) -> DeviceMesh:
-    """Of the ranks that share."""
+    """Return the mesh of the ranks that share."""
     mesh = place.mesh
     return mesh if mesh.mesh_dim_names is None or mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
 
 def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Without what was padded."""
+    """Return the tensor without its padding."""
     if tuple(tensor.shape) == tuple(sizes) and tensor.is_contiguous():
         return tensor
     return torch.as_strided(tensor, tuple(sizes), _strides(sizes), storage_offset=0)

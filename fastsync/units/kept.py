@@ -1,4 +1,5 @@
-"""What stays of whole parameters between forward and backward: an equal part on each of few ranks.
+"""Parts of whole parameters that stay between forward and backward: an equal one on each of few
+ranks.
 
 The parts of a small group of ranks make up the whole members, so backward gathers from these ranks
 alone, which may be those of one machine.
@@ -23,7 +24,7 @@ class KeptPart:
 
     Args:
         whole: that memory, one-dimensional.
-        group: whose ranks keep a part each.
+        group: group whose ranks keep a part each.
     """
 
     def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -38,10 +39,10 @@ class KeptPart:
         self._movement: core.Movement | None = None
 
     def start_gather(self, peers: core.UnitPeers, name: core.UnitName) -> None:
-        """Collective, unless it is under way.
+        """Start to gather, unless it is under way. Collective.
 
         Args:
-            peers: who counts it.
+            peers: the object that counts it.
             name: of the unit.
         """
         if self._work is None:
@@ -57,7 +58,7 @@ class KeptPart:
         return self._gathered
 
     def wait(self) -> None:
-        """Returns once nothing is under way."""
+        """Wait until nothing is under way."""
         if self._work is not None and self._movement is not None:
             wait_for(self._work, self._movement, self._group)
 

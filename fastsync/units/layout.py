@@ -1,4 +1,4 @@
-"""Where the shares of a unit's parameters lie. Pure integers.
+"""Layout of the shares of a unit's parameters. Pure integers.
 
 A rank's chunk holds its share of every member, each at a multiple of `ALIGNMENT`. Shares are of
 equal size on all ranks; where a dimension is not divisible, the last ranks' end earlier::
@@ -6,8 +6,8 @@ equal size on all ranks; where a dimension is not divisible, the last ranks' end
     | small members | flags | large members, each a message by itself |
 
 What is small is packed and travels in one message. Flags, one per member, are there for gradients
-alone: csrc/engine/unit.h tells what for. Where a chunk travels as codes, everything counts as
-small, and each share begins with a block of the format.
+alone: csrc/engine/unit.h says why. Where a chunk travels as codes, everything counts as small, and
+each share begins with a block of the format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shape:
     dim: int = 0
 
     def count(self, rank: int, world: int) -> int:
-        """How much of that dimension a rank has, as torch.chunk() cuts it."""
+        """Return how much of that dimension a rank has, as torch.chunk() cuts it."""
         length = self.sizes[self.dim]
         each = math.ceil(length / world)
         return min(each, max(0, length - rank * each))
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def contiguous(self) -> bool:
-        """Whether each share is one run of the parameter's elements."""
+        """Return whether each share is one run of the parameter's elements."""
         return math.prod(self.sizes[: self.dim]) == 1
 
 
@@ -93,7 +93,7 @@ def lay_out(
     Args:
         shapes: of all of the unit's.
         direct_from: elements from which a share travels by itself; None: all are packed.
-        block: of the format whose codes travel; None: elements do.
+        block: block of the format whose codes travel; None: elements travel.
     """
     alignment = math.lcm(block or 1, ALIGNMENT)
     shares = [shapes[m].share(world) for m in members]

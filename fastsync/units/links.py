@@ -1,4 +1,4 @@
-"""The ranks that units travel between: how they are reached, counted and looked out for."""
+"""Links between the ranks that units travel between: how they are reached, counted and watched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLACE = "the connection of units"
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a group: who counts and watches, and the group itself."""
+    """The ranks of a group: what counts and watches them, and the group itself."""
 
     ranks: core.UnitPeers
     group: dist.ProcessGroup
@@ -35,13 +35,13 @@ class Peers:
 
 @dataclass
 class Links:
-    """What the units of a model over the same ranks have in common.
+    """Links that the units of a model over the same ranks have in common.
 
     Attributes:
         core: the ranks that share.
         used: the group that C++ uses, and does not keep alive.
-        shares: those ranks, for whoever counts.
-        replicas: those that have the same shares; None where nobody else has.
+        shares: those ranks, for counters and the watch.
+        replicas: ranks that have the same shares; None where no other rank has.
         travels: whether what is gathered does so while this thread goes on: as messages of a CPU's,
             where the ranks do not exchange through memory that they share.
     """
@@ -55,7 +55,7 @@ class Links:
 
     @classmethod
     def of(cls, place: Place, in_memory: bool, mark: int, statement: Statement) -> Links:
-        """Collective, on the ranks that share and on those that have the same shares.
+        """Connect the ranks that share, and those that have the same shares. Collective.
 
         Args:
             in_memory: whether ranks of one machine may exchange through memory that they share.
@@ -68,14 +68,14 @@ class Links:
         own = place.by_messages and place.world > 1 and is_registered(place.group)
         if own:
             open_watch(place.group)
-        with explained(place.group, _PLACE):  # as far as anybody looks out by now
+        with explained(place.group, _PLACE):  # as far as faults are watched by now
             return cls._connected(place, own, in_memory, mark, statement)
 
     @classmethod
     def _connected(
         cls, place: Place, own: bool, in_memory: bool, mark: int, statement: Statement
     ) -> Links:
-        """`own`: the units have a process group of their own."""
+        """Connect the ranks. `own`: the units have a process group of their own."""
         groups = OwnGroups()
         used = new_cpu_group(place.group, "units", groups) if own else place.group
         _agree(place, used, statement)
@@ -93,7 +93,7 @@ class Links:
         return cls(links, used, shares, replicas, travels)
 
     def next_tag(self) -> int:
-        """One that no other unit has."""
+        """Return a tag that no other unit has."""
         self.made += 1
         return 2 * self.made
 
@@ -119,7 +119,7 @@ def _agree(place: Place, group: dist.ProcessGroup, statement: Statement) -> None
 
 
 def wait_for(work: dist.Work, movement: core.Movement, group: dist.ProcessGroup) -> None:
-    """Waits for a collective of `group` that Python has started, and looks out for its ranks.
+    """Wait for a collective of `group` that Python has started, and watch for faults of its ranks.
 
     Raises:
         SyncFault: one of them has ended.

@@ -33,13 +33,13 @@ __all__ = ["Home", "Member", "find_homes"]
 
 @dataclass(frozen=True)
 class Home:
-    """Where a module has a parameter."""
+    """Attribute of a module that is a parameter."""
 
     module: nn.Module
     name: str
 
     def put(self, param: nn.Parameter) -> None:
-        """Registers `param` there."""
+        """Register `param` there."""
         # nn.Module's own way checks what is known here; modules with another one need to see it.
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = param
@@ -48,7 +48,7 @@ class Home:
                 setattr(self.module, self.name, param)
 
     def get(self) -> nn.Parameter:
-        """What is registered there."""
+        """Return the parameter that is registered there."""
         found = self.module._parameters[self.name]
         assert found is not None
         return found
@@ -56,7 +56,7 @@ class Home:
 
 @dataclass
 class Member:
-    """A parameter that ranks share.
+    """Parameter that ranks share.
 
     Attributes:
         homes: every place where modules have it; several where it is tied.
@@ -98,16 +98,16 @@ class Member:
         self.spec = spec_of(self.sharded)
 
     def described(self) -> Param:
-        """What it must have in common with the other ranks' parameter."""
+        """Return what it must have in common with the other ranks' parameter."""
         dtype = str(self.sharded.dtype).removeprefix("torch.")
         return self.name, self.shape.sizes, dtype, self.sharded.requires_grad
 
     def set_spec(self, dtype: torch.dtype) -> None:
-        """Parameters and gradients are of `dtype`."""
+        """Set the dtype of parameters and gradients."""
         self.spec = with_dtype(self.spec, dtype)
 
     def make_whole(self, memory: torch.Tensor) -> None:
-        """Computes with what is in `memory`."""
+        """Make a parameter of what is in `memory`, to compute with."""
         if self.inner is not None:
             memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
         self.whole = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
@@ -115,7 +115,7 @@ class Member:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's share."""
+        """Return this rank's share."""
         return local_of(self.sharded)
 
     def local_sizes(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Member:
         return whole.narrow(dim, begin, self.shape.count(rank, world))
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a plain one of the whole parameter's sizes."""
+        """Return whether `tensor` is a plain one of the whole parameter's sizes."""
         return (
             type(tensor) in (torch.Tensor, nn.Parameter)
             and self.inner is None
@@ -140,7 +140,7 @@ class Member:
         return make_dtensor(with_own_storage(local), with_dtype(self.spec, local.dtype))
 
     def gradient(self) -> torch.Tensor | None:
-        """This rank's share of the gradient."""
+        """Return this rank's share of the gradient."""
         grad = self.sharded.grad
         return None if grad is None else local_of(grad)
 
@@ -148,7 +148,7 @@ class Member:
         self.sharded.grad = make_dtensor(local, self.spec)
 
     def whole_local(self) -> torch.Tensor:
-        """This rank's tensor of the whole, where that is a DTensor; else the whole."""
+        """Return this rank's tensor of the whole, where that is a DTensor; otherwise the whole."""
         assert self.whole is not None
         return self.whole if self.inner is None else local_of(self.whole)
 
@@ -166,7 +166,7 @@ class Member:
             self._version = self.sharded._version
 
     def forget_version(self) -> None:
-        """Nothing is gathered."""
+        """Note that nothing is gathered."""
         self._version = None
 
     def is_gathered(self) -> bool:
@@ -217,7 +217,7 @@ class Member:
             )
 
     def watch(self, gradients: core.UnitGradients) -> None:
-        """Have the gradients of `whole` noticed, and shown to the hooks of the parameter."""
+        """Watch the gradients of `whole`, and show them to the hooks of the parameter."""
         if self.whole is None or not self.whole.requires_grad:
             return
         if self.watched is None:
@@ -233,7 +233,7 @@ class Member:
         return gradient
 
     def call_hooks(self) -> None:
-        """Those that run when autograd has set a gradient."""
+        """Call the hooks that run when autograd has set a gradient."""
         for hook in accumulate_hooks(self.sharded):
             hook(self.sharded)
 
@@ -241,7 +241,7 @@ class Member:
         return bool(accumulate_hooks(self.sharded))
 
     def _fresh_gradient(self) -> torch.Tensor | None:
-        """What autograd has accumulated, which it then has no more."""
+        """Return and remove what autograd has accumulated."""
         if self.whole is None:
             return None
         fresh, self.whole.grad = self.whole.grad, None
@@ -250,7 +250,7 @@ class Member:
         return local_gradient(fresh, self.inner)
 
     def take_whole_gradient(self) -> torch.Tensor | None:
-        """What this rank has accumulated for the whole parameter, which it then has no more."""
+        """Return and remove what this rank has accumulated for the whole parameter."""
         fresh = self._fresh_gradient()
         partial, self.partial = self.partial, None
         if partial is None or fresh is None:
@@ -258,7 +258,7 @@ class Member:
         return partial.add_(fresh)
 
     def keep_whole_gradient(self, dtype: torch.dtype) -> None:
-        """Has what was accumulated wait in `dtype` for later backwards."""
+        """Keep what was accumulated in `dtype` for later backwards."""
         if self.whole is None or self.whole.grad is None:
             return
         if self.partial is None and self.whole.grad.dtype == dtype:
@@ -300,7 +300,7 @@ class Member:
         self.set_gradient(found.detach().narrow(dim, begin, count).to(self.local, copy=True))
 
     def freeze_alike(self) -> None:
-        """Share and whole want a gradient alike: a script may freeze or thaw either."""
+        """Make share and whole require a gradient alike: a script may freeze or unfreeze either."""
         if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
             wanted = not self.trained  # which one of them has been set to
             self.whole.requires_grad_(wanted)
@@ -322,7 +322,7 @@ class Member:
 
 
 def find_homes(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> list[list[Home]]:
-    """Every place of each parameter inside `modules`."""
+    """Return every place of each parameter inside `modules`."""
     homes: dict[int, list[Home]] = {id(param): [] for param in params}
     seen: set[int] = set()
     for root in modules:

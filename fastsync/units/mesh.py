@@ -1,4 +1,4 @@
-"""Which ranks share parameters, and which repeat them."""
+"""Ranks that share parameters, and ranks that replicate them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Place:
     """This rank's place in a mesh.
 
     Attributes:
-        mesh: of one dimension, or of two: ranks of a row share, rows repeat each other (HSDP).
+        mesh: of one dimension, or of two: ranks of a row share, rows replicate each other (HSDP).
         group: the ranks that share.
-        replicas: those that have the same share; None where nobody else has.
-        rank: this one's, in `group`.
-        world: how many share.
+        replicas: ranks that have the same share; None where no other rank has.
+        rank: this rank, in `group`.
+        world: number of ranks that share.
         device: that units compute on.
-        offload: has shares stay on the CPU; None: they are on `device`.
+        offload: policy that keeps shares on the CPU; None: they are on `device`.
     """
 
     mesh: DeviceMesh
@@ -61,33 +61,33 @@ class Place:
 
     @property
     def home(self) -> torch.device:
-        """Where shares are."""
+        """Return the device of the shares."""
         return self.device if self.offload is None else HOME
 
     @property
     def ranks(self) -> int:
-        """Over which gradients are averaged."""
+        """Return the number of ranks that gradients are averaged over."""
         return self.world * (1 if self.replicas is None else self.replicas.size())
 
     @property
     def by_messages(self) -> bool:
-        """Whether shares can travel as messages of any size."""
+        """Return whether shares can travel as messages of any size."""
         return self.device.type == "cpu" and is_gloo(self.group)
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Of a parameter that is cut along `dim`."""
+        """Return the placements of a parameter that is cut along `dim`."""
         return (Shard(dim),) if self.replicas is None else (Replicate(), Shard(dim))
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks in one dimension, on the accelerator if there is one."""
+    """Return a mesh of all ranks in one dimension, on the accelerator if there is one."""
     size = default_group().size()
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh("cpu" if found is None else found.type, (size,))
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """All that are in a mesh."""
+    """Return all ranks of a mesh."""
     return [int(rank) for rank in mesh.mesh.flatten()]
 
 

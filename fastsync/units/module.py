@@ -1,4 +1,4 @@
-"""What a module can do once fully_shard() was applied to it: FSDP2's methods."""
+"""Methods of a module after fully_shard(): those of FSDP2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Handle(UnshardHandle):
         self._state: State | None = state
 
     def wait(self) -> None:
-        """Returns once the module has its whole parameters."""
+        """Wait until the module has its whole parameters."""
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
             state.context.gather([state.unit])
@@ -67,7 +67,7 @@ class _Gathering:
     """When whole parameters come and go."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own unit, not those below.
+        """Gather this module's own unit, not those below.
 
         Args:
             async_op: returns at once, with a handle to wait on; the module's forward waits too.
@@ -84,13 +84,13 @@ class _Gathering:
         return None
 
     def reshard(self) -> None:
-        """Takes away the whole parameters of this module's own unit."""
+        """Take away the whole parameters of this module's own unit."""
         unit = _state(self).unit
         if unit is not None:
             unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward ends with a reshard; if not, backward needs no second gather."""
+        """Set whether forward ends with a reshard; if not, backward needs no second gather."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
@@ -108,7 +108,7 @@ class _Gathering:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward ends with a reshard; if not, the next forward needs no gather."""
+        """Set whether backward ends with a reshard; if not, the next forward needs no gather."""
         for unit in _units(self, recurse):
             unit.switches.reshard_after_backward = reshard_after_backward
 
@@ -117,19 +117,19 @@ class _Gathering:
         _state(self).forward_next = _states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchModule]) -> None:
-        """Likewise while this one's backward runs."""
+        """Set the modules that are gathered ahead while this one's backward runs."""
         _state(self).backward_next = _states(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this unit's parameters: that of an embedding does not."""
+        """Set whether backward needs this unit's parameters: that of an embedding does not."""
         for unit in _units(self, recurse=False):
             unit.switches.gather_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Gathers wait for the current stream in any case."""
+        """Do nothing: gathers wait for the current stream in any case."""
 
     def reset_iter_state(self) -> None:
-        """Forgets a forward or backward that failed; for the root alone.
+        """Forget a forward or backward that failed; for the root alone.
 
         Gradients that had been reduced by then stay: call zero_grad().
         """
@@ -142,32 +142,32 @@ class _Reducing:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; if not, each rank accumulates whole ones."""
+        """Set whether backward reduces gradients; if not, each rank accumulates whole ones."""
         for unit in _units(self, recurse):
             unit.switches.reduce = unit.switches.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether replicas (2D meshes) add up the sums; if not, these accumulate on each."""
+        """Set whether replicas (2D meshes) add up the sums; if not, these accumulate on each."""
         for unit in _units(self, recurse):
             unit.switches.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether what was observed in forward is needed no more after the next backward."""
+        """Set whether what was observed in forward is needed no more after the next backward."""
         _state(self).context.tell_last_backward(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients are divided by, instead of the number of ranks."""
+        """Set the divisor of sums of gradients, instead of the number of ranks."""
         for unit in _units(self, recurse=False):
             unit.switches.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of `set_gradient_divide_factor`."""
+        """Set the divisor, by the former name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
     ) -> None:
-        """Calls `hook` with this rank's sums, one-dimensional, before they become gradients.
+        """Call `hook` with this rank's sums, one-dimensional, before they become gradients.
 
         Args:
             stream: that is current meanwhile; the current one by default.
@@ -233,7 +233,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
     """A module that `fastsync.fully_shard` was applied to; torch's FSDPModule, too."""
 
     def __new__(cls, *args: object, **kwargs: object) -> FSDPModule:
-        """Makes plain modules, as a Sequential does when it is sliced."""
+        """Make plain modules, as a Sequential does when it is sliced."""
         plain = cast("type[FSDPModule]", cls.__mro__[cls.__mro__.index(TorchModule) + 1])
         made = plain.__new__(plain)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
@@ -243,7 +243,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
         raise _unsupported("torch's internal _get_fsdp_state()")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Gathers are asynchronous in any case."""
+        """Do nothing: gathers are asynchronous in any case."""
 
     def _apply(self, *args: object, **kwargs: object) -> object:
         """Conversions apply to the shares."""
@@ -266,7 +266,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
 
 @functools.cache
 def shard_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with FSDPModule's methods."""
+    """Return `kind` with FSDPModule's methods."""
     methods = {name: _explained(method) for name, method in _other_methods(kind)}
     space = {**methods, "__module__": kind.__module__}
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), space)
@@ -307,9 +307,9 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has another method of `module` gather and reshard as forward() does.
+    """Let another method of `module` gather and reshard as forward() does.
 
-    Without effect where fully_shard() was not applied to `module`.
+    It has no effect where fully_shard() was not applied to `module`.
 
     Raises:
         ValueError: there is no such method.

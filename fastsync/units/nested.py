@@ -30,7 +30,7 @@ _OPAQUE = (
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], nested: T) -> T:
-    """`nested` with every tensor replaced; whatever holds none stays the same object."""
+    """Return `nested` with every tensor replaced; an object that holds none stays the same."""
     return cast(T, _mapped(fn, nested))
 
 
@@ -79,7 +79,9 @@ def _mapped_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], nested: object
 
 
 def grad_tensors(nested: object) -> list[torch.Tensor]:
-    """Those that require a gradient, in the order in which `map_tensors` meets them."""
+    """Return the tensors that require a gradient, in the order in which
+    `map_tensors` meets them.
+    """
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +100,7 @@ def output_grad_tensors(nested: object) -> list[torch.Tensor]:
 
 
 def _hidden(nested: object, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that `map_tensors` does not meet: attributes of objects, in any depth."""
+    """Return the tensors that `map_tensors` does not meet: attributes of objects, in any depth."""
     found: list[torch.Tensor] = []
     seen = set(map(id, known))
     left, visits = [nested], 0
@@ -119,7 +121,7 @@ def _hidden(nested: object, known: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _parts(nested: object) -> Iterable[object]:
-    """What a container or an object holds."""
+    """Yield what a container or an object holds."""
     if nested is None or isinstance(nested, _OPAQUE):
         return
     if isinstance(nested, Mapping):

@@ -95,7 +95,9 @@ class RawStrand(Strand):
             begin += count
 
     def _memory_of(self, member: Member) -> torch.Tensor:
-        """A member's whole, whose memory is there, without autograd's noticing that it changes."""
+        """Return a member's whole, whose memory is there, without autograd's notice that it
+        changes.
+        """
         if member.whole is None or member.whole.dtype != self.dtype:
             sizes, device = member.shape.sizes, self.place.device
             member.make_whole(torch.empty(sizes, dtype=self.dtype, device=device))

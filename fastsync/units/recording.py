@@ -1,4 +1,4 @@
-"""What a model whose parameters are shared tells of its steps: counters, and a timeline."""
+"""Records of the steps of a model whose parameters are shared: counters, and a timeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wanted = str | os.PathLike[str] | bool | TimelinePolicy
 def record(
     root: nn.Module, policy: TimelinePolicy, group: dist.ProcessGroup | None = None
 ) -> Recorder:
-    """Records the steps of `root` from now on.
+    """Record the steps of `root` from now on.
 
     Args:
         group: the ranks that are recorded together; by default those of its mesh.
@@ -48,7 +48,7 @@ def record(
 
 
 def stats_of(root: nn.Module, one_rank_step: float | None) -> SyncStats:
-    """What synchronising has cost this rank."""
+    """Return what synchronising has cost this rank."""
     context = context_of(root)
     steps = context.recorder.steps() if context.recorder is not None else []
     counted, infos = context.counters(), context.connections.infos
@@ -56,7 +56,7 @@ def stats_of(root: nn.Module, one_rank_step: float | None) -> SyncStats:
 
 
 def context_of(module: nn.Module) -> Context[State]:
-    """What the units of a root know together.
+    """Return the context that the units of a root share.
 
     Raises:
         RuntimeError: it is no root.
@@ -82,7 +82,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _everybody(place: Place) -> dist.ProcessGroup:
-    """The ranks of a mesh, where they have a group; else those that share."""
+    """Return the ranks of a mesh, where they have a group; otherwise those that share."""
     if place.replicas is not None and default_group().size() == place.mesh.size():
         return default_group()
     return place.group
@@ -105,7 +105,7 @@ class Recording:
         return stats_of(cast(nn.Module, self), one_rank_step)
 
     def record_timeline(self, timeline: Wanted = True) -> None:
-        """Records when units are gathered and reduced; every rank calls it, on the root.
+        """Record when units are gathered and reduced; every rank calls it, on the root.
 
         Args:
             timeline: as FastDDP's argument: a path that is written after 20 steps, True to record
@@ -119,7 +119,7 @@ class Recording:
             record(cast(nn.Module, self), policy)
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has been recorded so far; every rank calls it.
+        """Write what has been recorded so far; every rank calls it.
 
         Args:
             path: rank 0 writes this file; with "{rank}" in it, each its own.

@@ -1,8 +1,8 @@
-"""How much memory units may take before the next one is gathered ahead of time.
+"""Memory that units may take before the next one is gathered ahead of time.
 
-Whole parameters, and what shares and gradients travel in, lie in a pool. Its mark is a setting of
-the environment. What a module needs is gathered whatever the mark says; what nobody needs yet is
-gathered only where it fits in besides.
+Whole parameters, and the buffers that shares and gradients travel in, lie in a pool. Its mark is a
+setting of the environment. A unit that a module needs is gathered whatever the mark says; a unit
+that is not needed yet is gathered only where it fits in besides.
 
 A gather is a collective: either every rank begins it ahead of time, or none does. So ranks compare
 their marks, and what fits follows from whole sizes of units, never from what a rank's allocator
@@ -31,6 +31,8 @@ def mark_here() -> int:
 
 
 def fits(mark: int, units: Iterable[Unit], reducing: Iterable[Unit]) -> bool:
-    """Whether `units` may be whole at once, while the gradients of one of `reducing` travel."""
+    """Return whether `units` may be whole at once, while the gradients of one
+    of `reducing` travel.
+    """
     travelling = max((unit.bytes_to_reduce() for unit in reducing), default=0)
     return sum(unit.bytes_to_gather() for unit in units) + travelling <= mark

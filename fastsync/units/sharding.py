@@ -64,7 +64,7 @@ def fully_shard(
     wire: Wire | Choice = "fp32",
     parameter_wire: str | None = None,
 ) -> T:
-    """Has each rank keep its share of the parameters, gradients and optimizer state of `module`.
+    """Shard the parameters, gradients and optimizer state of `module` over the ranks.
 
     The contract is that of torch.distributed.fsdp.fully_shard (FSDP2; ZeRO stage 3): parameters
     become DTensors with their global sizes. Before the module's forward, and again before its
@@ -138,7 +138,7 @@ def _check_untied(kind: str, params: dict[str, nn.Parameter]) -> None:
 
 
 def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Of a list, those that are in no other one."""
+    """Return the modules of a list that are in no other one."""
     if isinstance(module, nn.Module):
         return [module]
     below = {id(sub) for each in module for sub in each.modules() if sub is not each}
@@ -163,7 +163,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_reshard(given: bool | int | None, place: Place) -> bool | int:
-    """Whether forward ends with a reshard; a number: to fewer ranks than share."""
+    """Return whether forward ends with a reshard; a number: to fewer ranks than share."""
     if given is None or isinstance(given, bool):
         return given is not False
     if not isinstance(given, int):
@@ -232,7 +232,7 @@ def _managed(
 def _cut(
     name: str, param: nn.Parameter, placement_fn: PlacementFn | None, place: Place
 ) -> Shape | None:
-    """How a parameter is cut; None: it has been, by another unit.
+    """Return how a parameter is cut; None: it has been, by another unit.
 
     Raises:
         ValueError, NotImplementedError: it cannot be.
@@ -294,7 +294,7 @@ def _checked_shape(name: str, param: nn.Parameter, chosen: object, place: Place)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter: all, unless it is a DTensor by itself."""
+    """Return this rank's part of a parameter: all, unless it is a DTensor by itself."""
     return local_of(param) if isinstance(param, DTensor) else param.detach()
 
 
@@ -307,7 +307,9 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 def _split_tied(
     modules: Sequence[nn.Module], params: dict[str, nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[Unit]]:
-    """Parameters that nobody has, and the units that have the others, which get homes here."""
+    """Return parameters that no unit has, and the units that have the others,
+    which get homes here.
+    """
     own: list[nn.Parameter] = []
     tied: dict[int, Unit] = {}
     for name, param in params.items():

@@ -1,16 +1,16 @@
 """Shares that stay on the CPU while their unit computes on another device: CPUOffloadPolicy.
 
-Two copies join the unit's way then, each of one flat tensor::
+Each way then has one more copy, of one flat tensor::
 
     gather   shares on the CPU  ->  a copy on the device  ->  messages  ->  whole parameters
     reduce   sums on the device  ->  a copy on the CPU  ->  gradients of the shares
 
 Each direction has a stream of its own, which waits for what the device has been given so far. So a
 unit that is gathered ahead of time is copied, packed and sent while the one before it computes, and
-sums leave while backward goes on. The host waits before it reads what comes, and before anybody may
-write to shares that are still read.
+sums leave while backward goes on. The host waits before it reads what comes, and before shares that
+are still read may be written to.
 
-What is allocated on such a stream is read elsewhere, and may be freed at any time all the same: the
+What is allocated on such a stream is read elsewhere, and may still be freed at any time: the
 allocator gives it to the same stream alone, which has waited for the computation before it writes.
 """
 
@@ -33,9 +33,9 @@ HOME = torch.device("cpu")
 
 
 class CopyAlways(CPUOffloadPolicy):
-    """Has units that compute on the CPU stage their shares as those on other devices do.
+    """Policy that makes units on the CPU stage their shares as those on other devices do.
 
-    It is of no use but to try that way where there is no such device.
+    It is of use only to test that way where there is no such device.
     """
 
 
@@ -61,20 +61,22 @@ class Offload:
 
 @dataclass(frozen=True)
 class Arriving:
-    """What a copy brings; `done`: an event after it, None where there is nothing to wait for."""
+    """Tensor that a copy brings; `done`: an event after the copy, None where no wait is needed."""
 
     tensor: torch.Tensor
     done: Any = None
 
     def wait(self) -> torch.Tensor:
-        """The tensor, which the host may read."""
+        """Return the tensor, which the host may read."""
         if self.done is not None:
             self.done.synchronize()
         return self.tensor
 
 
 class Staging:
-    """None: a unit gathers its shares from where they lie, and its sums become gradients there."""
+    """No staging: a unit gathers its shares from where they lie, and its sums become gradients
+    there.
+    """
 
     copies = False
 
@@ -83,27 +85,27 @@ class Staging:
 
     @property
     def source(self) -> torch.Tensor:
-        """What is gathered: the same tensor each time."""
+        """Return the tensor that is gathered, the same each time."""
         return self._shard
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """`source` has the values of the shares; what is gathered of it starts in here."""
+        """Give `source` the values of the shares; gathers of it start within."""
         yield
 
     def arrived(self) -> None:
-        """Nobody reads `source` any more; the computation may use what was started."""
+        """Note that `source` is not read any more; the computation may use what was started."""
 
     def wait(self) -> None:
-        """Returns once shares may be written to."""
+        """Wait until shares may be written to."""
 
     def bring(self, sums: torch.Tensor) -> Arriving:
-        """Sums, on their way to where the shares are."""
+        """Start to bring sums to where the shares are."""
         return Arriving(sums)
 
 
 class _Copies(Staging):
-    """Between the CPU and `device`."""
+    """Staging between the CPU and `device`."""
 
     copies = True
 
@@ -116,7 +118,9 @@ class _Copies(Staging):
 
     @cached_property
     def source(self) -> torch.Tensor:
-        """Has memory between `sending()` and `arrived()` alone."""
+        """Return the tensor that is gathered; it has memory only between `sending()` and
+        `arrived()`.
+        """
         with torch.inference_mode(False):
             made = torch.empty(self._shard.numel(), dtype=self._shard.dtype, device=self._device)
         made.untyped_storage().resize_(0)
@@ -163,7 +167,7 @@ class _Copies(Staging):
 
 
 def staging_of(shard: torch.Tensor, device: torch.device, offload: Offload | None) -> Staging:
-    """Of shares that units on `device` compute with."""
+    """Return the staging of shares that units on `device` compute with."""
     return Staging(shard) if offload is None else _Copies(shard, offload, device)
 
 
@@ -181,7 +185,7 @@ class _Lanes:
 
     @contextmanager
     def beside(self, lane: Any) -> Iterator[None]:
-        """What runs in here waits for what the device has been given so far, and no more."""
+        """Run what is within after what the device has been given so far, and nothing later."""
         lane.wait_stream(self.current())
         with self.module.stream(lane):
             yield
@@ -189,6 +193,8 @@ class _Lanes:
 
 @cache
 def _lanes_of(device: torch.device) -> _Lanes:
-    """One pair for all units: memory that one has freed serves the next on the same stream."""
+    """Return one pair for all units: memory that one has freed serves the next
+    on the same stream.
+    """
     module = torch.get_device_module(device)
     return _Lanes(device, module, module.Stream(device), module.Stream(device))

@@ -1,4 +1,4 @@
-"""What happens around the forward and backward of a module that fully_shard() was applied to."""
+"""Work around the forward and backward of a module that fully_shard() was applied to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ATTRIBUTE = "_fastsync_unit_state"
 
 
 def state_of(module: nn.Module) -> State | None:
-    """That of a module that fully_shard() was applied to."""
+    """Return the state of a module that fully_shard() was applied to."""
     return cast("State | None", module.__dict__.get(_ATTRIBUTE))
 
 
@@ -85,14 +85,14 @@ class _UnitStart(torch.autograd.Function):
 
 
 class State:
-    """Of the modules of one fully_shard() call; those of a model share a context.
+    """State of the modules of one fully_shard() call; the states of a model share a context.
 
     Attributes:
         unit: the parameters; None where the modules have none of their own.
         uses: that unit, and those of other states that have a parameter which is tied to one here.
-        auto_reshard: nobody said whether the unit is kept between forward and backward, so the
-            root's is.
-        made_by: what a script has called, for messages.
+        auto_reshard: the script did not say whether the unit is kept between forward and backward,
+            so the root's is kept.
+        made_by: the function that a script has called, for messages.
         ignored: parameters that the script takes care of.
         forward_next, backward_next: states whose units are gathered next, by a script's wish.
     """
@@ -183,7 +183,7 @@ class State:
     # --- the first forward
 
     def become_root(self) -> None:
-        """Collects the states below, unless this one has a place already.
+        """Collect the states below, unless this one has a place already.
 
         Raises:
             RuntimeError: one of them has run a forward as a root.
@@ -219,7 +219,7 @@ class State:
         self.connect()
 
     def join(self, context: Context[State], as_root: bool) -> None:
-        """Is one of the states of `context` from now on, which heeds what this one was told."""
+        """Join the states of `context`, which follows the settings of this one from now on."""
         if context is not self.context and self.context.recorder is not None:
             raise RuntimeError(
                 "a timeline was asked for of a module that is no root: call record_timeline() on "
@@ -282,7 +282,9 @@ class State:
         return args, kwargs
 
     def _goes_on(self, module: nn.Module) -> bool:
-        """Of the group others have run in this forward, and this one is still to come."""
+        """Return whether others of the group have run in this forward, and this one is still to
+        come.
+        """
         return module in self._missing and len(self._missing) < len(self.modules)
 
     def _refresh(self) -> None:
@@ -352,8 +354,8 @@ class State:
             self.context.enter(self.unit)
 
     def _mark_end(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Has the backward say when it is through with this forward."""
-        # Checkpointing computes again in backward, what has been counted or ran without gradients.
+        """Let the backward say when it is through with this forward."""
+        # Checkpointing computes again in backward what has been counted, or ran without gradients.
         counted = not backward_is_running()
         for unit in self.uses:
             unit.expected += counted
@@ -405,7 +407,7 @@ class State:
             self.context.leave(unit)
 
     def _complete_groups(self, output: object) -> object:
-        """Ends the forwards of groups of which some modules did not run."""
+        """End the forwards of groups of which some modules did not run."""
         for state in reversed(self.context.states):
             if state is not self and state._missing and state.moment is Moment.FORWARD:
                 state._missing.clear()
@@ -425,7 +427,7 @@ class State:
     # --- backward
 
     def _mark_start(self, output: object, found: Sequence[torch.Tensor]) -> object:
-        """Has the backward say when it begins with this forward.
+        """Let the backward say when it begins with this forward.
 
         Args:
             found: the tensors of the output that require a gradient.
@@ -445,7 +447,7 @@ class State:
         return output
 
     def _made_here(self, tensor: torch.Tensor) -> bool:
-        """Whether the forward that ends has computed it."""
+        """Return whether the forward that ends has computed it."""
         return creation_number(tensor.grad_fn) >= self._first_node
 
     def announce_backward(self) -> None:
@@ -490,7 +492,7 @@ class State:
                 unit.moment = Moment.IDLE  # that of another forward begins
 
     def after_backward(self, unit: Unit) -> None:
-        """Takes away the parameters and sends the gradients. Collective."""
+        """Take away the parameters and send the gradients. Collective."""
         unit.expected, unit.moment, unit.touched = 0, Moment.AFTER_BACKWARD, False
         if unit.switches.reshard_after_backward and not self.context.creates_graph:
             unit.reshard()
@@ -501,7 +503,7 @@ class State:
 
     @untraced
     def end_of_backward(self) -> None:
-        """Sends what has not been sent, and waits for everything."""
+        """Send what has not been sent, and wait for everything."""
         self.context.connections.log.end_backward()
         in_forward = any(unit.running for unit in self.context.units())
         for state in self.context.states:
@@ -528,7 +530,7 @@ class State:
             self.context.end_backward()
 
     def reset(self) -> None:
-        """Forgets a step that failed.
+        """Forget a step that failed.
 
         Raises:
             RuntimeError: this is not the root.

@@ -49,10 +49,10 @@ class LocalSteps:
     def before(
         self, optimizer: Optimizer, args: Arguments, params: Iterable[torch.Tensor]
     ) -> Arguments | None:
-        """What `step` is to be called with instead; None: with these.
+        """Return the arguments for `step`; None: those that it was called with.
 
         Args:
-            params: of the model.
+            params: parameters of the model.
         """
         self._locals, self._state = {}, None
         ours = set(map(id, params)) & set(map(id, params_of(optimizer)))
@@ -90,7 +90,7 @@ class LocalSteps:
 
 
 def _may_stand_in(optimizer: Optimizer) -> bool:
-    """Not where somebody adds to the step."""
+    """Return whether a stand-in may make the step: not where something adds to it."""
     asks = ("grad_scale", "found_inf")  # a GradScaler leaves its part to the optimizer
     return (
         is_elementwise(optimizer)
@@ -101,7 +101,7 @@ def _may_stand_in(optimizer: Optimizer) -> bool:
 
 
 def _steps_alone(param: torch.Tensor) -> bool:
-    """Whether its gradient lies as it does, in memory that no class of its own watches over."""
+    """Return whether a parameter's gradient lies as it does, in memory of no other tensor class."""
     if not isinstance(param, DTensor) or type(local_of(param)) is not torch.Tensor:
         return False
     grad = param.grad
@@ -127,7 +127,7 @@ def _local(value: Any) -> Any:
 def _keep(
     optimizer: Optimizer, param: torch.Tensor, local: torch.Tensor, made: dict[str, Any]
 ) -> None:
-    """Has `optimizer` hold the state of `local` as that of `param`."""
+    """Store the state of `local` in `optimizer` as that of `param`."""
     held = optimizer.state[param]
     for name, value in made.items():
         if name in held and _local(held[name]) is value:

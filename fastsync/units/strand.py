@@ -39,10 +39,10 @@ DIRECT_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class MixedDTypes:
-    """What parameters compute in, and gradients are reduced in; None: as they are.
+    """Dtypes that parameters compute in, and gradients are reduced in; None: those they have.
 
     Attributes:
-        policy: which says that, and more to extensions of tensor subclasses.
+        policy: policy with these dtypes; extensions of tensor subclasses receive it.
     """
 
     compute: torch.dtype | None = None
@@ -51,9 +51,9 @@ class MixedDTypes:
 
 
 class Strand:
-    """Members of one dtype, whose shares lie side by side in `shard`.
+    """Shards of a unit's members of one dtype, side by side in `shard`.
 
-    `settle()` makes that true again after somebody else has exchanged them.
+    `settle()` restores that after a script has assigned other tensors.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Strand:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That shares are stored in."""
+        """Return the storage dtype of the shares."""
         return self.members[0].sharded.dtype
 
     @property
@@ -87,11 +87,11 @@ class Strand:
     # --- what travels
 
     def _gathered_as(self) -> Codes | None:
-        """What shares travel as to become whole parameters; None: as these are."""
+        """Return the codes of the parameter all-gather; None: raw elements."""
         return parameter_codes(self.wires, self.place.world, self.dtype, self.compute)
 
     def _reduced_as(self) -> Codes | None:
-        """Likewise gradients; None: as `reduce`."""
+        """Return the codes of the gradient reduce-scatter; None: elements of dtype `reduce`."""
         dtypes = (self.dtype, self.compute)
         return gradient_codes(self.wires, self.place.world, dtypes, self.reduce)
 
@@ -112,7 +112,7 @@ class Strand:
     def _lay_out(
         self, members: Sequence[int], direct_from: int | None, flags: bool, codes: Codes | None
     ) -> ChunkLayout:
-        """Codes of a chunk travel in one message, whatever the sizes."""
+        """Return the layout of a chunk; codes travel in one message, whatever the sizes."""
         shapes, world = [m.shape for m in self.members], self.place.world
         if codes is not None:
             return lay_out(shapes, members, world, None, flags, codes.block)
@@ -129,7 +129,7 @@ class Strand:
 
     @torch.no_grad()
     def _new_shard(self) -> torch.Tensor:
-        """Moves all shares into one new tensor."""
+        """Move all shares into one new tensor."""
         layout = self._layout()
         like, offload = self.members[0].local, self.place.offload
         if offload is None or like.device != self.place.home:
@@ -161,7 +161,7 @@ class Strand:
         return True
 
     def settle(self) -> None:
-        """Takes in what a loaded state dict, or a conversion of the module, has put in place.
+        """Take in what a loaded state dict, or a conversion of the module, has put in place.
 
         Raises:
             RuntimeError: a parameter has no memory yet, or lies elsewhere than the mesh, or the
@@ -236,7 +236,7 @@ class Strand:
     # --- bytes, of any rank
 
     def bytes_to_gather(self) -> int:
-        """Of the whole members, and of what their shares travel in."""
+        """Return the bytes of the whole members, and of the buffers that their shares travel in."""
         if not self._gathered_bytes:
             shapes, layout = [m.shape for m in self.members], self._layout()
             whole = whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)
@@ -250,7 +250,9 @@ class Strand:
         return self._gathered_bytes
 
     def bytes_to_reduce(self) -> int:
-        """At most, of what gradients travel in; without the sums, which become gradients."""
+        """Return an upper bound on the bytes of buffers that gradients travel
+        in, without the sums.
+        """
         trained = self.trained()
         if not trained:
             return 0
@@ -265,11 +267,11 @@ class Strand:
 
     @property
     def begun(self) -> bool:
-        """Whether it has been gathered."""
+        """Return whether it has been gathered."""
         return self._core is not None
 
     def call(self, name: core.UnitName) -> None:
-        """Has errors and timelines call it so."""
+        """Set the name in errors and timelines."""
         self.name = name
         if self._core is not None:
             self._core.set_name(name)
@@ -288,7 +290,7 @@ class Strand:
         return made
 
     def _way(self) -> core.Unit:
-        """Its way in C++, which exists once the parameters have memory."""
+        """Return the C++ unit, which exists once the parameters have memory."""
         if self._core is None:
             self._core = self._make_core()
             self._core.set_shard(self.staging.source, self._core_layout())
@@ -322,7 +324,7 @@ class Strand:
 
     @torch.no_grad()
     def release(self, keepers: dist.ProcessGroup | None = None) -> None:
-        """Takes the memory of whole members away.
+        """Take the memory of whole members away.
 
         Args:
             keepers: ranks that keep a part of them each, for the next gather; None: the next one
@@ -350,7 +352,7 @@ class Strand:
         return tuple(i for i, m in enumerate(self.members) if m.sharded.requires_grad)
 
     def has_gradients(self) -> bool:
-        """Whether this rank has any that have not travelled, of what is trained."""
+        """Return whether this rank has gradients that have not travelled, of what is trained."""
         return any(
             m.partial is not None or (m.whole is not None and m.whole.grad is not None)
             for m in self.members
@@ -358,7 +360,7 @@ class Strand:
         )
 
     def keep_gradients(self) -> None:
-        """Has what has been accumulated wait for a later backward."""
+        """Keep what has been accumulated for a later backward."""
         for member in self.members:
             member.keep_whole_gradient(self.reduce)
 
@@ -371,7 +373,7 @@ class Strand:
         return self._layouts[trained]
 
     def start_reduce(self, scale: float) -> bool:
-        """Sends what has been accumulated; whether there is anything to send. Collective."""
+        """Send what has been accumulated; return whether there is anything to send. Collective."""
         trained = self.trained()
         if not trained:
             return False
@@ -388,7 +390,7 @@ class Strand:
         return self._way().finish_reduce()
 
     def deliver(self, sums: torch.Tensor) -> None:
-        """Has sums become gradients of this rank's shares, at once or by `land()`."""
+        """Turn sums into gradients of this rank's shares, at once or by `land()`."""
         assert self._reducing is not None
         self.arriving.append((*self._reducing, self.staging.bring(sums)))
         members = [self.members[i] for i in self._reducing[0].members]
@@ -398,7 +400,7 @@ class Strand:
             self._land()
 
     def _land(self) -> None:
-        """Sets the gradients of this rank's shares, or adds to them, once everything is there."""
+        """Set the gradients of this rank's shares, or add to them, once everything is there."""
         arriving, self.arriving = self.arriving, []
         for laid, layout, sums in arriving:
             self._add(laid, layout, sums.wait())
@@ -415,12 +417,12 @@ class Strand:
 
 
 def hand_back(strands: Sequence[Strand]) -> None:
-    """Returns once this rank's shares may be written to: no copy reads them any more."""
+    """Wait until this rank's shares may be written to: no copy reads them any more."""
     for strand in strands:
         strand.staging.wait()
 
 
 def land(strands: Sequence[Strand]) -> None:
-    """Has the gradients that are on their way to the CPU."""
+    """Finish the gradients that are on their way to the CPU."""
     for strand in strands:
         strand._land()

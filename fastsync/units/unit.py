@@ -32,7 +32,7 @@ __all__ = ["Moment", "Switches", "Unit"]
 
 
 class Moment(Enum):
-    """What a unit, or a module's state, is in the middle of."""
+    """Phase of a unit, or of a module's state."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -42,7 +42,7 @@ class Moment(Enum):
 
 @dataclass
 class Switches:
-    """What a script may change between two steps; FSDPModule's methods say what each means."""
+    """Settings that a script may change between two steps; see FSDPModule's methods."""
 
     reduce: bool = True
     all_reduce: bool = True
@@ -70,16 +70,16 @@ class Unit:
     """Parameters that are gathered and reduced together.
 
     Attributes:
-        modules: that it was made for.
+        modules: the modules that it was made for.
         concealed: modules have the shares registered while the unsharded parameters are kept.
-        gradients: what notices those that come unannounced.
+        gradients: the watch for gradients that come unannounced.
         running: forwards that have begun and not ended.
-        kept_by_default: between forward and backward, without anybody's having asked for that.
+        kept_by_default: kept between forward and backward, without a request of the script.
         expected: forwards whose backward has not reached the unit's end.
-        busy: who computes its backward with these parameters: the module's state, or that of one
+        busy: the state whose backward computes with these parameters: the module's, or that of one
             with a tied weight.
-        owes: a backward has left gradients to a later one. So it has on every rank, while gradients
-            of this rank may be missing: its batch may have needed none of the parameters.
+        owes: a backward has left gradients to a later one. That is so on every rank, while
+            gradients of this rank may be missing: its batch may have needed none of the parameters.
         stale: an optimizer has stepped since the gather, so the next forward gathers again.
         keepers: the ranks that share what this one does between forward and backward; None: those
             that share the parameters.
@@ -134,7 +134,7 @@ class Unit:
                 yield member.whole
 
     def settings(self) -> dict[str, str]:
-        """What ranks must agree on besides the parameters, in words; `{}` is the unit."""
+        """Return what ranks must agree on besides the parameters; `{}` in a name is the unit."""
         cuts = (f"{m.name!r} along dimension {m.shape.dim}" for m in self.members if m.shape.dim)
         kept = self.switches.reshard_to or self.switches.reshard_after_forward
         return {
@@ -151,7 +151,7 @@ class Unit:
             strand.links = strand.links or links
 
     def settle(self) -> None:
-        """Takes in parameters that somebody else has exchanged, or given an extension."""
+        """Register parameters that a script has exchanged, or given an extension."""
         for strand in self.strands:
             strand.settle()
         for member in self.members:
@@ -160,7 +160,7 @@ class Unit:
         self.show_sharded()
 
     def _sort(self) -> None:
-        """Has every member in a strand of its kind.
+        """Put every member into a strand of its kind.
 
         Raises:
             RuntimeError: one was gathered as another kind.
@@ -176,9 +176,9 @@ class Unit:
             self.connect(before[0].links)
 
     def refresh(self) -> None:
-        """Before a forward: lets go of whole parameters that an optimizer has outdated.
+        """Free whole parameters, before a forward, that an optimizer has outdated.
 
-        Those that stay are frozen or thawed as their shares are.
+        Those that stay are frozen or unfrozen as their shares are.
         """
         changed = any(member.is_changed() for member in self.members)
         if (self.stale or self.concealed or changed) and not self.running:
@@ -196,7 +196,7 @@ class Unit:
             self.watch()
 
     def start_gather(self) -> None:
-        """Collective, unless the unit is whole or on the way."""
+        """Start to gather, unless the unit is whole or on the way. Collective."""
         if self.is_whole:
             return
         if not self._begun:
@@ -209,7 +209,7 @@ class Unit:
             strand.start_gather()
 
     def finish_gather(self) -> None:
-        """Returns once modules have the whole parameters."""
+        """Wait until modules have the whole parameters."""
         if self.is_whole and not self.concealed:
             return
         if not self.is_whole:
@@ -222,13 +222,13 @@ class Unit:
         self.watch()
 
     def watch(self) -> None:
-        """Have gradients of the unsharded parameters noticed, and shown to hooks."""
+        """Watch gradients of the unsharded parameters, and show them to hooks."""
         if self.gradients is not None:
             for member in self.members:
                 member.watch(self.gradients)
 
     def watch_with(self, gradients: core.UnitGradients) -> None:
-        """Have `gradients` notice those of this unit."""
+        """Let `gradients` watch this unit."""
         if self.gradients is not gradients:
             self.gradients = gradients
             for member in self.members:
@@ -236,12 +236,12 @@ class Unit:
 
     @property
     def trains(self) -> bool:
-        """Whether any of its parameters requires a gradient."""
+        """Return whether any of its parameters requires a gradient."""
         return any(member.sharded.requires_grad for member in self.members)
 
     @property
     def stays(self) -> bool:
-        """Whether a script asked for unsharded parameters after a forward or backward."""
+        """Return whether a script asked for unsharded parameters after a forward or backward."""
         after_forward = self.switches.reshard_after_forward or self.kept_by_default
         return not (after_forward and self.switches.reshard_after_backward)
 
@@ -265,15 +265,15 @@ class Unit:
             self.concealed = True
 
     def bytes_to_gather(self) -> int:
-        """That being whole takes, the same on every rank."""
+        """Return the bytes that every rank needs while this unit is whole."""
         return sum(strand.bytes_to_gather() for strand in self.strands)
 
     def bytes_to_reduce(self) -> int:
-        """At most, that gradients take on their way, the same on every rank."""
+        """Return an upper bound on the bytes of gradients on their way, the same on every rank."""
         return sum(strand.bytes_to_reduce() for strand in self.strands)
 
     def freeze_alike(self) -> None:
-        """Have shares and unsharded parameters require gradients alike."""
+        """Make shares and unsharded parameters require gradients alike."""
         for member in self.members:
             member.freeze_alike()
 
@@ -282,10 +282,10 @@ class Unit:
             member.show_sharded()
 
     def reshard(self, for_backward: bool = False) -> None:
-        """Modules have the shares; the whole parameters have no memory.
+        """Register the shares in the modules, and free the memory of the whole parameters.
 
         Args:
-            for_backward: that wants them next, as they are now.
+            for_backward: backward needs the parameters next, as they are now.
         """
         self.stale = False
         keepers = self.keepers if for_backward and self.switches.reshard_to is not None else None
@@ -307,25 +307,25 @@ class Unit:
         return bool(self._reducing)
 
     def has_gradients(self) -> bool:
-        """Whether there is anything to reduce, or for replicas to add up."""
+        """Return whether there is anything to reduce, or for replicas to add up."""
         if self.owes or any(strand.has_gradients() for strand in self.strands):
             return True
         return self.switches.all_reduce and any(s.partial is not None for s in self.strands)
 
     def keep_gradients(self) -> None:
-        """Leaves them to a later backward."""
+        """Leave them to a later backward."""
         self.owes = True
         for strand in self.strands:
             strand.keep_gradients()
 
     def start_reduce(self) -> None:
-        """Sends what has been accumulated. Collective."""
+        """Send what has been accumulated. Collective."""
         self.owes = False
         scale = 1.0 / (self.switches.divisor or self.place.ranks)
         self._reducing = [strand for strand in self.strands if strand.start_reduce(scale)]
 
     def finish_reduce(self) -> None:
-        """Has the sums; replicas begin to add theirs up, which is collective."""
+        """Wait for the sums; replicas then start to all-reduce theirs, which is collective."""
         for strand in self._reducing:
             sums = strand.finish_reduce()
             if self.place.replicas is not None:
@@ -363,7 +363,7 @@ class Unit:
         self._summing.append(_Summing(strand, sums, work, movement))
 
     def finish_sums(self) -> None:
-        """Has what replicas have added up."""
+        """Wait for the all-reduce over the replicas."""
         for summing in self._summing:
             self._await(summing)
             self._call_hook(summing.sums)
@@ -376,7 +376,7 @@ class Unit:
         wait_for(summing.work, summing.movement, self.place.replicas)
 
     def forget(self) -> None:
-        """Lets go of everything that a failed step has left."""
+        """Release everything that a failed step has left."""
         if self._reducing:
             for strand in self._reducing:
                 strand.finish_reduce()

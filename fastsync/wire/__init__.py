@@ -1,1 +1,1 @@
-"""What gradients travel as: formats, codecs, and plugins compiled by users."""
+"""Forms in which gradients travel: formats, codecs, and plugins compiled by users."""

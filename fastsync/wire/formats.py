@@ -79,7 +79,7 @@ FORMS: Final = ("auto", "native", "two_shot", "gather", "hierarchical")
 
 
 class CodecLike(Protocol):
-    """What an object must have to carry gradients; `Codec` says what each part is for."""
+    """Attributes that an object needs to carry gradients; `Codec` says what each is for."""
 
     @property
     def name(self) -> str: ...
@@ -126,11 +126,11 @@ class Codec:
         raise NotImplementedError
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Writes the code of `values`, fp32 [numel], to `payload`, uint8 [coded_bytes(numel)]."""
+        """Write the code of `values`, fp32 [numel], to `payload`, uint8 [coded_bytes(numel)]."""
         raise NotImplementedError
 
     def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes to `values` what `payload` stands for."""
+        """Write to `values` what `payload` stands for."""
         raise NotImplementedError
 
 
@@ -167,7 +167,7 @@ class TopK(Codec):
         return f"topk(density={self.density})"
 
     def kept(self, numel: int) -> int:
-        """How many of `numel` elements travel."""
+        """Return how many of `numel` elements travel."""
         return max(1, round(self.density * numel))
 
     def coded_bytes(self, numel: int) -> int:
@@ -214,7 +214,7 @@ _FORMER: Final = {
 
 
 def register_codec(name: str, factory: Callable[[], AnyCodec]) -> None:
-    """Makes `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
+    """Make `wire=name` mean `factory()`, which returns a `Codec`. Call it on every rank.
 
     The factory is called once, when the name is used for the first time.
 
@@ -295,8 +295,8 @@ class Wire:
         error_feedback: add what coding lost to the next step's gradients; None: as the format
             recommends. Costs 4 bytes per element.
         stochastic: round stochastically instead of to the nearest (built-in formats).
-        overrides: format or codec by parameter name pattern, as `fnmatch` has them; the first
-            match counts.
+        overrides: format or codec by parameter name pattern, as `fnmatch` has them; the first match
+            counts.
         min_bytes: buckets with fewer bytes of gradients travel as fp32.
         warmup_steps: synchronised steps that travel as fp32 before the format is used.
         seed: of stochastic rounding.
@@ -354,22 +354,22 @@ class Wire:
 
     @classmethod
     def of(cls, wire: Wire | Choice) -> Wire:
-        """`wire` itself, or the policy that sends everything as `wire`."""
+        """Return `wire` itself, or the policy that sends everything as `wire`."""
         return wire if isinstance(wire, Wire) else cls(wire)
 
     @property
     def plain(self) -> bool:
-        """Whether everything travels as its own dtype."""
+        """Return whether everything travels as its own dtype."""
         return self.format == "fp32" and self.form in ("auto", "native") and not self.overrides
 
     @property
     def adds_by_parts(self) -> bool:
-        """Whether any elements of a gradient can be added up without the others."""
+        """Return whether any elements of a gradient can be added up without the others."""
         codecs = map(make_codec, (self.format, *self.overrides.values()))
         return not any(getattr(codec, "whole", False) for codec in codecs)
 
     def describe(self) -> str:
-        """Everything that ranks must agree on, in words."""
+        """Return everything that ranks must agree on, in words."""
         default = Wire()
         # Groups differ between ranks; shared memory is a setting of its own.
         unsaid = ("format", "node_group", "cross_group", "shared_memory")
@@ -390,7 +390,7 @@ class Wire:
         return make_codec(self.format)
 
     def feedback_for(self, codec: AnyCodec) -> bool:
-        """Whether `codec` runs with error feedback."""
+        """Return whether `codec` runs with error feedback."""
         if self.error_feedback is None:
             return codec.error_feedback
         return self.error_feedback and codec is not FORMATS["fp32"]

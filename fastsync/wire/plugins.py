@@ -30,7 +30,7 @@ _Decode = _Encode
 
 
 class _Table(ctypes.Structure):
-    """`struct fastsync_codec`."""
+    """The C struct `fastsync_codec`."""
 
     _fields_ = (
         ("version", ctypes.c_int32),
@@ -49,12 +49,12 @@ class _Table(ctypes.Structure):
 class PluginCodec(Codec):
     """A codec from a shared library, as `load_codec` returns it. For gradients on the CPU.
 
-    The engine calls the library's functions without Python; the methods here are for whoever wants
-    to try the codec on a tensor.
+    The engine calls the library's functions without Python; the methods here serve to try the codec
+    on a tensor.
 
     Attributes:
-        path: the library.
-        address: of the table.
+        path: path of the library.
+        address: address of the table.
     """
 
     def __init__(self, path: Path, library: ctypes.CDLL, table: _Table) -> None:
@@ -72,7 +72,7 @@ class PluginCodec(Codec):
         return int(self._table.coded_bytes(self._table.context, numel))
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """As `Codec.encode`.
+        """Encode as `Codec.encode` does.
 
         Raises:
             ValueError: the tensors are not contiguous on the CPU, fp32 and uint8.
@@ -81,7 +81,7 @@ class PluginCodec(Codec):
         self._call("encode", values, payload)
 
     def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
-        """As `Codec.decode`; raises like `encode`."""
+        """Decode as `Codec.decode` does; raises like `encode`."""
         self._call("decode", payload, values)
 
     def _call(self, what: str, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ def load_codec(path: str | os.PathLike[str]) -> PluginCodec:
 
 
 def check_device(codec: AnyCodec, name: str, device: torch.device) -> None:
-    """Raises ValueError where a library's codec is asked to carry parameter `name` on `device`."""
+    """Raise ValueError where a library's codec is asked to carry parameter `name` on `device`."""
     if isinstance(codec, PluginCodec) and device.type != "cpu":
         raise ValueError(
             f"parameter {name!r} is on {device}, but {codec.name} comes from {codec.path} and "

@@ -24,7 +24,7 @@ ANNOUNCING = (*REDUCING, "zero3")
 
 @contextlib.contextmanager
 def announced(model, *outputs):
-    """What Accelerate's `trigger_sync_in_backward` does."""
+    """Do what Accelerate's `trigger_sync_in_backward` does."""
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     model.reducer.prepare_for_backward(list(outputs))
@@ -169,7 +169,7 @@ class Adversaries(nn.Module):
 
 
 def manual_backward(model, loss):
-    """What Lightning's `manual_backward` does, before the backward and after it."""
+    """Do what Lightning's `manual_backward` does, before the backward and after it."""
     model.require_forward_param_sync = True
     model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
@@ -178,7 +178,7 @@ def manual_backward(model, loss):
 
 @contextlib.contextmanager
 def toggled(part, whole):
-    """What Lightning's `toggle_optimizer` does: all parameters but those of a part are frozen."""
+    """Freeze all parameters but those of a part, as Lightning's `toggle_optimizer` does."""
     mine = {id(param) for param in part.parameters()}
     others = [p for p in whole.parameters() if id(p) not in mine and p.requires_grad]
     for param in others:

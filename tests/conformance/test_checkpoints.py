@@ -100,7 +100,7 @@ def test_copies_gradients(copied, stage):
 
 
 def goes_back_by_dcp(way, wrap, rank):
-    """As `goes_back`, with the functions of torch.distributed.checkpoint."""
+    """Go back as `goes_back` does, with the functions of torch.distributed.checkpoint."""
     model, optimizer = made(wrap)
     train(model, optimizer, rank, range(2))
     model_state, optim_state = get_state_dict(model, optimizer)

@@ -79,7 +79,7 @@ def swaps_in_an_average(wrap, rank):
 
 
 def writes_after_a_forward_without_backward(wrap, rank):
-    """As a line search does: the second forward is of other weights."""
+    """Write as a line search does: the second forward is of other weights."""
     model = wrap(net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses = {}
@@ -155,7 +155,7 @@ def assigns_an_average(wrap, rank):
 
 
 def assigns_before_the_first_step(wrap, rank):
-    """As an initialisation by hand."""
+    """Assign data as an initialisation by hand does."""
     model = wrap(net())
     for param in model.parameters():
         param.data = torch.ones_like(param.data)

@@ -19,7 +19,7 @@ ADDED = r"about to step on parameter '{}'( and \d more)?, which the module got a
 
 
 class Growing(Net):
-    """Has room for a layer in the middle."""
+    """Net with room for a layer in the middle."""
 
     def __init__(self):
         super().__init__()

@@ -93,7 +93,9 @@ def first_order_derivative_within_forward(wrap, rank):
 
 
 def gradient_penalty(wrap, rank):
-    """As WGAN-GP: the norm of the gradient of the output by the input is a part of the loss."""
+    """Train as WGAN-GP does: the norm of the gradient of the output by the input is part of the
+    loss.
+    """
 
     def loss(model, x):
         x = x.clone().requires_grad_()
@@ -132,7 +134,7 @@ def uses_a_head_twice(wrap, rank):
 
 
 def first_order_gradients_outside(wrap, rank):
-    """Of the input, without a graph, and then a backward that trains."""
+    """Take gradients of the input, without a graph, before a backward that trains."""
 
     def loss(model, x):
         x = x.clone().requires_grad_()
@@ -293,7 +295,7 @@ def adds_a_parameter(wrap, rank):
 
 
 def replaces_a_layer_past_setattr(wrap, rank):
-    """Where nothing sees it until an optimizer steps on its parameters."""
+    """Replace a layer where it stays unnoticed until an optimizer steps on its parameters."""
     model = wrap(net())
     loss_of(model(batch(rank, 0))).backward()
     inner(model)._modules["head"] = nn.Linear(7, 3)
@@ -314,13 +316,13 @@ def test_changed_layers_are_an_error(stage, script):
 
 
 def not_under_ddp(wrap, rank, script):
-    """Runs the script under the stage alone: DDP's ranks diverge in it."""
+    """Run the script under the stage alone: DDP's ranks diverge in it."""
     probe = wrap(nn.Linear(1, 1))
     return {} if type(probe) is DistributedDataParallel else script(wrap, rank)
 
 
 def removes_and_freezes(wrap, rank):
-    """What is frozen needs no synchronisation, nor does what is gone."""
+    """Remove and freeze layers: neither needs synchronisation any more."""
     model = wrap(net())
     loss_of(model(batch(rank, 0))).backward()
     inner(model).head = nn.Identity()

@@ -153,7 +153,7 @@ def swap(params, optimizer):
 
 
 def move_to_device(params, optimizer):
-    """As many scripts do after they have loaded a checkpoint."""
+    """Move the state to the device, as many scripts do after they have loaded a checkpoint."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -304,8 +304,9 @@ def test_what_cannot_be_is_an_error(stage):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """As schedulefree's: what it evaluates is an average of what it trains, and both are in `z` and
-    the parameter."""
+    """Optimizer like schedulefree's: it evaluates an average of what it trains; both are in `z` and
+    the parameter.
+    """
 
     def __init__(self, params, lr=0.1, beta=0.9, early=False):
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})

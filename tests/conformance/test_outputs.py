@@ -50,7 +50,7 @@ class Named(NamedTuple):
 
 
 class Dictionary(dict):
-    """As the outputs of transformers: its fields are attributes, too."""
+    """Dictionary like the outputs of transformers: its fields are attributes, too."""
 
     def __getattr__(self, name):
         return self[name]

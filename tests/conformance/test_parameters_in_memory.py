@@ -279,7 +279,7 @@ def test_views_from_before_wrapping_stay_views(stage):
 
 
 def assigns_data(wrap, rank):
-    """As averages of weights are swapped in for an evaluation."""
+    """Assign data, as when averages of weights are swapped in for an evaluation."""
     model = wrap(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     params = list(model.parameters())

@@ -103,7 +103,7 @@ def registered_between_forward_and_backward(wrap, rank):
 
 
 def removed_after_a_step(wrap, rank):
-    """Of handles that were got before and after wrapping."""
+    """Remove hooks by handles from before and after wrapping."""
     model = net()
     early = [param.register_hook(lambda grad: 2.0 * grad) for param in model.parameters()]
     model = wrap(model)

@@ -148,7 +148,7 @@ def test_hooks_with_codes(wire):
 
 
 def with_wire(wrap, rank, wire):
-    """What hooks see, of the first step alone: later weights have been coded."""
+    """Note what hooks see in the first step alone: later weights have been coded."""
     seen = []
     module = net()
     if type(wrap(nn.Linear(1, 1))) is DistributedDataParallel:

@@ -30,7 +30,7 @@ _BACKEND = "gloo"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the suite; returns the exit status: 0 where all that had to pass has passed."""
+    """Run the suite; return the exit status: 0 where all that had to pass has passed."""
     options = _parse(arguments)
     try:
         jobs = _jobs(options)

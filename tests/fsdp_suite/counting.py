@@ -25,7 +25,7 @@ _modules: list[nn.Module] = []
 
 
 def note_modules(modules: nn.Module | list[nn.Module]) -> None:
-    """Has what these gather and reduce counted from now on."""
+    """Count what these modules gather and reduce from now on."""
     _modules.extend([modules] if isinstance(modules, nn.Module) else modules)
 
 

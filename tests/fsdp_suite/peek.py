@@ -105,7 +105,7 @@ class _State:
 
 @contextlib.contextmanager
 def _patched_end(new: Callable[..., object]) -> Iterator[None]:
-    """Has another function run where a unit's backward ends."""
+    """Run another function where a unit's backward ends."""
     end: Any = _UnitEnd
     before = end.__dict__["backward"]
     end.backward = staticmethod(new)
@@ -129,7 +129,7 @@ def peek(module: nn.Module) -> Any:
 
 
 def let_modules_peek() -> None:
-    """Gives modules torch's internal method."""
+    """Give modules torch's internal method."""
     owner: Any = fastsync.FSDPModule
     owner._get_fsdp_state = peek
 

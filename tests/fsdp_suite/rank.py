@@ -18,7 +18,7 @@ __all__ = ["run_rank"]
 
 
 def run_rank(suite: Suite, case: Case, rank: int, folder: Path) -> None:
-    """Runs a test as `rank`; the result goes to a file in `folder`."""
+    """Run a test as `rank`; the result goes to a file in `folder`."""
     prepare(rank, folder)
     device_module.count = case.ranks
     cls = type(case.cls.__name__, (case.cls,), {"world_size": case.ranks})

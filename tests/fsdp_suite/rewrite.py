@@ -61,7 +61,7 @@ def _guarded(module: str, alias: ast.alias, table: Set[str]) -> list[ast.stmt]:
 
 
 def _asks_for_gpu(decorator: ast.expr) -> bool:
-    """Whether it is `unittest.skipIf(not TEST_CUDA, ...)` or the like."""
+    """Return whether it is `unittest.skipIf(not TEST_CUDA, ...)` or the like."""
     text = ast.unparse(decorator)
     return "skipIf(not TEST_" in text or "skipUnless(TEST_" in text
 

@@ -1,4 +1,4 @@
-"""What takes the place of names that torch's tests import: guards, devices, classes of tests."""
+"""Replacements for names that torch's tests import: guards, devices, classes of tests."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class DeviceModule:
         self.count = FEWEST_RANKS
 
     def device_count(self) -> int:
-        """As many as the running test gets ranks."""
+        """Return the number of ranks of the running test."""
         return self.count
 
     def is_available(self) -> bool:
-        """Tests are to think that there are devices."""
+        """Return True, so that tests find devices."""
         return True
 
     def current_accelerator(self, *unused: object, **named: object) -> torch.device:
-        """As torch.accelerator's."""
+        """Return the device, as torch.accelerator does."""
         return torch.device("cpu")
 
     def current_device(self) -> str:
-        """As torch.cpu's."""
+        """Return the device, as torch.cpu does."""
         return "cpu"
 
     def manual_seed(self, seed: int) -> None:
-        """Of the one generator that there is."""
+        """Seed the only generator."""
         torch.manual_seed(seed)
 
     def device(self, *unused: object) -> contextlib.AbstractContextManager[None]:
-        """There is no other one."""
+        """Return an empty context: there is only one device."""
         return contextlib.nullcontext()
 
     def empty_cache(self) -> None:
-        """The CPU has none."""
+        """Do nothing: the CPU has no cache."""
 
     def _sleep(self, cycles: int) -> None:
         """Delays test how streams wait for each other; the CPU has one."""
@@ -72,7 +72,7 @@ class DeviceModule:
 
 
 class Missing:
-    """A name that the installed torch does not have; whoever uses it is skipped.
+    """Name that the installed torch does not have; a test that uses it is skipped.
 
     As a decorator, or as what makes one, it skips the function; a class of tests may inherit it.
     """
@@ -114,45 +114,45 @@ class RankTest(common_utils.TestCase):
 
     @property
     def world_size(self) -> int:
-        """As many as there are devices."""
+        """Return the number of devices."""
         return device_module.count
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """That of all ranks."""
+        """Return the group of all ranks."""
         return dist.distributed_c10d._get_default_group()
 
     @property
     def pg(self) -> dist.ProcessGroup | None:
-        """Another name of it."""
+        """Return `process_group`, by another name."""
         return self.process_group
 
     @property
     def init_method(self) -> str:
-        """Where ranks meet."""
+        """Return where ranks meet."""
         return f"file://{self.file_name}"
 
     def run_subtests(self, *args: Any, **kwargs: Any) -> None:
-        """Each combination of arguments."""
+        """Run each combination of arguments."""
         run_subtests(self, *args, **kwargs)
 
     def perThreadSetUp(self) -> None:
-        """Of tests that torch runs in threads."""
+        """Do nothing: only tests that torch runs in threads need it."""
 
     def perThreadTearDown(self) -> None:
-        """Likewise."""
+        """Do nothing: only tests that torch runs in threads need it."""
 
     def _barrier(self, *unused: object) -> None:
         dist.barrier()
 
 
 def asked(function: Callable[..., object]) -> int:
-    """How many devices a test asks for."""
+    """Return how many devices a test asks for."""
     return getattr(function, _ASKED, FEWEST_RANKS)
 
 
 def skip_if_lt_x_gpu(count: int, *unused: object, **named: object) -> Callable[[F], F]:
-    """Notes the number of ranks that a test is to get."""
+    """Note the number of ranks that a test is to get."""
 
     def note(function: F) -> F:
         setattr(function, _ASKED, max(count, FEWEST_RANKS))
@@ -228,7 +228,7 @@ STAND_INS: dict[str, Any] = {
 
 
 def meet(case: RankTest, rank: int, ranks: int) -> None:
-    """Makes the process group of a test."""
+    """Make the process group of a test."""
     case.rank = rank
     os.environ["WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", init_method=case.init_method, world_size=ranks, rank=rank)

@@ -1,4 +1,4 @@
-"""What the suite can put in place of torch's `fully_shard`."""
+"""Wrappers that the suite can put in place of torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Wrapper:
 
 
 def _summing(module: Any, **arguments: Any) -> Any:
-    """Adds gradients up instead of averaging them."""
+    """Add gradients up instead of averaging them."""
     made = fastsync.fully_shard(module, **arguments)
     for each in [made] if isinstance(made, nn.Module) else made:
         cast(Any, each).set_gradient_divide_factor(1.0)
@@ -57,7 +57,7 @@ WRAPPERS = {
 
 
 class Suite:
-    """What rewritten tests build with; counts how often they do."""
+    """Wrapper that rewritten tests build with; counts how often they do."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self.wrapper = wrapper
@@ -69,7 +69,7 @@ class Suite:
 
 
 class _FullyShard:
-    """That of the implementation under test."""
+    """`fully_shard` of the implementation under test."""
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite

@@ -1,4 +1,4 @@
-"""What the demo compares: `python -m tests.mpi.demo_hashes 2`, or under mpirun."""
+"""Weights that the demo compares: `python -m tests.mpi.demo_hashes 2`, or under mpirun."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a rank does in tests/mpi/test_ends.py: the way in which a training ends badly.
+"""Rank of tests/mpi/test_ends.py, with the way in which a training ends badly.
 
 mpirun -n 2 python -m tests.mpi.ending raise
 """

@@ -24,7 +24,7 @@ FROM_LAUNCHERS = (
 
 @cache
 def missing():
-    """Why MPI cannot be used here; empty if it can."""
+    """Return why MPI cannot be used here; empty if it can."""
     found = subprocess.run(
         [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, text=True
     )
@@ -79,7 +79,9 @@ def mpirun(ranks, *arguments, timeout=240, **changes):
 
 
 def run_ranks(function, ranks, *arguments, timeout=240, **changes):
-    """What `function(rank, world, *arguments)` returns on each rank, over the default group."""
+    """Return what `function(rank, world, *arguments)` returns on each rank,
+    over the default group.
+    """
     with tempfile.TemporaryDirectory(prefix="fastsync-mpi-") as folder:
         job = Path(folder, "job")
         job.write_bytes(pickle.dumps((function, arguments)))
@@ -89,7 +91,7 @@ def run_ranks(function, ranks, *arguments, timeout=240, **changes):
 
 
 def main(folder):
-    """What runs in a rank."""
+    """Run the job in a rank."""
     import torch
     import torch.distributed as dist
 

@@ -36,7 +36,7 @@ GLOO_REDUCES = (*REALS, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def combined(tensors, name):
-    """What all ranks get, written out."""
+    """Return what all ranks should get."""
     combine, dtype = OPERATIONS[name][0], tensors[0].dtype
     total = tensors[0].float() if dtype in HALVES else tensors[0].clone()
     for tensor in tensors[1:]:
@@ -354,7 +354,7 @@ def groups(draw, world):
 
 
 def run(rank, world, count, seed):
-    """Runs `count` cases; returns how many comparisons they held."""
+    """Run `count` cases; return how many comparisons they held."""
     draw = random.Random(f"{seed} {world}")
     known, compared = groups(draw, world), 0
     for number in range(count):

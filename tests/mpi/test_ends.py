@@ -12,7 +12,7 @@ from tests.mpi import jobs
 
 
 def ended(how, ranks=2):
-    """Of a job that would wait without an end if the others did not hear of it."""
+    """Return the end of a job that would wait for ever if the others did not hear of the fault."""
     job = jobs.mpirun(ranks, "-m", "tests.mpi.ending", how, timeout=120)
     return job.code, job.text
 

@@ -1,4 +1,4 @@
-"""What trains over Gloo trains over MPI, with the same bits."""
+"""Trainings over MPI, which give the same bits as over Gloo."""
 
 import re
 import subprocess

@@ -56,7 +56,7 @@ def suite():
 
 
 def shared_folder():
-    """Of rank 0, where upstream's ranks leave files for each other."""
+    """Create the folder of rank 0 in which upstream's ranks leave files for each other."""
     path = [tempfile.mkdtemp(prefix="fastsync-mpi-")]
     dist.broadcast_object_list(path)
     for name in ("barrier", "test_dir", "init_dir"):

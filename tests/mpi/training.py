@@ -58,7 +58,7 @@ def gloo(ranks=None):
 
 
 def fast_ddp(rank, world, stages, wires, shared_memory):
-    """Which of FastDDP's stages and wires give other weights than over Gloo."""
+    """Return the stages and wires of FastDDP that give other weights than over Gloo."""
     theirs, wrong = gloo(), []
     for stage in stages:
         for wire in wires:
@@ -136,7 +136,7 @@ def meshes(rank, world):
 
 
 def checkpoint(rank, world):
-    """Saves shards with torch.distributed.checkpoint, loads them, and goes on."""
+    """Save shards with torch.distributed.checkpoint, load them, and go on."""
     folder = [tempfile.mkdtemp(prefix="fastsync-mpi-")]
     dist.broadcast_object_list(folder)
 

@@ -83,7 +83,7 @@ class Drawn:
         return self.options.get("zero", 0)
 
     def rounding(self, dtype):
-        """What parameters of a dtype are rounded by after a step; None: they are exact."""
+        """Return the rounding of a dtype's parameters after a step; None: they are exact."""
         wire = self.options.get("parameter_wire")
         return ROUND[wire] if wire and travels_coded(FORMATS[wire], dtype) else None
 
@@ -99,12 +99,12 @@ class Drawn:
 
     @property
     def rounds_sums(self):
-        """Whether what is added up is rounded on the way, however much of it cancels out."""
+        """Return whether sums are rounded on the way, however much of them cancels out."""
         return bool(self.mixed or self.zero)
 
     @property
     def hook_dtype(self):
-        """What a hook sends gradients as, where that loses something."""
+        """Return the dtype that a hook sends gradients as, where that loses something."""
         names = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return names.get((self.hook or "")[:4])
 

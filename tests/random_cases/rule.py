@@ -55,7 +55,7 @@ def residuals_of(wrapped):
 
 
 def _untouched(wrapped, index, found):
-    """Whether a gradient is what its copy has, which may round elsewhere."""
+    """Return whether a gradient is what its copy has, which may round elsewhere."""
     ours, theirs = wrapped.twins.params[index]
     if same(found, theirs.grad) or not wrapped.drawn.rounds_sums or found is None:
         return same(found, theirs.grad)
@@ -65,14 +65,14 @@ def _untouched(wrapped, index, found):
 
 
 def _sum_bound(wrapped, param):
-    """As a share of the magnitudes of what was added up, which may cancel out."""
+    """Return the bound, relative to the magnitudes of what was added up, which may cancel out."""
     real = param.dtype.to_real() if param.is_complex() else param.dtype
     mixed = wrapped.drawn.mixed
     return 8 * max(torch.finfo(mixed.param_dtype if mixed else real).eps, torch.finfo(real).eps)
 
 
 def snapshot(wrapped, residuals=None):
-    """What this rank has after a backward, as one fp64 tensor; forgets what it used."""
+    """Return what this rank has after a backward, as one fp64 tensor; forget what it used."""
     residuals = residuals_of(wrapped) if residuals is None else residuals
     parts = []
     for index, (ours, theirs) in enumerate(wrapped.twins.params):
@@ -101,27 +101,27 @@ def width(wrapped):
 
 
 def total_norm(wrapped):
-    """Of the copy's gradients, which are those of the model after `adopt`."""
+    """Return the norm of the copy's gradients, which are those of the model after `adopt`."""
     grads = [theirs.grad for _, theirs in wrapped.twins.params if theirs.grad is not None]
     return math.sqrt(sum(_real(grad).square().sum().item() for grad in grads))
 
 
 def adopt(wrapped):
-    """The copies continue from what the engine computed."""
+    """Let the copies continue from what the engine computed."""
     for ours, theirs in wrapped.twins.params:
         theirs.grad = None if ours.grad is None else seen(ours.grad).detach().clone()
     wrapped.twins.begin_sums()
 
 
 def gathered(wrapped, mine):
-    """Everybody's `mine`, [world, numel]."""
+    """Return `mine` of all ranks, [world, numel]."""
     everyones = [torch.empty_like(mine) for _ in range(wrapped.seat.world)]
     dist.all_gather(everyones, mine, group=wrapped.seat.judges)
     return torch.stack(everyones)
 
 
 def check(wrapped):
-    """After a synchronised backward. Collective."""
+    """Check the averages after a synchronised backward. Collective."""
     residuals = residuals_of(wrapped)
     rows = gathered(wrapped, snapshot(wrapped, residuals))
     verify(wrapped, rows, wrapped.seat.world, residuals.keys())
@@ -130,7 +130,7 @@ def check(wrapped):
 
 
 def gradients_are_alike(wrapped):
-    """Whether all ranks have the same. Collective."""
+    """Return whether all ranks have the same. Collective."""
     mine = [_or_zeros(seen(ours.grad), ours) for ours, _ in wrapped.twins.params]
     there = torch.tensor([float(ours.grad is not None) for ours, _ in wrapped.twins.params])
     rows = gathered(wrapped, torch.cat([*mine, there.double()]))
@@ -138,7 +138,7 @@ def gradients_are_alike(wrapped):
 
 
 def recall(wrapped):
-    """Takes what ranks keep back as it is: after a change that the rule says nothing of."""
+    """Take what ranks keep back as it is: after a change that the rule says nothing of."""
     residuals = residuals_of(wrapped)
     wrapped.owed = {}
     if residuals:
@@ -148,7 +148,7 @@ def recall(wrapped):
 
 
 def verify(wrapped, rows, divisor, kept=()):
-    """Compares the snapshots of the ranks that took part, [ranks, numel], with the rule."""
+    """Compare the snapshots of the ranks that took part, [ranks, numel], with the rule."""
     place = 0
     for index, (param, _) in enumerate(wrapped.twins.params):
         size = _numel(param)
@@ -164,7 +164,7 @@ def verify(wrapped, rows, divisor, kept=()):
 
 
 class _Parameter:
-    """What arrived for one parameter."""
+    """Check of what arrived for one parameter."""
 
     def __init__(self, wrapped, index, param, divisor, where):
         self.wrapped, self.index, self.param, self.where = wrapped, index, param, where
@@ -218,7 +218,7 @@ class _Parameter:
             self._nothing_lost(missing.where(finite, 0.0), grads, owed, before)
 
     def _finite(self, got, values):
-        """Where the average is finite, and what it travelled as can hold it."""
+        """Check that the average is finite where the sum is, and its format can hold it."""
         finite = sum(values).isfinite()
         assert not bool(got[~finite].isfinite().any()), (
             f"{self.where}: infinite, yet arrived finite"

@@ -1,4 +1,4 @@
-"""What happens in a training besides plain steps: each stage is a function of a wrapped model.
+"""Stages of a training besides plain steps: each is a function of a wrapped model.
 
 `BEFORE` may happen at rest, before a step; `STEPS` are ways to make one, and end compared.
 """
@@ -32,10 +32,10 @@ def applicable(stages, wrapped):
 
 
 def takes_part(wrapped):
-    """All ranks do, or each as it likes.
+    """Return whether this rank takes part: all ranks do, or each as it likes.
 
     But not once there has been a join(), as in DDP, nor where a forward meets the other ranks
-    because parameters were thawed.
+    because parameters were unfrozen.
     """
     meets = wrapped.joined or wrapped.drawn.alike or wrapped.regrouped
     alone = wrapped.rng.random() < 0.6 and not meets
@@ -98,7 +98,7 @@ def evaluate(wrapped):
 
 
 def copied(state):
-    """As a file would return it."""
+    """Return the state as a file would return it."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -131,7 +131,7 @@ def rewrap(wrapped):
 
 
 def kept_as_before(wrapped):
-    """What ranks keep back, where they still do."""
+    """Check that ranks keep back the same as before, where they still keep it."""
     before = wrapped.owed
     rule.recall(wrapped)
     for index in before.keys() & wrapped.owed.keys():
@@ -164,10 +164,10 @@ LONER = 1  # the rank that freezes parameters alone
 
 
 def freeze(wrapped):
-    """Half of the parameters on all ranks before the same forward, the others on one rank.
+    """Freeze half of the parameters on all ranks before the same forward, the others on one rank.
 
-    What one rank has frozen alone stays in the plan, so that this rank may thaw it alone. It is
-    the same rank each time: what every rank has frozen leaves the plan.
+    A parameter that one rank has frozen alone stays in the plan, so that this rank may unfreeze it
+    alone. It is the same rank each time: a parameter that every rank has frozen leaves the plan.
     """
     flips = []
     for index in range(len(wrapped.twins.params)):
@@ -190,7 +190,7 @@ def thaw(wrapped):
 
 
 def outputs_are_seen(wrapped):
-    """Else it is not known whose backward is whose, where one of several is left out."""
+    """Return whether backwards can be told apart, where one of several is left out."""
     return wrapped.tree.shape != "opaque"
 
 
@@ -213,7 +213,7 @@ def some(rng, params):
 
 
 def reset_state(wrapped):
-    """What the optimizer keeps of some parameters, in one of the ways that scripts have."""
+    """Change what the optimizer keeps of some parameters, in one of the ways that scripts have."""
     state = wrapped.optimizer.state
     way = wrapped.rng.choice(("pop", "delete", "assign", "zero", "scale", "copy", "all"))
     for i in some(wrapped.rng, wrapped.twins.params) if way != "all" else ():
@@ -293,14 +293,14 @@ def step(wrapped):
 
 
 def look(wrapped, forward):
-    """Gradients of the outputs, at which somebody looks; they are accumulated nowhere."""
+    """Take gradients of the outputs by a script; they are accumulated nowhere."""
     if wrapped.mine.random() < 0.2:
         loss, _ = forward.losses()
         torch.autograd.grad(loss, forward.inputs[0], retain_graph=True)
 
 
 def accumulate(wrapped):
-    """Micro-steps that do not synchronise, each rank as many as it likes."""
+    """Make micro-steps that do not synchronise, each rank as many as it likes."""
     if wrapped.drawn.zero == 2:  # there they do
         return
     draws = wrapped.rng if wrapped.joined else wrapped.own
@@ -323,7 +323,7 @@ def optimizer_step(wrapped):
 
 
 def draw_before(rng):
-    """What a hook does before a step: the same with the model and with its copy."""
+    """Draw what a hook does before a step: the same with the model and with its copy."""
     way, seed = rng.choice(("nothing", "scale", "replace", "drop", "write")), rng.random()
 
     def before(params):
@@ -344,7 +344,7 @@ def draw_before(rng):
 
 
 def draw_after(rng):
-    """What a hook does with parameters after a step."""
+    """Draw what a hook does with parameters after a step."""
     way, seed = rng.choice(("nothing", "nothing", "halve", "assign")), rng.random()
 
     def after(params):

@@ -26,7 +26,7 @@ SECONDS_PER_CASE = 60  # a case that takes longer hangs
 
 @dataclass
 class Tally:
-    """What has been run: cases, how long the slowest took, and how often each kind was drawn."""
+    """Record of what has been run: cases, the slowest, and how often each kind was drawn."""
 
     cases: int = 0
     seconds: float = 0.0
@@ -48,12 +48,12 @@ class Tally:
 
 
 def world_of(seed):
-    """How many ranks a case has: 4, 3 or, mostly, 2."""
+    """Return how many ranks a case has: 4, 3 or, mostly, 2."""
     return {7: 4, 3: 3, 11: 3}.get(seed % 16, 2)
 
 
 def run_cases(rank, world, seeds, folder, family="models"):
-    """Runs cases one after the other, and leaves the number of the current one in a file.
+    """Run cases one after the other, and leave the number of the current one in a file.
 
     Returns:
         Of each case its number, its seconds and the kinds of what was drawn.
@@ -83,7 +83,7 @@ def note(file, log, entry):
 
 
 def check_cases(seeds, tally=None, family="models"):
-    """Runs cases; a failure names the first case that failed, and the command that repeats it."""
+    """Run cases; a failure names the first case that failed, and the command that repeats it."""
     tally = tally or Tally()
     for world in (2, 3, 4):
         mine = [seed for seed in seeds if world_of(seed) == world]

@@ -16,7 +16,7 @@ ROWS = 9
 
 
 class Fault(Exception):
-    """What a case raises inside a forward or a backward."""
+    """Error that a case raises inside a forward or a backward."""
 
 
 class Raise(torch.autograd.Function):

@@ -81,7 +81,7 @@ def _refinements(rng, kind):
 
 
 def tolerance(coded, wire, param, values):
-    """How far the average of one parameter may be off, by element.
+    """Return how far the average of one parameter may be off, by element.
 
     Args:
         coded: the `CodedPlan` of its bucket.

@@ -53,12 +53,14 @@ def same_elements(one, other):
 
 
 def make_optimizer(params):
-    """Whose steps round alike however parameters are cut."""
+    """Return an optimizer whose steps round alike however parameters are cut."""
     return torch.optim.SGD(params, lr=2**-4, momentum=0.5)
 
 
 class Exact:
-    """What a parameter of the copy is stepped on: itself, or fp32 where it is rounded then."""
+    """Tensor that the copy's optimizer steps on: its parameter, or fp32 where
+    that is rounded then.
+    """
 
     def __init__(self, param):
         self.master = self.delivered = param.detach().clone()
@@ -66,7 +68,7 @@ class Exact:
         self.state = {}  # what the optimizer keeps of it
 
     def step(self, param, rounding):
-        """Follows what has been written since the last step, steps, and rounds."""
+        """Follow what has been written since the last step, step, and round."""
         wide = param.dtype if rounding is None else torch.float32
         written = ~same_elements(param.detach(), self.delivered)
         before = self.master.to(wide).where(~written, param.detach().to(wide))
@@ -109,7 +111,9 @@ class Twins:
         }
 
     def replace_tree(self):
-        """As a restart does: other parameters of the same values, and no gradients."""
+        """Replace the tree as a restart does: other parameters of the same values, and no
+        gradients.
+        """
         self.tree = copy.deepcopy(self.tree)
         theirs = [theirs for _, theirs in self.params]
         self.params = list(zip(self.tree.parameters(), theirs, strict=True))
@@ -122,7 +126,7 @@ class Twins:
         return fired
 
     def freeze(self, flips):
-        """Turns the parameters at the positions `flips` from trained to frozen, or back."""
+        """Turn the parameters at the positions `flips` from trained to frozen, or back."""
         for index in flips:
             ours, theirs = self.params[index]
             ours.requires_grad_(not ours.requires_grad)
@@ -146,7 +150,7 @@ class Twins:
         self.saved = [entry for entry in self.saved if entry[0] is not param]
 
     def keep(self):
-        """Saves gradients as users do, each with a copy of its values."""
+        """Save gradients as users do, each with a copy of its values."""
         for ours, _ in self.params:
             if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
                 continue
@@ -188,12 +192,12 @@ class Wrapped:
     Attributes:
         rng: the same on every rank; mine: this rank's own.
         used: positions of parameters that got gradients through the wrapper since the last step.
-        touched: of those that got some without it, or after the end of a step.
+        touched: positions of those that got some without it, or after the end of a step.
         pending: a forward's backward never came.
         siblings: other wrappers over the same parameters.
         joined: there has been a join(), after which each forward tells the other ranks.
         frozen_alone: one rank may have frozen parameters that others train.
-        regrouped: parameters were frozen or thawed since the last step.
+        regrouped: parameters were frozen or unfrozen since the last step.
         owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
     """
 
@@ -240,7 +244,7 @@ class Wrapped:
         self.exact = [Exact(theirs) for _, theirs in self.twins.params]
 
     def step(self, before=lambda params: None, after=lambda params: None):
-        """Of the optimizer; the copy's is an ordinary one, on exact weights.
+        """Make a step of the optimizer; the copy's is an ordinary one, on exact weights.
 
         Args:
             before: what a hook does with parameters, and their gradients, before the step.
@@ -280,18 +284,18 @@ class Wrapped:
 
     @property
     def own(self):
-        """What decides on this rank's doings: its own numbers, where ranks may differ."""
+        """Return the random numbers for this rank's actions: its own, where ranks may differ."""
         return self.rng if self.drawn.alike else self.mine
 
     def choose(self):
-        """Weights for a forward, in the order of their use."""
+        """Choose weights for a forward, in the order of their use."""
         if self.drawn.complete:
             return list(self.order)
         if self.drawn.fixed:
             used = [i for i in self.order if i in self.fixed_use]
         else:
             used = [i for i in self.order if self.own.random() < 0.6]
-        # Nobody can see a backward that bypasses the outputs and the parameters.
+        # A backward that bypasses the outputs and the parameters cannot be seen.
         weights = self.tree.weights
         if self.tree.shape == "opaque" and not any(weights[i].requires_grad for i in used):
             used = [i for i in self.order if weights[i].requires_grad]
@@ -338,7 +342,7 @@ class Wrapped:
 
     @property
     def trainable(self):
-        """Whether a backward of this model can do anything at all."""
+        """Return whether a backward of this model can do anything at all."""
         return any(p.requires_grad for p in self.tree.parameters())
 
     def note_plan(self):

@@ -1,4 +1,4 @@
-"""What a rank of a schedule does: it trains, and writes down what it sees as it goes."""
+"""Rank of a schedule: it trains, and writes down what it sees as it goes."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ WIDTH = 32
 
 
 class BadBatch(ValueError):
-    """What a rank that raises does."""
+    """Error that a rank raises."""
 
 
 class Log:
@@ -37,7 +37,7 @@ class Log:
 
 
 class Net(nn.Module):
-    """Whose layers are places for faults, in forward and backward."""
+    """Net whose layers are places for faults, in forward and backward."""
 
     def __init__(self, reach):
         super().__init__()
@@ -77,14 +77,14 @@ class Trainer:
         elif fault == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
         elif fault in ("stop", "pause"):
-            os.kill(os.getpid(), signal.SIGSTOP)  # whoever started the ranks ends a pause
+            os.kill(os.getpid(), signal.SIGSTOP)  # the process that started the ranks ends a pause
         elif fault == "exit":
             os._exit(3)
         elif fault == "raise":
             raise BadBatch("bad batch")
 
     def watch_votes(self):
-        """Has the fault happen where this rank would say what it knows for a plan."""
+        """Let the fault happen where this rank would say what it knows for a plan."""
         vote = engine.agree_on_plan
 
         def reach_and_vote(*facts):
@@ -121,7 +121,7 @@ def wrap(net, options):
 
 
 def digest(model):
-    """Of the bits of what this rank holds of the weights."""
+    """Return a digest of the bits of the weights that this rank holds."""
     state = hashlib.blake2b(digest_size=8)
     for param in model.parameters():
         local = param.to_local() if hasattr(param, "to_local") else param

@@ -1,4 +1,4 @@
-"""What goes wrong in a training, all of it drawn from one number."""
+"""Faults of a training, all of them drawn from one number."""
 
 import random
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Schedule:
         draw = random.Random(number)
         world, fault = draw.choice((2, 2, 3, 4)), draw.choice(FAULTS)
         wrapper = draw.choice(tuple(WRAPPERS))
-        # Units need no plan, so nobody votes on one.
+        # Units need no plan, so there is no vote on one.
         places = PLACES[:-1] if wrapper in UNIT_WRAPPERS else PLACES
         place = draw.choice((*places, *AFTERS) if fault in SIGNALLED else places)
         step = draw.randrange(draw.choice((EARLY, STEPS)))

@@ -29,12 +29,12 @@ SIGNALS = {
 
 @dataclass
 class Tally:
-    """What has been run.
+    """Record of the schedules that have been run.
 
     Attributes:
         numbers: schedules that have passed.
-        waits: by fault the seconds until survivors had their error.
-        wrong: by the number of a schedule that has failed, what was wrong.
+        waits: seconds until survivors had their error, by fault.
+        wrong: what was wrong, by the number of a schedule that has failed.
     """
 
     numbers: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Tally:
 
     @classmethod
     def read(cls, path):
-        """What `write` has kept; empty where there is no such file."""
+        """Return what `write` has kept; empty where there is no such file."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def write(self, path):
@@ -54,7 +54,7 @@ class Tally:
         return len(self.numbers)
 
     def has(self, number):
-        """Whether it has been run."""
+        """Return whether it has been run."""
         return number in self.numbers or str(number) in self.wrong
 
     def rows(self):
@@ -109,7 +109,7 @@ class Job:
         return [json.loads(line) for line in text.splitlines()]
 
     def wait(self):
-        """Until all have ended, or have had their time. Returns those that had to be killed."""
+        """Wait until all have ended, or have had their time. Return those that had to be killed."""
         left, deadline, began = dict(self.children), time.monotonic() + LIMIT, None
         while left and time.monotonic() < deadline:
             left = {rank: pid for rank, pid in left.items() if not os.waitpid(pid, os.WNOHANG)[0]}
@@ -133,7 +133,7 @@ class Job:
         return self.schedule.victim
 
     def _strike(self, left, began):
-        """Sends the signal when it is due, and ends a pause."""
+        """Send the signal when it is due, and end a pause."""
         schedule = self.schedule
         outside = schedule is not None and schedule.place == AFTER
         if schedule is None or self._victim not in left or (outside and began is None):
@@ -153,7 +153,7 @@ class Job:
 
 
 def _become_rank(*job):
-    """Runs a rank and ends this process as a script would end."""
+    """Run a rank and end this process as a script would end."""
     code = 1
     try:
         run(*job)
@@ -179,7 +179,7 @@ class Runner:
         self._sound = {}
 
     def check(self, number):
-        """Raises AssertionError that tells what is wrong."""
+        """Raise AssertionError that tells what is wrong."""
         schedule = Schedule.draw(number)
         wanted = self._weights(schedule)
         prefix = self.folder / str(number)
@@ -220,11 +220,13 @@ class Runner:
         return self._sound[name]
 
     def _printed(self, name):
-        """What the ranks of a training have printed."""
+        """Return what the ranks of a training have printed."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{name}-?.txt")))
 
     def _wrong_end(self, schedule, job, rank, lines):
-        """Of a rank that lives on: it finishes, or names the one that does not."""
+        """Return what is wrong with the end of a live rank: it finishes, or names the one that does
+        not.
+        """
         ends = [line for line in lines if "end" in line]
         if not ends:
             return [f"rank {rank} ended without a word"]

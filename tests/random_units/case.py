@@ -34,12 +34,12 @@ def members_of(module):
 
 
 def half(grad):
-    """What a script's hook makes of a gradient."""
+    """Halve a gradient, in a hook of the script."""
     return grad * 0.5
 
 
 def whole(tensor):
-    """All of a DTensor. Collective where ranks share it."""
+    """Return all of a DTensor. Collective where ranks share it."""
     found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()
 
@@ -201,7 +201,7 @@ class UnitCase:
             self.before[name] = None if grad is None or to_none else torch.zeros_like(grad)
 
     def losses(self, fault=None):
-        """Of the model and of its copy, which sits a fault out."""
+        """Return the losses of the model and of its copy, which sits a fault out."""
         numbers = [part.number for part in modules_of(self.model)]
         # What is computed again gathers when the first of its weights is needed, in an order that
         # ranks have in common if they need the same ones.
@@ -434,7 +434,7 @@ class UnitCase:
             unit.reshard()
 
     def divide(self):
-        """Sums, or averages over as many as there are."""
+        """Sum, or average over as many as there are."""
         self.divisor = self.rng.choice((1.0, float(self.seat.world)))
         for unit in self.units:
             unit.set_gradient_divide_factor(self.divisor)

@@ -12,12 +12,12 @@ SIZES = ((1,), (2,), (7,), (64,), (1, 3), (5, 2), (3, 4, 2), (9, 1), (0, 3), (40
 
 
 class Uses:
-    """What one forward does: of each module whether it runs, of each leaf which weights it uses.
+    """Choices of one forward: which modules run, and which weights each leaf uses.
 
     Args:
         common: random numbers that all ranks share: units run everywhere or nowhere.
         mine: this rank's own.
-        views: of each module whether it returns a view that is changed in place.
+        views: whether each module returns a view that is changed in place.
         fault: where to raise: "forward", "backward" or None; in the module of number `at`.
     """
 
@@ -36,10 +36,10 @@ class Uses:
 
 
 class _Part(nn.Module):
-    """What leaves and nodes have in common.
+    """Common base of leaves and nodes.
 
     Attributes:
-        number: among all modules of a tree.
+        number: position among all modules of a tree.
         low: the dtype that a copy's inputs take where ours is a unit of mixed precision.
     """
 
@@ -53,7 +53,7 @@ class _Part(nn.Module):
         return Raise.apply(x) if uses.at == self.number and uses.fault == "backward" else x
 
     def end(self, x, uses):
-        """A view of something that was made here, which whoever called changes in place."""
+        """Return a view of something that was made here, which the caller changes in place."""
         return (x * 1.0)[...] if uses.views[self.number] else x
 
 
@@ -103,7 +103,7 @@ class Node(_Part):
         return self.end(x, uses)
 
     def all_ways(self):
-        """Of this node and those below."""
+        """Return the ways of this node and those below."""
         below = [part for part in modules_of(self) if isinstance(part, Node)]
         return [way for part in below for way in part.ways]
 

@@ -1,4 +1,4 @@
-"""What units of a case travel as: the weights that a copy computes with, and how exact sums are."""
+"""Wires of a case's units: the weights that a copy computes with, and how exact sums are."""
 
 import random
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class Wires:
 
     @property
     def options(self):
-        """Of fully_shard()."""
+        """Return the options for fully_shard()."""
         return {"wire": self.gradients or "fp32", "parameter_wire": self.parameters}
 
     def seen(self, exact, world, dim):
-        """What modules compute with, in the dtype of the weight; None: that."""
+        """Return what modules compute with, in the dtype of the weight; None: the weight itself."""
         computes = self.low or exact.dtype
         narrow = computes is not torch.float32
         exempt = torch.float64 in (exact.dtype, computes)
@@ -50,7 +50,9 @@ class Wires:
         return by_shares(exact, self.parameters, world, dim).to(exact.dtype)
 
     def loss(self, dtype, sizes):
-        """How far a sum of gradients may be off by coding; `sizes`: by rank, their magnitudes."""
+        """Return how far a sum of gradients may be off by coding; `sizes`: by rank, their
+        magnitudes.
+        """
         wire = self.gradients
         reduced = torch.float32 if self.low else dtype
         if wire is None or dtype is torch.float64:

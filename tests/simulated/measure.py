@@ -1,4 +1,4 @@
-"""What each stage takes on the simulated device: memory, host waits and launches of a step.
+"""Cost of each stage on the simulated device: memory, host waits and launches of a step.
 
 `python -m tests.simulated.measure [--ranks 2] [--blocks 12] [--width 256] [--only zero=2]` prints a
 table. Memory is the allocator's peak in steps 3 to 8, in units of the parameters' bytes; nothing

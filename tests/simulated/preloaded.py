@@ -1,4 +1,4 @@
-"""What the server of ranks imports: the device first, then what every rank imports."""
+"""Imports of the server of ranks: the device first, then what every rank imports."""
 
 import importlib
 

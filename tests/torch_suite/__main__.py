@@ -33,7 +33,7 @@ _WORLD_SIZE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the suite; returns the exit status: 0 where all that had to pass has passed."""
+    """Run the suite; return the exit status: 0 where all that had to pass has passed."""
     options = _parse(arguments)
     known = _known(options)
     tests = load_tests(Suite(WRAPPERS[options.wrapper]), options.backend, _WORLD_SIZE)

@@ -43,7 +43,7 @@ class RankResult:
 
 
 def run_rank(tests: Tests, name: str, rank: int, folder: Path) -> None:
-    """Runs test `name` as `rank`; the result goes to a file in `folder`.
+    """Run test `name` as `rank`; the result goes to a file in `folder`.
 
     The folder belongs to this test alone; the ranks meet there.
     """
@@ -67,7 +67,7 @@ def run_rank(tests: Tests, name: str, rank: int, folder: Path) -> None:
 
 
 def prepare(rank: int, folder: Path) -> None:
-    """What a forked process does before it is a rank."""
+    """Prepare a forked process before it is a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     _redirect(folder / f"output-{rank}")
     os.environ.update(TEMP_DIR=str(folder), MASTER_ADDR="127.0.0.1", RANK=str(rank))
@@ -76,7 +76,7 @@ def prepare(rank: int, folder: Path) -> None:
 
 
 def finish(result: RankResult, rank: int, folder: Path) -> None:
-    """Leaves the result for the parent; ends the process where the test failed."""
+    """Leave the result for the parent; end the process where the test failed."""
     (folder / f"result-{rank}").write_text(json.dumps(asdict(result)))
     if result.outcome == "failed":
         os._exit(1)  # the others may wait in a collective; they are ended
@@ -89,7 +89,7 @@ def _redirect(path: Path) -> None:
 
 
 def outcome_of(test: Callable[[], object]) -> tuple[str, str]:
-    """Runs `test`: "passed", "failed" or "skipped", and the traceback or the reason."""
+    """Run `test`: "passed", "failed" or "skipped", and the traceback or the reason."""
     skips = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
     common_utils.set_rng_seed()
     try:

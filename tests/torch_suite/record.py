@@ -30,7 +30,7 @@ class Lists:
         return known.get(_version(), known[newest])
 
     def write_baseline(self, backend: str, passed: Sequence[str]) -> None:
-        """Replaces the list of this torch."""
+        """Replace the list of this torch."""
         lists = self._read()
         lists.setdefault(backend, {})[_version()] = sorted(passed)
         self._baseline.write_text(json.dumps(lists, indent=1, sort_keys=True) + "\n")

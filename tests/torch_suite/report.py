@@ -1,4 +1,4 @@
-"""What a suite's command prints."""
+"""Report that a suite's command prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT_SHOWN = 3000
 
 
 def follow(results: Iterable[TestResult], total: int, quiet: bool) -> list[TestResult]:
-    """Prints each result as it comes; returns all."""
+    """Print each result as it comes; return all."""
     done = []
     for result in results:
         done.append(result)
@@ -38,7 +38,7 @@ def _show(result: TestResult, done: int, total: int, quiet: bool) -> None:
 def summarise(
     what: str, results: Sequence[TestResult], excepted: Mapping[str, str], seconds: float
 ) -> list[TestResult]:
-    """Prints counts and what is missed; returns the latter: not passed, and no exception."""
+    """Print counts and what is missed; return the latter: not passed, and no exception."""
     counts = Counter(result.status for result in results)
     text = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     print(f"\n{what}: {text}; {seconds:.0f} s")

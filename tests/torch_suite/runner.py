@@ -59,7 +59,7 @@ class TestResult:
 
 
 def run_tests(jobs: Sequence[Job], at_once: int, timeout: float) -> Iterator[TestResult]:
-    """Runs tests, `at_once` at a time, and yields results as they come; leaves no process."""
+    """Run tests, `at_once` at a time, and yield results as they come; leave no process behind."""
     waiting = list(reversed(jobs))
     running: list[_Running] = []
     try:
@@ -103,7 +103,7 @@ class _Running:
         return [process for process in self.processes if process.is_alive()]
 
     def over(self) -> bool:
-        """Whether all ranks have ended; ends those that wait for a rank that failed."""
+        """Return whether all ranks have ended; end those that wait for a rank that failed."""
         now = time.monotonic()
         if any(process.exitcode not in (None, 0) for process in self.processes):
             self._failed_at = min(self._failed_at, now)

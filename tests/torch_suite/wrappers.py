@@ -31,7 +31,7 @@ class NoSync(DistributedDataParallel):
         super().__init__(module, *args, **{**kwargs, "init_sync": False})
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        """Builds no engine."""
+        """Build no engine."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -87,13 +87,13 @@ WRAPPERS: dict[str, type[DistributedDataParallel]] = {
 
 
 class Suite:
-    """What rewritten tests see; counts how often they build the class under test."""
+    """Class that rewritten tests see; counts how often they build the class under test."""
 
     def __init__(self, wrapper: type[DistributedDataParallel]) -> None:
         self.wrapper = wrapper
         self.built = 0
 
     def build(self, *args: Any, **kwargs: Any) -> DistributedDataParallel:
-        """An instance of the class under test."""
+        """Return an instance of the class under test."""
         self.built += 1
         return self.wrapper(*args, **kwargs)

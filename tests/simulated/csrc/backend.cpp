@@ -76,7 +76,7 @@ class EnqueuedWork final : public c10d::Work {
   const Tensors outputs_;
   const Moment end_;
   const bool host_waits_;
-  std::shared_ptr<Tensors> kept_ = std::make_shared<Tensors>();  // until somebody waits
+  std::shared_ptr<Tensors> kept_ = std::make_shared<Tensors>();  // until a wait
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -451,7 +451,7 @@ class Communicator final : public c10d::Backend {
     return task;
   }
 
-  // Where nobody waits, tensors are let go once the collective has ended, by a later one.
+  // Releases tensors of collectives without a wait once they have ended, from a later one.
   void release() {
     while (!unwaited_.empty() && unwaited_.front().first->passed) {
       for (const at::Tensor& tensor : *unwaited_.front().second) {

@@ -28,7 +28,7 @@ constexpr size_t kArena = size_t{32} << 30;  // addresses, not memory
 constexpr int kDevices = 2;
 constexpr int kPool = 32;  // streams that a program gets before it gets one again, as CUDA's
 
-// Where a task, or a block of memory, comes from.
+// Origin of a task, or of a block of memory.
 struct Origin {
   std::string name;
   std::string where;
@@ -179,7 +179,7 @@ class Detector {
     mprotect(arena_ + first * kPage, count * kPage, protection);
   }
 
-  // Where a task has said what it uses of a page, that; else all of the page.
+  // The parts of a page that a task has named; otherwise all of the page.
   std::vector<Access> accesses(const Pending& done, size_t page, bool written) const {
     const char* begin = arena_ + page * kPage;
     std::vector<Access> found;
@@ -208,7 +208,7 @@ class Detector {
       if (!apart && !ordered && (old.written || now.written)) {
         found(arena_ + page * kPage + std::max(old.first, now.first), old, now);
       }
-      // Who is ordered after this one is after the other too.
+      // An access ordered after this one is ordered after the other too.
       const bool covered = now.first <= old.first && old.last <= now.last;
       if (ordered && covered && (now.written || !old.written)) continue;
       if (&before[kept] != &old) before[kept] = std::move(old);
@@ -346,7 +346,8 @@ class Runtime {
     report_.peak = std::max(report_.peak, report_.allocated);
     char* data = block->data;
     const size_t all = block->pages * kPage;
-    // What comes before it in its own stream, or has used it, comes before; the stream itself waits for nobody.
+    // Earlier work of its own stream, and earlier uses of it, come before; the stream itself waits
+    // for nothing.
     Task fill{"reuse of memory", [=] { std::memset(data, 0xff, all); }, {{data, all, true, true}}};
     push(home, std::move(fill), where, &block->after);
     block->after.clear();
@@ -525,7 +526,7 @@ class Runtime {
       bool waits = false;
       Queue* queue = choose(waits);
       if (queue == nullptr) {
-        // A collective that waits for other ranks tells nobody when it has ended.
+        // A collective that waits for other ranks does not announce its end.
         changed_.wait_for(lock, std::chrono::microseconds(waits ? 200 : 100000));
         continue;
       }
@@ -631,7 +632,7 @@ class Runtime {
                        [](const Moment& moment) { return moment->passed.load(); });
   }
 
-  // Gives back what other streams have used and are past.
+  // Frees blocks that other streams have used and are past.
   void collect() {
     for (size_t i = 0; i < in_use_.size();) {
       Block* block = in_use_[i];
@@ -648,7 +649,8 @@ class Runtime {
 
   Block* take(Queue* home, size_t pages) {
     auto& free = free_[home];
-    // What was freed last, of those that are not much too large: so that a wrong use of it soon shows.
+    // The block freed last, of those that are not much too large: so that a wrong use of it soon
+    // shows.
     auto it = free.upper_bound(pages + pages / 4);
     Block* block;
     if (it != free.begin() && (--it)->first >= pages) {
@@ -658,7 +660,7 @@ class Runtime {
       TORCH_CHECK_WITH(OutOfMemoryError, (next_page_ + pages) * kPage <= kArena,
                        "the simulated device is out of memory");
       block = new Block{arena_ + next_page_ * kPage, pages, 0, home};
-      next_page_ += pages + 1;  // what runs past a block's end touches nobody's page
+      next_page_ += pages + 1;  // an access past a block's end touches no other page
     }
     blocks_[block->data] = block;
     return block;

@@ -22,7 +22,7 @@ constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 // By stream; index 0 is the host.
 using Clock = std::vector<uint32_t>;
 
-// What a task reads or writes. `surely`: all of it, so that no fault need tell.
+// Memory that a task reads or writes. `surely`: all of it, so that no fault need tell.
 struct Range {
   const void* begin;
   size_t bytes;

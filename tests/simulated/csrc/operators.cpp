@@ -165,7 +165,7 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return set_tensor(self, at::empty({0}, self.options()));
 }
 
-// As CUDA copies: from and to memory that is not pinned the host waits, whatever it asked for.
+// Copies as CUDA does: from and to memory that is not pinned the host waits, whatever it asked for.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   if (self.numel() == 0 && to.numel() == 0) return to;
   const at::Tensor& device_side = is_ours(to) ? to : self;
@@ -369,7 +369,7 @@ class Call {
     return task;
   }
 
-  // Where the device has to say what comes out: its shape, or a number.
+  // Runs at once where the device has to say what comes out: its shape, or a number.
   std::vector<IValue> run_now() {
     Stack stack = cpu_stack();
     std::exception_ptr error;

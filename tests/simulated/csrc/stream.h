@@ -1,4 +1,5 @@
-// What the project's kernels are launched on: the simulated device's end of a `cudaStream_t`.
+// Stream of the simulated device, its end of a `cudaStream_t`, on which the project's kernels are
+// launched.
 #pragma once
 
 #include <functional>
