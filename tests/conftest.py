@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import at_once, slow
+from tests import at_once, slow, teams
 
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
 
@@ -38,6 +38,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        teams.end()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 def accumulate_after_an_abandoned_forward(rank, world, wrapper):

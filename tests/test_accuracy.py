@@ -7,9 +7,9 @@ import torch.distributed as dist
 from bench.commands import accuracy
 from examples.common.ranks import CheckFailed
 from fastsync.build import extension
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
 from tests.random_cases.wires import BLOCK_BOUNDS
+from tests.teams import run_ranks
 
 NUMEL = 5000
 WORLDS = (2, 8, 64)

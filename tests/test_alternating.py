@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import differences, grads
+from tests.teams import run_ranks
 
 STEPS = 24  # in which the set changes 15 times
 FEW_PLANS = 4  # one for all, one for each set, and one more for the order that was seen

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import buffers
+from tests.teams import run_ranks
 
 BOTH = (FastDDP, DistributedDataParallel)
 

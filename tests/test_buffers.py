@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync.front.wrapped as wrapped_front
 from fastsync import FastDDP
 from fastsync.front.buffers import broadcast, can_broadcast
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 class Net(nn.Module):

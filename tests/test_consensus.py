@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from fastsync import RankMismatchError
 from fastsync.ranks.consensus import Statement, agree, find_difference
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WEIGHT = ("w", (2, 3), "torch.float32", True)
 BIAS = ("b", (3,), "torch.float32", True)

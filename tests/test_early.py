@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WIDTH = 512  # 1 MiB of gradient in each weight
 

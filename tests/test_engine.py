@@ -10,7 +10,7 @@ from torch import nn
 from fastsync.build import extension
 from fastsync.engine.engine import Engine, NamedParam
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 def params_of(count=3):

@@ -10,8 +10,8 @@ from torch import nn
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.engine.sizing import Sizing
 from fastsync.plan.policy import BucketPolicy
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
+from tests.teams import run_ranks
 from tests.test_wire import (
     TOLERANCE,
     Halves,

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.testing import run_ranks
 from tests.backends import OverGloo
+from tests.teams import run_ranks
 
 
 class WithoutAllToAll(OverGloo):

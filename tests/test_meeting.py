@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fastsync.ranks.meeting import MeetingPlace, looks
 from fastsync.ranks.stores import group_store, limit_silence
-from fastsync.testing import run_ranks
 from fastsync.torch_private import TCPStore
+from tests.teams import run_ranks
 
 
 def arrive(rank, world, absent):

@@ -14,8 +14,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP, Wire
-from fastsync.testing import run_ranks
 from tests.models import buffers
+from tests.teams import run_ranks
 
 HALF = _MixedPrecision(torch.float16, torch.float16, torch.float16)
 BRAIN = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from fastsync import FastDDP, NonFiniteGradientError
 from fastsync.engine import core
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_loops import close
 
 STEPS = 5

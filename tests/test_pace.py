@@ -10,7 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP
 from fastsync.engine.pace import ACTIVITIES, PaceWarning, during, pace_of
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 MS = 1_000_000
 SLEEP = 0.03  # seconds, where a step takes about 5 ms

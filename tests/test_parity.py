@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests import models
 from tests.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.teams import run_ranks
 
 STEPS = 50
 

@@ -14,7 +14,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from fastsync import FastDDP, RankMismatchError, ReplicaError, ReplicaPolicy
 from fastsync.engine import core
 from fastsync.shard.gradients import ShardedGradient
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 
 EVERY = 3
 WAYS = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 def net():

@@ -10,7 +10,7 @@ from torch import optim
 
 from fastsync import FastDDP
 from fastsync.integrations import whole_state
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, close, net, train
 
 

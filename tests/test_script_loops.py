@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastsync.testing import run_ranks
 from tests.models import ConvNet, Transformer, differences, grads, state, wrap
+from tests.teams import run_ranks
 
 STEPS = 4
 

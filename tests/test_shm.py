@@ -10,7 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP, Wire
 from fastsync.engine import core
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WIDTH = 160
 

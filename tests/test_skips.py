@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 LAYERS, WIDTH, STEPS = 4, 8, 6
 FAILING = 1  # the layer behind whose input the backward fails: gradients of later ones have come

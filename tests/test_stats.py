@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP, SyncStats, log_to_tensorboard
-from fastsync.testing import run_ranks
 from fastsync.timeline.data import steps_of
 from fastsync.timeline.stats import BucketTiming, make_stats
 from tests.runs import step_events
+from tests.teams import run_ranks
 
 COUNTERS = {
     "steps": 9,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fastsync import FastDDP, TopK, Wire
 from fastsync.build import extension
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.test_wire import (
     constant_gradients,
     errors_of_steps,

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.teams import run_ranks
 
 SMALL = {"bucket_cap_mb": 0.002}
 

@@ -9,11 +9,11 @@ from torch import nn
 
 import fastsync
 from fastsync import FastDDP, TimelinePolicy, UnitTiming, fully_shard, log_to_tensorboard
-from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, find_straggler, load, steps_of
 from fastsync.timeline.moves import moves_of
 from fastsync.timeline.views import html_page, perfetto_trace, summarise, summary_text
 from tests.runs import MS, made_up_run, made_up_units, unit_events
+from tests.teams import run_ranks
 from tests.test_stats import Recorded
 from tests.unit_models import apply, loss_of, mesh_of, net, words
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FSDPModule, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     Block,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torchs
 
 from fastsync import FastDDP, fully_shard
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, apply, farthest, loss_of, net, train, whole, words
 
 WAYS = {

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fastsync import FastDDP, fully_shard
 from fastsync.ranks.consensus import RankMismatchError
-from fastsync.testing import run_ranks
 from fastsync.torch_private import local_of
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import apply, farthest, loss_of, mesh_of, net, whole, words
 
 

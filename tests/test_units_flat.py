@@ -7,8 +7,8 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
 from tests.backends import OverGloo
+from tests.teams import run_ranks
 from tests.test_units_wires import INT8, Twin, Weighed, numbers_of
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     Block,

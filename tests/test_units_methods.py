@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fastsync import FSDPModule, fully_shard, register_fsdp_forward_method
-from fastsync.testing import count_dispatched_ops, run_ranks
+from fastsync.testing import count_dispatched_ops
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     Block,

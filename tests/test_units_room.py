@@ -8,8 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fastsync import FastDDP, fully_shard
 from fastsync.ranks.consensus import RankMismatchError
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, Block, apply, loss_of, mesh_of, net, train, words
 
 VARIABLE = "FASTSYNC_UNIT_MEMORY_MB"

@@ -13,12 +13,12 @@ from torch.distributed.tensor import Shard
 
 from fastsync import FastDDP, Wire, fully_shard
 from fastsync.plan.policy import PARAMETER_WIRES
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
 from tests.parameter_losses import NUDGED, rows_of
 from tests.parameter_losses import loss_of as train_with
 from tests.random_cases.wires import Halves
 from tests.reference_codes import ROUND, by_shares
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     apply,

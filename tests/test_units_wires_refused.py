@@ -3,7 +3,7 @@
 import pytest
 
 from fastsync import FastDDP, PowerSGD, RankMismatchError, TopK, Wire, fully_shard
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.unit_models import apply, mesh_of, net, words
 
 REFUSED = {

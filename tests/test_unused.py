@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 
 
 class Branches(nn.Module):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import MODELS, batch, buffers, build, differences, grads, loss_of, wrap
+from tests.teams import run_ranks
 
 
 class Mixture(nn.Module):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import buffers, differences, grads, many, wrap
+from tests.teams import run_ranks
 
 
 def model_of(**options):

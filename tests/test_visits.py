@@ -10,7 +10,7 @@ import fastsync
 from fastsync.engine import watch
 from fastsync.ranks.faults import SyncFault
 from fastsync.ranks.stores import group_store
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 SLEEPER, ERROR, SOON = 1, "timed out after 3 s", timedelta(seconds=30)
 

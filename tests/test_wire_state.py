@@ -12,8 +12,8 @@ from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.engine.checkpoint import VERSION, deal
 from fastsync.engine.sizing import Sizing
 from fastsync.plan.policy import BucketPolicy
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import Codec
+from tests.teams import run_ranks
 
 SIZES = (300, 200, 200, 7)
 FEEDBACK = {

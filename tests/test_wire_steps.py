@@ -8,8 +8,8 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP, TopK, Wire
-from fastsync.testing import run_ranks
 from tests.models import many
+from tests.teams import run_ranks
 
 EXACT = (
     Wire("fp32", form="two_shot"),

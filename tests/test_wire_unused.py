@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import Codec, FastDDP, PowerSGD, TopK, Wire
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 STEPS = 7
 

@@ -11,7 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 from tests.zero_loops import OPTIMIZERS, STEPS, Net, batch, close, net, train, trained
 
 

@@ -7,8 +7,9 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, RankMismatchError
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
 from fastsync.units.choosing import choose_units
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, Net, farthest, loss_of, net, whole, words
 
 

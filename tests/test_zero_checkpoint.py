@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP
 from fastsync.shard.chunks import Chunks
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_checkpoints import OPTIMIZERS, STAGES, load, made, net, same, save, train
 from tests.zero_loops import close
 

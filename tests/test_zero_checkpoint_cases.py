@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fastsync import FastDDP, PowerSGD, Wire
 from fastsync.shard.chunks import Chunks
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 from tests.zero_checkpoints import STAGES, Net, load, made, net, same, save, train
 
 CLASSES = {

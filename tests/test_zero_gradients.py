@@ -11,7 +11,8 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from fastsync import FastDDP
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, batch, close, net, train, trained
 
 

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 STEPS = 8
 OPTIMIZERS = {

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from bench.models import WORKLOADS
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 STEPS = 50
 SCALES = {"wide": 0.002, "transformer": 0.001, "conv": 0.005, "small": 0.03}

@@ -11,10 +11,11 @@ from torch import nn, optim
 
 from fastsync import FastDDP, TopK
 from fastsync.plan.policy import PARAMETER_WIRES
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
 from fastsync.wire.formats import FORMATS
 from tests.parameter_losses import loss_of
 from tests.reference_codes import ROUND
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, batch, net, train
 
 OPTIMIZERS = {

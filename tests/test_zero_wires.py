@@ -13,9 +13,9 @@ from fastsync import FastDDP, Wire
 from fastsync.plan.layout import FlatLayout, outline_regions, region_layout, region_payload
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.shard.layout import cut_by_elements
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
 from tests.random_cases.wires import BOUNDS
+from tests.teams import run_ranks
 from tests.test_wire import Halves
 from tests.zero_loops import STEPS, batch, net, train
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 # Name of a stage: how it wraps. Small buckets have several leave in one backward.
 STAGES = {

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.conformance.stages import batch, check, full, loss_of, net
+from tests.teams import run_ranks
 
 # Stages whose wrapper has a reducer that reduces gradients.
 REDUCING = ("zero0", "zero1", "zero1-small", "zero2")
