@@ -75,7 +75,8 @@ def _build(folder, name):
         flags = ["-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS", "-fvisibility=hidden"]
     else:
         sources = _engine_sources(folder)
-        flags = [*recipe.CXX_FLAGS, "-DFASTSYNC_WITH_CUDA", "-Wno-unknown-pragmas"]
+        # At -O3 compiling takes a third longer, and finds nothing more.
+        flags = [*recipe.CXX_FLAGS, "-O1", "-DFASTSYNC_WITH_CUDA", "-Wno-unknown-pragmas"]
     cpp_extension.load(
         name=name,
         sources=[str(source) for source in sources],
