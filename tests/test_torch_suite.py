@@ -1,4 +1,4 @@
-"""A few of torch's own DDP tests, and that the suite sees faults. All: `make torch-suite`."""
+"""The suite of torch's own DDP tests sees faults. What it says of FastDDP: `make torch-suite`."""
 
 import ast
 import json
@@ -12,10 +12,6 @@ from tests.torch_suite.record import LISTS
 from tests.torch_suite.rewrite import find_ddp_tests, rewrite
 
 ROOT = Path(__file__).parent.parent
-SAMPLE = (
-    "DistributedDataParallelCPU$|no_sync$|join_model_equivalence|control_flow_same"
-    "|invalid_static_graph|multiple_nested_unused_params_error$|logging_data_cpu"
-)
 
 
 def run_suite(tmp_path, wrapper, only, *more):
@@ -27,13 +23,6 @@ def run_suite(tmp_path, wrapper, only, *more):
     assert report.exists(), done.stdout + done.stderr
     results = {result["name"]: result for result in json.loads(report.read_text())}
     return done.returncode, results, done.stdout
-
-
-def test_fastddp_passes_a_sample(tmp_path):
-    status, results, output = run_suite(tmp_path, "fastddp", SAMPLE)
-    assert status == 0, output
-    assert len(results) == 8
-    assert all(result["status"] == "passed" for result in results.values()), output
 
 
 @pytest.mark.parametrize(
