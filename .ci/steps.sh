@@ -1,14 +1,13 @@
 # What each step does. Sourced by .ci/run.
 
-# In out/seconds is then what each test has taken, for `python -m tests.slow`.
 tests() {
-  timeout 2400 make test ARGS='--durations=40 --seconds-to=out/seconds/tests.json' 2>&1 |
+  timeout 2400 make test ARGS=--durations=40 2>&1 |
     tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 
 # What `make test` leaves out.
 other_tests() {
-  timeout 3300 make test-all ARGS='-m slow --durations=40 --seconds-to=out/seconds/others.json' 2>&1 |
+  timeout 3300 make test-all ARGS='-m slow --durations=40' 2>&1 |
     tee "$WORK/other-tests-$NEWEST_TORCH.log"
 }
 

@@ -47,6 +47,7 @@ def bucket_sizes(rank, world, options):
 LAYER = 4 * (64 * 64 + 64)
 
 
+@pytest.mark.slow(but=("a cap",))
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [

@@ -88,6 +88,7 @@ def compare(rank, world, script, options):
 SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 
 
+@pytest.mark.slow(but=("{'broadcast_buffers': False}",))
 @pytest.mark.parametrize(
     "options",
     [{}, {"broadcast_buffers": False}, *([{"forward_sync_buffers": True}] * SYNC_BUFFERS)],

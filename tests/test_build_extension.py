@@ -141,6 +141,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     assert tmp_path not in folder.parents
 
 
+@pytest.mark.slow
 def test_importing_the_package_builds_nothing():
     code = "import fastsync, sys; sys.exit('fastsync._C' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -153,6 +154,7 @@ def test_a_long_build_says_that_it_goes_on(monkeypatch, tmp_path, capsys):
     assert "C++ only, without CUDA" in said and "s so far" in said and "compiled in" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_names_who_compiles(monkeypatch, tmp_path, capsys):
     begun, runs = tmp_path / "begun", tmp_path / "runs"
     script = f"pathlib.Path({str(begun)!r}).touch(); time.sleep(1); (out / '_C.so').touch()"

@@ -54,6 +54,7 @@ def agree_on(rank, world, label):
     return ""
 
 
+@pytest.mark.slow(but=("more",))
 @pytest.mark.parametrize("label", ["same", "shape", "more", "error"])
 def test_all_ranks_hear_the_same(label):
     texts = run_ranks(agree_on, 3, label)

@@ -45,6 +45,7 @@ def against_ddp(rank, world, options, set_to_none, micro_steps):
     return torch.equal(ours, theirs), intact
 
 
+@pytest.mark.slow(but=("1-False-views",))
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": False}], ids=["views", "copies"]
 )

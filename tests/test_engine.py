@@ -33,6 +33,7 @@ def drive(rank, world, views):
     return plans, [p.tensor.grad.tolist() for p in params], engine.core.stats()
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("views", [True, False])
 def test_a_loss_without_a_module(views):
     for plans, grads, stats in run_ranks(drive, 2, views):

@@ -167,6 +167,13 @@ def name_of(case):
     return "-".join([str(slow), where.replace(" ", "_"), *asked])
 
 
+@pytest.mark.slow(
+    but=(
+        "2-forward",
+        "0-between_steps",
+        "1-backward",
+    )
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rank_names_the_one_that_is_slow(case):
     slow, where, options = case
@@ -183,6 +190,7 @@ def test_every_rank_names_the_one_that_is_slow(case):
     assert all(not texts for _, texts in results[1:])
 
 
+@pytest.mark.slow("forward")
 @pytest.mark.parametrize("where", ["forward", "between steps"])
 def test_nobody_is_named_where_all_sleep_alike(where):
     for stats, texts in run_ranks(train, 3, (0, 1, 2), where, {}):

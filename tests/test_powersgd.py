@@ -96,6 +96,7 @@ def beside_torch(rank, world, rank_of, feedback):
     return off, lost[WARMUP:], same, len(factors)
 
 
+@pytest.mark.slow(but=("4-False",))
 @pytest.mark.parametrize(("rank", "feedback"), [(1, True), (2, True), (4, True), (4, False)])
 def test_steps_are_those_of_torch_s_hook(rank, feedback):
     for off, lost, same, compressed in run_ranks(beside_torch, 2, rank, feedback):
@@ -144,6 +145,7 @@ def test_error_feedback_lets_nothing_be_lost():
     assert off[1] < off[0] / 3
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_residuals_are_what_the_averages_lack(warm):
     for off, lacking in run_ranks(residual_mass, 3, PowerSGD(2, warm_start=warm)):
@@ -151,6 +153,7 @@ def test_the_residuals_are_what_the_averages_lack(warm):
         assert lacking > 0.99
 
 
+@pytest.mark.slow(but=("nan",))
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_arrives_and_is_gone_in_the_next_step(value):
     for result in run_ranks(poisoned, 2, "powersgd", value):
@@ -167,6 +170,7 @@ def after(rank, world, before):
     return wrapped.module.weight.grad
 
 
+@pytest.mark.slow(but=("before0",))
 @pytest.mark.parametrize("before", [(1.0, 0.0, 0.0), (1.0, math.nan), (math.inf, 0.0)])
 def test_no_step_spoils_the_factor_that_the_next_one_starts_with(before):
     for found in run_ranks(after, 2, before):
@@ -235,6 +239,7 @@ def test_memory_formats_keep_their_first_dimension_as_rows():
         assert off < 1e-5
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_orthonormal_vectors_span_what_they_did(by_torch):
     torch.manual_seed(0)
@@ -248,6 +253,7 @@ def test_orthonormal_vectors_span_what_they_did(by_torch):
     assert torch.allclose(unit @ found.t() @ found, unit, atol=1e-4)
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_dependent_vectors_vanish_or_are_replaced(by_torch):
     torch.manual_seed(0)
@@ -261,6 +267,7 @@ def test_dependent_vectors_vanish_or_are_replaced(by_torch):
     assert torch.allclose(vectors @ vectors.t(), torch.eye(3), atol=1e-5)
 
 
+@pytest.mark.slow(but=("inf-False",))
 @pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_poison_spreads(value, by_torch):
@@ -270,6 +277,7 @@ def test_poison_spreads(value, by_torch):
     assert not vectors[0].isfinite().all()
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_the_product_and_what_it_lacks(by_torch):
     torch.manual_seed(0)
@@ -301,6 +309,7 @@ def test_complex_gradients_are_refused():
     run_ranks(complex_gradients, 2)
 
 
+@pytest.mark.slow("0", "-1")
 @pytest.mark.parametrize("rank", [0, -1, 1.5])
 def test_the_rank_is_checked(rank):
     with pytest.raises(ValueError, match="rank must be a whole number of at least 1"):

@@ -35,6 +35,7 @@ def are_equal(one, two):
     return one.keys() == two.keys() and all(torch.equal(t, two[name]) for name, t in one.items())
 
 
+@pytest.mark.slow(but=("after a warm-up-1",))
 @pytest.mark.parametrize("kept", [1, 5])
 @pytest.mark.parametrize("name", WIRES)
 def test_a_restart_changes_no_bit(name, kept):
@@ -60,6 +61,7 @@ def without_factors(rank, world, wire, checkpoints):
     return torch.cat([p.detach().flatten() for p in wrapped.parameters()]).double()
 
 
+@pytest.mark.slow
 def test_the_factors_are_what_makes_a_restart_exact():
     """So that the test above means something."""
     wire = WIRES["rank 2"]
@@ -84,6 +86,7 @@ def rewound(rank, world, wire):
     return len(parts[2]["factors"]), weights
 
 
+@pytest.mark.slow("rank 2")
 @pytest.mark.parametrize("name", ["rank 2", "after a warm-up"])
 def test_a_state_replaces_what_the_model_has_learnt(name):
     for learnt, (one, two) in run_ranks(rewound, 2, WIRES[name]):
@@ -102,6 +105,7 @@ def replanned(rank, world, cap):
     return before, factors_of(wrapped), count, len(engine.plan.buckets)
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("cap", [1, 1 << 30])
 def test_another_plan_changes_no_bit(cap):
     for before, after, one, other in run_ranks(replanned, 2, cap):
@@ -215,6 +219,7 @@ def continued(rank, world, states):
     return factors_of(wrapped)
 
 
+@pytest.mark.slow("2-3", "3-2")
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on_with_the_same_factors(before, after):
     states = run_ranks(states_of, before, WIRES["rank 2"])
@@ -245,6 +250,7 @@ def misfit(rank, world, change, on):
     return str(error.value)
 
 
+@pytest.mark.slow(but=("1-rename-'conv.weight'.*keeps none of it",))
 @pytest.mark.parametrize(
     ("change", "text"),
     [

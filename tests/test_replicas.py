@@ -103,6 +103,7 @@ def weights_flipped(rank, world, seed, options):
     return (fault.name, fault.rank), (error.parameters, error.ranks, error.step), str(error)
 
 
+@pytest.mark.slow(but=("plain-4",))
 @pytest.mark.parametrize(
     "way, world",
     [("plain", 4), ("int8", 3), ("mixed", 3), ("zero 1", 3), ("zero 2", 4)],

@@ -62,6 +62,7 @@ def storages(rank, world, zero):
     return len({s.data_ptr() for s in full}), [s.nbytes() for s in full], len(file.getvalue())
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("zero", [1, 2])
 def test_parameters_do_not_look_tied_and_save_no_more_than_themselves(zero):
     """Accelerate drops all but one of the parameters that share a storage."""

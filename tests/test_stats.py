@@ -66,6 +66,7 @@ def test_buckets_of_an_earlier_plan_do_not_count():
     assert timings == (BucketTiming(64, pytest.approx(0.009), pytest.approx(0.006)),)
 
 
+@pytest.mark.slow("0", "-1")
 @pytest.mark.parametrize("wrong", [0, -1, float("nan")])
 def test_a_step_of_one_rank_takes_time(wrong):
     with pytest.raises(ValueError, match="one_rank_step"):
@@ -122,6 +123,7 @@ def train_and_print(rank, world, timeline):
     return before, model.sync_stats()
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("timeline", [False, True])
 def test_two_ranks_that_print(timeline):
     for before, stats in run_ranks(train_and_print, 2, timeline):

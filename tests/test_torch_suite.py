@@ -25,6 +25,7 @@ def run_suite(tmp_path, wrapper, only, *more):
     return done.returncode, results, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapper", "only"),
     [
@@ -42,6 +43,7 @@ def test_a_broken_wrapper_fails(tmp_path, wrapper, only):
     assert [r["status"] for r in results.values() if r["status"] in ("failed", "timed out")], output
 
 
+@pytest.mark.slow
 def test_the_share_that_must_fail(tmp_path):
     broken = ("broken-no-sync", "DataParallelCPU$", "--timeout", "15")
     assert run_suite(tmp_path, *broken, "--must-fail", "0.5")[0] == 0
@@ -49,6 +51,7 @@ def test_the_share_that_must_fail(tmp_path):
     assert run_suite(tmp_path, "fastddp", "DataParallelCPU$", "--must-fail", "0")[0] == 1
 
 
+@pytest.mark.slow
 def test_without_a_list_torchs_own_class_is_asked(tmp_path):
     only = "mixed_precision|DataParallelCPU$"
     status, results, output = run_suite(tmp_path, "fastddp", only, "--measure-baseline")
@@ -72,6 +75,7 @@ def rewritten(source):
     return ast.unparse(rewrite(source, on_cpu=True, world_size=2)).strip()
 
 
+@pytest.mark.slow(but=("m.to(rank)-m.to('cpu')",))
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -146,6 +146,7 @@ def compare(rank, world):
     return {s.__name__: differences(s("fast", rank), s("torch", rank)) for s in SCRIPTS}
 
 
+@pytest.mark.slow
 def test_scripts_end_with_the_bits_of_ddp():
     assert run_ranks(compare, 2) == [{s.__name__: [] for s in SCRIPTS}] * 2
 

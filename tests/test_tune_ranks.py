@@ -58,6 +58,7 @@ def train(rank, world, tune, steps, options):
     return weights, plans, model.sync_stats()["plans"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_two_ranks_get_the_weights_that_they_get_without(shared_memory):
     options = {"shared_memory": shared_memory}
@@ -70,6 +71,7 @@ def test_two_ranks_get_the_weights_that_they_get_without(shared_memory):
         assert all(map(torch.equal, ours[0], theirs[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wire", ["fp32", "bf16", Wire("int8", overrides={"0.*": "fp32"}), "int4", "topk", "powersgd"]
 )
@@ -95,6 +97,7 @@ def gathered(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_the_gather_form_may_be_chosen_and_rounds_once_less():
     exact = run_ranks(train_once, 3)[0]
     results = run_ranks(gathered, 3)
@@ -117,6 +120,7 @@ def forms(rank, world):
     return [other_forms(engine) for engine in engines]
 
 
+@pytest.mark.slow
 def test_other_wires_keep_their_form():
     assert run_ranks(forms, 3)[0] == [(), ("gather",), (), ()]
     assert run_ranks(forms, 2)[0] == [(), (), (), ()]
@@ -159,6 +163,7 @@ def change_group(model, rank):
     model._update_process_group(dist.new_group())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [become_deterministic, thaw, change_wire, change_group])
 def test_tuning_ends_on_all_ranks_where_something_comes_in_between(how):
     results = run_ranks(end_early, 2, how)
@@ -182,6 +187,7 @@ def join(rank, world):
     return plans, last
 
 
+@pytest.mark.slow
 def test_ranks_that_run_out_of_inputs_take_part():
     results = run_ranks(join, 3)
     longest = results[2][0]
@@ -219,6 +225,7 @@ def uneven(rank, world):
     return plans
 
 
+@pytest.mark.slow
 def test_only_steps_that_all_ranks_make_count():
     results = run_ranks(uneven, 3)
     assert results[0] == results[1] == results[2]
@@ -250,6 +257,7 @@ def begin_with_kept(rank, world, folder, network, width):
     return begins, engine.sizing.chosen, engine.sizing.tuner is None, plans
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_what_was_found_and_goes_on_with_it(tmp_path):
     results = run_ranks(begin_with_kept, 2, tmp_path, None, 16)
     assert results[0] == results[1]
@@ -259,6 +267,7 @@ def test_a_run_begins_with_what_was_found_and_goes_on_with_it(tmp_path):
     assert len(set(plans)) == 1
 
 
+@pytest.mark.slow
 def test_what_was_found_on_another_network_is_looked_for_anew(tmp_path):
     results = run_ranks(begin_with_kept, 2, tmp_path, Network(1e-3), 16)
     assert results[0] == results[1]
@@ -280,6 +289,7 @@ def begin_elsewhere(rank, world, folder):
     return model._engine.sizing.chosen, len(list(folder.iterdir()))
 
 
+@pytest.mark.slow
 def test_what_was_found_by_other_ranks_is_not_used(tmp_path):
     run_ranks(begin_with_kept, 2, tmp_path, Network(1e9), 16)
     assert [chosen for chosen, _ in run_ranks(begin_elsewhere, 2, tmp_path)] == [KEPT] * 2
@@ -329,6 +339,7 @@ def deterministic(rank, world, folder):
     return results
 
 
+@pytest.mark.slow
 def test_deterministic_runs_neither_tune_nor_begin_with_what_was_found(tmp_path):
     for _, plans, count in run_ranks(deterministic, 2, tmp_path):
         assert count == 2
@@ -373,6 +384,7 @@ def hooked(rank, world):
         model.register_comm_hook(None, lambda state, bucket: None)
 
 
+@pytest.mark.slow
 def test_no_hook_beside_it():
     run_ranks(hooked, 2)
 

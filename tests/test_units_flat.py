@@ -52,6 +52,7 @@ def over_flat_buffers(rank, world):
     return found
 
 
+@pytest.mark.slow("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_codes_travel_in_flat_buffers_where_there_are_no_messages(world):
     for found in run_ranks(over_flat_buffers, world):

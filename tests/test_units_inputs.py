@@ -75,6 +75,7 @@ def nested(rank, world, kind):
     )
 
 
+@pytest.mark.slow("tensor")
 @pytest.mark.parametrize("kind", list(WRAP))
 def test_activations_in_containers(kind):
     assert max(run_ranks(nested, 2, kind)) < 1e-6

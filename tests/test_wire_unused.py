@@ -79,6 +79,7 @@ def balance(rank, world, wire):
     return found
 
 
+@pytest.mark.slow(but=("int4, gathered",))
 @pytest.mark.parametrize("name", WIRES)
 def test_what_nobody_receives_is_kept(name):
     for steps in run_ranks(balance, 2, WIRES[name]):

@@ -45,6 +45,7 @@ def script(rank, world, zero, make, early, units=None):
     return whole(model.parameters()), loss
 
 
+@pytest.mark.slow(but=("2-adamw-False",))
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, 3])
@@ -82,6 +83,7 @@ def test_buffers_are_those_of_rank_0(world):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(others, buffers, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [["blocks.1"], [nn.Linear], ["blocks.0", nn.LayerNorm]])
 def test_units_may_be_said(units):
     (wanted, _), _ = run_ranks(script, 2, 3, "adamw", False)

@@ -84,6 +84,7 @@ def both(rank, world, make):
     return by_hand(rank, make), [train(*wrapped(z, make), rank, range(STEPS)) for z in (1, 2)]
 
 
+@pytest.mark.slow(but=("sgd",))
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_weights_are_those_of_masters_on_every_rank(make):
     results = run_ranks(both, 2, make)
@@ -139,6 +140,7 @@ def resumed(rank, world, way, make, folder):
     return found, train(*wrapped(1, make), rank, range(STEPS))
 
 
+@pytest.mark.slow(but=("whole-sgd",))
 @pytest.mark.parametrize("make", ["sgd", "adamw", "adafactor"])
 @pytest.mark.parametrize("way", ["whole", "pieces"])
 def test_masters_come_back_from_a_checkpoint(way, make, tmp_path):

@@ -79,6 +79,12 @@ def beside_whole(rank, world, name, kind):
     return max(map(distance, found)), rounding, same, found[-1]
 
 
+@pytest.mark.slow(
+    but=(
+        "wide-sgd",
+        "wide-adamw",
+    )
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCALES)
 def test_two_ranks(name, kind):
@@ -90,6 +96,7 @@ def test_two_ranks(name, kind):
         assert off <= FURTHER * rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, name, kind",
     [
