@@ -26,6 +26,13 @@ def run_suite(tmp_path, wrapper, only, *more):
 
 
 @pytest.mark.slow
+def test_fastddp_passes_a_sample(tmp_path):
+    status, results, output = run_suite(tmp_path, "fastddp", "logging_data_cpu")
+    assert status == 0 and results, output
+    assert all(result["status"] == "passed" for result in results.values()), output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapper", "only"),
     [
