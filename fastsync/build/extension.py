@@ -32,7 +32,7 @@ from fastsync.build import recipe
 from fastsync.build.env import Env
 from fastsync.build.recipe import BuildError
 
-__all__ = ["BuildError", "Origin", "leave_chains", "load", "origin"]
+__all__ = ["BuildError", "Origin", "find", "leave_chains", "load", "origin"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
@@ -47,7 +47,16 @@ def load() -> ModuleType:
     Raises:
         BuildError: it has to be compiled and cannot be; the text carries the remedy.
     """
-    return _import(_prebuilt() or _built(Env.read()))
+    return _import(find())
+
+
+def find() -> Path:
+    """Return the library that `load` loads. This may compile it.
+
+    Raises:
+        BuildError: as `load`.
+    """
+    return _prebuilt() or _built(Env.read())
 
 
 def leave_chains(seconds: float) -> None:
