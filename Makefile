@@ -13,6 +13,7 @@ STAMP := $(VENV)/.setup-torch-$(TORCH)
 COMPILER := $(or $(filter-out default,$(if $(filter-out default,$(origin CXX)),$(CXX))),c++)
 WITH_NINJA := PATH="$(abspath $(BIN)):$$PATH"
 IN_CHECKOUT := $(WITH_NINJA) PYTHONPATH=. $(BIN)/python
+TWO_FILES := -n 2 --dist loadfile
 PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -60,11 +61,11 @@ demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--qu
 
 test: extension ## run the tests of every feature
 	@echo "running the tests of every feature, two files at once; make test-all runs all cases"
-	$(IN_CHECKOUT) -m pytest --at-once 2 $(ARGS)
+	$(IN_CHECKOUT) -m pytest $(TWO_FILES) $(ARGS)
 
 test-all: extension ## run all cases too (ARGS='-m slow': what make test leaves out)
 	@echo "running all tests, two files at once"
-	$(IN_CHECKOUT) -m pytest -m '' --at-once 2 $(ARGS)
+	$(IN_CHECKOUT) -m pytest -m '' $(TWO_FILES) $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)

@@ -7,6 +7,7 @@ and the extension is compiled on first import instead.
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def extension_arguments():
             build.check_compilers()
             work = Path(self.build_temp).resolve()
             work.mkdir(parents=True, exist_ok=True)
-            recipe = build.recipe(work, build.find_toolkit(), build.Options())
+            # The machine that compiles need not be the one that has the GPU.
+            wanted = os.environ.get("FASTSYNC_CUDA", "auto").replace("auto", "found")
+            recipe = build.recipe(work, build.find_toolkit(wanted), build.Options())
             for extension in self.extensions:
                 extension.extra_compile_args = {"cxx": recipe.cxx_flags}
                 extension.extra_link_args = recipe.link_flags

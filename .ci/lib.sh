@@ -108,13 +108,6 @@ new_venv() {
   touch "$venv/.complete"
 }
 
-torch_of() {
-  case $1 in
-    newest) echo "$NEWEST_TORCH" ;;
-    oldest) echo "$OLDEST_TORCH" ;;
-  esac
-}
-
 # Whether there is an nvcc. Where there is none, this step is skipped if that is allowed, else it fails.
 with_nvcc() {
   if command -v nvcc >/dev/null; then return 0; fi

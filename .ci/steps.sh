@@ -1,24 +1,19 @@
 # What each step does. Sourced by .ci/run.
 
-# In out/seconds is then what each test has taken, for `python -m tests.slow`.
 tests() {
-  timeout 2400 make test ARGS='--durations=40 --seconds-to=out/seconds/tests.json' 2>&1 |
+  timeout 2400 make test ARGS=--durations=40 2>&1 |
     tee "$WORK/tests-$NEWEST_TORCH.log"
 }
 
 # What `make test` leaves out.
 other_tests() {
-  timeout 3300 make test-all ARGS='-m slow --durations=40 --seconds-to=out/seconds/others.json' 2>&1 |
+  timeout 3300 make test-all ARGS='-m slow --durations=40' 2>&1 |
     tee "$WORK/other-tests-$NEWEST_TORCH.log"
 }
 
+# That it sees faults is what tests/test_torch_suite.py shows, with wrappers that are broken on purpose.
 torch_suite() {
   timeout 600 make torch-suite ARGS=--quiet
-}
-
-# A suite that a wrapper without any synchronisation passed would show nothing.
-torch_suite_sees_faults() {
-  timeout 600 make torch-suite ARGS='--wrapper broken-no-sync --must-fail 0.5 --timeout 15 --quiet'
 }
 
 # Libraries beside .venv, whose torch they take. An index may lack them, or lack a version.
@@ -104,36 +99,25 @@ extension_sanitized() {
 }
 
 # `===` takes the build that the version number alone names, which is one for CUDA; `==` would also take a CPU build.
-cuda_torch() {
-  if [[ ! -e $STATE/$1/.complete ]]; then need_space "$CUDA_TORCH_GIB" "torch $(torch_of "$1") for CUDA"; fi
+oldest_torch() {
+  if [[ ! -e $STATE/oldest/.complete ]]; then need_space "$CUDA_TORCH_GIB" "torch $OLDEST_TORCH for CUDA"; fi
   grep -v '^torch==' requirements-dev.txt >"$WORK/requirements.txt"
-  new_venv "$1" "torch===$(torch_of "$1")" -r "$WORK/requirements.txt"
+  new_venv oldest "torch===$OLDEST_TORCH" -r "$WORK/requirements.txt"
 }
 
-# The kernels are compiled by nvcc and linked in; ranks run on the CPU. Where there is no nvcc the extension has none.
-smoke_in() {
-  local expect=()
-  if with_nvcc; then expect=(--cuda-build); fi
-  PATH=$STATE/$1/bin:$PATH timeout 400 python .ci/smoke.py "${expect[@]}"
-}
-
-tests_in() {
-  PATH=$STATE/$1/bin:$PATH timeout 900 python -m pytest tests/test_parity.py tests/test_views.py tests/test_unused.py \
-    2>&1 | tee "$WORK/tests-$(torch_of "$1").log"
-}
-
-# An installed package must load what was compiled with it: there is no compiler, and the cache stays empty.
-prebuilt() {
-  local cache=$WORK/empty-cache
-  .venv/bin/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --target "$WORK/site" .
+# An installed package must load what was compiled with it: there is no compiler, and the cache stays empty. The kernels
+# are compiled by nvcc and linked in; ranks run on the CPU. Where there is no nvcc the extension has none.
+package_with_oldest() {
+  local expect=(--prebuilt) cache=$WORK/empty-cache PATH=$STATE/oldest/bin:$PATH
+  if with_nvcc; then expect+=(--cuda-build); fi
+  python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --target "$WORK/site" .
   mkdir "$cache" "$WORK/elsewhere"
   cd "$WORK/elsewhere"
-  CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site \
-    timeout 200 "$ROOT/.venv/bin/python" "$ROOT/.ci/smoke.py" --prebuilt
+  CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site timeout 200 python "$ROOT/.ci/smoke.py" "${expect[@]}"
   replaced_in_spawned_processes "$cache" -m fastsync.run --with wire=bf16
   FASTSYNC_REPLACE_DDP=wire=bf16 replaced_in_spawned_processes "$cache" -m fastsync.run
   # Pages are files beside the modules, which a package may lack.
-  PYTHONPATH=$WORK/site "$ROOT/.venv/bin/python" -m fastsync.plan --params 7e9 --batch 1x512 --quiet --html plan.html
+  PYTHONPATH=$WORK/site python -m fastsync.plan --params 7e9 --batch 1x512 --quiet --html plan.html
   grep -q "</html>" plan.html
   if [[ -n $(ls -A "$cache") ]]; then
     echo "error: importing the installed package compiled something into the cache"
@@ -141,12 +125,21 @@ prebuilt() {
   fi
 }
 
+# Those of the checkout, of the package that the step before has installed.
+tests_with_oldest() {
+  cp -r tests pyproject.toml "$WORK/elsewhere"
+  cd "$WORK/elsewhere"
+  PYTHONPATH=$WORK/site PATH=$STATE/oldest/bin:$PATH FASTSYNC_CACHE_DIR=$WORK/empty-cache timeout 900 \
+    python -m pytest tests/test_parity.py tests/test_views.py tests/test_unused.py 2>&1 |
+    tee "$WORK/tests-$OLDEST_TORCH.log"
+}
+
 # replaced_in_spawned_processes CACHE PYTHON-ARGUMENTS...: of a script that knows nothing of fastsync, by the installed one.
 replaced_in_spawned_processes() {
   local cache=$1 log=$WORK/spawned.log
   shift
   CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site \
-    timeout 100 "$ROOT/.venv/bin/python" "$@" "$ROOT/tests/spawning_script.py" | tee "$log"
+    timeout 100 python "$@" "$ROOT/tests/spawning_script.py" | tee "$log"
   if [[ $(grep -oF "|FastDDP|bf16|[0.5, 0.5]|$WORK/site/fastsync>" "$log" | wc -l) != 2 ]]; then
     echo "error: the processes that a script spawned were not given the installed FastDDP"
     return 1

@@ -1,43 +1,45 @@
-"""Marks the slow tests; on request notes what each test takes, and runs several files at once.
-Pages are looked at in a real browser: Chromium, without a window and without a network.
+"""Slow cases, ranks that tests share, and a real browser: Chromium, without window and network.
+
+`@pytest.mark.slow` leaves a test to `make test-all`; `slow("a", "b")` those of its cases alone, and
+`slow(but=("a", "b"))` all cases but those.
 """
 
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
-from tests import at_once, slow
+from tests import teams
 
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
 
 
-def pytest_addoption(parser):
-    at_once.add_options(parser)
-    parser.addoption(
-        "--seconds-to",
-        type=Path,
-        metavar="FILE",
-        help="note there what each test takes, for python -m tests.slow",
-    )
-
-
-def pytest_configure(config):
+def pytest_configure():
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # In a shell's background. What tests start would ignore it too, and they interrupt some.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    at_once.register(config)
-    if config.getoption("--seconds-to") is not None:
-        config.pluginmanager.register(slow.Clock(config.getoption("--seconds-to").absolute()))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    listed = slow.read()
+def pytest_collection_modifyitems(config, items):
+    named = {}  # by test function and name of a case: whether there is such a case
     for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow)
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
+            but = mark.kwargs.get("but", ())
+            if case in but or (mark.args and case not in mark.args):
+                item.own_markers.remove(mark)
+            for name in (*mark.args, *but):
+                place = f"{item.nodeid.partition('[')[0]}[{name}]"
+                named[place] = named.get(place, False) or name == case
+    chosen = any("::" in argument for argument in config.args)  # then not all cases are here
+    if missing := [] if chosen else [place for place, there in named.items() if not there]:
+        raise pytest.UsageError(f"marked as slow, but not there: {', '.join(missing)}")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        teams.end()
 
 
 @pytest.fixture(scope="module")

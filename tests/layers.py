@@ -24,7 +24,7 @@ PACKAGE_LAYERS = [
 # Within a package likewise, module by module. Where a package has no line here, its modules do not
 # know of each other.
 MODULE_LAYERS = {
-    "build": [["env", "guard", "recipe", "trust"], ["extension"]],
+    "build": [["env", "recipe"], ["extension"]],
     "doctor": [
         ["finding", "network", "schedule", "__init__"],
         ["facts", "drilled", "skew", "slow", "team"],

@@ -5,7 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 def accumulate_after_an_abandoned_forward(rank, world, wrapper):
@@ -18,6 +18,7 @@ def accumulate_after_an_abandoned_forward(rank, world, wrapper):
     return model.module.weight.grad[0, 0].item()
 
 
+@pytest.mark.slow("ddp")
 @pytest.mark.parametrize(
     "wrapper, gradients",
     [(DistributedDataParallel, [1.5, 1.5]), (fastsync.FastDDP, [1.0, 2.0])],

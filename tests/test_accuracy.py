@@ -7,9 +7,9 @@ import torch.distributed as dist
 from bench.commands import accuracy
 from examples.common.ranks import CheckFailed
 from fastsync.build import extension
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
 from tests.random_cases.wires import BLOCK_BOUNDS
+from tests.teams import run_ranks
 
 NUMEL = 5000
 WORLDS = (2, 8, 64)
@@ -74,6 +74,7 @@ def gloo_average(rank, world, numel, name):
     return mine.double()
 
 
+@pytest.mark.slow("8-fp16", "64-fp16", "64-bf16")
 @pytest.mark.parametrize("name", accuracy.UNIT)
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_rounding_of_each_input_and_one_of_the_result(name, world):
@@ -87,6 +88,7 @@ def test_one_rounding_of_each_input_and_one_of_the_result(name, world):
     assert (native <= bound).all() == (world == 2)  # the bound tells the two apart
 
 
+@pytest.mark.slow("bf16")
 @pytest.mark.parametrize("name", accuracy.UNIT)
 def test_the_error_grows_with_the_number_of_ranks_in_a_native_sum_only(name):
     """In the two-shot form inputs' errors average out, and one rounding of the result stays."""
@@ -121,6 +123,7 @@ def test_the_bounds_are_near_what_is_reached(name):
     assert 0.5 < share <= 1
 
 
+@pytest.mark.slow("fp16")
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_the_emulated_sum_is_gloo_s_on_two_ranks(name):
     emulated = accuracy.native_average(accuracy.gradients(2, NUMEL), accuracy.DTYPES[name])
@@ -144,6 +147,7 @@ def average_on_a_rank(rank, world, name, form):
     return model.weight.grad[0]
 
 
+@pytest.mark.slow(but=("fp8_e5m2-gather",))
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_simulated_is_what_ranks_get(name, form):

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from fastsync.engine.agreement import PlanFacts, agree_on_plan
 from fastsync.plan.topology import Network
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 CPU = torch.device("cpu")
 

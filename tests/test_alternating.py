@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import differences, grads
+from tests.teams import run_ranks
 
 STEPS = 24  # in which the set changes 15 times
 FEW_PLANS = 4  # one for all, one for each set, and one more for the order that was seen
@@ -69,6 +69,7 @@ def in_turn(rank, world, set_to_none, options):
     return sorted(found), ours.sync_stats()["plans"], ours.sync_stats()["steps"]
 
 
+@pytest.mark.slow(but=("views-True",))
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": False}], ids=["views", "copies"]
@@ -126,6 +127,7 @@ def thaw_alone(rank, world):
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_changes_its_set_alone_is_told():
     text = run_ranks(thaw_alone, 2)[1]
     assert "ranks [0] did not come" in text
@@ -150,6 +152,7 @@ def replace(rank, world, how, options):
     return ""
 
 
+@pytest.mark.slow(but=("layer-no unused",))
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": False}], ids=["", "no unused"])
 @pytest.mark.parametrize("how", ["assign", "layer"])
 def test_replaced_parameters_are_an_error(how, options):

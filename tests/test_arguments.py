@@ -13,8 +13,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import buffers
+from tests.teams import run_ranks
 
 BOTH = (FastDDP, DistributedDataParallel)
 
@@ -49,6 +49,7 @@ def bucket_sizes(rank, world, options):
 LAYER = 4 * (64 * 64 + 64)
 
 
+@pytest.mark.slow(but=("a cap",))
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [

@@ -177,6 +177,7 @@ def wrap_wrongly(rank, world, label):
     return "", ()
 
 
+@pytest.mark.slow(but=("dtype",))
 @pytest.mark.parametrize("label", CASES)
 def test_every_rank_learns_what_is_wrong(label):
     parts = CASES[label][4]
@@ -271,6 +272,7 @@ def tool(folder, name, script="exit 0"):
     return path
 
 
+@pytest.mark.slow
 def test_no_compiler(tmp_path):
     text = load_extension(tmp_path, PATH=str(tmp_path))
     assert "no C++ compiler: 'c++' is not on PATH" in text
@@ -278,6 +280,7 @@ def test_no_compiler(tmp_path):
     assert "g++-99" in load_extension(tmp_path, PATH=str(tmp_path), CXX="g++-99")
 
 
+@pytest.mark.slow
 def test_no_ninja(tmp_path):
     tool(tmp_path / "bin", "c++")
     text = load_extension(tmp_path, PATH=str(tmp_path / "bin"))
@@ -291,6 +294,7 @@ def with_tools(tmp_path):
     return f"{tmp_path / 'bin'}:/usr/bin:/bin"
 
 
+@pytest.mark.slow
 def test_a_broken_cuda_compiler(tmp_path):
     path = with_tools(tmp_path)
     nvcc = tool(tmp_path / "bin", "nvcc", "echo 'ptxas went fishing' >&2; exit 1")
@@ -300,6 +304,7 @@ def test_a_broken_cuda_compiler(tmp_path):
     assert "FASTSYNC_CUDA=0" in text
 
 
+@pytest.mark.slow
 def test_cuda_home_without_a_toolkit(tmp_path):
     (tmp_path / "empty").mkdir()
     text = load_extension(tmp_path, PATH=with_tools(tmp_path), CUDA_HOME=str(tmp_path / "empty"))
@@ -307,11 +312,13 @@ def test_cuda_home_without_a_toolkit(tmp_path):
     assert "FASTSYNC_CUDA=0" in text
 
 
+@pytest.mark.slow
 def test_a_toolkit_that_was_asked_for(tmp_path):
     text = load_extension(tmp_path, PATH=str(with_tools(tmp_path)).split(":")[0], FASTSYNC_CUDA="1")
     assert "no nvcc in PATH" in text
 
 
+@pytest.mark.slow
 def test_a_wrong_variable_is_named(tmp_path):
     text = load_extension(tmp_path, "ValueError", PATH=with_tools(tmp_path), FASTSYNC_CUDA="maybe")
     assert "FASTSYNC_CUDA='maybe' is not one of auto, 0, 1" in text

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync.front.wrapped as wrapped_front
 from fastsync import FastDDP
 from fastsync.front.buffers import broadcast, can_broadcast
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 class Net(nn.Module):
@@ -88,6 +88,7 @@ def compare(rank, world, script, options):
 SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 
 
+@pytest.mark.slow(but=("{'broadcast_buffers': False}",))
 @pytest.mark.parametrize(
     "options",
     [{}, {"broadcast_buffers": False}, *([{"forward_sync_buffers": True}] * SYNC_BUFFERS)],

@@ -1,14 +1,14 @@
 """The built extension: loaded once, cached under a name that fits this torch only."""
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
 import shutil
-import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -141,83 +141,87 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     assert tmp_path not in folder.parents
 
 
+@pytest.mark.slow
 def test_importing_the_package_builds_nothing():
     code = "import fastsync, sys; sys.exit('fastsync._C' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_whichever_rank_compiles_reports_progress(monkeypatch, tmp_path, capsys):
+def test_a_long_build_says_that_it_goes_on(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(extension, "_REPORT_SECONDS", 0.1)
-    script = "print('[1/9] c++ one', flush=True); time.sleep(1); (out / '_C.so').touch()"
-    env = dataclasses.replace(fake_build(monkeypatch, tmp_path, script), rank=1)
-    extension._built(env)
+    extension._built(fake_build(monkeypatch, tmp_path, "time.sleep(1); (out / '_C.so').touch()"))
     said = capsys.readouterr().err
-    jobs = recipe.count_jobs(with_cuda=False)
-    assert f"about {recipe.estimated_seconds(False, recipe.cores())} s on" in said
-    assert f"compiled 1 of {jobs} parts" in said
-    assert "compiled in" in said
+    assert "C++ only, without CUDA" in said and "s so far" in said and "compiled in" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_names_who_compiles(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(extension, "_SILENT_SECONDS", 0.1)
-    runs = tmp_path / "runs"
-    script = f"time.sleep(1); (out / '_C.so').touch(); open({str(runs)!r}, 'a').write('x')"
+    begun, runs = tmp_path / "begun", tmp_path / "runs"
+    script = f"pathlib.Path({str(begun)!r}).touch(); time.sleep(1); (out / '_C.so').touch()"
+    script += f"; open({str(runs)!r}, 'a').write('x')"
     env = fake_build(monkeypatch, tmp_path, script)
-    ranks = [dataclasses.replace(env, rank=rank) for rank in (2, 3)]
-    threads = [threading.Thread(target=extension._built, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    first = threading.Thread(target=extension._built, args=(dataclasses.replace(env, rank=3),))
+    first.start()
+    while not begun.exists():
+        time.sleep(0.01)
+    extension._built(dataclasses.replace(env, rank=2))
+    first.join()
     assert runs.read_text() == "x"
+    assert f"waiting for rank 3 (process {os.getpid()} on" in capsys.readouterr().err
+
+
+SOMEBODY_ELSE = 54321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def by_mode(path):
+    path.chmod(0o777)
+    return "writable by others"
+
+
+def by_owner(path):
+    os.chown(path, SOMEBODY_ELSE, -1)
+    return f"belongs to user id {SOMEBODY_ELSE}"
+
+
+def by_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+    return "symbolic link"
+
+
+TRICKS = [by_mode, pytest.param(by_owner, marks=as_root), by_link]
+
+
+@pytest.fixture
+def env(monkeypatch, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return fake_build(monkeypatch, tmp_path, "(out / '_C.so').touch()")
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("which", ["library", "folder"])
+def test_a_library_that_others_may_have_written_is_refused(env, which, trick):
+    library = extension._built(env)
+    assert extension._why_not_ours(library) is None
+    reason = trick(library if which == "library" else library.parent)
+    with pytest.raises(BuildError, match=rf"refusing to load.*{reason}.*Delete"):
+        extension._built(env)
+
+
+@pytest.mark.parametrize("trick", TRICKS[:2])
+def test_a_cache_that_others_may_write_is_not_used(env, tmp_path, trick, capsys):
+    env.cache_dir.mkdir()
+    reason = trick(env.cache_dir)
+    fallback = tmp_path / "tmp" / f"fastsync-{os.getuid()}"
+    assert extension._built(env).parent.parent == fallback
+    assert stat.S_IMODE(fallback.stat().st_mode) == 0o700
     said = capsys.readouterr().err
-    assert said.count("waiting for rank") == 1
-    assert f"(process {os.getpid()} on" in said
-
-
-# The build starts a program that goes on for minutes, and holds a lock while it does.
-ENDLESS = """
-import fcntl, subprocess
-lock = open({lock!r}, "w")
-fcntl.flock(lock, fcntl.LOCK_EX)
-pathlib.Path({started!r}).touch()
-subprocess.run(["sleep", "600"], pass_fds=[lock.fileno()])
-"""
-BUILDER = """
-import sys
-from pathlib import Path
-from fastsync.build import extension
-extension._run_logged([sys.executable, sys.argv[1], "--out", "."], Path(sys.argv[2]), False, 1)
-"""
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=str)
-def test_a_builder_that_is_ended_leaves_nothing_running(monkeypatch, tmp_path, end):
-    lock, started = tmp_path / "lock", tmp_path / "started"
-    fake_build(monkeypatch, tmp_path, ENDLESS.format(lock=str(lock), started=str(started)))
-    command = [sys.executable, "-c", BUILDER, str(tmp_path / "build.py"), str(tmp_path / "log")]
-    builder = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    wait_until(started.exists)
-    builder.send_signal(end)
-    assert builder.wait(60) != 0
-    wait_until(lambda: is_free(lock))
-
-
-def wait_until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("waited in vain")
-
-
-def is_free(path):
-    with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+    assert reason in said and "FASTSYNC_CACHE_DIR" in said
+    trick(fallback)
+    with pytest.raises(BuildError, match="FASTSYNC_CACHE_DIR"):
+        extension._built(env)
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="there is no readelf here")

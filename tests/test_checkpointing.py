@@ -54,6 +54,7 @@ def compare_checkpointed(rank, world, reentrant, times, options, fast_options):
     return [differences(a, b) for a, b in zip(ours, theirs, strict=True)]
 
 
+@pytest.mark.slow(but=("True-2-options6-large",))
 @pytest.mark.parametrize("fast_options", [{}, {"bucket_cap_mb": 1e-6}], ids=["large", "small"])
 @pytest.mark.parametrize(
     ("reentrant", "times", "options"),
@@ -230,6 +231,7 @@ def compare_uneven(rank, world, by_initial, cap):
     return errors, ours[-1]
 
 
+@pytest.mark.slow(but=("False-25",))
 @pytest.mark.parametrize("cap", [25, 0.002])
 @pytest.mark.parametrize("by_initial", [True, False])
 def test_uneven_inputs_under_join(by_initial, cap):
@@ -400,6 +402,7 @@ def watch_from_a_thread(rank, world):
     return model.sync_stats()["steps"]
 
 
+@pytest.mark.slow
 def test_counters_can_be_read_from_another_thread():
     assert run_ranks(watch_from_a_thread, 2, timeout=60) == [30, 30]
 

@@ -3,6 +3,8 @@
 import time
 from unittest import mock
 
+import pytest
+
 from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks, clock_name
 from fastsync.testing import run_ranks
 from fastsync.torch_private import default_group, group_store
@@ -47,6 +49,7 @@ def test_a_rank_that_does_not_come():
     assert run_ranks(some_come, 3, [0, 2]) == [[here, None, here], None, [here, None, here]]
 
 
+@pytest.mark.slow
 def test_rank_zero_does_not_come():
     _, second, third = run_ranks(some_come, 3, [1, 2])
     assert "leaders" in second and "leaders" in third

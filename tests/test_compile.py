@@ -62,6 +62,7 @@ def compare(rank, world, build, when, backend, options):
 SMALL = {"bucket_cap_mb": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_training_equals_eager_ddp(when):
     assert all(run_ranks(compare, 2, Net, when, "aot_eager", SMALL))
@@ -110,6 +111,7 @@ def watch_steps(rank, world, when, options, mode):
     return seen, len(wrapped.sync_stats()["buckets"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "options"),
     [
@@ -128,6 +130,7 @@ def test_graphs_are_split_where_buckets_end(when, options):
             assert step == wanted
 
 
+@pytest.mark.slow
 def test_an_unsplit_graph_sends_everything_at_its_end():
     """The comparison that makes the test above mean something."""
     for seen, buckets in run_ranks(watch_steps, 2, "after", {"bucket_cap_mb": 0.1}, False):
@@ -183,5 +186,6 @@ def inside(rank, world):
     return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_a_wrapped_module_inside_a_compiled_one():
     assert all(run_ranks(inside, 2))

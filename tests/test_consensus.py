@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from fastsync import RankMismatchError
 from fastsync.ranks.consensus import Statement, agree, find_difference
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WEIGHT = ("w", (2, 3), "torch.float32", True)
 BIAS = ("b", (3,), "torch.float32", True)
@@ -54,6 +54,7 @@ def agree_on(rank, world, label):
     return ""
 
 
+@pytest.mark.slow(but=("more",))
 @pytest.mark.parametrize("label", ["same", "shape", "more", "error"])
 def test_all_ranks_hear_the_same(label):
     texts = run_ranks(agree_on, 3, label)

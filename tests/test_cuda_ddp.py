@@ -70,6 +70,7 @@ def train_both(rank, world):
     return found
 
 
+@pytest.mark.slow(but=("2-nccl",))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_weights_equal_ddp(world, transport):
@@ -99,6 +100,7 @@ def _fill_what_is_free(model):
     del taken
 
 
+@pytest.mark.slow(but=("parts0-2",))
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("parts", [("stream",), ("spoil",), ("stream", "spoil")])
 def test_streams_and_memory_that_is_reused(world, parts):
@@ -154,6 +156,7 @@ def backward_on_side_streams(rank, world, outside, wire):
     )
 
 
+@pytest.mark.slow(but=("fp32-1e-05-True",))
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize(("wire", "limit"), [("fp32", 1e-5), ("int8", 3e-2)])
 def test_backward_on_side_streams(wire, limit, outside):
@@ -197,6 +200,7 @@ def unused(rank, world):
     return [differences(a, b) for a, b in zip(found[:half], found[half:], strict=True)]
 
 
+@pytest.mark.slow("nccl")
 @pytest.mark.filterwarnings("ignore:rank")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_unused_parameters(transport):

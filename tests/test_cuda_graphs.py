@@ -71,6 +71,7 @@ def captured(rank, world, wire):
     return found
 
 
+@pytest.mark.slow(but=("int8-1",))
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 def test_replays_average_their_own_inputs(world, wire):

@@ -126,6 +126,7 @@ def odd_values(numel, special):
     return values
 
 
+@pytest.mark.slow(but=("fp16-False-False",))
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
@@ -139,6 +140,7 @@ def test_averages_have_the_bits_of_the_cpu(format, gather, special):
         assert torch.equal(found.nan_to_num(0.5), expected.nan_to_num(0.5)), numel
 
 
+@pytest.mark.slow(but=("int4-dtype2",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_misaligned_tensors_are_coded_as_on_the_cpu(format, dtype):

@@ -24,6 +24,7 @@ def check(world, transport, wires):
             assert limit == TOLERANCE["fp32"] or error > limit / 100, f"{wire}: it was not coded"
 
 
+@pytest.mark.slow(but=("2-nccl",))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_format_in_every_form(world, transport):
@@ -35,6 +36,7 @@ def test_every_format_in_every_form(world, transport):
     check(world, transport, coded)
 
 
+@pytest.mark.slow("gloo")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_defaults_and_other_wires(transport):
     """Check what `wire=` alone chooses; the backend sums bfloat16, in its own precision."""
@@ -46,6 +48,7 @@ def test_defaults_and_other_wires(transport):
     check(2, transport, wires)
 
 
+@pytest.mark.slow("gloo")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_wires_that_send_a_part(transport):
     check(2, transport, [("topk", 1.5), (Wire("int4"), 0.5)])

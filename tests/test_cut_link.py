@@ -33,6 +33,7 @@ def trained_apart(*job, **options):
     return seen, logs
 
 
+@pytest.mark.slow(but=("forward-fp32", "pieces-int8", "wrap-int8"))
 @needs_links
 @pytest.mark.parametrize(("place", "way"), CUTS)
 def test_the_rank_that_cannot_be_reached_is_named(place, way):
@@ -59,6 +60,7 @@ def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout():
     assert set(seen[-1]["ranks"]) <= {0, 1}
 
 
+@pytest.mark.slow
 @needs_links
 def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
     seen, _ = trained_apart(["stop", {}, "forward"], {"FASTSYNC_LOST_AFTER": "1"}, True)
@@ -67,6 +69,7 @@ def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
         assert f"rank {WORLD - 1} does not answer" in seen[rank]["text"]
 
 
+@pytest.mark.slow("zero2")
 @pytest.mark.parametrize("options", [{}, {"zero": 2}], ids=["fp32", "zero2"])
 def test_who_catches_its_error_and_exits_is_not_taken_for_the_cause(options):
     """Rank 0's time is over a second before rank 1's, and its process ends at once."""

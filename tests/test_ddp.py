@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import build
+from tests.teams import run_ranks
 
 
 def test_it_takes_every_argument_of_ddp_in_the_same_order():

@@ -176,6 +176,7 @@ def sweep_in(rank, world, budget):
     return rates.sweep(torch.device("cpu"), budget)
 
 
+@pytest.mark.slow
 def test_sizes_end_where_the_time_does():
     brief, longer = (run_ranks(sweep_in, 2, budget) for budget in (1e-3, 5.0))
     assert brief[0] == brief[1] and longer[0] == longer[1], "alike on all ranks"
@@ -192,6 +193,7 @@ def test_another_variable_is_found():
     assert report["passed"] and report["measured"]
 
 
+@pytest.mark.slow
 def test_torchrun_fails_where_a_check_does(tmp_path):
     """Its second rank is told of an interface that it does not have."""
     script = tmp_path / "rank.sh"
@@ -233,6 +235,7 @@ def test_what_stands_against_measuring_is_found_before(spoil, topic, text):
     assert report["measured"] is None
 
 
+@pytest.mark.slow
 def test_a_group_that_cannot_be_made_is_told_on_rank_0():
     report = examine_ranks(2, no_group)
     ours, theirs = found(report, "process group", "FAIL")
@@ -256,6 +259,7 @@ def test_a_rank_that_dies_meanwhile_is_named():
         examine_ranks(2, leaving)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_found():
     report = examine_ranks(2, slow_product)
     assert found(report, "compute", "WARN")[0].endswith("as rank 1")
@@ -277,6 +281,7 @@ def absent(rank, world):
     return report if report is None else report_json(report)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for():
     """Facts have ten minutes, but nobody waits for those of a rank that missed the roll call."""
     report, _, third = run_ranks(absent, 3, timeout=60.0)
@@ -285,6 +290,7 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for():
     assert report["measured"] is None and third is None
 
 
+@pytest.mark.slow
 def test_alone_it_checks_this_process(tmp_path):
     output = run_module("fastsync.doctor", "--json", tmp_path / "a" / "doctor.json")
     assert "one process, alone" in output
@@ -328,6 +334,7 @@ def run_job(ranks, *arguments, code=0, module="fastsync.doctor"):
     return done
 
 
+@pytest.mark.slow
 def test_torchrun_prints_one_report(tmp_path):
     done = run_job(2, "--seconds", "1", "--json", tmp_path / "doctor.json")
     assert done.stdout.count("verdict") == 1
@@ -337,6 +344,7 @@ def test_torchrun_prints_one_report(tmp_path):
     assert json.loads((tmp_path / "doctor.json").read_text())["passed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_drill_shows_that_ranks_name_the_one_that_fails(fault, tmp_path):
     done = run_job(2, "--drill", fault, "--rank", "0", "--json", tmp_path / "doctor.json")
@@ -351,6 +359,7 @@ def test_a_drill_shows_that_ranks_name_the_one_that_fails(fault, tmp_path):
     assert "ChildFailedError" not in done.stderr, "the job itself ends cleanly"
 
 
+@pytest.mark.slow
 def test_a_drill_fails_where_nobody_looks_out(monkeypatch):
     monkeypatch.setenv("FASTSYNC_WATCH", "0")
     output = run_module("fastsync.doctor", "--drill", "kill", code=1)
@@ -358,6 +367,7 @@ def test_a_drill_fails_where_nobody_looks_out(monkeypatch):
     assert "PASS  rank 2: as asked" in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_a_line(tmp_path):
     """In a drill, whose ranks end too."""
     command = [sys.executable, "-m", "fastsync.doctor", "--drill", "stop"]

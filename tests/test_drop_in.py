@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.teams import run_ranks
 
 ARGUMENTS = {
     "dim": lambda model: {"dim": 1},

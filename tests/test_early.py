@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WIDTH = 512  # 1 MiB of gradient in each weight
 
@@ -45,6 +45,7 @@ def against_ddp(rank, world, options, set_to_none, micro_steps):
     return torch.equal(ours, theirs), intact
 
 
+@pytest.mark.slow(but=("1-False-views",))
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": False}], ids=["views", "copies"]
 )

@@ -149,6 +149,14 @@ def check(outcome):
         assert outcome.seen[rank]["weights"] == expected, (rank, members, said)
 
 
+@pytest.mark.slow(
+    but=(
+        "between-gloo",
+        "after",
+        "first-rank",
+        "two-to-one-gloo",
+    )
+)
 @pytest.mark.parametrize("case", CASES)
 def test_survivors_weights_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -161,6 +169,7 @@ def test_survivors_weights_are_those_of_fewer_ranks(outcomes, case):
         assert any(f"rank {rank} {words}" in outcome.said for words in how), outcome.said
 
 
+@pytest.mark.slow
 def test_a_death_after_the_last_step_changes_nothing(tmp_path):
     cases = {"last": (3, [(1, STEPS - 1, "optimizer")], {})}
     outcome = outcomes_of(tmp_path, cases)["last"]
@@ -176,6 +185,7 @@ def drawn(seed):
     return 4, deaths, {"memory": draw.random() < 0.5, "destroys": draw.random() < 0.5}
 
 
+@pytest.mark.slow
 def test_deaths_at_any_time(tmp_path):
     """Wherever that finds the ranks; perhaps at their end."""
     for name, outcome in outcomes_of(tmp_path, {f"{s}": drawn(s) for s in range(8)}).items():

@@ -5,6 +5,8 @@ import re
 import signal
 import time
 
+import pytest
+
 from tests.scripts import finish, run_module, start
 
 LAUNCH = ("--nproc-per-node", 3)
@@ -75,6 +77,7 @@ def test_a_signal_ends_all_ranks():
     assert not left_of(pids)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher():
     launcher = start("fastsync.elastic", *LAUNCH, *SCRIPT, 100000, -1)
     pids = trains(launcher)
@@ -126,6 +129,7 @@ def check_all(output, ranks):
     assert len(sums) == len(ranks) and len(set(sums)) == 1, output
 
 
+@pytest.mark.slow
 def test_a_signal_has_a_rank_join_a_training_that_goes_on():
     launcher = joinable(4, *SCRIPT, 100000, -1, "joined")
     trains(launcher)
@@ -144,6 +148,7 @@ def test_a_rank_that_joins_does_not_take_the_place_of_one_that_still_begins(tmp_
     check_all(finish(launcher), range(4))
 
 
+@pytest.mark.slow
 def test_two_ranks_join_at_once():
     launcher = joinable(5, *SCRIPT, 100000, -1, "two")
     assert [ask(launcher), ask(launcher)] == [
@@ -152,6 +157,7 @@ def test_two_ranks_join_at_once():
     check_all(finish(launcher), range(5))
 
 
+@pytest.mark.slow
 def test_a_rank_that_joins_and_dies_is_started_again():
     launcher = joinable(4, "--restarts", 1, *SCRIPT, 100000, -1, "dies")
     assert ask(launcher) == "rank 3 joins; 4 are running"
@@ -161,6 +167,7 @@ def test_a_rank_that_joins_and_dies_is_started_again():
     check_all(output, range(4))
 
 
+@pytest.mark.slow
 def test_a_rank_joins_while_one_comes_back():
     launcher = joinable(4, "--restarts", 1, *SCRIPT, 100000, 1, "joined")
     assert ask(launcher) == "rank 3 joins; 4 are running"

@@ -58,6 +58,7 @@ def test_a_machine_that_is_lost_comes_back(port):
     check_all("".join(outputs), range(4))
 
 
+@pytest.mark.slow
 def test_without_the_first_machine_the_others_say_why_they_end(port):
     here, there = (launch(port, node, *SCRIPT, 100000, -1) for node in (0, 1))
     ours, _ = (trains(launcher) for launcher in (here, there))
@@ -69,6 +70,7 @@ def test_without_the_first_machine_the_others_say_why_they_end(port):
     assert "cannot meet the survivors: the rendezvous store has gone with them" in output
 
 
+@pytest.mark.slow
 def test_ranks_join_on_any_machine(port):
     arguments = ("--max-ranks", 6, *SCRIPT, 100000, -1, "two")
     launchers = [launch(port, node, *arguments) for node in (0, 1)]

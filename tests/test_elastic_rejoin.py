@@ -133,6 +133,15 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("rejoin"), cases_asked_for(request, CASES))
 
 
+@pytest.mark.slow(
+    but=(
+        "one",
+        "first-rank-gloo",
+        "two-to-one",
+        "every-third",
+        "frozen",
+    )
+)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_training_with_as_many_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -157,6 +166,7 @@ def joined(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("joins"), cases_asked_for(request, JOINS))
 
 
+@pytest.mark.slow(but=("one-joins",))
 @pytest.mark.parametrize("case", JOINS)
 def test_ranks_that_join_have_the_weights_of_a_training_with_as_many(joined, case):
     outcome = joined[case]
@@ -221,6 +231,7 @@ def drawn(seed):
     return 4, deaths, {"memory": draw.random() < 0.5, "buffers": draw.random() < 0.5}
 
 
+@pytest.mark.slow
 def test_deaths_and_returns_at_any_time(tmp_path):
     for outcome in outcomes_of(tmp_path, {f"{s}": drawn(s) for s in range(4)}).values():
         outcome.check()
@@ -237,6 +248,7 @@ def drawn_joins(seed):
     return draw.choice((2, 3)), deaths[: draw.choice((0, 1))], {**joins, **options}
 
 
+@pytest.mark.slow
 def test_ranks_join_at_any_time(tmp_path):
     for outcome in outcomes_of(tmp_path, {f"{s}": drawn_joins(s) for s in range(6)}).values():
         outcome.check()

@@ -52,6 +52,12 @@ def outcomes(tmp_path_factory, request):
     return trained(tmp_path_factory.mktemp("rejoin-zero"), cases_asked_for(request, CASES))
 
 
+@pytest.mark.slow(
+    but=(
+        "stage-2",
+        "wire-masters-gloo",
+    )
+)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_states_are_those_of_a_training_with_as_many_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -74,6 +80,7 @@ def again(tmp_path_factory, request):
     return trained(tmp_path_factory.mktemp("again"), cases_asked_for(request, AGAIN))
 
 
+@pytest.mark.slow(but=("next-gloo",))
 @pytest.mark.parametrize("case", AGAIN)
 def test_the_copies_of_each_share_are_complete_after_a_return(again, case):
     outcome = again[case]
@@ -101,6 +108,7 @@ def odd(tmp_path_factory, request):
     return trained(tmp_path_factory.mktemp("odd"), cases_asked_for(request, ODD))
 
 
+@pytest.mark.slow(but=("other-sharing",))
 @pytest.mark.parametrize("case", ODD)
 def test_a_death_during_a_return_is_survived_and_all_come_back(odd, case):
     check(odd[case])
@@ -116,6 +124,7 @@ def test_an_optimizer_that_catch_up_was_not_given_is_named_on_the_rank_that_come
         assert "share the state of an optimizer, AdamW, which catch_up() was not given" in error
 
 
+@pytest.mark.slow
 def test_deaths_and_returns_at_any_time(tmp_path):
     for outcome in trained(tmp_path, {f"{s}": drawn(s) for s in range(4)}).values():
         check(outcome)

@@ -87,6 +87,12 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("wires"), wanted, SCRIPT)
 
 
+@pytest.mark.slow(
+    but=(
+        "int8-between",
+        "e4m3-after",
+    )
+)
 @pytest.mark.parametrize("case", [*CASES, *REBUILDS])
 def test_survivors_weights_and_residuals_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -97,6 +103,7 @@ def test_survivors_weights_and_residuals_are_those_of_fewer_ranks(outcomes, case
             assert outcome.seen[rank]["patience"] == [TIMEOUT, TIMEOUT]
 
 
+@pytest.mark.slow
 def test_chains_that_hang_harm_nobody_who_ends(tmp_path):
     """Each rank's end closes connections, which wakes chains in those that are still ending."""
     cases = {name: CASES[name] for name in ("int8-pieces-sending", "int8-between-of-four")}
@@ -105,6 +112,7 @@ def test_chains_that_hang_harm_nobody_who_ends(tmp_path):
         check(outcome)
 
 
+@pytest.mark.slow(but=("int8-sent",))
 @pytest.mark.parametrize("case", TAKES)
 def test_averages_that_are_taken_bring_their_residuals(outcomes, case):
     outcome = outcomes[case]
@@ -122,6 +130,7 @@ def drawn(seed):
     return world, deaths, {"width": 400, "memory": draw.random() < 0.5, **settings}
 
 
+@pytest.mark.slow
 def test_deaths_at_any_time(tmp_path):
     """Wherever that finds the ranks; perhaps at their end."""
     cases = {f"{seed}": drawn(seed) for seed in range(8)}
@@ -151,6 +160,12 @@ def returns(tmp_path_factory, request):
     return returns_of(tmp_path_factory.mktemp("returns"), wanted)
 
 
+@pytest.mark.slow(
+    but=(
+        "int8",
+        "int8-loads",
+    )
+)
 @pytest.mark.parametrize("back", RETURNS)
 def test_a_rank_that_comes_back_keeps_nothing_back_and_the_others_what_they_have(returns, back):
     returns[back].check_returns()

@@ -82,6 +82,15 @@ def check_states(outcome):
         assert outcome.seen[rank]["state"] == outcome.expected[rank]["state"], outcome.said
 
 
+@pytest.mark.slow(
+    but=(
+        "stepping",
+        "lag",
+        "one-by-one-gloo",
+        "dies-while-sharing",
+        "wire",
+    )
+)
 @pytest.mark.parametrize("case", CASES)
 def test_survivors_weights_and_states_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -91,6 +100,7 @@ def test_survivors_weights_and_states_are_those_of_fewer_ranks(outcomes, case):
     check_states(outcome)
 
 
+@pytest.mark.slow
 def test_deaths_at_any_time(tmp_path):
     """Wherever that finds the ranks: two neighbours in one step are too many, and no others."""
     for name, outcome in trained(tmp_path, {f"{s}": drawn(s) for s in range(8)}).items():
@@ -107,6 +117,7 @@ def errors_of(outcome, rank):
     return outcome.seen[rank].get("error", "")
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("memory", [True, False])
 def test_the_death_of_both_that_have_a_share_is_named_by_all(tmp_path, memory):
     deaths = [(0, 2, "between"), (1, 2, "between")]

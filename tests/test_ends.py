@@ -25,6 +25,12 @@ LINES = {
 PLACES = {"forward": 0, "backward": 1, "vote": 1, "meeting": 0}  # with what zero=
 
 
+@pytest.mark.slow(
+    but=(
+        "SIGINT-forward",
+        "SIGTERM-backward",
+    )
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", LINES, ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from fastsync.build import extension
 from fastsync.engine.engine import Engine, NamedParam
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 def params_of(count=3):
@@ -33,6 +33,7 @@ def drive(rank, world, views):
     return plans, [p.tensor.grad.tolist() for p in params], engine.core.stats()
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("views", [True, False])
 def test_a_loss_without_a_module(views):
     for plans, grads, stats in run_ranks(drive, 2, views):

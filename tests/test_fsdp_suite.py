@@ -130,6 +130,7 @@ def run_suite(tmp_path, *arguments):
     return done.returncode, results, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["torch", "fastsync"])
 def test_a_file_of_tests(tmp_path, wrapper):
     _, results, output = run_suite(tmp_path, "--wrapper", wrapper, "--all")
@@ -145,12 +146,14 @@ def test_a_file_of_tests(tmp_path, wrapper):
     assert reasons[1] == "the CPU has no memory_stats"
 
 
+@pytest.mark.slow
 def test_a_broken_wrapper_fails(tmp_path):
     only = ("--only", "parity", "--timeout", "30")
     _, results, output = run_suite(tmp_path, "--wrapper", "broken-sum", "--all", *only)
     assert [r["status"] for r in results.values()] == ["failed"], output
 
 
+@pytest.mark.slow
 def test_torchs_own_is_asked_first(tmp_path):
     only = ("--only", "parity|wrong|state", "--measure-baseline")
     status, results, output = run_suite(tmp_path, *only)
@@ -159,6 +162,7 @@ def test_torchs_own_is_asked_first(tmp_path):
     assert "lacks" not in output
 
 
+@pytest.mark.slow
 def test_tests_that_the_folder_lacks_are_counted(tmp_path):
     (tmp_path / "test_fully_shard_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "tests.fsdp_suite", str(tmp_path)]
@@ -168,6 +172,7 @@ def test_tests_that_the_folder_lacks_are_counted(tmp_path):
     assert "no test matches" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_without_tests(tmp_path):
     command = [sys.executable, "-m", "tests.fsdp_suite", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

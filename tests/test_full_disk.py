@@ -63,6 +63,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(but=("fp32",))
 @pytest.mark.parametrize("way", WAYS)
 def test_every_rank_learns_whose_disk_is_full_and_trains_on(way, tmp_path):
     world, stage, options = WAYS[way]

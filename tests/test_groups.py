@@ -84,6 +84,7 @@ def compare(rank, world, name, options):
     return [differences(a, b) for a, b in zip(ours, theirs, strict=True)], sent.count("allreduce")
 
 
+@pytest.mark.slow(but=("static graph-unregistered",))
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static graph"])
 def test_steps_equal_ddp(name, options):
@@ -99,6 +100,7 @@ def different(rank, world, name):
     return str(caught.value)
 
 
+@pytest.mark.slow("python")
 @pytest.mark.parametrize("name", ["python", "unregistered"])
 def test_a_difference_is_named(name):
     for text in run_ranks(different, 2, name):
@@ -112,6 +114,7 @@ def refused(rank, world, name, options):
     return str(caught.value)
 
 
+@pytest.mark.slow(but=("wire-python",))
 @pytest.mark.parametrize("name", ["python", "unregistered"])
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -176,6 +179,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_fake_group_as_tests_and_simulators_use_it():
     done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.plan.policy import BucketPolicy
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
+from tests.teams import run_ranks
 from tests.test_wire import (
     TOLERANCE,
     Halves,
@@ -34,6 +34,7 @@ def hierarchical(format, **options):
     return Wire(format, form="hierarchical", **options)
 
 
+@pytest.mark.slow(but=("fp32",))
 @pytest.mark.parametrize("wire", FORMATS)
 def test_averages_arrive_alike_and_about_right(wire):
     policy = hierarchical(wire, error_feedback=False)
@@ -43,6 +44,7 @@ def test_averages_arrive_alike_and_about_right(wire):
         assert wire == "fp32" or min(errors) > TOLERANCE[wire] / 100  # it did travel coded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [600, 3000])
 def test_in_pieces(piece_bytes):
     policy = hierarchical("bf16", piece_bytes=piece_bytes)
@@ -50,6 +52,7 @@ def test_in_pieces(piece_bytes):
         assert max(errors) < TOLERANCE["bf16"]
 
 
+@pytest.mark.slow
 def test_three_nodes_take_the_two_shot_form():
     for errors, _ in run_ranks(on_nodes, 6, errors_of_steps, hierarchical("int8"), 3, timeout=120):
         assert TOLERANCE["int8"] / 100 < max(errors) < TOLERANCE["int8"]
@@ -71,6 +74,12 @@ def bytes_of_steps(rank, world, wire, steps, shared_memory):
     return wrapped.sync_stats(), numel, sum(layout.chunks for layout in coded)
 
 
+@pytest.mark.slow(
+    but=(
+        "bf16-4-True",
+        "bf16-4-False",
+    )
+)
 @pytest.mark.parametrize("world, in_memory", [(4, True), (4, False), (6, False)])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_bytes_between_nodes(name, world, in_memory):
@@ -110,6 +119,7 @@ def residual_mass(rank, world, wire):
     return ((mine - owed).norm() / owed.norm()).item(), share
 
 
+@pytest.mark.slow("6")
 @pytest.mark.parametrize("world", [4, 6])
 def test_the_residuals_are_what_the_averages_lack(world):
     for off, share in run_ranks(on_nodes, world, residual_mass, hierarchical("int4"), timeout=120):
@@ -130,6 +140,7 @@ def weights_after(rank, world, wire, steps, states):
     return wrapped.module.state_dict(), wrapped.sync_state_dict()
 
 
+@pytest.mark.slow
 def test_a_restart_changes_no_bit():
     wire = hierarchical("int4", stochastic=True)
     whole = run_ranks(on_nodes, 4, weights_after, wire, range(6), None)
@@ -179,6 +190,7 @@ def lone_rows(rank, world, name):
     return averages_of(rank, world, hierarchical(name, **groups))
 
 
+@pytest.mark.slow(but=("nodes_of_one-2",))
 @pytest.mark.parametrize("run, world", [(nodes_of_one, 2), (nodes_of_one, 3), (lone_rows, 3)])
 def test_nodes_of_one_rank_have_the_bits_of_the_form_between_them(run, world):
     wanted = run_ranks(
@@ -267,6 +279,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(but=("one group of two",))
 @pytest.mark.parametrize("label", REFUSED)
 def test_ranks_that_make_no_grid_are_refused_on_every_rank(label):
     world, local, make, text = REFUSED[label]

@@ -118,6 +118,7 @@ def against_ddp(rank, world, name, options):
     return torch.equal(train(ours, rank, idle=idle), train(theirs, rank, idle=idle))
 
 
+@pytest.mark.slow(but=("fp16 around allreduce-copies",))
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": False}], ids=["views", "copies"]
 )
@@ -126,6 +127,7 @@ def test_torchs_own_hooks_give_the_same_bits(name, options):
     assert all(run_ranks(against_ddp, 2, name, options))
 
 
+@pytest.mark.slow("allreduce")
 @pytest.mark.parametrize("name", ["allreduce", "fp16"])
 def test_hooks_on_many_small_buckets(name):
     assert all(run_ranks(against_ddp, 2, name, {"bucket_cap_mb": 0.001}))
@@ -304,6 +306,7 @@ def builtin(rank, world, kind):
     return torch.allclose(train(ours, rank), train(theirs, rank), atol=1e-3)
 
 
+@pytest.mark.slow("ALLREDUCE")
 @pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
 def test_builtin_hooks(kind):
     assert all(run_ranks(builtin, 2, kind))

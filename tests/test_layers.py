@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.layers import CPP_LAYERS, MODULE_LAYERS, PACKAGE_LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -60,18 +58,22 @@ def imported(tree):
                 yield (rest[0] if rest else "__init__", rest[1] if len(rest) > 1 else None)
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_python_imports_point_down(path):
-    package, module = place_of(path)
-    mine = level_of(package, PACKAGE_LAYERS)
-    for other, name in imported(ast.parse(path.read_text())):
-        where = f"{path.relative_to(PACKAGE)} imports {other}.{name}"
-        if other != package:
-            assert level_of(other, PACKAGE_LAYERS) < mine, where
-            continue
-        assert package in MODULE_LAYERS, where
-        layers = MODULE_LAYERS[package]
-        assert level_of(name or "__init__", layers) < level_of(module, layers), where
+def points_down(package, module, other, name):
+    """Return whether a module may import another."""
+    if other != package:
+        return level_of(other, PACKAGE_LAYERS) < level_of(package, PACKAGE_LAYERS)
+    layers = MODULE_LAYERS[package]
+    return level_of(name or "__init__", layers) < level_of(module, layers)
+
+
+def test_python_imports_point_down():
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {other}.{name}"
+        for path in python_files()
+        for other, name in imported(ast.parse(path.read_text()))
+        if not points_down(*place_of(path), other, name)
+    ]
+    assert not wrong
 
 
 def cpp_level(relative):
@@ -92,14 +94,21 @@ def includes(path):
             raise AssertionError(f"{path} includes {name}, which is not there")
 
 
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda p: p.relative_to(CSRC).as_posix())
-def test_includes_point_down(path):
-    relative = path.relative_to(CSRC).as_posix()
-    mine = cpp_level(relative)
-    for name in includes(path):
-        same_unit = Path(name).with_suffix("") == Path(relative).with_suffix("")
-        in_kernels = name.startswith("kernels/") and relative.startswith("kernels/")
-        assert same_unit or in_kernels or cpp_level(name) < mine, f"{relative} includes {name}"
+def may_include(unit, name):
+    same_unit = Path(name).with_suffix("") == Path(unit).with_suffix("")
+    in_kernels = name.startswith("kernels/") and unit.startswith("kernels/")
+    return same_unit or in_kernels or cpp_level(name) < cpp_level(unit)
+
+
+def test_includes_point_down():
+    wrong = [
+        f"{unit} includes {name}"
+        for path in cpp_files()
+        for unit in [path.relative_to(CSRC).as_posix()]
+        for name in includes(path)
+        if not may_include(unit, name)
+    ]
+    assert not wrong
 
 
 def test_kernels_see_no_torch_header():
@@ -203,18 +212,21 @@ def cpp_functions(path):
             start = None
 
 
-def everything():
-    tests = sorted((ROOT / "tests").glob("*.py"))
-    return [*python_files(), *tests, *cpp_files()]
-
-
-@pytest.mark.parametrize("path", everything(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_no_function_grows_too_long(path):
+def functions(path):
+    """Return names and lengths of a file's functions."""
     if path.suffix == ".py":
-        found = [(n, size) for n, size, _ in python_functions(path)]
-    else:
-        found = list(cpp_functions(path))
-    too_long = [f"{name}: {size} lines" for name, size in found if size > LONGEST_FUNCTION]
+        return [(name, size) for name, size, _ in python_functions(path)]
+    return list(cpp_functions(path))
+
+
+def test_no_function_grows_too_long():
+    files = [*python_files(), *(ROOT / "tests").glob("*.py"), *cpp_files(), *measuring_files(".py")]
+    too_long = [
+        f"{path.relative_to(ROOT)}, {name}: {size} lines"
+        for path in files
+        for name, size in functions(path)
+        if size > LONGEST_FUNCTION
+    ]
     assert not too_long
 
 
@@ -239,7 +251,7 @@ MEASURING_LAYERS = [
     ["bench"],
 ]
 MEASURING_MODULES = {
-    "bench.gpu": [["mps", "stages"], ["all"]],
+    "bench.gpu": [["guard", "mps", "stages"], ["all"]],
     "bench.measure": [
         ["gpu", "netns", "transfers"],
         ["bare", "codecs", "jobs"],
@@ -293,21 +305,23 @@ def measuring_imports(tree):
                     break
 
 
-@pytest.mark.parametrize(
-    "path", measuring_files(".py"), ids=lambda p: p.relative_to(ROOT).as_posix()
-)
-def test_imports_of_benchmarks_and_examples_point_down(path):
-    folder, module = module_name(path)
-    mine = level_of(folder, MEASURING_LAYERS)
-    for other, name in measuring_imports(ast.parse(path.read_text())):
-        where = f"{path.relative_to(ROOT)} imports {other}.{name}"
-        if (other, name) == ("bench", "__init__"):
-            continue  # a constant, set before anything is imported
-        if other == folder and name != module:
-            layers = MEASURING_MODULES[folder]
-            assert level_of(name, layers) < level_of(module, layers), where
-        elif other != folder:
-            assert level_of(other, MEASURING_LAYERS) < mine, where
+def measuring_points_down(folder, module, other, name):
+    if (other, name) == ("bench", "__init__"):
+        return True  # a constant, set before anything is imported
+    if other != folder:
+        return level_of(other, MEASURING_LAYERS) < level_of(folder, MEASURING_LAYERS)
+    layers = MEASURING_MODULES[folder]
+    return name == module or level_of(name, layers) < level_of(module, layers)
+
+
+def test_imports_of_benchmarks_and_examples_point_down():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {other}.{name}"
+        for path in measuring_files(".py")
+        for other, name in measuring_imports(ast.parse(path.read_text()))
+        if not measuring_points_down(*module_name(path), other, name)
+    ]
+    assert not wrong
 
 
 def test_the_package_knows_of_no_benchmark_and_no_example():
@@ -318,9 +332,3 @@ def test_the_package_knows_of_no_benchmark_and_no_example():
 def test_the_scan_sees_imports_of_benchmarks():
     found = set(measuring_imports(ast.parse((ROOT / "bench" / "commands" / "step.py").read_text())))
     assert {("bench.measure", "benchmark"), ("examples.common", "rounds")} <= found
-
-
-def test_no_function_of_benchmarks_and_examples_grows_too_long():
-    for path in measuring_files(".py"):
-        for name, size, _ in python_functions(path):
-            assert size <= LONGEST_FUNCTION, f"{path.name}: {name}"

@@ -30,6 +30,7 @@ def endings(tmp_path_factory, request):
     return {job: codes for jobs, said in ended for job, codes in zip(jobs, said, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_every_order_of_leaving_ends(endings, job):
     assert endings[job] == [0, 0]
@@ -59,6 +60,7 @@ del mine
 DESTROYS = LEAVES + "dist.destroy_process_group()\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [LEAVES, DESTROYS], ids=["leaves", "destroys the group"])
 def test_a_thread_that_frees_tensors_ends_before_the_interpreter(script, tmp_path):
     command = [sys.executable, "-c", script, tmp_path]

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.testing import run_ranks
 from tests.backends import OverGloo
+from tests.teams import run_ranks
 
 
 class WithoutAllToAll(OverGloo):
@@ -38,6 +38,7 @@ def on_a_backend_that_lacks_it(rank, world, wire):
     return "works"
 
 
+@pytest.mark.slow("wire1")
 @pytest.mark.parametrize("wire", ["int8", Wire("bf16", form="two_shot")])
 def test_a_backend_without_all_to_all(wire):
     for text in run_ranks(on_a_backend_that_lacks_it, 2, wire):
@@ -96,6 +97,7 @@ def wrap_with(rank, world, wires):
     return ""
 
 
+@pytest.mark.slow(but=("forms",))
 @pytest.mark.parametrize("label", WIRES_THAT_DIFFER)
 def test_wires_that_differ_are_named_on_every_rank(label):
     first, second, text = WIRES_THAT_DIFFER[label]

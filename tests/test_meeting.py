@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fastsync.ranks.meeting import MeetingPlace, looks
 from fastsync.ranks.stores import limit_silence
-from fastsync.testing import run_ranks
 from fastsync.torch_private import TCPStore, group_store
+from tests.teams import run_ranks
 
 
 def arrive(rank, world, absent):

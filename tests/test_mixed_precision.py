@@ -14,8 +14,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP, Wire
-from fastsync.testing import run_ranks
 from tests.models import buffers
+from tests.teams import run_ranks
 
 HALF = _MixedPrecision(torch.float16, torch.float16, torch.float16)
 BRAIN = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -108,6 +108,7 @@ def against_ddp(rank, world, mixed, options, set_to_none):
     return ours, theirs
 
 
+@pytest.mark.slow(but=("bf16-False-False",))
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("mixed", [HALF, BRAIN], ids=["fp16", "bf16"])
@@ -147,6 +148,7 @@ def exact_average(rank, world, options, micro_steps):
     return all(map(torch.equal, got, expected)), len(buffers(got)), len(got)
 
 
+@pytest.mark.slow(but=("True-1",))
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("views", [True, False])
 def test_reducing_in_fp32_averages_exactly(views, micro_steps):
@@ -226,6 +228,7 @@ def two_forwards(rank, world, views):
     return first, [p.grad.clone() for p in trained(wrapped)]
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("views", [True, False])
 def test_two_forwards_and_their_backwards(views):
     one, other = run_ranks(two_forwards, 2, views)
@@ -260,6 +263,7 @@ def checkpoints(rank, world, reentrant):
     return all(map(torch.equal, *results))
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints(reentrant):
     assert run_ranks(checkpoints, 2, reentrant) == [True, True]
@@ -328,6 +332,7 @@ def unused(rank, world, views):
     return [None if p.grad is None else p.grad for p in wrapped.module.parts.parameters()]
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("views", [True, False])
 def test_parameters_that_some_ranks_do_not_use(views):
     one, other = run_ranks(unused, 2, views)
@@ -367,6 +372,7 @@ def only_reduced(rank, world, dtype):
     return all(map(torch.equal, *([p.grad for p in trained(m)] for m in (wrapped, narrow))))
 
 
+@pytest.mark.slow("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_reduce_dtype_alone_is_a_wire(dtype):
     assert run_ranks(only_reduced, 2, dtype) == [True, True]

@@ -10,7 +10,7 @@ from torch import nn, optim
 from fastsync import FastDDP, Faults, NonFiniteGradientError
 from fastsync.engine import core
 from fastsync.plan.arguments import grouped
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_loops import close
 
 STEPS = 5
@@ -78,6 +78,7 @@ def skip_as_by_hand(rank, world, way, bad):
     return found, wanted, [str(w.message) for w in caught if "NaN" in str(w.message)]
 
 
+@pytest.mark.slow(but=("static",))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bad_step_is_left_out_on_every_rank(way):
     exact = way not in ("int8", "int4", "top-k")  # whose steps carry something over
@@ -99,6 +100,7 @@ def raising(rank, world, options):
     return str(caught.value), caught.value.parameters, caught.value.ranks
 
 
+@pytest.mark.slow("1", "2")
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_an_error_names_parameter_and_rank_on_every_rank(zero):
     for text, parameters, ranks in run_ranks(raising, 3, {"zero": zero}):
@@ -156,6 +158,7 @@ def accumulated(rank, world, zero):
     return outcomes
 
 
+@pytest.mark.slow("1", "2")
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_what_accumulates_is_not_forgotten_and_may_be_mended(zero):
     for outcomes in run_ranks(accumulated, 2, zero):
@@ -262,6 +265,7 @@ def clipped(rank, world, zero):
     return results
 
 
+@pytest.mark.slow(but=("1-0",))
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 3])
 def test_clipping_by_the_model_is_torchs(zero, world):
@@ -333,6 +337,7 @@ def test_squares_do_not_depend_on_threads():
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow(but=("inf",))
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite_is_found_anywhere(bad):
     assert all(core.all_finite(tensors()))

@@ -1,5 +1,6 @@
 """Cost of a step in operations that pass torch's dispatcher."""
 
+import pytest
 import torch
 
 from fastsync import FastDDP, ReplicaPolicy
@@ -37,11 +38,13 @@ def test_a_step_adds_few_operations():
     check({})
 
 
+@pytest.mark.slow
 def test_nor_does_it_without_views_or_on_a_narrow_wire():
     check({"gradient_as_bucket_view": False})
     check({"wire": "bf16"})
 
 
+@pytest.mark.slow
 def test_nor_where_ranks_share_the_optimizers_state_over_a_network():
     for stage in (1, 2):
         check({"zero": stage, "shared_memory": False})

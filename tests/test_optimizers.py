@@ -78,6 +78,7 @@ def compare(rank, world, options):
     return found
 
 
+@pytest.mark.slow("views")
 @pytest.mark.parametrize(
     "options",
     [SMALL, {**SMALL, "gradient_as_bucket_view": False}],
@@ -117,6 +118,7 @@ def compare_zero_hooks(rank, world, name, shard, options):
     return [differences(a, b) for a, b in zip(ours, theirs, strict=True)], moved == len(ours[0])
 
 
+@pytest.mark.slow(but=("shared buckets",))
 @pytest.mark.parametrize(
     ("name", "options", "shard"),
     [(HOOKS[0], SMALL, False), (HOOKS[0], SMALL, True), (HOOKS[1], {}, False)],

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import many
+from tests.teams import run_ranks
 
 
 def order_of(model):

@@ -11,7 +11,7 @@ from torch import nn
 from fastsync import FastDDP
 from fastsync.engine.pace import ACTIVITIES, PaceWarning, during, pace_of
 from fastsync.plan.arguments import grouped
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 MS = 1_000_000
 SLEEP = 0.03  # seconds, where a step takes about 5 ms
@@ -168,6 +168,13 @@ def name_of(case):
     return "-".join([str(slow), where.replace(" ", "_"), *asked])
 
 
+@pytest.mark.slow(
+    but=(
+        "2-forward",
+        "0-between_steps",
+        "1-backward",
+    )
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rank_names_the_one_that_is_slow(case):
     slow, where, options = case
@@ -184,6 +191,7 @@ def test_every_rank_names_the_one_that_is_slow(case):
     assert all(not texts for _, texts in results[1:])
 
 
+@pytest.mark.slow("forward")
 @pytest.mark.parametrize("where", ["forward", "between steps"])
 def test_nobody_is_named_where_all_sleep_alike(where):
     for stats, texts in run_ranks(train, 3, (0, 1, 2), where, {}):

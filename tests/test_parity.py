@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests import models
 from tests.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.teams import run_ranks
 
 STEPS = 50
 
@@ -59,6 +59,7 @@ def check_same(cases, world=2, timeout=120):
             assert not names, f"{case}: {names} differ from DDP on rank {rank}"
 
 
+@pytest.mark.slow(but=("conv",))
 @pytest.mark.parametrize("name", models.MODELS)
 def test_weights_equal_ddp_to_the_last_bit(name):
     tiny = {"bucket_cap_mb": 0.002}
@@ -82,6 +83,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_options_equal_ddp_to_the_last_bit():
     cases = [
         (name, "adamw", {"steps": 12, **shared}, fast)
@@ -97,6 +99,7 @@ def train_on_ranks(rank, world, name):
     return ours, theirs
 
 
+@pytest.mark.slow("3", "4")
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_other_world_sizes(world):
     """All ranks hold the same bits. The order of a sum over three is the backend's business.
@@ -181,6 +184,7 @@ def check_bound(inputs, averages, wire):
         assert bool((error <= bound).all()), f"{wire}: worst {float((error / bound).max())}"
 
 
+@pytest.mark.slow(but=("bf16-dtype0-2",))
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_narrow_wires_stay_within_their_roundings(wire, dtype, world):

@@ -267,6 +267,7 @@ def test_numbers_have_units():
             parse(text)
 
 
+@pytest.mark.slow
 def test_many_ranks_take_little_memory():
     options = "'--params 70e9 --batch 1x4096 --gpus 16384 --jitter 0.02'.split()"
     code = f"import resource; from fastsync.planner.command import main; main({options})"
@@ -278,6 +279,7 @@ def test_many_ranks_take_little_memory():
     assert int(done.stdout.rsplit("peak", 1)[1]) < 2 * 2**20  # KiB
 
 
+@pytest.mark.slow
 def test_importing_fastsync_does_not_load_the_planner():
     code = (
         "import sys, fastsync; print([m for m in sys.modules if m.startswith('fastsync.planner')])"
@@ -354,6 +356,7 @@ def test_what_nothing_measures_is_refused(tmp_path, capsys, options, named):
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_planned_with(tmp_path, capsys):
     from fastsync.testing import run_ranks
 
@@ -380,6 +383,7 @@ def classes(rank, world):
     return [places.rates(groups, device) for groups in (places.machine, places.seats, ((rank,),))]
 
 
+@pytest.mark.slow
 def test_links_inside_and_between_machines_are_measured_apart():
     from fastsync.planner.measure import _Places
     from fastsync.testing import run_ranks

@@ -183,6 +183,7 @@ def peaks(rank, world, name, shared_memory):
     return {stage: peak(stage) for stage in (0, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carrier", [Carrier.MEMORY, Carrier.MESSAGES])
 @pytest.mark.parametrize("name", ["wide", "gpt2", "transformer"])
 def test_the_peak_is_that_of_a_real_step(name, carrier):

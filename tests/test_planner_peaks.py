@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_peak_is_that_of_a_real_step(case):
     real = run_ranks(peaks, 2, case, timeout=240.0)[0]

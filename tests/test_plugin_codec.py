@@ -11,9 +11,9 @@ import torch
 import fastsync
 from examples.custom_codec import SignCodec, compile_plugin, train
 from fastsync import FastDDP, Wire, load_codec
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import make_codec
 from tests.scripts import run_module
+from tests.teams import run_ranks
 from tests.test_wire import constant_gradients, flat_grads, inputs, model, residual_mass
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +60,7 @@ def test_both_languages_code_alike(library):
     assert torch.allclose(coded(SignCodec(), values), wanted)
 
 
+@pytest.mark.slow
 def test_the_example_trains_in_both_languages(library):
     """An eighth of a byte and a sixteenth: 1.5 bits per element instead of 32."""
     results = {
@@ -125,6 +126,7 @@ def test_an_error_in_the_library_names_rank_and_codec(tmp_path):
         coded(load_codec(path), torch.ones(16))
 
 
+@pytest.mark.slow(but=("size, fail-nullptr, nullptr-lacks coded_bytes, encode",))
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
@@ -176,6 +178,7 @@ def test_a_registered_library_is_loaded_once(library):
     assert loaded == [1]
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_a_command():
     assert "signs-cpp: " in run_module("examples.custom_codec", "--cpp")
     assert "loss" in run_module("examples.custom_codec", "--steps", 2, code=1)

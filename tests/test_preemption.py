@@ -55,6 +55,12 @@ def saved(folder, rank):
     return torch.load(file)
 
 
+@pytest.mark.slow(
+    but=(
+        "torchrun",
+        "workers",
+    )
+)
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_save_after_the_same_step(case, tmp_path):
     seed = random.randrange(1 << 32)
@@ -78,6 +84,7 @@ def test_all_ranks_save_after_the_same_step(case, tmp_path):
         assert all(torch.equal(result["weights"][n], weights[n]) for n in weights), (seed, step)
 
 
+@pytest.mark.slow
 def test_a_rank_goes_on_if_another_has_ended(tmp_path):
     case = {"world": 2, "told": 0, "steps": 4}
     with train_under_torchrun(tmp_path, case) as running:
@@ -91,6 +98,7 @@ def test_a_rank_goes_on_if_another_has_ended(tmp_path):
     assert not list(tmp_path.glob("saved *"))
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_rank_at_once(tmp_path):
     case = {"world": 2, "told": 0, "stuck": True}
     with train_under_torchrun(tmp_path, case) as running:
@@ -102,6 +110,7 @@ def test_a_second_signal_ends_a_rank_at_once(tmp_path):
     assert not list(tmp_path.glob("saved *"))
 
 
+@pytest.mark.slow
 def test_an_error_of_one_ranks_save_ends_all(tmp_path):
     case = {"world": 2, "told": 0, "fails": 1}
     with train_under_torchrun(tmp_path, case) as running:

@@ -20,6 +20,7 @@ SHARD = 60
 UNITS = 20  # fixed cases that are drawn of units
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, FIXED, SHARD))
 def test_fixed_cases(start):
     check_cases(range(start, start + SHARD))

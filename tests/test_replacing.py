@@ -44,6 +44,7 @@ def test_models_in_place_of_ddp_are_copied_and_pickled():
     assert run_ranks(copies, 2) == [(True, [("bf16", [[0.5, 0.5]])] * 3)] * 2
 
 
+@pytest.mark.slow
 def test_integrations_need_no_import_of_their_own():
     program = (
         "import sys, fastsync; assert 'fastsync.integrations' not in sys.modules; "

@@ -15,7 +15,8 @@ from fastsync import FastDDP, Faults, RankMismatchError, ReplicaError, ReplicaPo
 from fastsync.engine import core
 from fastsync.plan.arguments import grouped
 from fastsync.shard.gradients import ShardedGradient
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 
 EVERY = 3
 WAYS = {
@@ -102,6 +103,7 @@ def weights_flipped(rank, world, seed, options):
     return (fault.name, fault.rank), (error.parameters, error.ranks, error.step), str(error)
 
 
+@pytest.mark.slow(but=("plain-4",))
 @pytest.mark.parametrize(
     "way, world",
     [("plain", 4), ("int8", 3), ("mixed", 3), ("zero 1", 3), ("zero 2", 4)],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 
 def net():
@@ -54,6 +54,7 @@ def wrapped_twice(rank, world):
     return right, counts
 
 
+@pytest.mark.slow("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_two_live_wrappers_of_the_same_parameters(world):
     for right, counts in run_ranks(wrapped_twice, world):
@@ -84,6 +85,7 @@ def bare_work(rank, world, when):
     return right, model.sync_stats()["steps"]
 
 
+@pytest.mark.slow("after")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_work_on_the_bare_module_stays_local(when):
     assert run_ranks(bare_work, 2, when, timeout=30) == [([True] * 4, 4)] * 2
@@ -116,6 +118,7 @@ def many_forwards(rank, world, turned):
     return steps, model.sync_stats()["steps"]
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("turned", [False, True])
 def test_several_forwards_before_their_backwards(turned):
     assert run_ranks(many_forwards, 2, turned) == [([True] * 3, 3)] * 2
@@ -163,6 +166,7 @@ def bypass(rank, world, opaque):
     return right, model.sync_stats()["steps"]
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("opaque", [False, True])
 def test_a_loss_that_bypasses_the_outputs(opaque):
     assert run_ranks(bypass, 2, opaque) == [([True] * 4, 3)] * 2

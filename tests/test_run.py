@@ -68,6 +68,7 @@ def lines(err):
     return [line for line in err.splitlines() if "in place of" in line]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it(tmp_path):
     script = write(tmp_path)
     out, err = run(*TORCHRUN, "-m", "fastsync.run", "--with", "wire=bf16", script, "--lr", "0.1")
@@ -77,6 +78,7 @@ def test_torchrun_starts_it(tmp_path):
     assert "FastDDP(wire='bf16')" in line
 
 
+@pytest.mark.slow
 def test_it_starts_torchrun_and_names_reach_everyone(tmp_path):
     script = write(tmp_path, DEEP)
     hidden = tmp_path / "hidden"
@@ -93,6 +95,7 @@ def test_it_starts_torchrun_and_names_reach_everyone(tmp_path):
     assert "FastDDP(wire='fp16', bucket_cap_mb=2.0, zero=1)" in line
 
 
+@pytest.mark.slow
 def test_a_variable_and_a_module(tmp_path):
     write(tmp_path, "", NAMED)
     variables = {"FASTSYNC_REPLACE_DDP": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -101,6 +104,7 @@ def test_a_variable_and_a_module(tmp_path):
     assert "FastDDP()" in lines(err)[0] and len(lines(err)) == 1
 
 
+@pytest.mark.slow
 def test_the_variable_alone_where_fastsync_is_imported(tmp_path):
     script = write(tmp_path, f"{EARLY}\nimport fastsync")
     out, _ = run(*TORCHRUN, script, FASTSYNC_REPLACE_DDP="wire=bf16")
@@ -116,6 +120,7 @@ def check_spawned(out, wire):
     assert told == [[str(rank), "FastDDP", wire, "[0.5, 0.5]", place] for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variable", "wire"),
     [
@@ -132,6 +137,7 @@ def test_spawned_processes_get_it_too(arguments, variable, wire):
     assert f"{SPAWNING}:" in line
 
 
+@pytest.mark.slow
 def test_the_variable_alone_where_only_the_parent_imports_fastsync(tmp_path):
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING.read_text() + "    import fastsync\n")
@@ -162,6 +168,7 @@ def test_a_program_that_is_not_there_is_named():
     assert "is neither a script nor a command; a module needs -m" in err
 
 
+@pytest.mark.slow
 def test_options_in_two_places_are_refused(tmp_path):
     arguments = ("--with", "wire=bf16", write(tmp_path))
     _, err = run("-m", "fastsync.run", *arguments, code=2, FASTSYNC_REPLACE_DDP="1")

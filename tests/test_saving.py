@@ -10,7 +10,7 @@ from torch import optim
 
 from fastsync import FastDDP
 from fastsync.integrations import whole_state
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, close, net, train
 
 
@@ -62,6 +62,7 @@ def storages(rank, world, zero):
     return len({s.data_ptr() for s in full}), [s.nbytes() for s in full], len(file.getvalue())
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("zero", [1, 2])
 def test_parameters_do_not_look_tied_and_save_no_more_than_themselves(zero):
     """Accelerate drops all but one of the parameters that share a storage."""

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastsync.testing import run_ranks
 from tests.models import ConvNet, Transformer, differences, grads, state, wrap
+from tests.teams import run_ranks
 
 STEPS = 4
 
@@ -407,6 +407,7 @@ def compare(rank, world, loop):
     return [differences(a, b) for a, b in zip(ours, theirs, strict=True)], all(moved)
 
 
+@pytest.mark.slow(but=("dit",))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_every_step_has_ddps_bits(loop):

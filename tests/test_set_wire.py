@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastsync import RankMismatchError, Wire
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.test_wire_state import mass, residual_of, train, wrap
 
 

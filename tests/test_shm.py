@@ -10,7 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP, Wire
 from fastsync.engine import core
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WIDTH = 160
 
@@ -96,6 +96,7 @@ def sums(rank, world, dtype, through_gloo):
         assert (flat == rank).all()
 
 
+@pytest.mark.slow(but=("2-dtype1",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sums_are_in_the_order_of_the_ranks(world, dtype):
@@ -135,6 +136,12 @@ def exchanges(rank, world, dtype, in_place):
         seed += 1
 
 
+@pytest.mark.slow(
+    but=(
+        "3-dtype0-in place",
+        "3-dtype0-copied",
+    )
+)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 3])
@@ -183,6 +190,7 @@ def both_ways(rank, world, options, dtype):
     return alike, all(in_memory(ours)), any(in_memory(theirs))
 
 
+@pytest.mark.slow(but=("unused-dtype0",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
@@ -216,6 +224,7 @@ def averages(rank, world):
     return same(gradients(wrapped), wanted), all(in_memory(wrapped))
 
 
+@pytest.mark.slow("4")
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_average_in_their_order(world):
     assert run_ranks(averages, world) == [(True, True)] * world
@@ -329,6 +338,7 @@ def sharded(rank, world, stage):
     return same(*weights) if world == 2 else all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
+@pytest.mark.slow(but=("2-2",))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharded_trainings_get_the_weights_of_the_unsharded(world, stage):
@@ -348,6 +358,7 @@ def in_nodes(rank, world, wire):
     return same(ways["memory"], ways["group"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
 def test_nodes_sum_in_memory(wire):
     assert run_ranks(in_nodes, 4, wire) == [True] * 4

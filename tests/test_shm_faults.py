@@ -39,6 +39,7 @@ def dies(rank, world, victim, folder):
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (3, 2)])
 def test_a_killed_rank_is_named(world, victim, tmp_path):
     before = sorted(os.listdir("/dev/shm"))
@@ -65,6 +66,7 @@ def stopped(rank, world):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
     text = run_ranks(stopped, 2)[0]
     assert "rank 0 waited 1 s for a sum over ranks, but rank 1 did not come" in text
@@ -160,6 +162,7 @@ def evaluates_in_a_fork(rank, world, stage):
     return os.waitpid(child, 0)[1], moved
 
 
+@pytest.mark.slow("0", "1")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_forked_child_keeps_the_parameters_of_its_fork(stage):
     assert run_ranks(evaluates_in_a_fork, 2, stage) == [(0, True)] * 2
@@ -217,6 +220,7 @@ def elsewhere():
     memory.network_space = lambda: "another machine"
 
 
+@pytest.mark.slow(but=("no_memory-on rank 2, memfd_create: Operation not permitted",))
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP, Faults
 from fastsync.plan.arguments import grouped
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 LAYERS, WIDTH, STEPS = 4, 8, 6
 FAILING = 1  # the layer behind whose input the backward fails: gradients of later ones have come

@@ -12,7 +12,7 @@ from fastsync import FastDDP
 from fastsync.engine import core
 from fastsync.plan.arguments import grouped
 from fastsync.shard.gradients import ShardedGradient
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 WIDE = 601  # one weight has several blocks of squares on each rank, and one that is not whole
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP, SyncStats, log_to_tensorboard
-from fastsync.testing import run_ranks
 from fastsync.timeline.data import steps_of
 from fastsync.timeline.stats import BucketTiming, make_stats
 from tests.runs import step_events
+from tests.teams import run_ranks
 
 COUNTERS = {
     "steps": 9,
@@ -66,6 +66,7 @@ def test_buckets_of_an_earlier_plan_do_not_count():
     assert timings == (BucketTiming(64, pytest.approx(0.009), pytest.approx(0.006)),)
 
 
+@pytest.mark.slow("0", "-1")
 @pytest.mark.parametrize("wrong", [0, -1, float("nan")])
 def test_a_step_of_one_rank_takes_time(wrong):
     with pytest.raises(ValueError, match="one_rank_step"):
@@ -122,6 +123,7 @@ def train_and_print(rank, world, timeline):
     return before, model.sync_stats()
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("timeline", [False, True])
 def test_two_ranks_that_print(timeline):
     for before, stats in run_ranks(train_and_print, 2, timeline):

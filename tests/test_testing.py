@@ -80,6 +80,7 @@ def test_a_rank_that_leaves_without_a_result():
         run_ranks(exit_silently, 2, grace=1)
 
 
+@pytest.mark.slow
 def test_a_hang_is_named_shown_and_killed(tmp_path):
     with pytest.raises(RankError) as caught:
         run_ranks(hang_on_one, 2, tmp_path, timeout=4)

@@ -150,6 +150,7 @@ def test_all_ranks_record_or_none():
     assert run_ranks(differ, 2) == [True, True]
 
 
+@pytest.mark.slow(but=("wrong2",))
 @pytest.mark.parametrize("wrong", [{"skip": -1}, {"steps": 0}, {"capacity": 0}])
 def test_policies_that_make_no_sense(wrong):
     with pytest.raises(ValueError, match=f"timeline: {next(iter(wrong))}"):
@@ -166,6 +167,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_short_training_writes_when_it_exits(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -117,6 +117,7 @@ def test_what_the_straggler_is_slow_with(where):
     assert f"20.00 ms after the others; it is slow {named}" in summary_text(run)
 
 
+@pytest.mark.slow("run0")
 @pytest.mark.parametrize("run", [made_up_run(late=0.1), made_up_run(late=8, error=9 * MS)])
 def test_no_straggler_within_a_percent_or_the_clocks_error(run):
     assert find_straggler(run, by_step(run)) is None
@@ -148,6 +149,7 @@ def test_what_is_not_there_is_said(tmp_path):
     assert "5 marks of rank 1 lack: its device had not come to them" in summary_text(found)
 
 
+@pytest.mark.slow(but=("nonsense-is not JSON",))
 @pytest.mark.parametrize(
     ("text", "words"),
     [

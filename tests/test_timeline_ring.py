@@ -9,7 +9,7 @@ from torch import nn
 from fastsync.build import extension
 from fastsync.engine.engine import Engine, NamedParam
 from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 BUCKET_MARKS = ("ready", "packed", "launched", "done")
 STEP_MARKS = ("forward_start", "forward_end", "backward_start", "backward_end", "step_end")

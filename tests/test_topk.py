@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fastsync import FastDDP, TopK, Wire
 from fastsync.build import extension
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.test_wire import (
     constant_gradients,
     errors_of_steps,
@@ -45,6 +45,7 @@ def adversarial(numel):
     yield normal * 10 ** torch.linspace(-38, 38, numel)
 
 
+@pytest.mark.slow(but=("2-True",))
 @pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("numel", [1, 2, 17, 1000, 70_000])
 def test_selection_is_that_of_a_stable_sort(numel, by_torch):
@@ -61,6 +62,7 @@ def test_the_largest_values_are_those_of_torch_topk():
     assert torch.equal(found, values.abs().topk(50).values.sort().values)
 
 
+@pytest.mark.slow("4-5")
 @pytest.mark.parametrize(("numel", "count"), [(4, 5), (4, 0)])
 def test_selection_checks_its_count(numel, count):
     with pytest.raises(ValueError, match=f"cannot select {count} of {numel}"):
@@ -120,6 +122,7 @@ def test_the_residuals_are_what_the_averages_lack():
         assert off < 1e-4
 
 
+@pytest.mark.slow(but=("nan",))
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_arrives_as_such_and_is_gone_in_the_next_step(value):
     for result in run_ranks(poisoned, 2, "topk", value):
@@ -135,6 +138,7 @@ def test_ranks_with_other_densities_are_told():
     run_ranks(mismatched, 2)
 
 
+@pytest.mark.slow(but=("1.01",))
 @pytest.mark.parametrize("density", [0, -0.1, 1.01, math.nan, math.inf])
 def test_density_is_checked(density):
     with pytest.raises(ValueError, match="density must be above 0 and at most 1"):

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.teams import run_ranks
 
 SMALL = {"bucket_cap_mb": 0.002}
 
@@ -146,6 +146,7 @@ def compare(rank, world):
     return {s.__name__: differences(s("fast", rank), s("torch", rank)) for s in SCRIPTS}
 
 
+@pytest.mark.slow
 def test_scripts_end_with_the_bits_of_ddp():
     assert run_ranks(compare, 2) == [{s.__name__: [] for s in SCRIPTS}] * 2
 

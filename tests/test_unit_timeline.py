@@ -9,11 +9,11 @@ from torch import nn
 
 import fastsync
 from fastsync import FastDDP, TimelinePolicy, UnitTiming, Zero, fully_shard, log_to_tensorboard
-from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, find_straggler, load, steps_of
 from fastsync.timeline.moves import moves_of
 from fastsync.timeline.views import html_page, perfetto_trace, summarise, summary_text
 from tests.runs import MS, made_up_run, made_up_units, unit_events
+from tests.teams import run_ranks
 from tests.test_stats import Recorded
 from tests.unit_models import apply, loss_of, mesh_of, net, words
 
@@ -39,6 +39,7 @@ def record(rank, world, way, policy):
     train(wrap(way, policy), rank, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero3", "fully_shard"])
 def test_units_are_recorded_and_shown(way, tmp_path):
     path = tmp_path / "run.json"
@@ -82,6 +83,7 @@ def sleep_in_block(rank, world, path):
     train(model, rank, 6)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_exposes_the_gathers_of_others(tmp_path):
     path = tmp_path / "run.json"
     run_ranks(sleep_in_block, 2, str(path))
@@ -98,6 +100,7 @@ def trace_of(rank, world, path):
     record(rank, world, "zero3", TimelinePolicy(path, skip=1, steps=2))
 
 
+@pytest.mark.slow
 def test_the_trace_has_a_thread_per_unit(tmp_path):
     run_ranks(trace_of, 2, str(tmp_path / "run.json"))
     events = perfetto_trace(load(tmp_path / "run.json"))["traceEvents"]
@@ -120,6 +123,7 @@ def accumulate(rank, world):
     return model.sync_stats()
 
 
+@pytest.mark.slow
 def test_a_step_ends_where_gradients_travel():
     for stats in run_ranks(accumulate, 2):
         assert stats.steps == 6
@@ -138,6 +142,7 @@ def windows(rank, world, folder):
     model.write_timeline(f"{folder}/run.json")
 
 
+@pytest.mark.slow
 def test_what_accumulates_belongs_to_the_step_and_what_evaluates_does_not(tmp_path):
     run_ranks(windows, 2, str(tmp_path))
     steps = by_step(load(tmp_path / "run.json"))
@@ -160,6 +165,7 @@ def bytes_of_a_step(rank, world, way, options):
     return took, 4 * sum(p.numel() for p in net(4, 256).parameters()), str(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("way", "reshard"), [("zero3", None), ("fully_shard", True), ("fully_shard", False)]
@@ -197,6 +203,7 @@ def uneven(rank, world):
     return stats.gathered_bytes // 400_000, stats.reduced_bytes // 400_000
 
 
+@pytest.mark.slow
 def test_only_what_leaves_a_rank_is_counted():
     """Rows: two, two and none; each sends its own to two others, and gradients of theirs."""
     assert run_ranks(uneven, 3) == [(4, 2), (4, 2), (0, 4)]
@@ -218,6 +225,7 @@ def odd_ones(rank, world):
     return stats, trained, early.sync_stats().gathers
 
 
+@pytest.mark.slow
 def test_all_that_units_send_is_counted():
     for stats, trained, gathers in run_ranks(odd_ones, 4):
         assert stats.gathers == 2 and stats.reductions == 1
@@ -235,6 +243,7 @@ def times(rank, world):
     return model.sync_stats(one_rank_step=1e-6), writer.points
 
 
+@pytest.mark.slow
 def test_times_of_units():
     for stats, points in run_ranks(times, 2):
         assert [unit.name for unit in stats.unit_times] == UNITS
@@ -265,6 +274,7 @@ def refuse(rank, world):
         loss_of(other, words(rank, 0))
 
 
+@pytest.mark.slow
 def test_only_roots_are_recorded_and_once():
     run_ranks(refuse, 2)
 

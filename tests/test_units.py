@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FSDPModule, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     Block,
@@ -50,6 +50,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow(but=("momentum",))
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_are_those_of_fsdp2(run):
     world, make, options, rows = RUNS[run]
@@ -63,6 +64,7 @@ def ours(rank, world, make):
     return train(model, rank, OPTIMIZERS[make](model.parameters()))[0]
 
 
+@pytest.mark.slow(but=("1-adamw",))
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 4])  # two and three beside FSDP2
 def test_weights_are_those_of_one_process(world, make):
@@ -109,6 +111,7 @@ def bytes_of_a_step(rank, world, options):
     return counted[2] - counted[1], sum(p.numel() * 4 for p in net(4, 256).parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_step_sends_three_times_the_parameters(world):
     for sent, bytes_ in run_ranks(bytes_of_a_step, world, {"reshard_after_forward": True}):
@@ -132,6 +135,7 @@ def accumulate(rank, world, how):
     return whole(model.parameters()), sent
 
 
+@pytest.mark.slow(but=("lower",))
 @pytest.mark.parametrize("how", ["each", "once", "kept", "lower"])
 def test_gradients_accumulate(how):
     model = net()
@@ -157,6 +161,7 @@ def replicas_accumulate(rank, world):
     return whole(model.parameters())
 
 
+@pytest.mark.slow
 def test_replicas_accumulate_before_they_meet():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -194,6 +199,7 @@ def with_checkpoints(rank, world, kind):
     return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reentrant", "not", "together"])
 def test_activation_checkpointing(kind):
     wanted = train_alone(2, "adamw")
@@ -289,6 +295,7 @@ def frozen(rank, world):
     return whole(model.parameters()), first, [p.grad is None for p in model.blocks[0].parameters()]
 
 
+@pytest.mark.slow
 def test_frozen_parameters():
     model = net()
     chosen = {*model.blocks[0].parameters(), model.blocks[1].up.weight}
@@ -323,6 +330,7 @@ def several_forwards(rank, world):
     return whole(model.parameters()), reductions
 
 
+@pytest.mark.slow
 def test_several_forwards_before_a_backward():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -348,6 +356,7 @@ def tied_across_units(rank, world):
     return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
 
 
+@pytest.mark.slow
 def test_weights_that_are_tied_across_units():
     wanted = train_alone(2, "adamw")
     for found in run_ranks(tied_across_units, 2):
@@ -368,6 +377,7 @@ def from_meta(rank, world):
     return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
 
 
+@pytest.mark.slow
 def test_models_from_the_meta_device():
     wanted = train_alone(2, "adamw")
     for found in run_ranks(from_meta, 2):

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.torch_private import local_of
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import apply, farthest, mesh_of, net, train
 
 WIDTH, LAYERS = 96, 4

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torchs
 
 from fastsync import FastDDP, fully_shard
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, apply, farthest, loss_of, net, train, whole, words
 
 WAYS = {
@@ -54,6 +54,7 @@ def load(rank, world, way, folder):
     return train(model, 0, optimizer, steps=2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "reader", "worlds"),
     [
@@ -124,6 +125,7 @@ def full(rank, world, way):
     return weights, moments, whole(other.parameters()), whole(model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ours", "zero3"])
 def test_full_state_dicts(way):
     (weights, moments, loaded, trained), (empty, *_, others, _) = run_ranks(full, 2, way)
@@ -171,6 +173,7 @@ def converted(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_a_module_that_is_converted_afterwards():
     model = net().double()
     optimizer = OPTIMIZERS["sgd"](model.parameters())

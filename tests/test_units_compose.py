@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.unit_models import apply, farthest, loss_of, mesh_of, net, whole, words
 
 
@@ -71,6 +71,7 @@ def seeded(step, row):
     return torch.Generator().manual_seed(10 * step + row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "rows", "inner", "keep"), [(4, 1, 16, False), (4, 1, 7, True), (4, 2, 16, False)]
 )
@@ -98,6 +99,7 @@ def placed(rank, world):
     return kept, model.weight.grad.full_tensor()
 
 
+@pytest.mark.slow
 def test_partial_gradients_of_tensor_parallelism():
     for once, thrice in run_ranks(placed, 4):
         assert torch.equal(once, torch.full((4, 4), (1.0 + 2 + 3 + 4) / 2))

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fastsync import FastDDP, fully_shard
 from fastsync.ranks.consensus import RankMismatchError
-from fastsync.testing import run_ranks
 from fastsync.torch_private import local_of
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import apply, farthest, loss_of, mesh_of, net, whole, words
 
 
@@ -148,6 +148,7 @@ def both(rank, world, kind, options, rows=None, kept=False):
     return farthest(ours, theirs), log == their_log, len(log), types == their_types == {kind}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_and_calls_are_those_of_fsdp2(run):
     world, kind, options, more = RUNS[run]
@@ -210,6 +211,7 @@ def patched(rank, world, meta, dim):
     return farthest(*found), kinds, float(half.abs().max()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_extension_may_come_after_fully_shard(meta, dim):
@@ -240,6 +242,7 @@ def memory(rank, world):
     return sizes
 
 
+@pytest.mark.slow
 def test_what_was_gathered_by_an_extension_goes():
     for sizes in run_ranks(memory, 2):
         first, after, inside, second, last = sizes
@@ -256,6 +259,7 @@ def without(rank, world):
     return kind, farthest(*found)
 
 
+@pytest.mark.slow
 def test_a_wrapper_without_an_extension():
     assert run_ranks(without, 2) == [("Bare", 0.0)] * 2
 
@@ -271,6 +275,7 @@ def loaded(rank, world):
     return same, farthest(outputs[:1], outputs[1:])
 
 
+@pytest.mark.slow
 def test_state_dicts_with_extensions():
     assert run_ranks(loaded, 2) == [(0.0, 0.0)] * 2
 
@@ -313,6 +318,7 @@ def beside_tensor_parallelism(rank, world):
     return farthest(*found)
 
 
+@pytest.mark.slow
 def test_extensions_beside_tensor_parallelism():
     assert max(run_ranks(beside_tensor_parallelism, 4)) <= 2e-6
 
@@ -326,6 +332,7 @@ def by_fast_ddp(rank, world):
     return farthest(*found)
 
 
+@pytest.mark.slow
 def test_zero3_with_extensions():
     assert max(run_ranks(by_fast_ddp, 2)) <= 2e-6
 
@@ -341,6 +348,7 @@ def unused_by_one(rank, world):
     return model[0].weight.grad.full_tensor(), model[1].weight.grad is None
 
 
+@pytest.mark.slow
 def test_members_that_one_rank_does_not_use():
     for grad, none in run_ranks(unused_by_one, 2):
         assert torch.equal(grad, torch.full((52, 4), 0.5))
@@ -424,5 +432,6 @@ def refused(rank, world):
             late(inp)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_extensions():
     run_ranks(refused, 2)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
 from tests.reference_codes import by_shares
+from tests.teams import run_ranks
 from tests.test_units_extended import Coded, Short, install, wrapped
 from tests.unit_models import farthest, mesh_of, whole
 

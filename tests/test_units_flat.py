@@ -7,8 +7,8 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
 from tests.backends import OverGloo
+from tests.teams import run_ranks
 from tests.test_units_wires import INT8, Twin, Weighed, numbers_of
 
 
@@ -52,6 +52,7 @@ def over_flat_buffers(rank, world):
     return found
 
 
+@pytest.mark.slow("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_codes_travel_in_flat_buffers_where_there_are_no_messages(world):
     for found in run_ranks(over_flat_buffers, world):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, Zero, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, farthest, whole
 
 SIDE, RANK, LAYERS, BATCHES = 12, 2, 3, 3

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FSDPModule, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.torch_private import local_of
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import apply, farthest, loss_of, mesh_of, net, whole, words
 
 
@@ -75,6 +75,7 @@ def nested(rank, world, kind):
     )
 
 
+@pytest.mark.slow("tensor")
 @pytest.mark.parametrize("kind", list(WRAP))
 def test_activations_in_containers(kind):
     assert max(run_ranks(nested, 2, kind)) < 1e-6

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     Block,
@@ -39,6 +39,7 @@ def trained(rank, world, number, rows, options):
     return farthest(found[0], found[1]), farthest(found[0], found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "number", "rows", "options"),
     [(4, 2, None, {}), (4, 2, None, {"mp_policy": LOWER}), (8, 2, 2, {}), (2, 1, None, {})],
@@ -71,6 +72,7 @@ def sent(rank, world, number):
     return found, bytes_of_all, held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 4])
 def test_backward_gathers_from_so_many_ranks(number):
     for (ours, usual), size, held in run_ranks(sent, 8, number):
@@ -104,6 +106,7 @@ def weights_change(rank, world, how):
     return farthest(*outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["step", "in place", "loaded"])
 def test_no_forward_computes_with_what_was_kept(how):
     assert run_ranks(weights_change, 4, how) == [0] * 4
@@ -139,6 +142,7 @@ def in_odd_orders(rank, world):
     return farthest(*gradients)
 
 
+@pytest.mark.slow
 def test_several_forwards_and_checkpoints():
     assert run_ranks(in_odd_orders, 4) == [0] * 4
 
@@ -154,6 +158,7 @@ def turned_off(rank, world):
     return counted(model) - before == counted(usual)
 
 
+@pytest.mark.slow
 def test_a_number_holds_until_a_script_says_otherwise():
     assert run_ranks(turned_off, 4) == [True] * 4
 

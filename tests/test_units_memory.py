@@ -78,6 +78,7 @@ def both(rank, world, make):
     return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
 
 
+@pytest.mark.slow("fully_shard-2", "fully_shard-3", "zero=3-2", "zero=3-3")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_those_through_the_group(world, way):
@@ -91,6 +92,7 @@ def without_memory(rank, world):
     return segments()
 
 
+@pytest.mark.slow
 def test_shared_memory_false_goes_through_the_group():
     assert run_ranks(without_memory, 2) == [0, 0]
 
@@ -167,6 +169,7 @@ def test_memory_that_nobody_has_filled_is_not_taken_for_parameters(way, tmp_path
     assert (tmp_path / "0").read_text() == "error, error, error"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         run_ranks(dies, 2, str(tmp_path), grace=5.0)

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fastsync import FSDPModule, fully_shard, register_fsdp_forward_method
-from fastsync.testing import count_dispatched_ops, run_ranks
+from fastsync.testing import count_dispatched_ops
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     Block,
@@ -66,6 +67,7 @@ def come_and_go(rank, world):
     return full, back, farthest(values, wanted), kept, whole_now
 
 
+@pytest.mark.slow
 def test_parameters_come_and_go():
     for full, back, apart, kept, whole_now in run_ranks(come_and_go, 2):
         assert set(full) == {nn.Parameter}
@@ -86,6 +88,7 @@ def prefetch_by_hand(rank, world):
     return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
 
 
+@pytest.mark.slow
 def test_prefetching_by_hand():
     wanted = train_alone(2, "adamw")
     for found in run_ranks(prefetch_by_hand, 2):
@@ -103,6 +106,7 @@ def divided(rank, world):
     return [p.grad.full_tensor() for p in model.parameters()], seen
 
 
+@pytest.mark.slow
 def test_another_divisor_and_a_hook():
     model = net()
     for rank in range(2):
@@ -150,6 +154,7 @@ def by_group(rank, world, kind):
     return whole(model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["method", "chunks"])
 def test_groups_of_modules(kind):
     wanted = by_group(0, 1, "alone")
@@ -173,6 +178,7 @@ def cut_elsewhere(rank, world):
     return farthest(found, [p.grad for p in alone.parameters()])
 
 
+@pytest.mark.slow
 def test_parameters_that_are_cut_along_another_dimension():
     assert max(run_ranks(cut_elsewhere, 4)) <= 1e-6
 
@@ -196,6 +202,7 @@ def of_two_dtypes(rank, world):
     return whole(model.parameters())
 
 
+@pytest.mark.slow
 def test_two_dtypes_in_a_unit_and_a_scaler():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -227,6 +234,7 @@ def fail_once(rank, world):
     return farthest(first[0], again)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_half_way():
     assert run_ranks(fail_once, 2) == [0, 0]
 
@@ -320,6 +328,7 @@ def costs(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_a_step_dispatches_few_operations():
     """Asked: no more than 400 beyond twelve layers alone."""
     for alone, sharded in run_ranks(costs, 2):
@@ -338,6 +347,7 @@ def buffers(rank, world):
     return state_of(model).context.most_in_flight, farthest(*grads)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_units_in_flight():
     assert run_ranks(buffers, 2) == [(3, 0), (3, 0)]
 
@@ -353,6 +363,7 @@ def told_early(rank, world):
     return told
 
 
+@pytest.mark.slow
 def test_any_module_may_be_told_before_the_first_forward_that_backwards_follow():
     assert run_ranks(told_early, 2) == [[False, True]] * 2
 
@@ -371,6 +382,7 @@ def told_in_turn(rank, world, at_last):
     return [state_of(each).context.last_backward for each in (model, again)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_last", [True, False])
 def test_what_a_script_said_last_before_the_first_forward_holds(at_last):
     assert run_ranks(told_in_turn, 2, at_last) == [[at_last] * 2] * 2
@@ -392,6 +404,7 @@ def gathered_early(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_units_that_were_gathered_before_the_first_forward_are_counted_and_trimmed():
     for found in run_ranks(gathered_early, 2):
         (plain, _), *_ = found
@@ -410,6 +423,7 @@ def in_another_order(rank, world):
     return "went on"
 
 
+@pytest.mark.slow
 def test_ranks_that_gather_different_units_never_mix_them():
     """Each unit's messages have a tag of their own, so both orders end well here."""
     assert run_ranks(in_another_order, 2) == ["went on", "went on"]
@@ -425,6 +439,7 @@ def mixed(rank, world):
     return seen, out.dtype, last.weight.grad.dtype
 
 
+@pytest.mark.slow
 def test_dtypes_of_inputs_and_outputs():
     for seen, out, grad in run_ranks(mixed, 2):
         assert seen == [torch.bfloat16]
@@ -436,6 +451,7 @@ def refuse_mesh(rank, world):
     fully_shard(nn.Linear(2, 2), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_meshes_are_checked():
     run_ranks(check_meshes, 4)
 

@@ -21,11 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsync import RankMismatchError, fully_shard
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
 from fastsync.torch_private import local_of, set_local
 from fastsync.units import staging
 from fastsync.units.staging import CopyAlways, Offload, staging_of
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, apply, loss_of, mesh_of, net, train, whole, words
 
 LOWER = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import fully_shard
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 SIDE = 4
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fastsync import RankMismatchError, fully_shard
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.unit_models import mesh_of
 
 SIDE = 4

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fastsync import FastDDP, Zero, fully_shard
 from fastsync.ranks.consensus import RankMismatchError
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, Block, apply, loss_of, mesh_of, net, train, words
 
 VARIABLE = "FASTSYNC_UNIT_MEMORY_MB"
@@ -66,6 +66,7 @@ def marked(rank, world, how):
 HOW = {"plain": 2, "three": 3, "replicas": 4, "lower": 3, "zero=3": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_the_mark_is_kept_and_bits_stay(how):
     for most, two, ((one_mark, one), (two_mark, both)) in run_ranks(marked, HOW[how], how):
@@ -143,6 +144,7 @@ def wide_mark(rank, world):
     return [run("plain", rank, world, mark)[1] for mark in (None, 2**40)]
 
 
+@pytest.mark.slow
 def test_a_mark_that_is_never_reached_changes_nothing():
     for without, below in run_ranks(wide_mark, 2):
         # Below a mark blocks are used again for what needs as many bytes, and for nothing else.
@@ -157,6 +159,7 @@ def least_mark(rank, world):
     return most, room_for(units, 1)
 
 
+@pytest.mark.slow
 def test_what_a_module_needs_is_gathered_whatever_the_mark():
     for most, one in run_ranks(least_mark, 2):
         assert 1 < most <= one
@@ -170,6 +173,7 @@ def unlike(rank, world, marks):
         return str(error)
 
 
+@pytest.mark.slow("marks0")
 @pytest.mark.parametrize("marks", [(None, None, 2**20), (2**19, 2**20, 2**20)])
 def test_ranks_with_other_marks_are_refused_everywhere(marks):
     for text in run_ranks(unlike, 3, marks):

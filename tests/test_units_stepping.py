@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsync import FastDDP, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.torch_private import local_of
+from tests.teams import run_ranks
 from tests.unit_models import apply, loss_of, mesh_of, net, words
 
 STEPS = 4

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 
 from fastsync import FSDPModule, fully_shard
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, Block, apply, farthest, loss_of, net, whole, words
 
 PUBLIC = [name for name in vars(TorchModule) if not name.startswith("_")]

@@ -13,12 +13,12 @@ from torch.distributed.tensor import Shard
 
 from fastsync import FastDDP, Wire, fully_shard
 from fastsync.plan.arguments import PARAMETER_WIRES, grouped
-from fastsync.testing import run_ranks
 from fastsync.units.state import state_of
 from tests.parameter_losses import NUDGED, rows_of
 from tests.parameter_losses import loss_of as train_with
 from tests.random_cases.wires import Halves
 from tests.reference_codes import ROUND, by_shares
+from tests.teams import run_ranks
 from tests.unit_models import (
     OPTIMIZERS,
     apply,
@@ -129,6 +129,7 @@ def beside(rank, world, wire, parameter_wire, options):
 BOTH = [(wire, other) for wire in PARAMETER_WIRES for other in (None, "bf16", "int8")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("wire", "parameter_wire"), BOTH)
 def test_weights_and_gradients_are_those_of_a_twin_bit_by_bit(world, wire, parameter_wire):
@@ -149,17 +150,20 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_twin_of_another_kind(kind):
     wire = kind if kind in PARAMETER_WIRES else "int8"
     assert run_ranks(beside, 2, wire, wire, KINDS[kind]) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_twin_of_ranks_that_share_no_memory(world):
     assert run_ranks(beside, world, "int8", "int8", {"memory": "0"}) == [True] * world
 
 
+@pytest.mark.slow
 def test_parameters_alone_may_travel_as_codes():
     assert run_ranks(beside, 2, None, "int8", {}) == [True, True]
 
@@ -175,6 +179,7 @@ def with_replicas(rank, world):
     return all(exact) and all(torch.allclose(a, b, rtol=1e-6) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_replicas_add_up_what_was_coded_between_the_ranks_of_a_row():
     assert run_ranks(with_replicas, 4) == [True] * 4
 
@@ -192,6 +197,7 @@ def steps_with(rank, world, make, options):
     return whole(model.parameters()), [p.detach() for p in exact.parameters()], losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_a_training_in_int8_ends_near_that_in_fp32(make):
     (wanted, _, (loss, _)), *_ = run_ranks(steps_with, 3, make, {})
@@ -241,6 +247,7 @@ UNITS_SENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", UNITS_SENT)
 def test_a_step_sends_codes_alone(kind, world):
@@ -264,6 +271,7 @@ def partly_used(rank, world):
     return [p.grad if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_used_flags_travel_with_codes():
     for used, once, never in run_ranks(partly_used, 2):
         assert torch.allclose(used, torch.full((40, 3), 2.0), rtol=1e-2)
@@ -291,6 +299,7 @@ def with_a_fault(rank, world, wire, fault):
     return off, bool(torch.isfinite(norm)), skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3", "fp16"])
 @pytest.mark.parametrize("world", [2, 3])
@@ -312,6 +321,7 @@ def with_a_broken_weight(rank, world, parameter_wire):
     return [int(o.sum()) for o in off], bool(off[0][550, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter_wire", PARAMETER_WIRES)
 def test_a_broken_weight_is_broken_on_every_rank(parameter_wire):
     first, second = run_ranks(with_a_broken_weight, 2, parameter_wire)
@@ -341,6 +351,7 @@ def beside_codes(rank, world):
     return same(model.seen, wanted), model.wide.grad.full_tensor()
 
 
+@pytest.mark.slow
 def test_what_codes_do_not_make_smaller_stays_exact():
     rank_of = [torch.Generator().manual_seed(r) for r in range(2)]
     average = sum(torch.randn(30, 4, dtype=torch.float64, generator=g) for g in rank_of) / 2
@@ -379,6 +390,7 @@ def stochastic(rank, world):
     return torch.stack(found), number
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average_and_other_each_step():
     for found, number in run_ranks(stochastic, 2):
         assert not torch.equal(found[0], found[1])
@@ -422,6 +434,7 @@ def user_s(rank, world):
     return whole(p.grad for p in model.parameters()), numbers
 
 
+@pytest.mark.slow
 def test_gradients_may_travel_in_a_codec_of_the_user_s():
     for found, numbers in run_ranks(user_s, 2):
         wanted = [2 * (n / 2).half().float() for n in numbers]
@@ -436,5 +449,6 @@ def alone(rank, world):
     return all(same(model.seen, whole(model.parameters())) + same(grads, numbers_of(0, 0)))
 
 
+@pytest.mark.slow
 def test_one_rank_codes_nothing():
     assert run_ranks(alone, 1) == [True]

@@ -4,7 +4,7 @@ import pytest
 
 from fastsync import FastDDP, RankMismatchError, TopK, Wire, Zero, fully_shard
 from fastsync.plan.arguments import grouped
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.unit_models import apply, mesh_of, net, words
 
 REFUSED = {
@@ -61,6 +61,7 @@ def differ(rank, world, rows, one, other, wrap):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 3), (3, 1), (0, 2)])
 @pytest.mark.parametrize(("world", "rows"), [(2, None), (3, None), (4, 2)])
 def test_ranks_that_mean_different_wires(world, rows, one, other):

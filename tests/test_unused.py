@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 
 
 class Branches(nn.Module):
@@ -56,6 +57,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.slow(but=("options0",))
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_pattern_of_use(options):
     rows = [[1.5, 0.5, 1.0, None], [1.5, 1.0, 0.5, None], [None] * 3 + [1.0], [1.5] + [None] * 3]
@@ -84,6 +86,7 @@ def keep_old(rank, world, options):
     return all(kept), all(changed)
 
 
+@pytest.mark.slow(but=("options1",))
 @pytest.mark.parametrize("options", OPTIONS)
 def test_what_no_rank_used_keeps_its_bits(options):
     """Three ranks: thirds do not add up to what they came from."""
@@ -107,6 +110,7 @@ def keep_old_rows(rank, world, used_by):
     return weight.grad.to_dense(), before, own
 
 
+@pytest.mark.slow("used_by0")
 @pytest.mark.parametrize("used_by", [(), (1,)])
 def test_sparse_gradients_that_are_there_before(used_by):
     ranks = run_ranks(keep_old_rows, 2, used_by)
@@ -192,6 +196,7 @@ def freeze_and_thaw(rank, world, options):
     return seen, planned
 
 
+@pytest.mark.slow(but=("options0",))
 @pytest.mark.parametrize("options", [*OPTIONS[:3], {"find_unused_parameters": False}])
 def test_freezing_and_thawing_on_all_ranks(options):
     for seen, planned in run_ranks(freeze_and_thaw, 2, options):
@@ -253,6 +258,7 @@ def thaw_alone(rank, world, options):
     backward(model, [0, 1, 2, 3], rank)
 
 
+@pytest.mark.slow
 def test_thawing_on_one_rank_alone_is_an_error_there():
     """The other ranks wait in their collective until that rank's process ends."""
     with pytest.raises(RankError) as caught:
@@ -272,6 +278,7 @@ def freeze_alone_without_flags(rank, world):
     backward(model, [0, 1, 2, 3])
 
 
+@pytest.mark.slow
 def test_freezing_alone_without_used_flags_is_an_error_there():
     with pytest.raises(RankError, match=r"rank 1 waited 2 s .* ranks \[0\] did not come"):
         run_ranks(freeze_alone_without_flags, 2, timeout=30)
@@ -303,6 +310,7 @@ def penalise(rank, world, everywhere):
     return steps
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_autograd_grad_is_left_alone(everywhere):
     assert run_ranks(penalise, 2, everywhere) == [[1, 2, 3, 4]] * 2

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import MODELS, batch, buffers, build, differences, grads, loss_of, wrap
+from tests.teams import run_ranks
 
 
 class Mixture(nn.Module):
@@ -82,6 +82,7 @@ def look_at_each(rank, world, hook):
     return sizes, len(buffers(real)), len(model._engine.plan.buckets) - others
 
 
+@pytest.mark.slow("hook")
 @pytest.mark.parametrize("hook", [None, summed], ids=["all-reduce", "hook"])
 def test_a_gradient_is_saved_alone(hook):
     for sizes, places, buckets in run_ranks(look_at_each, 2, hook):
@@ -137,6 +138,7 @@ def move_gradients(rank, world, move, none):
     return found
 
 
+@pytest.mark.slow(but=("share-made anew",))
 @pytest.mark.parametrize("none", [False, True], ids=["stay", "made anew"])
 @pytest.mark.parametrize("move", MOVES)
 def test_a_gradient_whose_memory_is_exchanged_gets_averages_there(move, none):

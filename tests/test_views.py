@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.models import buffers, differences, grads, many, wrap
+from tests.teams import run_ranks
 
 
 def model_of(**options):
@@ -77,6 +77,7 @@ def keep_gradients(rank, world, how):
     return all(torch.equal(mine, values) for mine, values in held)
 
 
+@pytest.mark.slow(but=("data",))
 @pytest.mark.parametrize("how", HOLD)
 def test_saved_gradients_are_never_overwritten(how):
     assert run_ranks(keep_gradients, 2, how) == [True, True]
@@ -152,6 +153,7 @@ def compare_in_place(rank, world, view):
     return found
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("view", [True, False])
 def test_gradients_that_stay_accumulate_in_place(view):
     for found in run_ranks(compare_in_place, 2, view):

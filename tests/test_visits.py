@@ -9,8 +9,8 @@ from torch import nn
 import fastsync
 from fastsync.engine import watch
 from fastsync.ranks.faults import SyncFault
-from fastsync.testing import run_ranks
 from fastsync.torch_private import group_store
+from tests.teams import run_ranks
 
 SLEEPER, ERROR, SOON = 1, "timed out after 3 s", timedelta(seconds=30)
 

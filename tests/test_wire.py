@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import Codec, FastDDP, Wire, register_codec
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS, make_codec, wire_formats
 from tests.models import many
+from tests.teams import run_ranks
 
 # Of the norm of random gradients: what a format keeps, at two roundings.
 TOLERANCE = {
@@ -67,6 +67,7 @@ def errors_of_steps(rank, world, wire, steps=3, device="cpu"):
     return errors, len(wrapped._engine.plan.buckets)
 
 
+@pytest.mark.slow(but=("fp8_e5m2-gather",))
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 @pytest.mark.parametrize("wire", FORMATS)
 def test_averages_arrive_alike_and_about_right(wire, form):
@@ -78,6 +79,7 @@ def test_averages_arrive_alike_and_about_right(wire, form):
         assert wire == "fp32" or min(errors) > TOLERANCE[wire] / 100  # it did travel coded
 
 
+@pytest.mark.slow("1", "3000")
 @pytest.mark.parametrize("piece_bytes", [1, 3000, 1 << 30])
 def test_pieces_change_no_bit_of_an_exact_sum(piece_bytes):
     policy = Wire("fp32", form="two_shot", piece_bytes=piece_bytes)
@@ -95,6 +97,7 @@ def weights_after_steps(rank, world, wire, steps=4):
     return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
 
 
+@pytest.mark.slow(but=("fp16, form=gather, stochastic=True",))
 @pytest.mark.parametrize(
     "wire",
     [
@@ -132,6 +135,7 @@ def constant_gradients(rank, world, wire, steps):
     return ((total / steps - wanted).norm() / wanted.norm()).item()
 
 
+@pytest.mark.slow(but=("gather-fp8_e5m2",))
 @pytest.mark.parametrize("wire", ["int4", "int8", "fp8_e5m2"])
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 def test_error_feedback_lets_nothing_be_lost(wire, form):
@@ -157,6 +161,7 @@ def residual_mass(rank, world, wire):
     return ((mass - owed).norm() / owed.norm()).item(), (owed.norm() / mass.norm()).item()
 
 
+@pytest.mark.slow("two_shot")
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 def test_the_residuals_are_what_the_averages_lack(form):
     policy = Wire("int4", form=form)
@@ -186,6 +191,7 @@ def poison(gradient, value):
     return gradient
 
 
+@pytest.mark.slow(but=("fp8_e5m2--inf-gather",))
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("wire", [name for name in FORMATS if name != "fp32"])
@@ -204,6 +210,7 @@ def huge(rank, world, wire):
     return layer.weight.grad[:, 0].tolist()
 
 
+@pytest.mark.slow(but=("fp8_e4m3",))
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"])
 def test_range_is_a_block_s_own(wire):
     for large, small in run_ranks(huge, 2, wire):
@@ -254,6 +261,7 @@ class GatheredHalves(Halves):
     error_feedback = False
 
 
+@pytest.mark.slow("Halves")
 @pytest.mark.parametrize("codec", [Halves, GatheredHalves])
 def test_a_codec_of_the_user_s(codec):
     for errors, _ in run_ranks(errors_of_steps, 3, codec()):

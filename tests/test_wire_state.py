@@ -11,8 +11,8 @@ from torch import nn
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.engine.checkpoint import VERSION, deal
 from fastsync.plan.policy import BucketPolicy
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import Codec
+from tests.teams import run_ranks
 
 SIZES = (300, 200, 200, 7)
 FEEDBACK = {
@@ -100,6 +100,7 @@ def run(rank, world, wire, steps, checkpoints):
     return saved(wrapped, optimizer), flat(wrapped.parameters()), residual_of(wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [1, 4])
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_a_restart_changes_no_bit(name, kept):
@@ -122,6 +123,7 @@ def without_its_state(rank, world, wire, checkpoints):
     return flat(wrapped.parameters())
 
 
+@pytest.mark.slow
 def test_the_state_is_what_makes_a_restart_exact():
     """So that the test above means something."""
     wire = FEEDBACK["int4"]
@@ -193,6 +195,7 @@ def replanned(rank, world, cap):
     return same, len(plan.buckets), len(engine.plan.buckets), any(r.any() for r in after.values())
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("cap", [1, 1 << 30])
 def test_another_plan_changes_no_bit(cap):
     for same, one, other, something in run_ranks(replanned, 2, cap):
@@ -244,6 +247,7 @@ def owed_by(states):
     return sum(flat(state["residuals"].values()) for state in states)
 
 
+@pytest.mark.slow(but=("1-2",))
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1), (2, 2), (1, 2)])
 def test_another_number_of_ranks_keeps_the_sum(before, after):
     wire = Wire("int4", form="two_shot")
@@ -304,6 +308,7 @@ BAD_STATES = {
 }
 
 
+@pytest.mark.slow(but=("of a version to come",))
 @pytest.mark.parametrize("label", BAD_STATES)
 def test_states_that_do_not_fit_together(label):
     state, text = BAD_STATES[label]
@@ -358,6 +363,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.slow(but=("of a wire with feedback",))
 @pytest.mark.parametrize("label", MISFITS)
 def test_a_state_that_does_not_fit_the_model_is_refused_on_every_rank(label):
     wire, change, parts = MISFITS[label]
@@ -407,6 +413,7 @@ class Coarse(Codec):
         values.copy_(wire.view(torch.int8)).div_(64)
 
 
+@pytest.mark.slow
 def test_a_codec_of_the_user_s_restarts_alike():
     wire = Wire(Coarse())
     whole = run_ranks(run, 2, wire, range(6), None)

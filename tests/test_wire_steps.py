@@ -8,8 +8,8 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP, TopK, Wire
-from fastsync.testing import run_ranks
 from tests.models import many
+from tests.teams import run_ranks
 
 EXACT = (
     Wire("fp32", form="two_shot"),
@@ -119,6 +119,7 @@ def two_models(rank, world, wire):
     return [g for model in models for g in grads(model)]
 
 
+@pytest.mark.slow(but=("kept-2-wire3",))
 @pytest.mark.parametrize("wire", EXACT)
 @pytest.mark.parametrize(
     ("train", "world"),
@@ -165,6 +166,7 @@ def used_by(rank, world, wire):
     return unused, model.reducer._get_local_used_map().tolist()
 
 
+@pytest.mark.slow(but=("wire4",))
 @pytest.mark.parametrize("wire", ["int8", *EXACT])
 def test_used_flags_travel_exactly(wire):
     for unused, counts in run_ranks(used_by, 3, wire):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import Codec, FastDDP, TopK, Wire
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 STEPS = 7
 
@@ -80,6 +80,7 @@ def balance(rank, world, wire):
     return found
 
 
+@pytest.mark.slow(but=("int4, gathered",))
 @pytest.mark.parametrize("name", WIRES)
 def test_what_nobody_receives_is_kept(name):
     for steps in run_ranks(balance, 2, WIRES[name]):

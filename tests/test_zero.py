@@ -12,7 +12,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP, Zero
 from fastsync.plan.arguments import grouped
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 from tests.zero_loops import OPTIMIZERS, STEPS, Net, batch, close, net, train, trained
 
 
@@ -22,6 +23,7 @@ def beside_ddp(rank, world, make, early):
     return wanted, found, own / max(1, whole)
 
 
+@pytest.mark.slow(but=("2-adamw",))
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_the_whole_optimizer(make, world):
@@ -114,6 +116,7 @@ def save_and_resume(rank, world, stages):
     return [[p.detach() for p in m.parameters()] for m in (whole, second)], state[1], again
 
 
+@pytest.mark.slow(but=("stages0",))
 @pytest.mark.parametrize("stages", [(1, 0), (0, 1), (1, 1)])
 def test_state_dicts_are_those_of_the_whole_optimizer(stages):
     ranks = run_ranks(save_and_resume, 3, stages)
@@ -169,6 +172,7 @@ def save_sized(rank, world, shard_by):
     return True
 
 
+@pytest.mark.slow("element")
 @pytest.mark.parametrize("shard_by", ["element", "tensor"])
 def test_state_of_a_part_that_is_none_of_its_elements_is_an_error(shard_by):
     assert run_ranks(save_sized, 3, shard_by) == [True] * 3
@@ -311,6 +315,7 @@ def refuse(rank, world, what):
         optim.LBFGS(model.parameters()).step(lambda: torch.tensor(0.0))
 
 
+@pytest.mark.slow(but=("join-makes no optimizer steps, which zero needs",))
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -326,6 +331,7 @@ def test_what_cannot_be_is_refused(what, text):
         run_ranks(refuse, 2, what)
 
 
+@pytest.mark.slow(but=("arguments2",))
 @pytest.mark.parametrize("arguments", [{"zero": 4}, {"zero": "1"}, {"zero": 1, "shard_by": "row"}])
 def test_arguments_that_make_no_sense(arguments):
     with pytest.raises(RankError, match=r"zero must be 0|shard_by must be one of"):
@@ -360,6 +366,7 @@ def with_feature(rank, world, name):
     return results
 
 
+@pytest.mark.slow(but=("static",))
 @pytest.mark.parametrize("name", FEATURES)
 def test_beside_other_features(name):
     for wanted, found in run_ranks(with_feature, 2, name):
@@ -381,6 +388,7 @@ def older_graph(rank, world, zero):
     return True
 
 
+@pytest.mark.slow("0", "1")
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_graph_that_is_older_than_a_step_is_an_error(zero):
     assert run_ranks(older_graph, 2, zero) == [True, True]

@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, RankMismatchError, Zero
 from fastsync.plan.arguments import grouped
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
 from fastsync.units.choosing import choose_units
+from tests.teams import run_ranks
 from tests.unit_models import OPTIMIZERS, Net, farthest, loss_of, net, whole, words
 
 
@@ -47,6 +48,7 @@ def script(rank, world, zero, make, early, units=None):
     return whole(model.parameters()), loss
 
 
+@pytest.mark.slow(but=("2-adamw-False",))
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, 3])
@@ -84,6 +86,7 @@ def test_buffers_are_those_of_rank_0(world):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(others, buffers, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [["blocks.1"], [nn.Linear], ["blocks.0", nn.LayerNorm]])
 def test_units_may_be_said(units):
     (wanted, _), _ = run_ranks(script, 2, 3, "adamw", False)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP
 from fastsync.shard.chunks import Chunks
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_checkpoints import OPTIMIZERS, STAGES, load, made, net, same, save, train
 from tests.zero_loops import close
 
@@ -56,6 +56,7 @@ def read_all(rank, world, kind, folder):
             same(optimizer.state_dict(), wanted)
 
 
+@pytest.mark.slow(but=("few-muon",))
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("writers", "readers"), [((2,), (3,)), ((1, 2, 3, 4), (1, 2, 3, 4))], ids=["few", "all"]
@@ -104,6 +105,7 @@ def chain(tmp_path, kind, links):
 CHAIN = [(2, 1), (4, 2), (1, 1), (3, 0), (2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_half_and_twice_the_ranks_continue_as_one_rank_does(kind, tmp_path):
     (wanted,) = run_ranks(alone, 1, kind, 2 * len(CHAIN))
@@ -112,6 +114,7 @@ def test_half_and_twice_the_ranks_continue_as_one_rank_does(kind, tmp_path):
     assert found[1]["state"].keys() == wanted[1]["state"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_where_sums_commute_other_stages_continue_with_the_same_bits(kind, tmp_path):
     (tmp_path / "whole").mkdir()
@@ -180,6 +183,7 @@ def with_torch(rank, world, stage, path, ours):
 WAYS = [(None, False), (0, True), (1, True), (1, False), (2, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", WAYS)
 def test_files_and_functions_are_those_of_torch(first, tmp_path):
     path = str(tmp_path / "saved")

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fastsync import FastDDP, Zero
 from fastsync.shard.chunks import Chunks
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 from tests.zero_checkpoints import STAGES, Net, load, made, net, same, save, train
 
 CLASSES = {
@@ -47,6 +48,7 @@ def every_class(rank, world, stage, folder, step):
     return states
 
 
+@pytest.mark.slow
 def test_every_elementwise_optimizer_of_torch(tmp_path):
     wanted = run_ranks(every_class, 2, 1, str(tmp_path), True)[0]
     assert [len(state["state"]) for state in wanted] == [0] + [7] * (len(CLASSES) - 1)
@@ -110,6 +112,7 @@ def partly(rank, world, stage, path):
 PARTIAL = dcp.DefaultLoadPlanner(allow_partial_load=True)
 
 
+@pytest.mark.slow("0", "2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_never_had_a_gradient_and_sparse_ones(stage, tmp_path):
     for wanted, found in run_ranks(partly, 2, stage, str(tmp_path)):
@@ -196,6 +199,7 @@ def save_alone(rank, world):
     return str(error.value) if rank == 0 else ""
 
 
+@pytest.mark.slow
 def test_a_save_on_one_rank_alone_is_an_error():
     text, _ = run_ranks(save_alone, 2)
     assert "waited 2 s for model.optimizer_state_dict()" in text
@@ -302,6 +306,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow(but=("load_fewer_parameters",))
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_every_rank_learns_what_is_wrong(fault, tmp_path):
     with pytest.raises(RankError, match=FAULTS[fault]) as error:

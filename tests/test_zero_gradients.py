@@ -11,7 +11,8 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from fastsync import FastDDP, Wire
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, batch, close, net, train, trained
 
 
@@ -82,6 +83,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.slow
 def test_what_scripts_do_between_backward_and_step():
     for wanted, found in run_ranks(everything_in_between, 3):
         for name in BETWEEN:
@@ -123,6 +125,7 @@ def kept_between_steps(rank, world, zero):
     return [p.detach() for p in module.parameters()] + seen
 
 
+@pytest.mark.slow("2")
 @pytest.mark.parametrize("zero", [1, 2])
 def test_gradients_that_are_kept_and_accumulated(zero):
     for world in (2, 3):
@@ -180,6 +183,7 @@ def look_alone(rank, world, how):
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["clone", "norm"])
 def test_a_gradient_that_one_rank_looks_at_is_an_error(how):
     (text,), _ = run_ranks(look_alone, 2, how)
@@ -214,6 +218,7 @@ def fault_in_backward(rank, world):
     return results
 
 
+@pytest.mark.slow
 def test_a_backward_that_raises():
     for wanted, found in run_ranks(fault_in_backward, 2):
         assert close(found, wanted)
@@ -238,6 +243,7 @@ def changed_on_the_way(rank, world, change):
     return results
 
 
+@pytest.mark.slow(but=("wire",))
 @pytest.mark.parametrize("change", ["wire", "hook", "optimizer"])
 def test_a_change_of_wire_hook_and_optimizer(change):
     for wanted, found in run_ranks(changed_on_the_way, 2, change):
@@ -264,6 +270,7 @@ def low_precision(rank, world):
     return results
 
 
+@pytest.mark.slow
 def test_models_of_mixed_dtypes():
     for wanted, found in run_ranks(low_precision, 2):
         for a, b in zip(found, wanted, strict=True):

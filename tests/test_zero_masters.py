@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 from fastsync import FastDDP, Zero
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 STEPS = 8
 OPTIMIZERS = {
@@ -86,6 +86,7 @@ def both(rank, world, make):
     return by_hand(rank, make), [train(*wrapped(z, make), rank, range(STEPS)) for z in (1, 2)]
 
 
+@pytest.mark.slow(but=("sgd",))
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_weights_are_those_of_masters_on_every_rank(make):
     results = run_ranks(both, 2, make)
@@ -141,6 +142,7 @@ def resumed(rank, world, way, make, folder):
     return found, train(*wrapped(1, make), rank, range(STEPS))
 
 
+@pytest.mark.slow(but=("whole-sgd",))
 @pytest.mark.parametrize("make", ["sgd", "adamw", "adafactor"])
 @pytest.mark.parametrize("way", ["whole", "pieces"])
 def test_masters_come_back_from_a_checkpoint(way, make, tmp_path):

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from bench.models import WORKLOADS
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 
 STEPS = 50
 SCALES = {"wide": 0.002, "transformer": 0.001, "conv": 0.005, "small": 0.03}
@@ -80,6 +80,12 @@ def beside_whole(rank, world, name, kind):
     return max(map(distance, found)), rounding, same, found[-1]
 
 
+@pytest.mark.slow(
+    but=(
+        "wide-sgd",
+        "wide-adamw",
+    )
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCALES)
 def test_two_ranks(name, kind):
@@ -91,6 +97,7 @@ def test_two_ranks(name, kind):
         assert off <= FURTHER * rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, name, kind",
     [

@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.testing import run_ranks
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, batch, close, net
 
 PAGE = (Path(__file__).parent.parent / "docs/zero.md").read_text()

@@ -11,10 +11,11 @@ from torch import nn, optim
 
 from fastsync import FastDDP, TopK, Zero
 from fastsync.plan.arguments import PARAMETER_WIRES, grouped
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
 from fastsync.wire.formats import FORMATS
 from tests.parameter_losses import loss_of
 from tests.reference_codes import ROUND
+from tests.teams import run_ranks
 from tests.zero_loops import STEPS, batch, net, train
 
 OPTIMIZERS = {
@@ -90,12 +91,24 @@ def beside_twin(rank, world, wire, make, zero, shared):
     return equal(weights(model), wanted), equal(masters(model, optimizer), exact)
 
 
+@pytest.mark.slow(
+    but=(
+        "1-True-int8",
+        "2-False-fp8_e4m3",
+    )
+)
 @pytest.mark.parametrize("wire", PARAMETER_WIRES)
 @pytest.mark.parametrize(("zero", "shared"), [(1, True), (1, False), (2, False)])
 def test_weights_are_those_of_a_twin_that_rounds_by_the_reference(wire, zero, shared):
     assert run_ranks(beside_twin, 2, wire, "adamw", zero, shared) == [(True, True)] * 2
 
 
+@pytest.mark.slow(
+    but=(
+        "sgd",
+        "adafactor",
+    )
+)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_every_kind_of_optimizer_steps_on_masters(make):
     assert run_ranks(beside_twin, 2, "int8", make, 1, True) == [(True, True)] * 2
@@ -144,6 +157,7 @@ def learned(rank, world, wire):
 FOLLOWS = {"bf16": 0.01, "fp16": 0.002, "fp8_e4m3": 0.06, "int8": 0.015}
 
 
+@pytest.mark.slow(but=("int8",))
 @pytest.mark.parametrize("wire", PARAMETER_WIRES)
 def test_training_follows_that_of_exact_parameters(wire):
     wanted, loss = run_ranks(learned, 2, None)[0]
@@ -177,6 +191,7 @@ def bytes_of_a_step(rank, world, wire):
     return model.sync_stats().sent_bytes - before
 
 
+@pytest.mark.slow(but=("int8",))
 @pytest.mark.parametrize("wire", PARAMETER_WIRES)
 def test_bytes_of_a_step_are_those_of_the_codes(wire):
     region = 512 * 256 // 2
@@ -333,6 +348,13 @@ def resumed(rank, world, wire, way, folder, module_first):
     return [p if m is None else m for p, m in zip(weights(model), exact, strict=True)]
 
 
+@pytest.mark.slow(
+    but=(
+        "int8-int8-3-pieces-True",
+        "int8-bf16-2-whole-False",
+        "fp8_e4m3-int8-3-whole-True",
+    )
+)
 @pytest.mark.parametrize("module_first", [True, False])
 @pytest.mark.parametrize("way", ["whole", "pieces"])
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from fastsync import FastDDP, Wire
 from fastsync.plan.layout import FlatLayout, outline_regions, region_layout, region_payload
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.shard.layout import cut_by_elements
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS
 from tests.random_cases.wires import BOUNDS
+from tests.teams import run_ranks
 from tests.test_wire import Halves
 from tests.zero_loops import STEPS, batch, net, train
 
@@ -88,12 +88,14 @@ def compare(name, world, wire, local=1):
             assert all(map(torch.equal, *zip(*pairs, strict=True))), "ranks differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "int8", "int4"])
 def test_weights_are_those_of_the_whole_gradients(name, world):
     compare(name, world, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
 def test_weights_of_two_nodes(name):
     compare(name, 4, Wire(name, form="hierarchical"), local=2)
@@ -129,6 +131,7 @@ def beside_codes(rank, world, wire, zero):
     return [module.small.detach().clone(), module.wide.detach().clone()], coded
 
 
+@pytest.mark.slow
 def test_what_is_not_coded_reaches_its_owner_from_other_nodes():
     wire = Wire("int8", form="hierarchical", min_bytes=512)
     wanted, _ = run_ranks(beside_codes, 4, wire, 0)[0]
@@ -139,6 +142,7 @@ def test_what_is_not_coded_reaches_its_owner_from_other_nodes():
             assert all(torch.allclose(a, b, rtol=1e-5) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_weights_with_a_codec_of_the_user_s():
     compare("fp16", 3, Halves())
     compare("fp16", 4, Wire(Halves(), form="hierarchical"), local=2)
@@ -202,6 +206,7 @@ def bytes_of_a_step(rank, world, wire, local):
     ]
 
 
+@pytest.mark.slow(but=("fp32",))
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_half_of_the_bytes_of_whole_gradients_are_sent(name):
     numel = 256 * 256

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from bench import STARTED
+from bench.gpu import guard
 from bench.gpu.mps import shared_gpus
 from bench.gpu.stages import Command, Context, Stage, stages
 from bench.measure.benchmark import choose
@@ -38,7 +39,6 @@ from bench.report.documents import RESULTS, ROOT
 from examples.common.machine import COMMIT_VARIABLE, commit, describe, environment, write_json
 from examples.common.ranks import INTERRUPTED, Group, Parser, UsageError, argument
 from examples.common.text import render
-from fastsync.build import guard
 
 SHORTEST = 30.0  # seconds: a stage is not begun with less
 GRACE = 5.0

@@ -64,7 +64,8 @@ class Group:
         nccl = "NCCL, taking turns" if shares and not mps_control().exists() else "NCCL"
         if self.device.type == "cuda":
             return nccl
-        return "Gloo" if dist.get_backend() == "gloo" else "MPI"
+        over_mpi = dist.is_initialized() and dist.get_backend() != "gloo"
+        return "MPI" if over_mpi else "Gloo"
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum over ranks, on the CPU."""

@@ -5,9 +5,10 @@ Nothing else in the package looks at the environment.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "inherited",
     "launched_by_mpi",
     "path_with_startup",
+    "put_back",
     "set_missing",
     "set_variables",
 ]
@@ -73,8 +75,8 @@ class Env:
     Attributes:
         cache_dir: ``FASTSYNC_CACHE_DIR``. Where JIT-built extensions are kept
             (default: ``$XDG_CACHE_HOME/fastsync`` or ``~/.cache/fastsync``).
-        cuda: ``FASTSYNC_CUDA``. ``auto`` builds the CUDA kernels where ``nvcc`` is found,
-            ``1`` insists on them, ``0`` leaves them out.
+        cuda: ``FASTSYNC_CUDA``. ``auto`` builds the CUDA kernels where there are a GPU and
+            ``nvcc``, ``1`` insists on them, ``0`` leaves them out.
         cuda_archs: ``FASTSYNC_CUDA_ARCHS``. Architectures to compile for, such as ``"80;90"``
             (default: 80, 90 and 100, and PTX of the last).
         sanitize: ``FASTSYNC_SANITIZE``. Sanitizers to build the extension with, such as
@@ -278,6 +280,16 @@ def set_missing(single: Mapping[str, object], whole: Mapping[str, object]) -> No
         os.environ.setdefault(name, str(value))
     if not any(name in os.environ for name in whole):
         os.environ.update({name: str(value) for name, value in whole.items()})
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Put this process's variables back afterwards."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def inherited(

@@ -4,7 +4,6 @@
 torchrun starts all ranks of a node at once. They meet at a file lock: the first builds into a
 temporary folder and renames it into place; the others wait and find it there. The lock is the
 kernel's, so a rank that dies releases it, and a half-finished build is never seen by anyone.
-Whoever builds reports progress, whatever its rank; one that waits names whom it waits for.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import re
 import shutil
-import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,18 +31,13 @@ import torch
 from fastsync.build import recipe
 from fastsync.build.env import Env
 from fastsync.build.recipe import BuildError
-from fastsync.build.trust import make_private, why_not_ours
 
-__all__ = ["BuildError", "Origin", "leave_chains", "load", "origin"]
+__all__ = ["BuildError", "Origin", "find", "leave_chains", "load", "origin"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
-_GUARD = str(Path(__file__).with_name("guard.py"))
 _TAIL_LINES = 30
-_REPORT_SECONDS = 5.0  # between two reports of progress at least
-_QUIET_SECONDS = 15.0  # without progress that are added to it
-_SILENT_SECONDS = 3.0  # that a rank waits before it says so
-_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 10.0  # between two lines of progress
 
 
 @cache
@@ -54,7 +47,16 @@ def load() -> ModuleType:
     Raises:
         BuildError: it has to be compiled and cannot be; the text carries the remedy.
     """
-    return _import(_prebuilt() or _built(Env.read()))
+    return _import(find())
+
+
+def find() -> Path:
+    """Return the library that `load` loads. This may compile it.
+
+    Raises:
+        BuildError: as `load`.
+    """
+    return _prebuilt() or _built(Env.read())
 
 
 def leave_chains(seconds: float) -> None:
@@ -102,36 +104,43 @@ def _prebuilt() -> Path | None:
 def _built(env: Env) -> Path:
     recipe.check_compilers()
     toolkit = recipe.find_toolkit(env.cuda)
-    digest = recipe.fingerprint(toolkit, _options(env))
-    version = torch.__version__.split("+")[0]
+    options = recipe.Options(env.cuda_archs, env.sanitize, env.strict)
+    version, digest = torch.__version__.split("+")[0], recipe.fingerprint(toolkit, options)
     folder = _cache_folder(env.cache_dir) / f"torch{version}-{digest}"
     library = folder / f"{recipe.MODULE}.so"
     if not library.exists():
-        with _lock(_beside(folder, ".lock"), env.rank):
+        with _lock(folder.with_name(folder.name + ".lock"), env.rank):
             if not library.exists():
                 _compile(env, folder, toolkit is not None)
     for path in (folder, library):
-        if reason := why_not_ours(path):
-            raise BuildError(f"{_REFUSED} {path}: {reason}. Delete {folder} to have it built again")
+        if reason := _why_not_ours(path):
+            raise BuildError(
+                f"refusing to load code that others may have written, from {path}: {reason}. "
+                f"Delete {folder} to have it built again"
+            )
     return library
 
 
-def _options(env: Env) -> recipe.Options:
-    return recipe.Options(env.cuda_archs, env.sanitize, env.strict)
-
-
-_REFUSED = "refusing to load code that others may have written, from"
+def _why_not_ours(path: Path) -> str | None:
+    """Return why others may write to `path`; None where only this user may."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a symbolic link"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to user id {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} is writable by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
 
 
 def _cache_folder(wanted: Path) -> Path:
-    """The cache folder, or else one of our own under the temporary folder.
+    """Return the cache folder, or else one of our own under the temporary folder.
 
     Raises:
         BuildError: others own or may write to the latter too.
     """
     wanted = wanted.resolve()
-    reason = _why_unusable(wanted)
-    if reason is None:
+    if (reason := _why_unusable(wanted)) is None:
         return wanted
     fallback = Path(tempfile.gettempdir()) / f"fastsync-{os.getuid()}"
     if (also := _why_unusable(fallback)) is not None:
@@ -147,63 +156,40 @@ def _cache_folder(wanted: Path) -> Path:
 
 
 def _why_unusable(folder: Path) -> str | None:
-    """Creates a cache folder; returns the reason where it cannot be used."""
+    """Create a cache folder; return the reason where it cannot be used."""
     try:
-        make_private(folder)
-        reason = why_not_ours(folder)
-        if reason is None:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        return reason
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return _why_not_ours(folder)
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror})"
-
-
-def _beside(folder: Path, ending: str) -> Path:
-    """A file that goes with `folder`, whose name has dots of its own."""
-    return folder.with_name(folder.name + ending)
 
 
 @contextlib.contextmanager
 def _lock(path: Path, rank: int) -> Iterator[None]:
     with path.open("a+") as file:
-        _acquire(file.fileno(), path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"waiting for {path.read_text() or 'another process'} to compile the extension")
+            fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"rank {rank} (process {os.getpid()} on {os.uname().nodename})")
         file.flush()
         yield
 
 
-def _acquire(descriptor: int, path: Path) -> None:
-    start, told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if not told and time.monotonic() - start > _SILENT_SECONDS:
-                told = True
-                who = path.read_text() or "another process"
-                _say(f"waiting for {who}, which compiles the extension")
-            time.sleep(_POLL_SECONDS)
-
-
 def _compile(env: Env, folder: Path, with_cuda: bool) -> None:
-    cores = recipe.cores()
     what = "C++ and CUDA" if with_cuda else "C++ only, without CUDA"
-    about = recipe.estimated_seconds(with_cuda, cores)
-    _say(
-        f"compiling the extension ({what}), once for this environment: "
-        f"about {about} s on {cores} core{'s'[: cores > 1]}"
-    )
-    start = time.monotonic()
+    _say(f"compiling the extension ({what}), once for this environment: some minutes")
+    start, log = time.monotonic(), folder.with_name(folder.name + ".log")
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + ".building."))
-    log = _beside(folder, ".log")
     command = [sys.executable, _RECIPE, "--out", str(work), "--cuda", env.cuda]
     command += ["--archs", ";".join(env.cuda_archs), "--sanitize", env.sanitize]
     command += ["--strict"] if env.strict else []
     try:
-        _run_logged(command, log, env.verbose, recipe.count_jobs(with_cuda))
+        _run_logged(command, log, env.verbose)
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     finally:
@@ -211,49 +197,25 @@ def _compile(env: Env, folder: Path, with_cuda: bool) -> None:
     _say(f"compiled in {time.monotonic() - start:.0f} s, cached in {folder}")
 
 
-def _run_logged(command: list[str], log: Path, echo: bool, jobs: int) -> None:
-    """Runs the build, which nobody else may write into, and reports how far it is.
-
-    However this process ends, what it started does too.
-    """
+def _run_logged(command: list[str], log: Path, echo: bool) -> None:
+    """Run the build, whose files nobody else may write, and say every ten seconds that it goes."""
+    start = time.monotonic()
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, _GUARD, *command],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            stdout=None if echo else file,
-            stderr=None if echo else subprocess.STDOUT,
-            umask=0o077,
-        )
+        output = None if echo else file
+        process = subprocess.Popen(command, stdout=output, stderr=output, umask=0o077)
         try:
-            _report_until_done(process, log, jobs)
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_REPORT_SECONDS)
+                    break
+                _say(f"compiling, {time.monotonic() - start:.0f} s so far")
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.wait() == 0:
-        return
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-    raise BuildError(f"compiling the extension failed; the whole log is {log}. It ends:\n{tail}")
-
-
-def _report_until_done(process: subprocess.Popen[bytes], log: Path, jobs: int) -> None:
-    start, told, next_report = time.monotonic(), -1, _REPORT_SECONDS
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_POLL_SECONDS)
-            return
-        passed = time.monotonic() - start
-        if passed < next_report:
-            continue
-        done = _count_done(log.read_text(errors="replace"))
-        if done != told or passed >= next_report + _QUIET_SECONDS:
-            _say(f"compiled {done} of {jobs} parts, {passed:.0f} s so far")
-            told, next_report = done, passed + _REPORT_SECONDS
-
-
-def _count_done(log: str) -> int:
-    """The commands that ended, by what ninja and the recipe print after each: "[3/8] c++ ..."."""
-    return len(re.findall(r"^\[\d+/\d+\] ", log, re.MULTILINE))
+            process.kill()
+    if process.wait() != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        raise BuildError(
+            f"compiling the extension failed; the whole log is {log}. It ends:\n{tail}"
+        )
 
 
 def _say(text: str) -> None:

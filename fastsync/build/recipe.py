@@ -22,7 +22,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 MODULE = "_C"
@@ -106,14 +106,6 @@ class Options:
         return [*NVCC_FLAGS, *strict, *arch_flags(self.archs)]
 
 
-# Processor seconds that compiling took, the longest of its parts, and what runs once and alone
-# (importing torch, linking), on a server processor of 2023. They only serve the estimate.
-_CPP_SECONDS = 68
-_CUDA_SECONDS = 40
-_LONGEST_SECONDS = 20
-_ALONE_SECONDS = 8
-
-
 class BuildError(RuntimeError):
     """The extension cannot be built; the text names what is missing and the remedy."""
 
@@ -151,24 +143,6 @@ def translation_units() -> list[str]:
     return [f"units/{unit.name}" for unit in units] + alone
 
 
-def cores() -> int:
-    """The processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def estimated_seconds(with_cuda: bool, cores: int) -> int:
-    """About how long a build takes where nothing is cached and nothing else runs."""
-    parts = [_CPP_SECONDS, _CUDA_SECONDS] if with_cuda else [_CPP_SECONDS]
-    return _ALONE_SECONDS + sum(max(_LONGEST_SECONDS, part // cores) for part in parts)
-
-
-def count_jobs(with_cuda: bool) -> int:
-    """How many commands a build runs: one for each unit and CUDA source, and the linker."""
-    return len(translation_units()) + 1 + (len(CUDA_SOURCES) if with_cuda else 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
     """A CUDA toolkit: its compiler, its root folder and its version text."""
@@ -188,16 +162,22 @@ class Toolkit:
         )
 
 
+def has_gpu() -> bool:
+    """Return whether this machine has one of NVIDIA's, without starting its driver."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
 def find_toolkit(wanted: str = "auto") -> Toolkit | None:
     """Finds the CUDA toolkit.
 
     Args:
-        wanted: ``auto`` (None where there is none), ``1`` (insist) or ``0`` (None).
+        wanted: ``1`` (insist), ``0`` (None), ``auto`` (None where there is no nvcc, or no GPU), or
+            ``found`` (None where there is no nvcc).
 
     Raises:
         BuildError: a toolkit was found but does not work, or was asked for and is missing.
     """
-    if wanted == "0":
+    if wanted == "0" or (wanted == "auto" and not has_gpu()):
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
@@ -254,13 +234,10 @@ def compile_cuda(toolkit: Toolkit, out: Path, options: Options) -> list[str]:
         BuildError: nvcc failed; carries its output.
     """
     with ThreadPoolExecutor(len(CUDA_SOURCES)) as pool:
-        jobs = {
-            pool.submit(_compile_one, toolkit.nvcc, options.nvcc_flags, source, out): source
+        jobs = [
+            pool.submit(_compile_one, toolkit.nvcc, options.nvcc_flags, source, out)
             for source in CUDA_SOURCES
-        }
-        for done, job in enumerate(as_completed(jobs), 1):
-            job.result()
-            print(f"[{done}/{len(jobs)}] {toolkit.nvcc} {jobs[job]}", flush=True)
+        ]
     return [job.result() for job in jobs]
 
 
@@ -400,7 +377,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder to compile the extension into")
     parser.add_argument("--cmake", action="store_true", help="print sources and flags for CMake")
-    parser.add_argument("--cuda", default="auto", choices=("auto", "0", "1"))
+    parser.add_argument("--cuda", default="auto", choices=("auto", "found", "0", "1"))
     parser.add_argument("--archs", default=";".join(DEFAULT_ARCHS), help="such as '80;90;100'")
     parser.add_argument("--sanitize", default="", help="such as address,undefined")
     parser.add_argument("--strict", action="store_true", help="warnings are errors")

@@ -130,7 +130,8 @@ class Server:
         """
         self._kept.clear()
         before = self._teams.pop(former, None)
-        if group.group_name in self._teams:
+        known = self._teams.get(group.group_name)
+        if known is not None and known.group() is group:
             return
         common = store.compare_set("fastsync/served", "", secrets.token_hex(8)).decode()
         open_store: Callable[[], Store]
@@ -143,7 +144,7 @@ class Server:
         else:
             return
         key = f"fastsync/served/{common}"
-        self._teams[group.group_name] = _Team(open_store, key, group.size())
+        self._teams[group.group_name] = _Team(open_store, key, group)
 
     # -- what happens at the end, see `farewell.Leaver` --
 
@@ -242,11 +243,13 @@ class _Team:
     Args:
         open_store: connects with their store, also once the process group has been destroyed.
         key: begins the keys of what they tell each other.
-        size: how many there are.
+        group: theirs, which is not kept alive. One that is made after it was destroyed may have
+            the same name.
     """
 
-    def __init__(self, open_store: Callable[[], Store], key: str, size: int) -> None:
-        self.open, self._key, self._size = open_store, key, size
+    def __init__(self, open_store: Callable[[], Store], key: str, group: dist.ProcessGroup) -> None:
+        self.open, self._key, self._size = open_store, key, group.size()
+        self.group = weakref.ref(group)
         self._store: Store | None = None
 
     def tell(self, what: str) -> None:

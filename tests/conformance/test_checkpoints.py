@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fastsync.testing import run_ranks
 from tests.conformance.stages import (
     SHARDED_PARAMETERS,
     STAGES,
@@ -25,6 +24,7 @@ from tests.conformance.stages import (
     loss_of,
     net,
 )
+from tests.teams import run_ranks
 
 
 def made(wrap, seed=0):

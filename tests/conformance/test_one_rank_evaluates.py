@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fastsync.testing import run_ranks
 from tests.conformance.stages import (
     SHARDED_PARAMETERS,
     STAGES,
@@ -16,6 +15,7 @@ from tests.conformance.stages import (
     loss_of,
     net,
 )
+from tests.teams import run_ranks
 
 
 def train(model, optimizer, rank, steps):

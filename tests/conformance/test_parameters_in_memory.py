@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.testing import run_ranks
 from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
+from tests.teams import run_ranks
 
 REPLICATED = ["zero0", "zero1", "zero1-small", "zero2"]
 

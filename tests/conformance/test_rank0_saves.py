@@ -441,6 +441,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow("destroys-the-group", "recorded")
 @pytest.mark.parametrize("end", ENDS)
 def test_rank_0_saves_while_the_others_come_to_the_end_of_the_script(end, tmp_path):
     script = tmp_path / "train.py"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fastsync
-from fastsync.testing import run_ranks
 from tests.conformance.stages import net
+from tests.teams import run_ranks
 
 
 class Scalar(nn.Module):
