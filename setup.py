@@ -75,7 +75,6 @@ setup(
     package_data={
         "fastsync": ["py.typed", "_C.pyi"],
         "fastsync.page": ["page.html", "base.*"],
-        "fastsync.planner": ["page/*"],
         "fastsync.timeline": ["page/*"],
         **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
     },

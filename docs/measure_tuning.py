@@ -13,6 +13,7 @@ tuned one that has stayed with the default.
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
@@ -20,7 +21,8 @@ from statistics import median
 from bench.commands.buckets import variant
 from bench.measure import benchmark as b
 from bench.measure.netns import Link, LinkName
-from docs.measure_steps import keep_pages, scaled
+from bench.models import WORKLOADS
+from bench.models.workload import CPU_SCALE
 from examples.common.ranks import Group, argument, whole
 from examples.common.rounds import over, time_lanes
 from examples.common.text import Spread
@@ -44,6 +46,20 @@ class Found:
     chosen: dict[str, str]
 
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def keep_pages() -> None:
+    """Has the C library keep what is freed, as the allocators do that torch recommends on CPUs.
+
+    Ways take turns in one process. Otherwise which of them pays for the pages that another one has
+    returned to the system is chance, and the same step takes a third longer in another run.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is None or not (tune(M_TRIM_THRESHOLD, 2**31 - 1) and tune(M_MMAP_MAX, 0)):
+        raise SystemExit("needs glibc, whose malloc can be told to keep its pages")
+
+
 def measure(name: str, link: LinkName, args: argparse.Namespace, group: Group) -> Found:
     """Tunes, and then times all ways in turn."""
     here = Link.here(group.world)
@@ -52,7 +68,8 @@ def measure(name: str, link: LinkName, args: argparse.Namespace, group: Group) -
     wrap = fast_ddp(tune=TunePolicy(remember=False))
     tuned = tuple(Variant(f"{TUNED} {number}", wrap) for number in range(args.tunings))
     scale = link.scale if args.scale is None else args.scale
-    lanes = make_lanes(scaled(name, scale), (DEFAULT, *CONTROLS, *tuned, *grid), group)
+    workload = WORKLOADS[name](scale=scale * (CPU_SCALE if name == "gpt2" else 1.0))
+    lanes = make_lanes(workload, (DEFAULT, *CONTROLS, *tuned, *grid), group)
     here.shape(link.rate)
     for each in tuned:
         lanes[each.name].steps(TUNED_STEPS)

@@ -26,7 +26,7 @@ import torch
 
 from examples.common.text import render
 from examples.common.variants import Variant
-from fastsync.planner.held import HELD
+from fastsync.planner.formulas import HELD
 from fastsync.wire.formats import PowerSGD, Wire, make_codec
 
 

@@ -63,10 +63,6 @@ class Memory:
         """Bytes of all items."""
         return sum(self.items.values())
 
-    def largest(self) -> str:
-        """The item that holds most."""
-        return max(self.items, key=self.items.__getitem__)
-
 
 @dataclass
 class _Pool:

@@ -14,7 +14,9 @@ import torch
 
 from fastsync.plan.buckets import ParamSpec
 
-__all__ = ["Allocations", "Mark", "Record", "TracedParam"]
+__all__ = ["ROOT", "Allocations", "Mark", "Record", "TracedParam"]
+
+ROOT = 0  # number of the unit of what no other unit has
 
 
 class Mark(NamedTuple):

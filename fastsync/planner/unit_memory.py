@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync.plan.layout import align_up
-from fastsync.planner.record import Mark, Record, TracedParam
-from fastsync.planner.strategy import Carrier, Strategy
-from fastsync.planner.unit_codes import codes_of
-from fastsync.planner.unit_marks import ROOT
+from fastsync.planner.record import ROOT, Mark, Record, TracedParam
+from fastsync.planner.strategy import Carrier, Strategy, codes_of
 from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
 
 __all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
