@@ -26,10 +26,10 @@ PACKAGE_LAYERS = [
 MODULE_LAYERS = {
     "build": [["env", "guard", "recipe", "trust"], ["extension"]],
     "doctor": [
-        ["finding", "network", "schedule", "__init__"],
-        ["facts", "drilled", "skew", "slow", "team"],
-        ["checks", "drill_rank", "rates"],
-        ["drill", "report"],
+        ["finding", "drill_rank", "__init__"],
+        ["facts", "rates", "drill"],
+        ["checks"],
+        ["report"],
         ["examine"],
         ["command"],
         ["__main__"],
