@@ -3,7 +3,7 @@
 # Packages, from the lowest: a module may import from packages above its own line only. What stands
 # in one line does not know of each other.
 PACKAGE_LAYERS = [
-    ["_C", "build", "page", "torch_private"],
+    ["_C", "build", "torch_private"],
     ["wire"],
     ["plan"],
     ["ranks"],
@@ -97,6 +97,7 @@ MODULE_LAYERS = {
         ["data"],
         ["units"],
         ["views", "recorder", "stats"],
+        ["page"],
         ["command"],
         ["__init__", "__main__"],
     ],

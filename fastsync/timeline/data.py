@@ -28,6 +28,7 @@ from fastsync.timeline.moves import (
 __all__ = [
     "BucketInfo",
     "BucketTimes",
+    "Medians",
     "RankRecord",
     "RankStep",
     "Run",
@@ -266,6 +267,35 @@ class RankStep:
     @property
     def _backward(self) -> Span:
         return self.backward_start, self.backward_end
+
+
+@dataclass(frozen=True)
+class Medians:
+    """Medians over steps, in seconds.
+
+    Attributes:
+        communicating: with at least one collective under way.
+        exposed: from the last gradient to the last average, and of waiting for units: what
+            synchronising adds to a step.
+        overlap: share of the communication that lies within backward, 0 to 1; with units, that is
+            not exposed. None: nothing was communicated.
+    """
+
+    computing: float
+    communicating: float
+    exposed: float
+    overlap: float | None
+
+    @classmethod
+    def of(cls, steps: Sequence[RankStep]) -> Medians:
+        """Return the medians of at least one step."""
+        shares = [s.overlapped / s.communicating for s in steps if s.communicating > 0]
+        return cls(
+            median(s.computing for s in steps),
+            median(s.communicating for s in steps),
+            median(s.exposed for s in steps),
+            median(shares) if shares else None,
+        )
 
 
 def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fastsync.engine.pace import Pace, SlowRanks
 from fastsync.engine.reports import Counters, UnitCounters
-from fastsync.timeline.data import RankStep
+from fastsync.timeline.data import Medians, RankStep
 from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.moves import size_text as _size
 from fastsync.timeline.units import UnitTiming, unit_timings
@@ -295,17 +295,16 @@ def _with_times(
     if not recorded:
         return base
     step_time = median(lengths) if lengths else None
-    communicating = [step.communicating for step in recorded]
     ratios = [step.communicating / step.computing for step in recorded if step.computing > 0]
-    overlaps = [s.overlapped / s.communicating for s in recorded if s.communicating > 0]
+    times = Medians.of(recorded)
     return replace(
         base,
         step_time=step_time,
-        compute_time=median(step.computing for step in recorded),
-        communication_time=median(communicating),
-        exposed_time=median(step.exposed for step in recorded),
+        compute_time=times.computing,
+        communication_time=times.communicating,
+        exposed_time=times.exposed,
         communication_ratio=median(ratios) if ratios else None,
-        overlap=median(overlaps) if overlaps else None,
+        overlap=times.overlap,
         scaling_efficiency=one_rank_step / step_time if one_rank_step and step_time else None,
     )
 
