@@ -19,7 +19,7 @@ import torch
 
 from docs.planner_peaks import MEASURED, STAGES, case_of, planned
 from fastsync.planner.advice import advise
-from fastsync.planner.formulas import HELD, adam_by_formula, held_rows, transformer_of
+from fastsync.planner.formulas import adam_by_formula, transformer_of
 from fastsync.planner.hardware import Cluster, device_named, links_of
 from fastsync.planner.quantities import gigabytes, shown_seconds
 from fastsync.planner.record import Record
@@ -32,17 +32,6 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     aligned = ["---", *(["---:"] * (len(headers) - 1))]
     lines = [headers, aligned, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def held() -> str:
-    """70 billion parameters in bf16 on 8 GPUs."""
-    rows = held_rows(70 * 10**9, HELD["bf16, states in fp32"], 8, 8, ("0", "1", "2", "3"))
-    items = list(rows[0].items)[:3]
-    body = []
-    for row in rows:
-        amounts = (*(row.items[name] for name in items), row.total, row.sent)
-        body.append((row.strategy.name, *map(gigabytes, amounts)))
-    return markdown(("70 B, 8 GPUs", *items, "total", "sent per step"), body)
 
 
 def scenario(numel: int, world: int) -> Scenario:
@@ -96,7 +85,7 @@ def peaks() -> str:
     return f"{table}\n\n{shown} {found['machine']}, buckets of 25 MiB in stages 0 to 2."
 
 
-TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (held, which, peaks)}
+TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (which, peaks)}
 
 
 def main() -> int:

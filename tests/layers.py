@@ -71,8 +71,8 @@ MODULE_LAYERS = {
     ],
     "planner": [
         ["quantities", "record", "hardware"],
-        ["batches", "strategy", "trace"],
-        ["formulas", "step_time", "unit_memory"],
+        ["batches", "formulas", "strategy", "trace"],
+        ["step_time", "unit_memory"],
         ["memory"],
         ["scenario"],
         ["advice", "options"],

@@ -1,4 +1,4 @@
-"""What a plan says to change first where nothing fits: whoever does so finds that it fits."""
+"""Remedies where nothing fits: the change that a plan names makes it fit."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What follows from the marks: exposed time, overlap, stragglers; and files that are wrong."""
+"""Figures from marks: exposed time, overlap, stragglers; and files that are wrong."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the facts of all ranks say, compared by rank 0: each check takes them and returns findings.
+"""Checks that compare the facts of all ranks, on rank 0: each takes them and returns findings.
 
 A new check is one more function in `CHECKS`.
 """
@@ -42,7 +42,7 @@ _PER_MACHINE = {
 # Of versions, those that may differ, with a warning.
 _MAY_DIFFER = {"python"}
 _LEAST_FREE = 1.0  # GiB
-# Refusals of shared memory that somebody wants, or that are no fault.
+# Reasons against shared memory that are meant, or no fault.
 _MEANT = ("FASTSYNC_SHM is 0", "the ranks are on several machines")
 
 

@@ -1,4 +1,4 @@
-"""Have a rank of a small training fail, and judge what the others say.
+"""Let a rank of a small training fail, and judge what the others say.
 
 The ranks that train are processes of their own: the one that runs this, which torchrun watches,
 only starts one and looks on. So the fault is real, and the job that tells of it ends cleanly.
@@ -51,8 +51,8 @@ class Fault:
     Attributes:
         happens: in words.
         ends: what becomes of the process.
-        named: what a survivor's error may say. If the faulty rank was on another machine, nobody
-            sees how its process ended.
+        named: what a survivor's error may say. Between machines no rank sees how
+            a process ended.
     """
 
     happens: str

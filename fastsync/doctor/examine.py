@@ -138,7 +138,7 @@ class Team:
 
     def part(self) -> None:
         """Let rank 0, which may serve the store, leave last."""
-        with contextlib.suppress(RuntimeError):  # the store has gone, so nobody waits for it
+        with contextlib.suppress(RuntimeError):  # the store has gone already
             self.gather("parting", "")
 
     def say(self, text: str) -> None:
@@ -284,7 +284,7 @@ def _measure(
 
 
 def _services(backend: str) -> list[Finding]:
-    """Check that ranks look out for each other, and average in memory where they can."""
+    """Check that ranks watch each other, and average in memory if they can."""
     why = open_watch(default_group())
     if why:
         remedy = "A rank that dies will not be named: see docs/faults.md"

@@ -1,4 +1,4 @@
-"""What a rank says of itself before there is a process group.
+"""Facts that a rank knows of itself before there is a process group.
 
 Interfaces come from Linux: /sys and /proc.
 """
@@ -59,7 +59,7 @@ class Interface(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank knows of itself, all of it cheap to learn.
+    """Facts of one rank, all of them cheap to learn.
 
     Attributes:
         host: the machine's name.

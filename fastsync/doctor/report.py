@@ -1,4 +1,4 @@
-"""What was found, as text and as JSON."""
+"""The report, as text and as JSON."""
 
 from __future__ import annotations
 

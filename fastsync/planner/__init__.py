@@ -1,4 +1,4 @@
-"""Which strategy, how much memory, how fast: answered before anything is launched.
+"""Plan a training before it is launched: strategy, memory, speed.
 
     python -m fastsync.plan --model train.py:build_model --batch 8x1024 --gpus 64 --device h100
 

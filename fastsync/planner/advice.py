@@ -26,7 +26,7 @@ _ALL = ("0", "1", "2", "3", "hsdp")
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """The strategy to take, or what to change.
 
     Attributes:
         best, second: in this order; None where nothing fits.

@@ -4,7 +4,7 @@
 What a trace notes of a batch grows with it along a line, mark by mark, as long as the model does
 the same things: so two traces tell what one of any other batch would note. Their peaks do not grow
 along a line, since another moment of the step may become the largest. So the search replays records
-that nobody has traced, which is quick, and traces the batch that it has found. If that shows
+between the traced ones, which is quick, and traces the batch that it has found. If that shows
 what was expected, three traces lie on one line and the answer stands; else the search goes on with
 the new trace beside the others. A model that does other things with other batches is traced at
 every step of the search.

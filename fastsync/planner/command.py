@@ -1,8 +1,7 @@
 """Plans a training before it is launched: memory, step time, and the strategy to take.
 
     python -m fastsync.plan --model train.py:build_model --batch 8x1024 --gpus 64 --device h100
-    python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8      # the formulas of ZeRO alone
-    python -m fastsync.plan --params 70e9 --batch 1x4096 --gpus 64,512
+    python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8,64,512  # a transformer so large
     python -m fastsync.plan --model train.py:build_model --batch 8x1024 --computing 61ms
 
 --model names a function without arguments that returns the nn.Module; it is built and traced
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastsync.planner import quantities as q
-from fastsync.planner.formulas import Held, held_rows
-from fastsync.planner.options import asked_for, check, wants_time
-from fastsync.planner.plan import held_json, held_text, make_plan_of, plan_json, plan_text
+from fastsync.planner.options import asked_for
+from fastsync.planner.plan import make_plan_of, plan_json, plan_text
 from fastsync.wire.formats import make_codec
 
 __all__ = ["main"]
@@ -68,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is trained").add_argument
     what("--model", help="file.py:function or package.module:function that returns the model")
     what("--params", type=_typed(q.count), help="a transformer of so many parameters: 70e9, 7B")
-    what("--batch", type=_typed(q.shape), help="of one rank: 8x1024 tokens, 32x3x224x224")
+    what(
+        "--batch",
+        type=_typed(q.shape),
+        help="of one rank: 8x1024 tokens, 32x3x224x224 (with --params: 1x4096)",
+    )
     what("--loss", help="file.py:function of output and batch (default: by the output's form)")
     what("--dtype", type=_typed(q.dtype), help="of parameters: fp32, bf16, fp16")
     what("--optimizer", default="adamw", help="of torch.optim, with --model (default: adamw)")
@@ -97,34 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace) -> tuple[str, dict[str, object]]:
-    """Return the plan, or where no batch is given the formulas' tables: as text and as JSON."""
-    if wants_time(args):
-        plan = make_plan_of(asked_for(args), args.gpus)
-        return plan_text(plan), plan_json(plan)
-    itemsize = (args.dtype or q.DTYPES["bf16"]).itemsize
-    held = Held(itemsize, itemsize, 8.0, 4.0 if args.master_weights and itemsize == 2 else 0.0)
-    states = "Adam's states in fp32" + (", fp32 master weights" if held.master else "")
-    title = f"{q.millions(args.params)} parameters of {itemsize} bytes, {states}"
-    tables = {
-        world: held_rows(args.params, held, world, args.per_node, args.strategies)
-        for world in args.gpus
-    }
-    return held_text(title, tables), held_json(title, tables)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    args = _parser().parse_args(arguments)
     try:
-        check(args, given)
-        text, document = _plan(args)
+        plan = make_plan_of(asked_for(args), args.gpus)
         if not args.quiet:
-            print(text)
+            print(plan_text(plan))
         if args.json:
-            _write(args.json, json.dumps(document, indent=1) + "\n", args.quiet)
+            _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n", args.quiet)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE

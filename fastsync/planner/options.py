@@ -6,7 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -22,28 +22,17 @@ from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.strategy import named
 from fastsync.planner.trace import Loss, StepError, TraceError, trace_model, trace_optimizer
 
-__all__ = ["asked_for", "check", "wants_time"]
+__all__ = ["asked_for"]
 
 _BY_FORMULA = ("adam", "adamw")
-_OF_TIME = (
-    *("device", "memory", "efficiency", "intra", "inter", "latency", "backend"),
-    *("jitter", "accumulate", "wires", "bucket_cap_mb", "no_checkpointing", "computing"),
-)
+_BATCH = (1, 4096)  # of --params: samples x tokens
 
 
 # ---- what goes together -----------------------------------------------------------------------
 
 
-def wants_time(args: argparse.Namespace) -> bool:
-    """Whether there is enough for more than the formulas."""
-    return args.model is not None or args.batch is not None
-
-
-def check(args: argparse.Namespace, given: Collection[str]) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Check that options go together; what does not is an error that names the option.
-
-    Args:
-        given: options that are not as they are by default.
 
     Raises:
         ValueError: it is unclear what is trained, an option would change nothing, ranks do not
@@ -53,34 +42,16 @@ def check(args: argparse.Namespace, given: Collection[str]) -> None:
         raise ValueError("say what is trained: --model or --params, one of them")
     if args.model and not args.batch:
         raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
-    if args.params:
-        _check_params(args, given)
-    _check_ranks(args)
-
-
-def _check_params(args: argparse.Namespace, given: Collection[str]) -> None:
-    if args.batch and len(args.batch) != 2:
+    if args.params and args.batch and len(args.batch) != 2:
         raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
-    _refuse(("loss",), given, "with --params; plan your own model with --model")
-    if args.optimizer.lower() not in _BY_FORMULA:
+    if args.params and args.loss:
+        raise ValueError("--loss says nothing with --params; plan your own model with --model")
+    if args.params and args.optimizer.lower() not in _BY_FORMULA:
         raise ValueError(
             f"--optimizer {args.optimizer} says nothing with --params, where states are Adam's by "
             "formula; plan your own model with --model"
         )
-    if not args.batch:
-        _refuse(_OF_TIME, given, "with --params alone; add --batch SAMPLESxTOKENS")
-
-
-def _refuse(options: Iterable[str], given: Collection[str], why: str) -> None:
-    for name in options:
-        if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} says nothing {why}")
-
-
-def _check_ranks(args: argparse.Namespace) -> None:
-    timed = wants_time(args)
-    several = (n for n in args.gpus if n > args.per_node and n % args.per_node)
-    wrong = next(several, None) if timed else None
+    wrong = next((n for n in args.gpus if n > args.per_node and n % args.per_node), None)
     if wrong:
         raise ValueError(
             f"--gpus: {wrong} do not fill nodes of {args.per_node}; choose a multiple of --per-node"
@@ -90,11 +61,10 @@ def _check_ranks(args: argparse.Namespace) -> None:
         if not any(strategy.possible for strategy in tried):
             stages = ", ".join(args.strategies)
             raise ValueError(f"--wires: {wire!r} goes with none of --strategies {stages}; add 0")
-    compared = args.gpus[:1] if timed else args.gpus
-    if set(args.strategies) == {"hsdp"} and min(compared) <= args.per_node:
+    if set(args.strategies) == {"hsdp"} and args.gpus[0] <= args.per_node:
         raise ValueError(
             f"--strategies hsdp shares inside a node and repeats between nodes, but --gpus "
-            f"{min(compared)} with --per-node {args.per_node} make one node"
+            f"{args.gpus[0]} with --per-node {args.per_node} make one node"
         )
 
 
@@ -107,6 +77,7 @@ def asked_for(args: argparse.Namespace) -> Scenario:
     Raises:
         ValueError: it names the option that is wrong.
     """
+    _check(args)
     device = device_named(args.device)
     if args.memory:
         device = replace(device, memory=args.memory)
@@ -199,7 +170,7 @@ def _loss_of(name: str | None) -> Loss | None:
 
 def _tracer(args: argparse.Namespace) -> Callable[[int, bool], Record]:
     """Return what traces --model, or a transformer of --params."""
-    sizes: tuple[int, ...] = args.batch[1:]
+    sizes: tuple[int, ...] = (args.batch or _BATCH)[1:]
     if args.params:
         dtype = args.dtype or torch.bfloat16
         return lambda samples, again: transformer_of(args.params, dtype, (samples, *sizes), again)
@@ -233,7 +204,7 @@ def _scenario(args: argparse.Namespace, device: Device, cluster: Cluster) -> Sce
 
     return Scenario(
         trace=_tracer(args),
-        samples=args.batch[0],
+        samples=(args.batch or _BATCH)[0],
         optimizer=cached_optimizer(adam_by_formula if args.params else optimizer),
         device=device,
         cluster=cluster,

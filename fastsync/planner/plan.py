@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from fastsync.planner.advice import Advice, advise
-from fastsync.planner.formulas import HeldRow
 from fastsync.planner.hardware import Cluster, Device
 from fastsync.planner.quantities import gigabytes, millions, shown_seconds
 from fastsync.planner.scenario import Candidate, Scenario
 from fastsync.planner.step_time import Compute, StepTime
 
-__all__ = ["Plan", "Point", "held_json", "held_text", "make_plan_of", "plan_json", "plan_text"]
+__all__ = ["Plan", "Point", "make_plan_of", "plan_json", "plan_text"]
 
 Json: TypeAlias = dict[str, object]
 
@@ -32,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is shown.
+    """A finished plan.
 
     Attributes:
         title: model and batch.
@@ -87,35 +86,6 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         padded = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join(("", first.ljust(widths[0]), *padded)).rstrip())
     return lines
-
-
-def held_text(title: str, tables: Mapping[int, Sequence[HeldRow]]) -> str:
-    """Return the formulas' tables, one for each number of ranks."""
-    shown = []
-    for world, rows in tables.items():
-        names = [name for name in rows[0].items if any(row.items[name] for row in rows)]
-        body = []
-        for row in rows:
-            amounts = (*(row.items[name] for name in names), row.total, row.sent)
-            body.append((row.strategy.name, *map(gigabytes, amounts)))
-        table = _table(("per rank", *names, "total", "sent per step"), body)
-        shown.append("\n".join([f"{title}, {world} ranks\n", *table]))
-    note = (
-        "What a rank holds from step to step, by the formulas of ZeRO. Activations, buffers and "
-        "the framework come on top: add --batch SAMPLESxTOKENS for an estimate, or plan your own "
-        "model with --model."
-    )
-    return "\n\n".join([*shown, note])
-
-
-def held_json(title: str, tables: Mapping[int, Sequence[HeldRow]]) -> Json:
-    """Return the same for programs; bytes."""
-    rows = [
-        {"strategy": row.strategy.name, "gpus": world, "items": row.items, "sent": row.sent}
-        for world, found in tables.items()
-        for row in found
-    ]
-    return {"format": "fastsync memory", "version": 1, "title": title, "rows": rows}
 
 
 def _cluster_text(cluster: Cluster) -> str:

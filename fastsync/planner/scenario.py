@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, on what, and what may be tried.
+    """A training, its hardware, and what may be tried.
 
     Attributes:
         trace: traces the model with so many samples, with or without checkpointing.

@@ -54,7 +54,7 @@ class Carrier(Enum):
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is repeated on every rank, what is shared, and how gradients travel.
+    """Placement of parameters, gradients and optimizer state, and the wire format.
 
     Attributes:
         stage: of ZeRO: 0 repeats everything, 1 shares the optimizer's state and the gradients

@@ -41,7 +41,6 @@ __all__ = [
     "StepError",
     "TraceError",
     "find_blocks",
-    "kind_of_optimizer",
     "trace_model",
     "trace_optimizer",
     "units_of",
@@ -71,7 +70,7 @@ class _Recorder(TorchDispatchMode):
         self._next = 0
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Of its storage, where it was allocated in the trace."""
+        """Number of its storage, if that was allocated in the trace."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -393,7 +392,11 @@ def trace_optimizer(
     Raises:
         TraceError: torch has no such optimizer, or it cannot be traced.
     """
-    kind = kind_of_optimizer(name)
+    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    del kinds["optimizer"]  # their base
+    if (kind := kinds.get(name.lower())) is None:
+        known = ", ".join(each.__name__ for each in kinds.values())
+        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
     recorder = _Recorder()
     with FakeTensorMode(), _explained(f"a step of {kind.__name__}"):
         params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in sizes]
@@ -412,17 +415,3 @@ def trace_optimizer(
         with recorder:
             optimizer.step()
         return Allocations.of(recorder.marks, sum(t.nbytes for t in kept))
-
-
-def kind_of_optimizer(name: str) -> type:
-    """torch's class of that name, in any case.
-
-    Raises:
-        TraceError: there is none.
-    """
-    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    kind = kinds.get(name.lower())
-    if kind is None or kind is torch.optim.Optimizer:
-        known = ", ".join(n for n, k in kinds.items() if k is not torch.optim.Optimizer)
-        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
-    return kind

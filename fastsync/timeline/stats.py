@@ -1,4 +1,4 @@
-"""What synchronising costs at run time, as one object, and its way into TensorBoard."""
+"""Statistics of synchronisation at run time, as one object and as scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SyncStats(Mapping[str, Any]):
         scaling_efficiency: step time of a single rank / step_time, 1 being perfect; needs
             `one_rank_step`.
         straggler: whom the others wait for, over 50 steps; the same on every rank. Known without
-            `timeline=`, on CPUs; None where nobody keeps the others waiting, and with units.
+            `timeline=`, on CPUs; None if no rank keeps the others waiting, and with units.
         network_time: of a step that even the rank that waits least waits, so for the network.
     """
 
@@ -310,7 +310,7 @@ def _with_times(
 
 
 def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple[BucketTiming, ...]:
-    """Of the plan of the latest step; earlier steps with another plan do not count."""
+    """Times of the latest step's plan; earlier steps with another plan do not count."""
     plan = recorded[-1].plan
     seen = [b for step in recorded if step.plan == plan for b in step.buckets]
     timings = []
@@ -326,14 +326,14 @@ def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple
 
 
 class Synchronised(Protocol):
-    """What a FastDDP is here."""
+    """A FastDDP, or another model with statistics."""
 
     def sync_stats(self) -> SyncStats:
-        """As `FastDDP.sync_stats`."""
+        """Return the statistics, as `FastDDP.sync_stats`."""
 
 
 class Writer(Protocol):
-    """What TensorBoard's SummaryWriter has, and similar writers."""
+    """TensorBoard's SummaryWriter, or a similar writer."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Takes one point of one curve."""

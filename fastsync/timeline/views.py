@@ -129,7 +129,7 @@ def summary_text(run: Run) -> str:
 
 
 def _lost_texts(run: Run) -> list[str]:
-    """What was recorded, or should have been, and is not there."""
+    """Marks that were recorded, or should have been, and are not there."""
     found = []
     for record in run.ranks:
         if record.dropped:
