@@ -246,7 +246,7 @@ def bars(page, rank):
     part = page.split(f"<h3>Rank {rank}</h3>")[1].split("<h3>")[0].split("<h2>")[0]
     found = {}
     for lane in re.findall(r'class="lane"><span>(.*?)</span>(.*?)</div></div>', part, re.DOTALL):
-        shapes = re.findall(r'<i class="(\w+)" style="left:([\d.]+)%;width:([\d.]+)%"', lane[1])
+        shapes = re.findall(r'<i class="([\w-]+)" style="left:([\d.]+)%;width:([\d.]+)%"', lane[1])
         found[lane[0]] = [(kind, float(left), float(width)) for kind, left, width in shapes]
     return found
 
@@ -262,7 +262,7 @@ def test_lanes_of_the_page_are_drawn_to_scale():
     assert exposed == ("exposed", *(pytest.approx(100 * x / whole, abs=0.01) for x in (50, 18)))
     # Rank 1 launches it at 29 ms; both are through at 43.
     late, wire = lanes["bucket 0"][1:]
-    assert (late[0], wire[0]) == ("late", "wire")
+    assert (late[0], wire[0]) == ("late", "all-reduce")
     assert late[1] + late[2] == pytest.approx(wire[1], abs=0.01)
     assert wire[1:] == pytest.approx((100 * 29 / whole, 100 * 14 / whole), abs=0.01)
     assert bars(page, 1)["bucket 0"][1][2] == 0, "the last rank waits for no other"

@@ -58,7 +58,7 @@ def test_units_are_recorded_and_shown(way, tmp_path):
     assert re.search(r"exposed .* of it waits for gathers", text)
     assert re.search(r"^  blocks\.3 +1\.5 MiB( +\d+\.\d\d){4}$", text, re.MULTILINE)
     page = html_page(run)
-    assert "<span>blocks.3</span>" in page and 'class="reduction"' in page
+    assert "<span>unit blocks.3</span>" in page and 'class="reduction"' in page
 
 
 def check_step(step):
@@ -327,7 +327,7 @@ def test_the_summary_says_what_units_cost():
 def test_the_page_holds_units():
     page = html_page(made_up_units())
     lanes = re.findall(r'<div class="lane"><span>(.*?)</span>', page)
-    assert lanes == 2 * ["compute", "root", "blocks.0", "communication"]
+    assert lanes == 2 * ["compute", "unit root", "unit blocks.0", "communication"]
     exposed = re.findall(r'class="exposed" style="left:([\d.]+)%;width:([\d.]+)%', page)[:3]
     spans = [(float(left) * 0.36, float(width) * 0.36) for left, width in exposed]  # of 36 ms
     assert spans == [pytest.approx(each, abs=1e-3) for each in ((0, 2), (4, 2), (28, 8))]

@@ -11,7 +11,9 @@ from fastsync.doctor.drill import FAULTS, Drill, problems
 from fastsync.doctor.facts import Facts
 from fastsync.doctor.finding import Finding, Level, worst
 from fastsync.doctor.rates import RULES, Measured
+from fastsync.planner.quantities import shown_seconds
 from fastsync.ranks.words import name_ranks
+from fastsync.timeline.moves import size_text
 
 __all__ = ["Report", "report_json", "report_text"]
 
@@ -94,16 +96,7 @@ def _sweep(measured: Measured, backend: str) -> str:
     lines = [f"all-reduce of all ranks, {backend:4}       time   bus bandwidth"]
     for it in measured.sweep:
         rate = f"{it.rate / 1e9:8.3f} GB/s" if it.nbytes >= 1024 else ""
-        size = next(
-            (
-                f"{it.nbytes // n} {unit}"
-                for unit, n in (("MiB", 1 << 20), ("KiB", 1 << 10))
-                if it.nbytes >= n
-            ),
-            f"{it.nbytes} B",
-        )
-        long = it.seconds >= 1e-3
-        time = f"{1e3 * it.seconds:.2f} ms" if long else f"{1e6 * it.seconds:.0f} us"
+        size, time = size_text(it.nbytes), shown_seconds(it.seconds)
         lines.append(f"  {size:>12} {time:>25} {rate:>15}".rstrip())
     return "\n".join(lines)
 

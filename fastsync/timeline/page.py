@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fastsync.timeline.data import RankStep, Run, by_step, launch_lag
-from fastsync.timeline.moves import Span, size_text, union
-from fastsync.timeline.views import step_length, summarise, summary_text
+from fastsync.timeline.moves import Span, size_text
+from fastsync.timeline.views import Bar, lanes_of, step_length, summarise, summary_text
 
 __all__ = ["html_page"]
 
@@ -25,7 +25,7 @@ body { max-width: 1240px; margin: 24px auto; padding: 0 16px; }
 .track i { position: absolute; top: 0; height: 100%; min-width: 1px; }
 .forward { background: #9aabc4; } .backward { background: #71849f; }
 .exposed { background: #d43f3a; } .waiting { background: #dd9a1f; }
-.late { background: #16788b66; } .wire, .gather { background: #16788b; }
+.late { background: #16788b66; } .all-reduce, .gather, .busy { background: #16788b; }
 .reduction, .sum { background: #7a5ea8; }
 pre, .scroll { overflow-x: auto; }
 td, th { padding: 2px 12px 2px 0; text-align: right; }
@@ -33,7 +33,7 @@ td, th { padding: 2px 12px 2px 0; text-align: right; }
 _LEGEND = (
     *(("forward", "forward"), ("backward", "backward"), ("exposed", "exposed")),
     *(("waiting", "waits for its turn"), ("late", "waits for another rank")),
-    *(("wire", "all-reduce or gather"), ("reduction", "reduction of a unit")),
+    *(("busy", "all-reduce or gather"), ("reduction", "reduction of a unit")),
 )
 
 
@@ -102,28 +102,24 @@ def _lanes(run: Run, shown: Sequence[RankStep], every: Sequence[RankStep]) -> It
 
     for step in shown:
         yield f"<h3>Rank {step.rank}</h3>"
-        spans = [("forward", span) for span in step.forwards]
-        backwards = (*step.accumulating, (step.backward_start, step.backward_end))
-        spans += [("backward", span) for span in backwards]
-        spans += [("exposed", span) for span in step.exposures]
-        yield lane("compute", [bar(kind, span, kind) for kind, span in spans])
-        for bucket in step.buckets:
-            info = run.plans[step.plan - 1][bucket.bucket]
-            name = f"bucket {bucket.bucket}"
-            size = f"{size_text(bucket.bytes)} as {info.wire}"
-            what = "\n".join([f"{name}, {size}", *info.parameters])
-            last = min(max(launched["bucket", bucket.bucket, 0], bucket.launched), bucket.done)
-            bars = [bar("waiting", (bucket.ready, bucket.packed), f"{name} waits for its turn")]
-            bars.append(bar("late", (bucket.launched, last), f"{name} waits for another rank"))
-            yield lane(name, [*bars, bar("wire", (last, bucket.done), what)])
-        for number in dict.fromkeys(move.unit for move in step.moves):
-            unit, bars = run.units[number], []
-            for move in (m for m in step.moves if m.unit == number):
-                last = min(max(launched[move.kind, number, move.turn], move.started), move.done)
-                what = f"{move.kind} of {unit.name}, {size_text(move.bytes)} sent"
-                bars.append(bar("late", (move.started, last), f"{what}: waits for another rank"))
-                title = "\n".join([what, *unit.parameters])
-                bars.append(bar(move.kind, (last, move.done), title))
-            yield lane(unit.name, bars)
-        busy = [bar("wire", span, "a collective is under way") for span in union(step.busy)]
+        for _, label, bars in lanes_of(run, step):
+            drawn = []
+            for each in bars:
+                begin, done = each.span
+                if each.launch is not None:  # nothing moves before the last rank has launched it
+                    last = min(max(launched[each.launch], begin), done)
+                    drawn.append(bar("late", (begin, last), f"{label} waits for another rank"))
+                    begin = last
+                drawn.append(bar(each.name, (begin, done), _told(f"{each.name}, {label}", each)))
+            yield lane(label, drawn)
+        busy = [bar("busy", span, "a collective is under way") for span in step.busy]
         yield lane("communication", busy)
+
+
+def _told(title: str, bar: Bar) -> str:
+    """What the pointer over a bar shows."""
+    wire = f" as {bar.facts['wire']}" if "wire" in bar.facts else ""
+    size = [size_text(float(str(bar.facts["bytes"]))) + wire] if "bytes" in bar.facts else []
+    parameters = bar.facts.get("parameters", [])
+    assert isinstance(parameters, list)
+    return "\n".join([title, *size, *parameters])

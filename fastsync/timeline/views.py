@@ -12,10 +12,18 @@ from typing import TypeAlias
 
 from fastsync.engine.pace import during
 from fastsync.timeline.data import Medians, RankStep, Run, Straggler, by_step, find_straggler
-from fastsync.timeline.moves import KINDS, length, size_text
+from fastsync.timeline.moves import KINDS, Span, length, size_text
 from fastsync.timeline.units import UnitTiming, unit_timings
 
-__all__ = ["Summary", "perfetto_trace", "step_length", "summarise", "summary_text"]
+__all__ = [
+    "Bar",
+    "Summary",
+    "lanes_of",
+    "perfetto_trace",
+    "step_length",
+    "summarise",
+    "summary_text",
+]
 
 # What json.dumps takes.
 Json: TypeAlias = dict[str, object]
@@ -176,73 +184,68 @@ def _straggler_text(summary: Summary) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Bar:
+    """Something that took time in a lane.
+
+    Attributes:
+        name: "forward", "backward", "exposed", "waiting", "all-reduce", or one of `KINDS`.
+        facts: about a bucket or unit, by name.
+        launch: key of a collective in `RankStep.launches`; None: it is none.
+    """
+
+    name: str
+    span: Span
+    facts: Json
+    launch: tuple[str, int, int] | None = None
+
+
+def lanes_of(run: Run, step: RankStep) -> Iterator[tuple[int, str, list[Bar]]]:
+    """Number, title and bars of each lane: that of the computation, and one per bucket or unit."""
+    passes = [("forward", span) for span in step.forwards]
+    passes += [
+        ("backward", s) for s in ((step.backward_start, step.backward_end), *step.accumulating)
+    ]
+    passes += [("exposed", span) for span in step.exposures]
+    yield 0, "compute", [Bar(name, span, {}) for name, span in passes]
+    for b in step.buckets:
+        info = run.plans[step.plan - 1][b.bucket]
+        facts: Json = {"bytes": b.bytes, "wire": info.wire}
+        waiting = Bar("waiting", (b.ready, b.packed), facts)
+        facts = {**facts, "parameters": list(info.parameters)}
+        wire = Bar("all-reduce", (b.launched, b.done), facts, ("bucket", b.bucket, 0))
+        yield b.bucket + 1, f"bucket {b.bucket}", [waiting, wire]
+    for number in sorted({move.unit for move in step.moves}):
+        unit, bars = run.units[number], []
+        for m in (move for move in step.moves if move.unit == number):
+            facts = {"bytes": m.bytes, "parameters": list(unit.parameters)}
+            facts["exposed_ms"] = 1e-6 * (m.arrived - m.wanted)
+            bars.append(Bar(m.kind, (m.started, m.done), facts, (m.kind, number, m.turn)))
+        yield number + 1, f"unit {unit.name}", bars
+
+
 def perfetto_trace(run: Run) -> Json:
-    """The run in Chrome's Trace Event Format: a process per rank, a thread per lane."""
+    """Return the run in Chrome's Trace Event Format: a process per rank, a thread per lane."""
     steps = by_step(run)
     origin = min((s.start for ranks in steps.values() for s in ranks), default=0)
     events: list[Json] = []
+
+    def name(kind: str, rank: int, thread: int, text: str) -> None:
+        args = {"name": text}
+        events.append({"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args})
+
     for record in run.ranks:
-        events.append(_name("process_name", record.rank, 0, f"rank {record.rank} ({record.host})"))
-        events.append(_name("thread_name", record.rank, 0, "compute"))
+        name("process_name", record.rank, 0, f"rank {record.rank} ({record.host})")
     named: set[tuple[int, int]] = set()
-    for ranks in steps.values():
-        for step in ranks:
-            events += _compute_slices(step, origin)
-            for index, slices in _bucket_slices(run, step, origin):
-                if (step.rank, index) not in named:
-                    named.add((step.rank, index))
-                    events.append(_name("thread_name", step.rank, index + 1, f"bucket {index}"))
-                events += slices
-            for number in sorted({m.unit for m in step.moves}):
-                if (step.rank, number) not in named:
-                    named.add((step.rank, number))
-                    title = f"unit {run.units[number].name}"
-                    events.append(_name("thread_name", step.rank, number + 1, title))
-            events += _unit_slices(run, step, origin)
+    for step in (step for ranks in steps.values() for step in ranks):
+        for number, title, bars in lanes_of(run, step):
+            if (step.rank, number) not in named:
+                named.add((step.rank, number))
+                name("thread_name", step.rank, number, title)
+            for bar in bars:
+                start, end = bar.span
+                times = {"ts": (start - origin) / 1e3, "dur": (end - start) / 1e3}
+                place = {"pid": step.rank, "tid": number}
+                args = {"step": step.step, **bar.facts}
+                events.append({"ph": "X", "name": bar.name, **place, **times, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(kind: str, rank: int, thread: int, text: str) -> Json:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": text}}
-
-
-def _slice(
-    name: str, place: tuple[int, int], span: tuple[int, int], origin: int, **args: object
-) -> Json:
-    pid, tid = place
-    start, end = span
-    times = {"ts": (start - origin) / 1e3, "dur": (end - start) / 1e3}
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args}
-
-
-def _compute_slices(step: RankStep, origin: int) -> list[Json]:
-    place = (step.rank, 0)
-    spans = [("forward", span) for span in step.forwards]
-    spans.append(("backward", (step.backward_start, step.backward_end)))
-    spans += [("backward", span) for span in step.accumulating]
-    spans += [("exposed", span) for span in step.exposures]
-    return [_slice(name, place, span, origin, step=step.step) for name, span in spans]
-
-
-def _bucket_slices(run: Run, step: RankStep, origin: int) -> Iterator[tuple[int, list[Json]]]:
-    for bucket in step.buckets:
-        info = run.plans[step.plan - 1][bucket.bucket]
-        args = {"step": step.step, "bytes": bucket.bytes, "wire": info.wire}
-        place = (step.rank, bucket.bucket + 1)
-        whole = {**args, "parameters": list(info.parameters)}
-        yield (
-            bucket.bucket,
-            [
-                _slice("waiting", place, (bucket.ready, bucket.packed), origin, **args),
-                _slice("all-reduce", place, (bucket.launched, bucket.done), origin, **whole),
-            ],
-        )
-
-
-def _unit_slices(run: Run, step: RankStep, origin: int) -> Iterator[Json]:
-    for move in step.moves:
-        info = run.units[move.unit]
-        args = {"step": step.step, "bytes": move.bytes, "parameters": list(info.parameters)}
-        waited = 1e-6 * (move.arrived - move.wanted)
-        place, span = (step.rank, move.unit + 1), (move.started, move.done)
-        yield _slice(move.kind, place, span, origin, **args, exposed_ms=waited)
