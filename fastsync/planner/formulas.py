@@ -47,7 +47,7 @@ def transformer_of(
         for part in range(_PER_LAYER):
             own = size * (part + 1) // _PER_LAYER - size * part // _PER_LAYER
             name = f"layer {layer}, part {part}"
-            params.append(TracedParam(name, (own,), dtype, own, layer + 1))
+            params.append(TracedParam(name, (own,), dtype, layer + 1))
     marks.append(Mark("backward"))
     for layer in reversed(range(layers)):
         marks.append(Mark("return", layer + 1))

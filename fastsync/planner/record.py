@@ -48,7 +48,6 @@ class TracedParam:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int
     unit: int
 
     @property
@@ -61,7 +60,7 @@ class TracedParam:
 
     def spec(self, index: int, device: str = "cpu") -> ParamSpec:
         """Return the parameter as the engine plans with it."""
-        return ParamSpec(index, self.numel, self.dtype, torch.device(device), rows=self.rows)
+        return ParamSpec(index, self.numel, self.dtype, torch.device(device))
 
 
 @dataclass(frozen=True)

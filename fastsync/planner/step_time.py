@@ -219,7 +219,6 @@ def _bucket_cost(
         return collective_seconds(kind, nbytes, cluster), sent_bytes(kind, nbytes, world)
     kinds = {
         "gather": [("all_gather", nbytes * world)],
-        "low_rank": [("all_reduce", nbytes)],
         "scatter": [("all_to_all", nbytes)],
     }.get(bucket.coded.form, [("all_to_all", nbytes), ("all_gather", nbytes)])
     travelling = sum(collective_seconds(kind, size, cluster) for kind, size in kinds)

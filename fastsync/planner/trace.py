@@ -361,11 +361,8 @@ def _record(
     trained = []
     for label, param in module.named_parameters():
         if param.requires_grad:
-            strides = param.stride()
-            outermost = max(range(param.dim()), key=strides.__getitem__, default=None)
-            rows = 1 if outermost is None else param.shape[outermost]
             unit = numbers.get(id(param), ROOT)
-            trained.append(TracedParam(label, tuple(param.shape), param.dtype, rows, unit))
+            trained.append(TracedParam(label, tuple(param.shape), param.dtype, unit))
     tokens = 0 if batch.is_floating_point() else batch.numel()
     return Record(
         model=type(module).__name__,
