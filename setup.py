@@ -77,9 +77,6 @@ setup(
     package_dir=packages,
     package_data={
         "fastsync": ["py.typed", "_C.pyi"],
-        "fastsync.page": ["page.html", "base.*"],
-        "fastsync.planner": ["page/*"],
-        "fastsync.timeline": ["page/*"],
         **{package: ["*.h", "*.cpp", "*.cu"] for package in sources},
     },
     **extension_arguments(),

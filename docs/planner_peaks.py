@@ -1,5 +1,8 @@
-"""Peaks of memory, as planned and as measured: this project's models at every stage, as they are,
-with checkpointing, and in bf16 with fp32 masters; and in the wire formats that a stage can have.
+"""Compare planned peaks of memory with measured ones: python -m docs.planner_peaks
+
+This project's models at every stage, as they are, with checkpointing, and in bf16 with fp32
+masters; and in the wire formats that a stage can have. Two ranks over Gloo measure them, also on a
+busy machine; docs/measured/peaks.json holds the results, which docs/make_planner.py shows.
 
 Masters of stages 1 and 2 are those of `Zero(master_weights=True)`, of stage 3 those of
 `fully_shard(mp_policy=...)`, whose shares are fp32. Stage 0 has none, so a script keeps them beside
@@ -8,9 +11,13 @@ its parameters.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.models import WORKLOADS
 from examples.common.costs import peak_memory
+from examples.common.machine import describe, environment
 from examples.common.ranks import Group
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
 from examples.common.variants import Variant, fast_ddp
@@ -28,12 +36,15 @@ from fastsync.plan.policy import BucketPolicy
 from fastsync.planner.memory import Memory, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy, engine_plan, named
-from fastsync.planner.tracing import find_blocks, trace_model, trace_optimizer
+from fastsync.planner.trace import find_blocks, trace_model, trace_optimizer
+from fastsync.testing import run_ranks
 from fastsync.units.choosing import choose_units
 
 RANKS, CAP_MB = 2, 25.0
 MODELS, STAGES = ("wide", "transformer", "gpt2", "conv"), (0, 1, 2, 3)
-WIRES = ("int8", "int4")  # without residuals, and with them
+WIRES = ("int8", "int4")  # without and with residuals
+MEASURED = Path(__file__).resolve().parent / "measured" / "peaks.json"
+TIMEOUT = 3000.0  # seconds
 NARROW = torch.bfloat16
 
 
@@ -177,3 +188,34 @@ def measured(case: Case, group: Group) -> float | None:
     nbytes = sum(p.nbytes for p in workload_of(replace(case, stage=3)).build().parameters())
     fp32 = case.stage == 3 or not case.masters
     return None if found is None else found * (nbytes if fp32 else nbytes / 2)
+
+
+def peaks_here(rank: int, world: int, case: Case) -> dict[str, Any]:
+    """What a rank measures."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)  # for the thread that looks
+    group = Group(rank, world, torch.device("cpu"))
+    return {"environment": environment(group), "bytes": measured(case, group)}
+
+
+def main() -> None:
+    """Measure case by case; what is known of others stays."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--way", help="as the table calls it (default: all)")
+    args = parser.parse_args()
+    rows = json.loads(MEASURED.read_text())["peaks"] if MEASURED.exists() else []
+    for case in every_case(args.models.split(",")):  # in processes of their own
+        if args.way not in (None, case.way):
+            continue
+        found = run_ranks(peaks_here, RANKS, case, timeout=TIMEOUT)[0]
+        own = {**asdict(case), "bytes": found["bytes"]}
+        print(own, flush=True)
+        rows = [row for row in rows if case_of(row) != case] + [own]
+        rows.sort(key=lambda row: MODELS.index(row["model"]))
+        document = {"machine": describe(found["environment"]), "peaks": rows}
+        MEASURED.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

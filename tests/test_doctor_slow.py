@@ -4,29 +4,28 @@ import json
 
 import pytest
 
-from fastsync.doctor import report, schedule, slow
+from fastsync.doctor import rates, report
 from fastsync.doctor.facts import Facts
 from fastsync.doctor.finding import Level, warn
-from fastsync.doctor.rates import Pairs, SizeTime
-from fastsync.doctor.slow import PairTime
+from fastsync.doctor.rates import Pairs, PairTime, SizeTime, Slow
 
 
 @pytest.mark.parametrize("world", [2, 3, 5, 16])
 def test_few_ranks_meet_all_others_one_pair_at_a_time(world):
-    rounds = schedule.pair_rounds(world)
+    rounds = rates.pair_rounds(world)
     assert all(len(pairs) == 1 for pairs in rounds)
     assert len({pairs[0] for pairs in rounds}) == len(rounds) == world * (world - 1) // 2
 
 
 @pytest.mark.parametrize("world", [17, 24, 63, 64, 1000])
 def test_many_ranks_meet_some_at_once(world):
-    rounds = schedule.pair_rounds(world)
+    rounds = rates.pair_rounds(world)
     pairs = [pair for its in rounds for pair in its]
     assert len(set(pairs)) == len(pairs), "none twice"
     for its in rounds:
         assert len({rank for pair in its for rank in pair}) == 2 * len(its), "none in two pairs"
     for rank in (0, world // 2, world - 1):
-        met = {schedule.partner(its, rank) for its in rounds} - {None}
+        met = {sum(pair) - rank for pair in pairs if rank in pair}
         for distance in (1, 2, 4, 8):
             assert {(rank + distance) % world, (rank - distance) % world} <= met
     assert len(rounds) <= 4 * world.bit_length(), "few rounds"
@@ -46,38 +45,38 @@ def pairs_with(rank, world):
 
 
 def test_even_pairs_are_fine():
-    assert slow.find_slow(pair_times(4), [0] * 4) == slow.Slow()
+    assert rates.find_slow(pair_times(4), [0] * 4) == Slow()
 
 
 def test_one_pair_is_not_compared():
-    assert slow.find_slow({(0, 1): PairTime(1, 1)}, [0, 0]) == slow.Slow()
+    assert rates.find_slow({(0, 1): PairTime(1, 1)}, [0, 0]) == Slow()
 
 
 def test_a_slow_pair_is_marked():
-    found = slow.find_slow(pair_times(4, [(1, 3)]), [0] * 4)
-    assert found == slow.Slow((), ((1, 3),))
+    found = rates.find_slow(pair_times(4, [(1, 3)]), [0] * 4)
+    assert found == Slow((), ((1, 3),))
 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 9])
 def test_a_slow_rank_is_marked_and_its_pairs_are_not(world):
     """Among three ranks two of three pairs are slow then, so that the median pair is."""
     times = pair_times(world, pairs_with(1, world))
-    assert slow.find_slow(times, [0] * world) == slow.Slow((1,), ())
+    assert rates.find_slow(times, [0] * world) == Slow((1,), ())
 
 
 def test_a_slow_rank_and_a_slow_pair_elsewhere():
     times = pair_times(6, [*pairs_with(0, 6), (2, 5)])
-    assert slow.find_slow(times, [0] * 6) == slow.Slow((0,), ((2, 5),))
+    assert rates.find_slow(times, [0] * 6) == Slow((0,), ((2, 5),))
 
 
 def test_machines_are_compared_apart():
     """A network is slower than memory, which is no fault."""
     machines = [0, 0, 0, 1, 1, 1]
     between = [(a, b) for a in range(3) for b in range(3, 6)]
-    assert slow.find_slow(pair_times(6, between), machines) == slow.Slow()
+    assert rates.find_slow(pair_times(6, between), machines) == Slow()
     times = pair_times(6, between)
     times[1, 4] = PairTime(1e-4, 1e7)
-    assert slow.find_slow(times, machines) == slow.Slow((), ((1, 4),))
+    assert rates.find_slow(times, machines) == Slow((), ((1, 4),))
 
 
 @pytest.mark.parametrize(
@@ -95,35 +94,28 @@ def test_a_late_pair_is_slow(latency, machines, bad):
     """Within a machine threads that wait for a core are later than links."""
     times = pair_times(4)
     times[0, 2] = PairTime(latency, 1e9)
-    assert slow.find_slow(times, machines).pairs == (((0, 2),) if bad else ())
+    assert rates.find_slow(times, machines).pairs == (((0, 2),) if bad else ())
 
 
 def test_microseconds_are_noise():
     times = pair_times(4, latency=2e-6)
     times[0, 2] = PairTime(3e-5, 1e9)
-    assert slow.find_slow(times, [0] * 4) == slow.Slow()
+    assert rates.find_slow(times, [0] * 4) == Slow()
 
 
 def test_thousands_of_ranks_are_compared_at_once():
     world = 4096
-    pairs = [pair for its in schedule.pair_rounds(world) for pair in its]
+    pairs = [pair for its in rates.pair_rounds(world) for pair in its]
     slow_ones = {pair for pair in pairs if 77 in pair} | {(5, 6)}
     times = {p: PairTime(1e-4, 1e8 if p in slow_ones else 1e9) for p in pairs}
-    assert slow.find_slow(times, [0] * world) == slow.Slow((77,), ((5, 6),))
-
-
-def test_what_gets_a_second_look():
-    times = pair_times(5)
-    found = slow.suspects(times, slow.Slow((0,), ((2, 4),)))
-    assert found == [(0, 1), (0, 2), (0, 3), (0, 4), (2, 4)]
-    assert slow.suspects(times, slow.Slow()) == []
+    assert rates.find_slow(times, [0] * world) == Slow((77,), ((5, 6),))
 
 
 def test_slow_pairs_and_ranks_are_named():
-    found = slow.check_pairs(slow.Slow((2,), ((0, 1),)), 6)
+    found = rates.check_pairs(Slow((2,), ((0, 1),)), 6)
     assert [f.level for f in found] == [Level.WARN] * 2
     assert "rank 2" in found[0].text and "0-1" in found[1].text
-    assert slow.check_pairs(slow.Slow(), 6)[0].text == "no slow pair among 6"
+    assert rates.check_pairs(Slow(), 6)[0].text == "no slow pair among 6"
 
 
 @pytest.mark.parametrize(
@@ -137,33 +129,31 @@ def test_slow_pairs_and_ranks_are_named():
     ],
 )
 def test_the_rank_that_computes_slowly(seconds, ranks):
-    (found,) = slow.check_compute(seconds)
+    (found,) = rates.check_compute(seconds)
     assert (found.level == Level.WARN) == (ranks is not None)
     assert ranks is None or found.text.endswith(f"as {ranks}")
 
 
 def measured(world, slow_pairs=()):
-    times = {
-        p: t for its in schedule.pair_rounds(world) for p in its for t in [PairTime(1e-4, 1e9)]
-    }
+    times = {p: t for its in rates.pair_rounds(world) for p in its for t in [PairTime(1e-4, 1e9)]}
     times |= {pair: PairTime(1e-4, 1e7) for pair in slow_pairs}
-    found = slow.find_slow(times, [0] * world)
-    sizes = [SizeTime(8, 1e-4, 50, 1e5), SizeTime(1 << 26, 0.1, 3, 6e8)]
-    pairs = Pairs(times, 1 << 22, len(times))
-    return report.Measured(sizes, pairs, found, [1e11] * world)
+    found = rates.find_slow(times, [0] * world)
+    sizes = [SizeTime(8, 1e-4, 1e5), SizeTime(1 << 26, 0.1, 6e8)]
+    pairs = Pairs(times, len(times))
+    return rates.Measured(sizes, pairs, found, [1e11] * world)
 
 
 @pytest.mark.parametrize("world", [3, 40])
 def test_a_report_of_any_size_marks_what_is_slow(world):
     facts = dict.fromkeys(range(world), Facts("node1", "one"))
     findings = [warn("links", "slow", "Mend it")]
-    one = report.Report(world, "gloo", facts, findings, (), measured(world, [(0, 1)]))
+    one = report.Report(world, "gloo", facts, findings, measured(world, [(0, 1)]))
     text = report.report_text(one)
-    assert "* is slow" in text or world > 16
+    assert "* is slow" in text and "*     0 - 1" in text
     assert "A pair is slow if its rate is below 0.5 of the median" in text
-    assert "*" in text and "1 WARN" in text and "-> Mend it" in text
+    assert "1 WARN" in text and "-> Mend it" in text
     assert max(map(len, text.splitlines())) <= 112
-    assert len(text.splitlines()) < 60, "also with many ranks"
+    assert len(text.splitlines()) < 40, "also with many ranks"
     entries = json.loads(json.dumps(report.report_json(one)))
     assert entries["passed"] is True
     assert entries["measured"]["pairs"]["times"][0]["ranks"] == [0, 1]

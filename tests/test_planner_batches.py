@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastsync.planner.devices import device_named
-from fastsync.planner.links import Cluster, Link
+from fastsync.planner.formulas import adam_by_formula, transformer_of
+from fastsync.planner.hardware import Cluster, Link, device_named
 from fastsync.planner.scenario import Scenario, cached_optimizer
-from fastsync.planner.synthetic import adam_by_formula, transformer_of
-from fastsync.planner.tracing import trace_model, trace_optimizer
+from fastsync.planner.trace import trace_model, trace_optimizer
 
 CLUSTER = Cluster(8, 4, Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92))
 
@@ -28,7 +27,7 @@ def asked(trace, memory, optimizer=adam_by_formula, samples=2):
 
 
 def peaks(scenario, strategy, samples):
-    return replace(scenario, samples=samples).candidate(strategy, with_batch=False).memory.total
+    return replace(scenario, samples=samples).memory(strategy).total
 
 
 def assert_largest(scenario, strategy, limit, found):

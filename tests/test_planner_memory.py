@@ -13,11 +13,9 @@ from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import Variant, fast_ddp
 from fastsync.plan.policy import BucketPolicy
-from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.held import Held, held_by
 from fastsync.planner.memory import peak_of, phases_of
 from fastsync.planner.strategy import Carrier, Strategy, engine_plan, named, shard_units
-from fastsync.planner.tracing import TraceError, find_blocks, trace_model, trace_optimizer
+from fastsync.planner.trace import TraceError, find_blocks, trace_model, trace_optimizer
 from fastsync.shard.layout import cut_by_elements
 from fastsync.testing import run_ranks
 
@@ -36,19 +34,6 @@ def planned(record, strategy, cap=CAP_MB, carrier=Carrier.MEMORY):
         record, strategy, plan, lambda s: trace_optimizer("adamw", s, False), carrier
     )
     return peak_of(phases)
-
-
-def test_seventy_billion_parameters_on_eight_gpus():
-    rows = held_rows(70 * 10**9, held_by(2, 8.0, False), 8, 8, ("0", "1", "2", "3"))
-    assert [row.total / 1e9 for row in rows] == [840, 350, 227.5, 105]
-    # Of a model of B bytes: 2 B (N-1)/N, and half as much again where parameters are gathered.
-    assert [row.sent / 1e9 for row in rows] == [245, 245, 245, 367.5]
-
-
-def test_items_add_up_and_masters_are_shared():
-    held = Held(2, 2, 8, 4)
-    assert held.per_rank(2, 4) == sum(held.items(2, 4).values()) == 2 + 14 / 4
-    assert held_by(4, 8.0, True).master == 0.0
 
 
 @pytest.mark.parametrize("shards", [2, 3, 16])

@@ -1,4 +1,4 @@
-"""What a plan says to change first where nothing fits: whoever does so finds that it fits."""
+"""Remedies where nothing fits: the change that a plan names makes it fit."""
 
 import re
 from dataclasses import replace
@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastsync.planner.advice import advise
-from fastsync.planner.devices import device_named
-from fastsync.planner.links import Cluster, Link
-from fastsync.planner.remedies import MOST_GPUS
+from fastsync.planner.advice import MOST_GPUS, advise
+from fastsync.planner.formulas import adam_by_formula, transformer_of
+from fastsync.planner.hardware import Cluster, Link, device_named
 from fastsync.planner.scenario import Scenario, cached_optimizer
-from fastsync.planner.synthetic import adam_by_formula, transformer_of
 
 CLUSTER = Cluster(8, 8, Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92))
 
@@ -39,9 +37,9 @@ def asked(
 
 def told(scenario):
     """The remedy, and the least that is needed without it."""
-    candidates = scenario.candidates(8)
+    candidates = [scenario.candidate(strategy) for strategy in scenario.strategies(8)]
     assert not any(candidate.fits for candidate in candidates)
-    advice = advise(candidates, scenario.device, scenario)
+    advice = advise(candidates, scenario)
     assert advice.best is None and advice.reasons[0].startswith("Nothing fits: ")
     (sentence,) = advice.reasons[1:]
     return sentence, min(candidate.memory.total for candidate in candidates)
@@ -57,7 +55,7 @@ def planned(scenario, name, world=8, samples=None, accumulate=1):
         accumulate=accumulate,
     )
     strategy = next(s for s in wider.strategies(world) if s.name == name)
-    return wider.candidate(strategy, with_batch=False).memory.total
+    return wider.memory(strategy).total
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Plans of sharded stages whose gradients travel as codes, beside real steps."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,21 +9,16 @@ from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import Variant, fast_ddp
 from fastsync.plan.policy import BucketPolicy
-from fastsync.planner.compute import from_record
-from fastsync.planner.devices import device_named
-from fastsync.planner.links import Cluster, Link
-from fastsync.planner.simulate import job_of
-from fastsync.planner.strategy import Carrier, Strategy, engine_plan
-from fastsync.planner.unit_codes import coded_units
+from fastsync.planner.hardware import Cluster, Link, device_named
+from fastsync.planner.step_time import from_record, job_of
+from fastsync.planner.strategy import Carrier, Strategy, coded_units, engine_plan
 from fastsync.testing import run_ranks
 
 SETTLED = 4  # steps, after which plans are those of measured orders
 
 
 def job(strategy, name="transformer"):
-    """On CPUs that only coding keeps from computing."""
-    record, link = traced(name), Link(1e9, 1e-4, "net")
-    device = replace(device_named("cpu"), sending=0.0, launching=0.0, coding=1e9)
+    record, link, device = traced(name), Link(1e9, 1e-4, "net"), device_named("cpu")
     buckets = BucketPolicy.from_mb(CAP_MB)
     plan, _ = engine_plan(record, strategy, carrier=Carrier.MESSAGES, buckets=buckets)
     cluster = Cluster(strategy.world, 1, link, link, "gloo")
@@ -54,7 +47,7 @@ def test_ranks_send_what_is_planned(stage, wire, world):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_reduction_is_coded(stage):
-    once, thrice = (job(Strategy(stage, 4, 4, "int8", rounds)).host for rounds in (1, 3))
+    once, thrice = (job(Strategy(stage, 4, 4, "int8", rounds)).coding for rounds in (1, 3))
     assert thrice == pytest.approx(3 * once) and once > 0
 
 
@@ -82,7 +75,7 @@ def test_codes_go_where_shares_are_added_up_by_parts():
     ways = {
         (stage, wire): Strategy(stage, 8, 8, wire=wire).possible
         for stage in (0, 1, 2, 3)
-        for wire in ("fp32", "bf16", "int8", "int4", "topk")
+        for wire in ("fp32", "bf16", "int8", "int4")
     }
     impossible = {way for way, possible in ways.items() if not possible}
-    assert impossible == {(3, "int4"), *((stage, "topk") for stage in (1, 2, 3))}
+    assert impossible == {(3, "int4")}

@@ -1,4 +1,4 @@
-"""Results of the marks: exposed time, overlap, stragglers; and files that are wrong."""
+"""Figures from marks: exposed time, overlap, stragglers; and files that are wrong."""
 
 import json
 from dataclasses import replace

@@ -11,7 +11,8 @@ import fastsync
 from fastsync import FastDDP, TimelinePolicy, UnitTiming, Zero, fully_shard, log_to_tensorboard
 from fastsync.timeline.data import by_step, find_straggler, load, steps_of
 from fastsync.timeline.moves import moves_of
-from fastsync.timeline.views import html_page, perfetto_trace, summarise, summary_text
+from fastsync.timeline.page import html_page
+from fastsync.timeline.views import perfetto_trace, summarise, summary_text
 from tests.runs import MS, made_up_run, made_up_units, unit_events
 from tests.teams import run_ranks
 from tests.test_stats import Recorded
@@ -58,7 +59,7 @@ def test_units_are_recorded_and_shown(way, tmp_path):
     assert re.search(r"exposed .* of it waits for gathers", text)
     assert re.search(r"^  blocks\.3 +1\.5 MiB( +\d+\.\d\d){4}$", text, re.MULTILINE)
     page = html_page(run)
-    assert '"name":"blocks.3"' in page and '"kind":"reduction"' in page
+    assert "<span>unit blocks.3</span>" in page and 'class="reduction"' in page
 
 
 def check_step(step):
@@ -93,7 +94,7 @@ def test_a_rank_that_sleeps_exposes_the_gathers_of_others(tmp_path):
     # Rank 1 sleeps before it starts the forward's gather of the last block.
     late = [m for waiting, _ in steps.values() for m in waiting.moves if (m.unit, m.turn) == (4, 0)]
     assert max(m.arrived - m.wanted for m in late if m.kind == "gather") > 50 * MS
-    assert "waiting for rank" in html_page(run)
+    assert "waits for another rank" in html_page(run)
 
 
 def trace_of(rank, world, path):
@@ -337,5 +338,9 @@ def test_the_summary_says_what_units_cost():
 
 def test_the_page_holds_units():
     page = html_page(made_up_units())
-    assert '"kind":"gather","turn":0,"started":3000000' in page
-    assert '"exposures":[[0,2000000],[4000000,6000000],[28000000,36000000]]' in page
+    lanes = re.findall(r'<div class="lane"><span>(.*?)</span>', page)
+    assert lanes == 2 * ["compute", "unit root", "unit blocks.0", "communication"]
+    exposed = re.findall(r'class="exposed" style="left:([\d.]+)%;width:([\d.]+)%', page)[:3]
+    spans = [(float(left) * 0.36, float(width) * 0.36) for left, width in exposed]  # of 36 ms
+    assert spans == [pytest.approx(each, abs=1e-3) for each in ((0, 2), (4, 2), (28, 8))]
+    assert "blocks.0.bias" in page

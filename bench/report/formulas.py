@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from examples.common.text import render
 from examples.common.variants import Variant
-from fastsync.planner.held import HELD
 from fastsync.wire.formats import Wire, make_codec
 
 
@@ -60,6 +60,34 @@ def wire_bytes(
     payload = codec.coded_bytes(full) * elements / full
     gathers = Wire(wire).form_for(codec, world, device) == "gather"
     return float(payload * (world - 1 if gathers else bus_factor(world)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes per parameter: of itself, its gradient, the optimizer's state, and its master weight.
+
+    Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models". A
+    common table has 210 GB for stage 2 of 70 billion bf16 parameters on 8 ranks: 2 + 8/8 = 3.00
+    bytes each, which leaves out the shard of the gradients. 2 + (2 + 8)/8 = 3.25 make 227.5 GB.
+    """
+
+    parameter: float
+    gradient: float
+    state: float
+    master: float = 0.0
+
+    def per_rank(self, stage: int, world: int) -> float:
+        """Bytes per parameter on each of `world` ranks, which share what `stage` says."""
+        of_state, of_gradient, of_parameter = (1 / world if stage >= s else 1.0 for s in (1, 2, 3))
+        states = (self.state + self.master) * of_state
+        return self.parameter * of_parameter + self.gradient * of_gradient + states
+
+
+HELD = {
+    "fp32": Held(4, 4, 8),
+    "bf16, states in fp32": Held(2, 2, 8),
+    "bf16, states and master weights in fp32": Held(2, 2, 8, 4),
+}
 
 
 WORLDS, LARGE = (2, 4, 8), 70  # ranks, billion parameters

@@ -1,19 +1,17 @@
-"""What the facts of all ranks say, compared by rank 0: each check takes them and returns findings.
+"""Checks that compare the facts of all ranks, on rank 0: each takes them and returns findings.
 
 A new check is one more function in `CHECKS`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from fastsync.doctor.facts import Facts, Route
+from fastsync.doctor.facts import Facts, is_loopback
 from fastsync.doctor.finding import Finding, fail, ok, warn
-from fastsync.doctor.network import is_loopback
 from fastsync.ranks.words import name_ranks
 
-__all__ = ["CHECKS", "Ranks", "check_facts", "check_shared", "machines_of", "route_of"]
+__all__ = ["CHECKS", "Ranks", "check_facts", "check_shared", "machines_of"]
 
 Ranks = Mapping[int, Facts]  # by rank
 Check = Callable[[Ranks, str], list[Finding]]
@@ -44,9 +42,8 @@ _PER_MACHINE = {
 # Of versions, those that may differ, with a warning.
 _MAY_DIFFER = {"python"}
 _LEAST_FREE = 1.0  # GiB
-# Refusals of shared memory that somebody wants, or that are no fault.
+# Reasons against shared memory that are meant, or no fault.
 _MEANT = ("FASTSYNC_SHM is 0", "the ranks are on several machines")
-_FASTER = 2.0  # times as fast an interface that lies idle
 
 
 def check_facts(ranks: Ranks, world: int, backend: str) -> list[Finding]:
@@ -57,7 +54,12 @@ def check_facts(ranks: Ranks, world: int, backend: str) -> list[Finding]:
         world: how many there should be.
         backend: that they will use.
     """
-    findings = _absent(ranks, world)
+    findings = []
+    if absent := set(range(world)) - set(ranks):
+        remedy = (
+            "Look at what they printed; see whether their machines reach MASTER_ADDR:MASTER_PORT"
+        )
+        findings.append(fail("ranks", f"{name_ranks(absent)} did not come", remedy))
     for check in CHECKS:
         findings += check(ranks, backend)
     return findings
@@ -66,11 +68,6 @@ def check_facts(ranks: Ranks, world: int, backend: str) -> list[Finding]:
 def machines_of(ranks: Ranks) -> list[list[int]]:
     """The ranks of each machine, in the order of their first ranks."""
     return list(_by(ranks, lambda facts: facts.machine).values())
-
-
-def route_of(facts: Facts, backend: str) -> Route:
-    """How other ranks reach this one. NCCL leaves the loopback interface out by itself."""
-    return facts.gloo if backend == "gloo" else facts.store
 
 
 def _by(ranks: Ranks, key: Callable[[Facts], str]) -> dict[str, list[int]]:
@@ -84,14 +81,6 @@ def _by(ranks: Ranks, key: Callable[[Facts], str]) -> dict[str, list[int]]:
 def _listed(groups: Mapping[str, Sequence[int]]) -> str:
     """ "2.11 on ranks 0-2; 2.13 on rank 3"."""
     return "; ".join(f"{value} on {name_ranks(its)}" for value, its in groups.items())
-
-
-def _absent(ranks: Ranks, world: int) -> list[Finding]:
-    absent = set(range(world)) - set(ranks)
-    if not absent:
-        return []
-    remedy = "Look at what they printed; see whether their machines reach MASTER_ADDR:MASTER_PORT"
-    return [fail("ranks", f"{name_ranks(absent)} did not come", remedy)]
 
 
 def check_versions(ranks: Ranks, backend: str) -> list[Finding]:
@@ -117,8 +106,15 @@ def check_build(ranks: Ranks, backend: str) -> list[Finding]:
     if broken:
         remedy = "Install a compiler, or an extension that fits: pip install --no-build-isolation ."
         return [fail("build", f"{name_ranks(its)}: {why}", remedy) for why, its in broken.items()]
-    groups = _by(ranks, _origin)
-    findings = [ok("build", f"the extension was {kinds_text(groups)}")]
+    origins = _by(
+        ranks,
+        lambda facts: (
+            "compiled when fastsync was installed"
+            if facts.prebuilt
+            else f"compiled at the first import, and is kept under {facts.cache[0]}"
+        ),
+    )
+    findings = [ok("build", f"the extension was {_kinds(origins)}")]
     lacking = _by({r: f for r, f in ranks.items() if f.cuda_error}, lambda f: f.cuda_error)
     if backend == "nccl" and lacking:
         remedy = "FASTSYNC_CUDA=1 insists on CUDA kernels where the extension is compiled"
@@ -133,13 +129,7 @@ def check_build(ranks: Ranks, backend: str) -> list[Finding]:
     return findings
 
 
-def _origin(facts: Facts) -> str:
-    if facts.prebuilt:
-        return "compiled when fastsync was installed"
-    return f"compiled at the first import, and is kept under {facts.cache[0]}"
-
-
-def kinds_text(groups: Mapping[str, Sequence[int]]) -> str:
+def _kinds(groups: Mapping[str, Sequence[int]]) -> str:
     """One kind by itself, several with their ranks."""
     return next(iter(groups), "") if len(groups) < 2 else _listed(groups)
 
@@ -186,7 +176,7 @@ def check_backend(ranks: Ranks, backend: str) -> list[Finding]:
     if lacking:
         remedy = f"Install a build of torch with {backend}, or choose another with --backend"
         return [fail("backend", f"torch on {name_ranks(lacking)} has no {backend}", remedy)]
-    have = kinds_text(_by(ranks, lambda facts: ", ".join(facts.backends)))
+    have = _kinds(_by(ranks, lambda facts: ", ".join(facts.backends)))
     return [ok("backend", f"{backend} is used; torch has {have}")]
 
 
@@ -206,40 +196,37 @@ def check_threads(ranks: Ranks, backend: str) -> list[Finding]:
 
 def check_address(ranks: Ranks, backend: str) -> list[Finding]:
     """Whether the others can reach each rank at the address that it takes."""
-    several = len(machines_of(ranks)) > 1
-    routes = {rank: route_of(facts, backend) for rank, facts in ranks.items()}
-    nowhere = [rank for rank, route in routes.items() if not route.address]
-    alone = [rank for rank, route in routes.items() if is_loopback(route.address)]
+    machines = machines_of(ranks)
+    addresses = {rank: facts.address(backend) for rank, facts in ranks.items()}
+    nowhere = [rank for rank, address in addresses.items() if not address]
+    alone = [rank for rank, address in addresses.items() if is_loopback(address)]
     if nowhere and len(ranks) > 1:
         remedy = "Set GLOO_SOCKET_IFNAME to an interface with an address, as `ip address` lists it"
         return [fail("network", f"there is no address for {name_ranks(nowhere)}", remedy)]
-    if backend == "gloo" and several and alone:
+    if backend == "gloo" and len(machines) > 1 and alone:
         text = (
-            f"Gloo tells other machines to find {name_ranks(alone)} at {routes[alone[0]].address}, "
+            f"Gloo tells other machines to find {name_ranks(alone)} at {addresses[alone[0]]}, "
             "which no other machine can reach; it is what the machine's name stands for"
         )
         candidates = _by({rank: ranks[rank] for rank in alone}, _candidates)
-        remedy = f"Set GLOO_SOCKET_IFNAME on all ranks of a machine: {kinds_text(candidates)}"
+        remedy = f"Set GLOO_SOCKET_IFNAME on all ranks of a machine: {_kinds(candidates)}"
         return [fail("network", text, remedy)]
-    names = kinds_text(_by(ranks, lambda f: _interface_text(route_of(f, backend))))
-    return [ok("network", f"{_count(len(machines_of(ranks)), 'machine')}; {names}")]
+    names = _kinds(_by(ranks, lambda facts: _interface_text(facts, backend)))
+    return [ok("network", f"{_count(len(machines), 'machine')}; {names}")]
 
 
 def _candidates(facts: Facts) -> str:
     """Interfaces that may lead elsewhere, the one towards the store first."""
-    names = [facts.store.interface.name]
-    names += [i.name for i in facts.interfaces if i.up and i.addresses]
-    loops = {i.name for i in facts.interfaces if any(map(is_loopback, i.addresses))}
-    others = [name for name in dict.fromkeys(names) if name and name not in loops]
-    return " or ".join(others) or "the one that leads to the others"
+    every = (facts.interface("nccl"), *facts.interfaces)
+    names = [i.name for i in every if i.addresses and not any(map(is_loopback, i.addresses))]
+    return " or ".join(dict.fromkeys(names)) or "the one that leads to the others"
 
 
-def _interface_text(route: Route) -> str:
-    interface = route.interface
+def _interface_text(facts: Facts, backend: str) -> str:
+    interface = facts.interface(backend)
     if not interface.name:
-        return route.address or "no network is needed"
-    speed = f", {interface.speed / 1000:g} Gbit/s" if interface.speed else ""
-    return f"interface {interface.name} (MTU {interface.mtu}{speed})"
+        return facts.address(backend) or "no network is needed"
+    return f"interface {interface.name} (MTU {interface.mtu})"
 
 
 def _count(number: int, noun: str) -> str:
@@ -248,51 +235,14 @@ def _count(number: int, noun: str) -> str:
 
 def check_mtu(ranks: Ranks, backend: str) -> list[Finding]:
     """Whether all machines have packets of one size."""
-    routes = {rank: route_of(facts, backend) for rank, facts in ranks.items()}
-    known = {r: ranks[r] for r, it in routes.items() if it.interface.mtu}
+    known = {rank: facts for rank, facts in ranks.items() if facts.interface(backend).mtu}
     if len(machines_of(ranks)) > 1:  # NCCL may be told the store's address, and take another
-        known = {r: f for r, f in known.items() if not is_loopback(routes[r].address)}
-    groups = _by(known, lambda facts: str(route_of(facts, backend).interface.mtu))
+        known = {r: f for r, f in known.items() if not is_loopback(f.address(backend))}
+    groups = _by(known, lambda facts: str(facts.interface(backend).mtu))
     if len(groups) < 2:
         return []
     remedy = "Set one MTU on all of them and on the switches: ip link set dev NAME mtu 9000"
     return [warn("network", f"the MTU is {_listed(groups)}", remedy)]
-
-
-def check_idle(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether ranks on several machines leave a faster interface idle."""
-    if len(machines_of(ranks)) < 2:
-        return []
-    findings = []
-    for key, its in _by(ranks, lambda facts: _faster(facts, backend)).items():
-        if key:
-            remedy = f"Name it in {backend.upper()}_SOCKET_IFNAME"
-            findings.append(warn("network", f"{name_ranks(its)}: {key}", remedy))
-    return findings
-
-
-def _faster(facts: Facts, backend: str) -> str:
-    used = route_of(facts, backend).interface
-    others = [i for i in facts.interfaces if i.up and i.addresses and i.name != used.name]
-    best = max(others, key=lambda i: i.speed, default=used)
-    if not used.speed or best.speed < _FASTER * used.speed:
-        return ""
-    speeds = f"{used.speed / 1000:g} Gbit/s, while {best.name} with {best.speed / 1000:g} is idle"
-    return f"{used.name} has {speeds}"
-
-
-def check_memory(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether each rank can have memory that others map."""
-    if backend != "gloo" or len(ranks) > 1:  # several ranks try it, see `check_shared`
-        return []
-    errors = _by(
-        {r: f for r, f in ranks.items() if f.memory_error and not f.build_error},
-        lambda facts: facts.memory_error,
-    )
-    if not errors:
-        return [ok("shared memory", "the system lets ranks have memory that others can map")]
-    remedy = "CPU gradients take the process group instead, which is slower"
-    return [warn("shared memory", f"{name_ranks(r)}: {why}", remedy) for why, r in errors.items()]
 
 
 def check_shared(refusal: str) -> list[Finding]:
@@ -310,22 +260,6 @@ def check_shared(refusal: str) -> list[Finding]:
     return [warn("shared memory", text, remedy)]
 
 
-def _spread(ranks: Ranks) -> Iterable[int]:
-    return (len(machine) for machine in machines_of(ranks))
-
-
-def check_balance(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether all machines have as many ranks."""
-    sizes = Counter(_spread(ranks))
-    if len(sizes) < 2:
-        return []
-    text = ", ".join(
-        f"{_count(n, 'machine')} with {_count(size, 'rank')}" for size, n in sizes.items()
-    )
-    remedy = "The hierarchical wire form needs machines of equal size; start as many on each"
-    return [warn("ranks", text, remedy)]
-
-
 CHECKS: tuple[Check, ...] = (
     check_versions,
     check_build,
@@ -333,9 +267,6 @@ CHECKS: tuple[Check, ...] = (
     check_devices,
     check_variables,
     check_threads,
-    check_balance,
     check_address,
     check_mtu,
-    check_idle,
-    check_memory,
 )

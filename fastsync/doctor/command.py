@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m fastsync.doctor --drill kill
 
 Start it as the training will be started: with its launcher, its variables, on its machines. Rank 0
-prints versions, addresses, all-reduce times, rates of pairs, clocks and computing speed, and a
+prints versions, addresses, all-reduce times, rates of pairs and computing speed, and a
 verdict with one line per finding: OK, WARN or FAIL. The exit status is 1 if anything failed.
 
 A drill measures nothing. It trains a small model in processes of its own, one for each rank (three
@@ -25,10 +25,9 @@ from pathlib import Path
 import torch
 
 from fastsync.build.env import Env, has_rank
-from fastsync.doctor.drilled import FAULTS
-from fastsync.doctor.examine import Asked, examine, examine_alone
+from fastsync.doctor.drill import FAULTS
+from fastsync.doctor.examine import Asked, Team, examine, examine_alone
 from fastsync.doctor.report import Report, report_json, report_text
-from fastsync.doctor.team import Team
 
 __all__ = ["main"]
 
@@ -44,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seconds", type=_positive, default=20.0, help="for measuring, about (default: 20)")
     add("--backend", choices=("nccl", "gloo"), help="default: nccl where torch finds a GPU")
-    add("--drill", choices=FAULTS, help="what becomes of a rank")
+    add("--drill", choices=tuple(FAULTS), help="what becomes of a rank")
     add("--rank", type=int, help="of the drill's fault (default: the last)")
     add("--timeout", type=_positive, default=60.0, help="seconds to wait for ranks (default: 60)")
     add("--json", type=Path, metavar="FILE", help="everything, for programs; rank 0 writes it")
@@ -83,7 +82,7 @@ def _among_ranks(asked: Asked, path: Path | None) -> int:
 
 
 def _shown(report: Report, path: Path | None) -> int:
-    """As `_show`; the other ranks wait for it, whatever goes wrong."""
+    """Show it; the other ranks wait for that, whatever goes wrong."""
     try:
         code = _show(report, path)
     except OSError as error:
@@ -95,7 +94,7 @@ def _shown(report: Report, path: Path | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; returns the exit status."""
     args, rank = _parser().parse_args(arguments), Env.read().rank
     logging.getLogger("fastsync").setLevel(logging.WARNING)
     try:

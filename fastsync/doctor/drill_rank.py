@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.doctor.drilled import EXIT_CODE
 from fastsync.torch_private import PrefixStore, TCPStore
 
-__all__ = ["Order"]
+__all__ = ["EXIT_CODE", "Order"]
 
+EXIT_CODE = 3
 _STEPS, _AT = 30, 4
 _WIDTH, _LAYERS, _BATCH = 64, 6, 4
 _BEATS = 0.3  # seconds after which the others have heard where a rank is
@@ -32,7 +32,7 @@ _PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank shall do.
+    """The task of a rank.
 
     Attributes:
         fault: what happens to it; empty for survivors.
@@ -50,12 +50,9 @@ class Order:
     place: str
     timeout: float
 
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
-
 
 class DrillError(RuntimeError):
-    """The exception of a drill."""
+    """The exception that a drill raises."""
 
 
 def _say(what: str, **facts: object) -> None:
@@ -76,7 +73,7 @@ def _have(fault: str) -> None:
 
 
 class _Net(nn.Module):
-    """Has its fault in the middle of a backward, when some buckets have been sent."""
+    """A model with a fault in the middle of a backward, when some buckets have been sent."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -118,21 +115,17 @@ def _train(order: Order) -> None:
         float(loss)  # on a GPU, where the host would run ahead of the fault
 
 
-def _words_of(error: BaseException) -> dict[str, object]:
-    words: dict[str, object] = {"error": type(error).__name__, "text": str(error)}
-    if isinstance(error, fastsync.SyncFault):
-        words |= {"ranks": error.ranks, "reason": error.reason}
-    return words
-
-
 def main() -> None:
-    """Ends as its training does."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # not to outlive whoever has started it
+    """Train; the process ends as its training does."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # it must not outlive its parent
     torch.set_num_threads(1)
     try:
         _train(Order(**json.loads(sys.argv[1])))
     except Exception as error:
-        _say("error", **_words_of(error))
+        facts: dict[str, object] = {"error": type(error).__name__, "text": str(error)}
+        if isinstance(error, fastsync.SyncFault):
+            facts |= {"ranks": error.ranks, "reason": error.reason}
+        _say("error", **facts)
         raise
     _say("end")
 

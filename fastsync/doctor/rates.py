@@ -1,39 +1,77 @@
-"""Measures the process group and its devices. Collective: all ranks take every step together.
+"""Measure the process group and its devices, and find what is slow beside the others.
 
-Whether another round is made follows from numbers that all ranks have from a collective.
+Collective: all ranks take every step together. Whether another round is made follows from numbers
+that all ranks have from a collective.
+
+[Note: pairs]
+Few ranks: all pairs, one after another, so that none disturbs another. Many: each rank with those
+1, 2, 4, ... places on, which are the ring and the hops of tree algorithms; pairs that have no rank
+in common are measured together, so that the number of rounds grows with the logarithm alone.
+
+A rank whose link is slow makes all of its pairs slow: two of three pairs among three ranks, so that
+the median pair would be a slow one. So ranks are compared first, each by its best pair. Pairs of
+ranks that are slow themselves are left out when pairs are compared.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from itertools import combinations
+from statistics import median, median_high, median_low
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fastsync.doctor.schedule import Pair, Round, pair_rounds, partner
-from fastsync.doctor.slow import PairTime
+from fastsync.doctor.finding import Finding, ok, warn
+from fastsync.ranks.words import name_ranks
 from fastsync.torch_private import default_group, gather_objects
 
 __all__ = [
+    "RULES",
+    "Measured",
+    "Pair",
+    "PairTime",
     "Pairs",
     "SizeTime",
+    "Slow",
+    "check_compute",
+    "check_pairs",
     "compute_flops",
     "compute_seconds",
-    "look_again",
+    "find_slow",
     "measure_pairs",
+    "pair_rounds",
     "sweep",
 ]
 
 _SIZES = (8, 1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)  # bytes
 _ROUNDS = (3, 50)  # of each size, at least and at most
-_LATENCIES, _RATES = 20, 3  # exchanges of a pair
+_LATENCIES, _RATES = 20, 5  # exchanges of a pair
 _PAIR_SECONDS = 0.01  # that an exchange may take, for its size
 _PAIR_BYTES = (1 << 16, 1 << 22)
 _SIDE = {"cpu": 512, "cuda": 4096}
+_ALL_PAIRS = 16  # ranks up to which all pairs are measured
+_RATE = 0.5  # of the median
+_LATENCY = 3.0  # times the median
+# Seconds by which a latency must exceed it too: on a machine with more threads than cores they wait
+# for each other that long.
+_NOISE_WITHIN, _NOISE_BETWEEN = 2e-3, 2e-4
+_COMPUTE = 1.3  # times the median
+_FEWEST = 3  # ranks, or pairs, that can be compared
+RULES = (
+    f"A pair is slow if its rate is below {_RATE:g} of the median, or its latency above "
+    f"{_LATENCY:g} times the median, and above it by {1e3 * _NOISE_BETWEEN:g} ms "
+    f"({1e3 * _NOISE_WITHIN:g} ms within a machine). A rank is slow if that holds for "
+    f"its best pair, or if its matrix product takes {_COMPUTE:g} times the median. Pairs within a "
+    f"machine and between machines are compared apart, {_FEWEST} of them at least."
+)
+Pair = tuple[int, int]
+Round = tuple[Pair, ...]
+Key = TypeVar("Key", int, Pair)
 
 
 @dataclass(frozen=True)
@@ -43,14 +81,25 @@ class SizeTime:
     Attributes:
         nbytes: of each rank's buffer.
         seconds: the median of the slowest rank.
-        rounds: how many.
         rate: bus bandwidth as nccl-tests define it, 2 (N-1)/N bytes over seconds: what each
             rank's link carries, in bytes per second.
     """
 
     nbytes: int
     seconds: float
-    rounds: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class PairTime:
+    """Exchanges between two ranks, both directions at once: the best of several.
+
+    Attributes:
+        latency: seconds for 8 bytes.
+        rate: bytes per second, in each direction.
+    """
+
+    latency: float
     rate: float
 
 
@@ -60,13 +109,36 @@ class Pairs:
 
     Attributes:
         times: of pairs (a, b) with a < b, by the slower of both ranks.
-        nbytes: that travelled for the rates, in each direction.
         planned: pairs that would have been measured, had there been time.
     """
 
     times: Mapping[Pair, PairTime]
-    nbytes: int
     planned: int
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Ranks and pairs that are slow beside the median; pairs of slow ranks are not listed."""
+
+    ranks: tuple[int, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that was measured.
+
+    Attributes:
+        compute: by rank, floating-point operations per second of a matrix product.
+    """
+
+    sweep: Sequence[SizeTime]
+    pairs: Pairs
+    slow: Slow
+    compute: Sequence[float]
+
+
+# ---- all-reduces ------------------------------------------------------------------------------
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -78,29 +150,26 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    """Of all ranks; the same number on each."""
+    """The largest of all ranks'; the same number on each."""
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value.item())
 
 
 def sweep(device: torch.device, budget: float) -> list[SizeTime]:
-    """All-reduces by size, as far as `budget` seconds reach; always the smallest."""
+    """Time all-reduces by size, as far as `budget` seconds reach; always the smallest."""
     found: list[SizeTime] = []
     spent = 0.0
     for index, nbytes in enumerate(_SIZES):
         share = (budget - spent) / (len(_SIZES) - index)
-        if found and _expected(found[-1], nbytes) > budget - spent:
-            break
+        if found and found[-1].nbytes >= 1 << 16:  # where time grows with the size
+            each = found[-1].seconds * nbytes / found[-1].nbytes
+            if (_ROUNDS[0] + 1) * each > budget - spent:
+                break
         begun = time.perf_counter()
         found.append(_all_reduces(nbytes, device, share))
         spent += _slowest(time.perf_counter() - begun, device)
     return found
-
-
-def _expected(last: SizeTime, nbytes: int) -> float:
-    """Seconds for the fewest rounds of a size, if time grows with it."""
-    return (_ROUNDS[0] + 1) * last.seconds * nbytes / last.nbytes if last.nbytes >= 1 << 16 else 0.0
 
 
 def _all_reduces(nbytes: int, device: torch.device, budget: float) -> SizeTime:
@@ -115,13 +184,38 @@ def _all_reduces(nbytes: int, device: torch.device, budget: float) -> SizeTime:
         times.append(_timed(run, device))
     seconds = _slowest(median(times), device)
     world = dist.get_world_size()
-    return SizeTime(nbytes, seconds, rounds, 2 * (world - 1) / world * nbytes / seconds)
+    return SizeTime(nbytes, seconds, 2 * (world - 1) / world * nbytes / seconds)
+
+
+# ---- pairs ------------------------------------------------------------------------------------
+
+
+def pair_rounds(world: int) -> list[Round]:
+    """Rounds of pairs (a, b) with a < b that have no rank in common; each pair occurs once."""
+    if world <= _ALL_PAIRS:
+        return [(pair,) for pair in combinations(range(world), 2)]
+    rounds: list[Round] = []
+    seen: set[Pair] = set()
+    for distance in (1 << power for power in range((world // 2).bit_length())):
+        ends = ((rank, (rank + distance) % world) for rank in range(world))
+        left = sorted({(min(pair), max(pair)) for pair in ends} - seen)
+        seen.update(left)
+        while left:  # few rounds: each takes what does not touch a rank that it has
+            busy: set[int] = set()
+            taken: list[Pair] = []
+            for pair in left:
+                if busy.isdisjoint(pair):
+                    busy.update(pair)
+                    taken.append(pair)
+            rounds.append(tuple(taken))
+            left = [pair for pair in left if pair not in set(taken)]
+    return rounds
 
 
 def measure_pairs(
     device: torch.device, budget: float, rate: float, say: Callable[[str], None]
 ) -> Pairs:
-    """Latency and rate of pairs of ranks, see `fastsync.doctor.schedule`.
+    """Measure latency and rate of pairs of ranks.
 
     Args:
         budget: seconds; pairs that find none left are not measured.
@@ -129,7 +223,9 @@ def measure_pairs(
         say: tells the user how far it is.
     """
     rounds, rank = pair_rounds(dist.get_world_size()), dist.get_rank()
-    nbytes = _exchange_bytes(rate)
+    # A power of two that travels in about `_PAIR_SECONDS`.
+    wanted = max(int(rate * _PAIR_SECONDS), 1)
+    nbytes = min(max(1 << (wanted.bit_length() - 1), _PAIR_BYTES[0]), _PAIR_BYTES[1])
     mine: dict[Pair, PairTime] = {}
     spent = longest = 0.0
     for number, pairs in enumerate(rounds):
@@ -138,47 +234,17 @@ def measure_pairs(
         if number and number % max(1, len(rounds) // 5) == 0:
             say(f"pairs: {number} of {len(rounds)} rounds")
         begun = time.perf_counter()
-        peer = partner(pairs, rank)
-        if peer is not None:
-            mine[min(rank, peer), max(rank, peer)] = _exchanges(peer, nbytes, device)
+        for pair in pairs:
+            if rank in pair:
+                mine[pair] = _exchanges(sum(pair) - rank, nbytes, device)
         took = _slowest(time.perf_counter() - begun, device)
         spent, longest = spent + took, max(longest, took)
-    return Pairs(_slower_of_both(gather_objects(mine, default_group())), nbytes, _count(rounds))
-
-
-def look_again(pairs: Pairs, suspects: Sequence[Pair], device: torch.device) -> Pairs:
-    """Measures `suspects`, alike on all ranks, once more, and takes the better of both.
-
-    What disturbs a busy machine for a moment is gone by then.
-    """
-    mine: dict[Pair, PairTime] = {}
-    for pair in suspects:
-        dist.barrier()
-        peer = partner((pair,), dist.get_rank())
-        if peer is not None:
-            mine[pair] = _exchanges(peer, pairs.nbytes, device)
-    again = _slower_of_both(gather_objects(mine, default_group()))
-    return replace(pairs, times={**pairs.times, **_better_of(pairs.times, again)})
-
-
-def _better_of(
-    first: Mapping[Pair, PairTime], again: Mapping[Pair, PairTime]
-) -> dict[Pair, PairTime]:
-    return {
-        pair: PairTime(min(first[pair].latency, it.latency), max(first[pair].rate, it.rate))
-        for pair, it in again.items()
-    }
-
-
-def _count(rounds: Sequence[Round]) -> int:
-    return sum(len(pairs) for pairs in rounds)
-
-
-def _exchange_bytes(rate: float) -> int:
-    """A power of two that travels in about `_PAIR_SECONDS`."""
-    least, most = _PAIR_BYTES
-    wanted = max(int(rate * _PAIR_SECONDS), 1)
-    return min(max(1 << (wanted.bit_length() - 1), least), most)
+    slower: dict[Pair, PairTime] = {}
+    for its in gather_objects(mine, default_group()):
+        for pair, it in its.items():
+            other = slower.get(pair, it)
+            slower[pair] = PairTime(max(other.latency, it.latency), min(other.rate, it.rate))
+    return Pairs(dict(sorted(slower.items())), sum(map(len, rounds)))
 
 
 def _exchanges(peer: int, nbytes: int, device: torch.device) -> PairTime:
@@ -198,16 +264,55 @@ def _exchange_seconds(peer: int, nbytes: int, device: torch.device) -> float:
     return _timed(exchange, device)
 
 
-def _slower_of_both(
-    everyones: Sequence[Mapping[Pair, PairTime]],
-) -> dict[Pair, PairTime]:
-    slower: dict[Pair, PairTime] = {}
-    for its in everyones:
-        for pair, measured in its.items():
-            other = slower.get(pair, measured)
-            worst = PairTime(max(other.latency, measured.latency), min(other.rate, measured.rate))
-            slower[pair] = worst
-    return dict(sorted(slower.items()))
+def find_slow(times: Mapping[Pair, PairTime], machine_of: Sequence[int]) -> Slow:
+    """Compare pairs within machines with each other, and pairs between machines.
+
+    Args:
+        machine_of: by rank, equal on those that share a machine.
+    """
+    within = {p: t for p, t in times.items() if machine_of[p[0]] == machine_of[p[1]]}
+    between = {p: t for p, t in times.items() if p not in within}
+    ranks: set[int] = set()
+    pairs: set[Pair] = set()
+    for alike, noise in ((within, _NOISE_WITHIN), (between, _NOISE_BETWEEN)):
+        best: dict[int, PairTime] = {}
+        for pair, it in alike.items():
+            for rank in pair:
+                other = best.get(rank, it)
+                best[rank] = PairTime(min(other.latency, it.latency), max(other.rate, it.rate))
+        slow = _outliers(best, noise)
+        ranks |= slow
+        rest = {pair: it for pair, it in alike.items() if not slow.intersection(pair)}
+        pairs |= _outliers(rest, noise)
+    return Slow(tuple(sorted(ranks)), tuple(sorted(pairs)))
+
+
+def _outliers(times: Mapping[Key, PairTime], noise: float) -> set[Key]:
+    if len(times) < _FEWEST:
+        return set()
+    rate = median_high(it.rate for it in times.values())
+    usual = median_low(it.latency for it in times.values())
+    late = max(_LATENCY * usual, usual + noise)
+    return {key for key, it in times.items() if it.latency > late or it.rate < _RATE * rate}
+
+
+def check_pairs(slow: Slow, measured: int) -> list[Finding]:
+    """Say what `find_slow` has found among so many pairs."""
+    found = []
+    if slow.ranks:
+        text = f"{name_ranks(slow.ranks)}: every pair is slow beside the others"
+        remedy = "Look at that machine's cable, switch port, interface speed and load"
+        found.append(warn("links", text, remedy))
+    if slow.pairs:
+        shown = ", ".join(f"{a}-{b}" for a, b in slow.pairs[:8])
+        rest = f" and {len(slow.pairs) - 8} more" if len(slow.pairs) > 8 else ""
+        remedy = "Look at the switches between their machines; place ranks that talk close by"
+        found.append(warn("links", f"slow beside the others: {shown}{rest}", remedy))
+    alone = "one pair, which nothing can be compared with"
+    return found or [ok("links", f"no slow pair among {measured}" if measured > 1 else alone)]
+
+
+# ---- computing --------------------------------------------------------------------------------
 
 
 def compute_seconds(device: torch.device, budget: float) -> list[float]:
@@ -225,5 +330,20 @@ def compute_seconds(device: torch.device, budget: float) -> list[float]:
 
 
 def compute_flops(seconds: float, device: torch.device) -> float:
-    """Per second, of the product that `compute_seconds` times."""
+    """Operations per second of the product that `compute_seconds` times."""
     return 2.0 * _SIDE.get(device.type, _SIDE["cpu"]) ** 3 / seconds
+
+
+def check_compute(seconds: Sequence[float]) -> list[Finding]:
+    """Compare the ranks' times of one matrix product; of two, the faster is the measure."""
+    if len(seconds) < 2:
+        return []
+    usual = median_low(seconds)
+    slow = [rank for rank, it in enumerate(seconds) if it > _COMPUTE * usual]
+    if not slow:
+        spread = max(seconds) / min(seconds)
+        return [ok("compute", f"the slowest rank takes {spread:.2f} times as long as the fastest")]
+    factor = max(seconds) / usual
+    text = f"the others compute up to {factor:.1f} times as fast as {name_ranks(slow)}"
+    remedy = "All wait for the slowest: look at its clock, temperature, other load and cores"
+    return [warn("compute", text, remedy)]

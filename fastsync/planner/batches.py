@@ -4,7 +4,7 @@
 What a trace notes of a batch grows with it along a line, mark by mark, as long as the model does
 the same things: so two traces tell what one of any other batch would note. Their peaks do not grow
 along a line, since another moment of the step may become the largest. So the search replays records
-that nobody has traced, which is quick, and traces the batch that it has found. Where that shows
+between the traced ones, which is quick, and traces the batch that it has found. If that shows
 what was expected, three traces lie on one line and the answer stands; else the search goes on with
 the new trace beside the others. A model that does other things with other batches is traced at
 every step of the search.
@@ -27,7 +27,10 @@ _BEYOND = 2  # times as far as traces lie on one line, it is taken to go on
 
 
 def _between(one: Record, other: Record, samples: int) -> Record | None:
-    """The record of another batch on the line through two; None: they differ in more than sizes."""
+    """Return the record of another batch on the line through two.
+
+    None: they differ in more than sizes.
+    """
     if len(one.marks) != len(other.marks) or one.params != other.params:
         return None
     part = (samples - one.samples) / (other.samples - one.samples)
@@ -39,11 +42,8 @@ def _between(one: Record, other: Record, samples: int) -> Record | None:
             size, work = a.size + part * (b.size - a.size), a.work + part * (b.work - a.work)
             a = a._replace(size=max(size, 0.0), work=max(work, 0.0))
         marks.append(a)
-    inputs, tokens = (
-        round(x + part * (y - x))
-        for x, y in ((one.inputs, other.inputs), (one.tokens, other.tokens))
-    )
-    return replace(one, samples=samples, inputs=inputs, tokens=tokens, marks=tuple(marks))
+    inputs = round(one.inputs + part * (other.inputs - one.inputs))
+    return replace(one, samples=samples, inputs=inputs, marks=tuple(marks))
 
 
 def _alike(one: Record, other: Record) -> bool:
@@ -68,13 +68,13 @@ class Traces:
     line: tuple[int, int] | None = None
 
     def record(self, samples: int) -> Record:
-        """The trace with so many."""
+        """Return the trace with so many samples."""
         if samples not in self.made:
             self.made[samples] = self.trace(samples)
         return self.made[samples]
 
     def expected(self, samples: int) -> Record | None:
-        """That record, if need be from the two nearest ones; None: they do not tell."""
+        """Return that record, if need be from the two nearest ones; None: they do not tell."""
         if samples in self.made:
             return self.made[samples]
         pair = self._nearest(samples)
@@ -82,14 +82,12 @@ class Traces:
 
     def is_sure(self, samples: int) -> bool:
         """Whether it has been traced, or three traces say what a trace would note."""
-        if samples in self.made:
-            return True
-        return self.line is not None and (
-            self.line[0] <= samples * _BEYOND and samples <= self.line[1] * _BEYOND
-        )
+        if samples in self.made or self.line is None:
+            return samples in self.made
+        return self.line[0] <= samples * _BEYOND and samples <= self.line[1] * _BEYOND
 
     def check(self, samples: int) -> None:
-        """Traces a batch, and compares it with what was expected."""
+        """Trace a batch, and compare it with what was expected."""
         pair, expected = self._nearest(samples), self.expected(samples)
         found = self.record(samples)
         if pair and expected is not None and _alike(expected, found):
@@ -99,7 +97,7 @@ class Traces:
             self.line = None
 
     def _nearest(self, samples: int) -> list[int] | None:
-        """The two traced ones around a number, or next to it."""
+        """Return the two traced ones around a number, or next to it."""
         below = sorted(n for n in self.made if n < samples)
         above = sorted(n for n in self.made if n > samples)
         if below and above:
@@ -109,7 +107,7 @@ class Traces:
 
 
 def largest_batch(peak: Callable[[Record], float], traces: Traces, limit: float, start: int) -> int:
-    """The most samples with a peak of at most `limit` bytes; 0: one is too much.
+    """Return the most samples with a peak of at most `limit` bytes; 0: one is too much.
 
     Where traces never lie on a line and run out, the largest traced one that fits.
 
@@ -123,15 +121,15 @@ def largest_batch(peak: Callable[[Record], float], traces: Traces, limit: float,
         found, unsure = _searched(peak, traces, limit, start)
         if unsure is None:
             return found
-        low, high = _seen(peak, traces, limit)
+        low, high = _traced(peak, traces, limit)
         # Where memory bends, guesses come near from one side, in ever smaller steps.
         creeps, width = 0 < width < 2 * (high - low), high - low
         traces.check(max(low + 1, math.isqrt(low * high)) if creeps else unsure)
-    return _seen(peak, traces, limit)[0]
+    return _traced(peak, traces, limit)[0]
 
 
-def _seen(peak: Callable[[Record], float], traces: Traces, limit: float) -> tuple[int, int]:
-    """The most samples whose trace fits, and the fewest more whose trace does not; 0: none."""
+def _traced(peak: Callable[[Record], float], traces: Traces, limit: float) -> tuple[int, int]:
+    """Return the most samples whose trace fits, and the fewest more whose trace does not."""
     peaks = {samples: peak(record) for samples, record in traces.made.items()}
     low = max((n for n, size in peaks.items() if size <= limit), default=0)
     return low, min((n for n, size in peaks.items() if n > low and size > limit), default=0)
@@ -140,62 +138,40 @@ def _seen(peak: Callable[[Record], float], traces: Traces, limit: float) -> tupl
 def _searched(
     peak: Callable[[Record], float], traces: Traces, limit: float, start: int
 ) -> tuple[int, int | None]:
-    """What a search by expected records finds, and the batch to trace for it to be sure."""
-    search = _Search(limit, start)
-    while (samples := search.wanted()) is not None:
-        record = traces.expected(samples)
+    """Return what a search by expected records finds, and the batch to trace to be sure of it."""
+    fits, fails, peaks, wanted, halve = 0, 0, {}, start, False
+    while wanted:
+        record = traces.expected(wanted)
         if record is None:
-            return 0, samples
-        search.note(samples, peak(record))
-    ends = (search.fits, search.fails)
-    return search.fits, next((n for n in ends if n and not traces.is_sure(n)), None)
-
-
-class _Search:
-    """Narrows down where a peak that grows passes a limit.
-
-    Attributes:
-        fits: the most samples that are known to fit, or 0.
-        fails: the fewest that are known not to; 0: none are.
-    """
-
-    def __init__(self, limit: float, start: int) -> None:
-        self.limit, self.start = limit, start
-        self.peaks: dict[int, float] = {}
-        self.fits = self.fails = 0
-        self._halve = False
-
-    def note(self, samples: int, peak: float) -> None:
-        """What a batch takes."""
-        before = self.fails - self.fits
-        self.peaks[samples] = peak
-        if peak <= self.limit:
-            self.fits = samples
+            return 0, wanted
+        before, peaks[wanted] = fails - fits, peak(record)
+        if peaks[wanted] <= limit:
+            fits = wanted
         else:
-            self.fails = samples
-        self._halve = 0 < before < 2 * (self.fails - self.fits)
+            fails = wanted
+        halve = 0 < before < 2 * (fails - fits)
+        wanted = _next(peaks, limit, fits, fails, halve)
+    return fits, next((n for n in (fits, fails) if n and not traces.is_sure(n)), None)
 
-    def wanted(self) -> int | None:
-        """The batch to look at next; None: the answer is known."""
-        if not self.peaks:
-            return self.start
-        if not self.fails:
-            most = min(_MOST, 8 * self.fits)
-            guess = self._on_line(sorted(self.peaks)[-2:])
-            ahead = 2 * self.fits if guess is None else max(self.fits + 1, guess)
-            return None if self.fits >= _MOST else min(most, ahead)
-        if self.fails - self.fits == 1:
-            return None
-        guess = self._on_line([self.fits, self.fails] if self.fits else sorted(self.peaks)[:2])
-        if guess is None or self._halve:
-            guess = (self.fits + self.fails) // 2
-        return min(max(guess, self.fits + 1), self.fails - 1)
 
-    def _on_line(self, pair: list[int]) -> int | None:
-        """Where the line through two batches reaches the limit."""
-        if len(pair) < 2:
-            return None
-        low, high = (self.peaks[samples] for samples in pair)
-        if high <= low:
-            return None
-        return int(pair[0] + (self.limit - low) * (pair[1] - pair[0]) / (high - low))
+def _next(peaks: dict[int, float], limit: float, fits: int, fails: int, halve: bool) -> int:
+    """Return the batch to look at next; 0: the answer is known.
+
+    Args:
+        fits: most samples that are known to fit, or 0; `fails`: fewest that are known not to.
+        halve: the line through two batches came hardly nearer.
+    """
+    known = sorted(peaks)
+    pair = known[-2:] if not fails else [fits, fails] if fits else known[:2]
+    guess = None
+    if len(pair) == 2 and peaks[pair[1]] > peaks[pair[0]]:
+        slope = (pair[1] - pair[0]) / (peaks[pair[1]] - peaks[pair[0]])
+        guess = int(pair[0] + (limit - peaks[pair[0]]) * slope)
+    if not fails:
+        ahead = 2 * fits if guess is None else max(fits + 1, guess)
+        return 0 if fits >= _MOST else min(_MOST, 8 * fits, ahead)
+    if fails - fits == 1:
+        return 0
+    if guess is None or halve:
+        guess = (fits + fails) // 2
+    return min(max(guess, fits + 1), fails - 1)

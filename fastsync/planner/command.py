@@ -1,11 +1,8 @@
 """Plans a training before it is launched: memory, step time, and the strategy to take.
 
     python -m fastsync.plan --model train.py:build_model --batch 8x1024 --gpus 64 --device h100
-    python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8      # the arithmetic alone
-    python -m fastsync.plan --from run.json --gpus 8,64,512,4096     # from a recorded timeline
-    python -m fastsync.plan --from run.json --model train.py:build_model --batch 8x1024
-    torchrun --nproc-per-node 2 -m fastsync.plan --measure profile.json
-    torchrun ... -m fastsync.plan --measure profile.json --model train.py:build_model --batch 8x1024
+    python -m fastsync.plan --params 70e9 --dtype bf16 --gpus 8,64,512  # a transformer so large
+    python -m fastsync.plan --model train.py:build_model --batch 8x1024 --computing 61ms
 
 --model names a function without arguments that returns the nn.Module; it is built and traced
 without memory. --batch is one rank's: samples x tokens, or samples x the sizes of a sample.
@@ -16,21 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from fastsync.planner import quantities as q
-from fastsync.planner.arithmetic import held_rows
-from fastsync.planner.asked import cluster_of, device_of, profile_of, scenario_of, training_of
-from fastsync.planner.checks import check_ranks, wants_own_step, wants_time
-from fastsync.planner.held import held_by
-from fastsync.planner.own_step import with_step
-from fastsync.planner.plan import Plan, make_plan_of
-from fastsync.planner.recorded import recorded_plan
-from fastsync.planner.views import held_json, held_text, html_page, plan_json, plan_text
+from fastsync.planner.options import asked_for
+from fastsync.planner.plan import make_plan_of, plan_json, plan_text
 from fastsync.wire.formats import make_codec
 
 __all__ = ["main"]
@@ -41,7 +31,7 @@ T = TypeVar("T")
 
 
 def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A type for argparse, which then names the option in what is wrong."""
+    """Return a type for argparse, which then names the option in its errors."""
 
     def read(text: str) -> T:
         try:
@@ -77,12 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     what("--model", help="file.py:function or package.module:function that returns the model")
     what("--params", type=_typed(q.count), help="a transformer of so many parameters: 70e9, 7B")
     what(
-        "--from",
-        dest="run",
-        type=Path,
-        help="a timeline that FastDDP has recorded, with --model of that model",
+        "--batch",
+        type=_typed(q.shape),
+        help="of one rank: 8x1024 tokens, 32x3x224x224 (with --params: 1x4096)",
     )
-    what("--batch", type=_typed(q.shape), help="of one rank: 8x1024 tokens, 32x3x224x224")
     what("--loss", help="file.py:function of output and batch (default: by the output's form)")
     what("--dtype", type=_typed(q.dtype), help="of parameters: fp32, bf16, fp16")
     what("--optimizer", default="adamw", help="of torch.optim, with --model (default: adamw)")
@@ -91,26 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("where").add_argument
     where("--gpus", type=_typed(q.worlds), default=(8,), help="ranks: 64, or 8,64,512")
     where("--per-node", type=_typed(q.whole), default=8, help="ranks of a node (default: 8)")
-    where("--device", default=None, help="v100, a100, a100-40, h100, h200, b200, cpu")
+    where("--device", default="h100", help="v100, a100, a100-40, h100, h200, b200, cpu")
     where("--memory", type=_typed(q.nbytes), help="of a rank, instead of the device's: 80GB")
     where("--efficiency", type=_typed(q.ratio), help="share of its peak that matmuls reach")
+    where("--computing", type=_typed(q.seconds), help="of forward and backward, measured: 61ms")
     where("--intra", type=_typed(q.rate), help="a rank's link inside a node: 450GB/s")
     where("--inter", type=_typed(q.rate), help="a rank's link between nodes: 50GB/s, 10Gbit/s")
     where("--latency", type=_typed(q.seconds), help="of a hop, instead of NCCL's tables: 20us")
     where("--backend", choices=("nccl", "gloo"), help="default: nccl, on a cpu gloo")
-    where("--profile", type=Path, help="what --measure has written: device, links")
-    where(
-        "--jitter",
-        type=_typed(q.spread),
-        default=0.0,
-        help="spread of ranks' speeds, 0.02 for 2 %%",
-    )
-    where(
-        "--straggler",
-        type=_typed(q.factor),
-        default=1.0,
-        help="one rank always takes so many times as long: 1.2",
-    )
+    where("--jitter", type=_typed(q.ratio), default=0.0, help="spread of ranks' speeds: 2%%")
     what = parser.add_argument_group("what is tried").add_argument
     what("--strategies", type=_typed(partial(_choices, known=_KINDS)), default=_KINDS)
     what("--wires", type=_typed(_wires), default=("fp32",), help="of gradients: fp32,bf16,int8")
@@ -118,83 +95,30 @@ def _parser() -> argparse.ArgumentParser:
     what("--no-checkpointing", action="store_true", help="do not try to recompute blocks")
     out = parser.add_argument_group("what is written").add_argument
     out("--json", type=Path, help="the plan for programs")
-    out("--html", type=Path, help="a page with pictures")
     out("--quiet", action="store_true", help="print nothing")
-    out("--measure", type=Path, help="under torchrun: measure these ranks, write a profile")
     return parser
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    if args.run is not None:
-        return recorded_plan(args)
-    profile = profile_of(args)
-    device = device_of(args, profile)
-    asked = scenario_of(args, device, cluster_of(args, device, profile))
-    sources = () if profile is None else (f"profile: {profile}",)
-    if profile is not None and profile.step is not None and args.model:
-        made = with_step(asked.compute, asked.first, args.optimizer, profile.step)
-        asked, sources = replace(asked, measured=made[0]), (*sources, *filter(None, made[1:]))
-    return replace(make_plan_of(asked, args.gpus), sources=sources)
-
-
-def _arithmetic(args: argparse.Namespace) -> None:
-    """The formulas' tables, one for each number of ranks."""
-    itemsize = (args.dtype or q.DTYPES["bf16"]).itemsize
-    held = held_by(itemsize, 8.0, args.master_weights)
-    states = "Adam's states in fp32" + (", fp32 master weights" if held.master else "")
-    title = f"{q.millions(args.params)} parameters of {itemsize} bytes, {states}"
-    tables = {
-        world: held_rows(args.params, held, world, args.per_node, args.strategies)
-        for world in args.gpus
-    }
-    if not args.quiet:
-        print(held_text(title, tables))
-    if args.json:
-        _write_json(args, held_json(title, tables))
-
-
-def _write_json(args: argparse.Namespace, document: object) -> None:
-    _write(args.json, json.dumps(document, indent=1) + "\n", "--json", args.quiet)
-
-
-def _write(path: Path, text: str, option: str, quiet: bool) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from error
-    if not quiet:
-        print(f"wrote {path}")
-
-
-def _run(args: argparse.Namespace, given: Collection[str]) -> None:
-    if args.measure is not None:
-        from fastsync.planner.measure import measure_to
-
-        measure_to(args.measure, training_of(args) if wants_own_step(args, given) else None)
-        return
-    timed = wants_time(args, given)
-    check_ranks(args, timed)
-    if not timed:
-        _arithmetic(args)
-        return
-    plan = _plan(args)
-    if not args.quiet:
-        print(plan_text(plan))
-    if args.json:
-        _write_json(args, plan_json(plan))
-    if args.html:
-        _write(args.html, html_page(plan), "--html", args.quiet)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    """Run the command line; returns the exit code."""
+    args = _parser().parse_args(arguments)
     try:
-        _run(args, given)
+        plan = make_plan_of(asked_for(args), args.gpus)
+        if not args.quiet:
+            print(plan_text(plan))
+        if args.json:
+            _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n", args.quiet)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE
     return 0
+
+
+def _write(path: Path, text: str, quiet: bool) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--json: {path} cannot be written: {error.strerror}") from error
+    if not quiet:
+        print(f"wrote {path}")

@@ -63,10 +63,6 @@ class Memory:
         """Bytes of all items."""
         return sum(self.items.values())
 
-    def largest(self) -> str:
-        """The item that holds most."""
-        return max(self.items, key=self.items.__getitem__)
-
 
 @dataclass
 class _Pool:
@@ -98,7 +94,7 @@ class _Pool:
 
 
 class _Transports:
-    """What buckets hold for a part of a step: gradients that wait, and buffers under way."""
+    """Memory of buckets for a part of a step: gradients that wait, and buffers under way."""
 
     def __init__(
         self, record: Record, strategy: Strategy, plan: BucketPlan, carrier: Carrier
@@ -281,7 +277,7 @@ def _has_own_gradients(bucket: PlannedBucket) -> bool:
 
 
 def _buffer_bytes(bucket: PlannedBucket) -> float:
-    """Of a bucket whose gradients every rank keeps."""
+    """Bytes of a bucket whose gradients every rank keeps."""
     if bucket.coded is None:
         return float(bucket.nbytes)
     found = 2.0 * bucket.nbytes
@@ -294,7 +290,7 @@ def _buffer_bytes(bucket: PlannedBucket) -> float:
 
 
 def _residual_bytes(bucket: PlannedBucket) -> int:
-    """Of a bucket whose gradients ranks share, which each feeds back as a whole."""
+    """Bytes of residuals of a sharded bucket, which each rank feeds back as a whole."""
     if bucket.coded is None or not bucket.coded.error_feedback or bucket.regions is None:
         return 0
     return _WIDE * bucket.regions.ranks * bucket.regions.numel
@@ -308,7 +304,7 @@ def _narrow(record: Record) -> int:
 def _optimizer_of(
     record: Record, strategy: Strategy, units: list[Unit], optimizer: OptimizerTrace
 ) -> Allocations:
-    """Of the rank that owns the first region, which holds most, or of who owns the largest piece.
+    """Memory of the optimizer on the rank that holds most: the first, or that of the largest piece.
 
     Masters step on gradients in fp32, which exist during the step. Units step one after the other;
     those of stage 3 have such gradients already.

@@ -1,50 +1,42 @@
-"""A finished plan: candidates for the GPUs that were asked for, and how they scale."""
+"""A finished plan: the strategies, the advice, and how strategies scale; as text and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 from fastsync.planner.advice import Advice, advise
-from fastsync.planner.compute import Compute
-from fastsync.planner.devices import Device
-from fastsync.planner.links import Cluster, Link
-from fastsync.planner.quantities import millions
-from fastsync.planner.runs import Recorded
+from fastsync.planner.hardware import Cluster, Device
+from fastsync.planner.quantities import gigabytes, millions, shown_seconds
 from fastsync.planner.scenario import Candidate, Scenario
-from fastsync.planner.simulate import StepTime, job_of_messages, job_of_units, simulate
-from fastsync.planner.strategy import Strategy
+from fastsync.planner.step_time import Compute, StepTime
 
-__all__ = ["Plan", "Point", "make_plan_of", "plan_of_run", "saturation"]
+__all__ = ["Plan", "Point", "make_plan_of", "plan_json", "plan_text"]
 
-_SCALES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)  # of the links' rate
+Json: TypeAlias = dict[str, object]
+
 _WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Below this efficiency more GPUs are said to saturate.
-SATURATED = 0.8
+_SATURATED = 0.8  # efficiency below which more GPUs are said to saturate
 
 
 @dataclass(frozen=True)
 class Point:
-    """A strategy's step at one number of ranks, or one rate of the links.
-
-    Attributes:
-        at: ranks, or the rate over the given one.
-    """
+    """A strategy's step on one number of ranks."""
 
     strategy: str
-    at: float
+    gpus: int
     time: StepTime
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is shown.
+    """A finished plan.
 
     Attributes:
         title: model and batch.
-        candidates: on as many GPUs as were asked for; empty for recorded runs.
-        scaling: over numbers of GPUs; `bandwidth`: over rates of the links.
-        sources: where figures of links and devices come from, if from no data sheet.
+        candidates: on as many GPUs as were asked for.
+        scaling: over numbers of GPUs.
     """
 
     title: str
@@ -53,105 +45,125 @@ class Plan:
     compute: Compute
     tokens_per_sample: float
     candidates: tuple[Candidate, ...]
-    advice: Advice | None
+    advice: Advice
     scaling: tuple[Point, ...]
-    bandwidth: tuple[Point, ...]
-    sources: tuple[str, ...] = ()
-
-
-def _label(strategy: Strategy) -> str:
-    """Without the numbers, which differ along an axis."""
-    return strategy.name
 
 
 def make_plan_of(scenario: Scenario, worlds: Sequence[int]) -> Plan:
-    """Compares strategies on the first of `worlds`, and follows them over the others.
+    """Compare strategies on the first of `worlds`, and follow them over the others.
 
     Args:
-        worlds: numbers of GPUs; with one alone, powers of two up to 16,384 make the picture.
+        worlds: numbers of GPUs; with one alone, powers of two up to 16,384 are compared.
     """
-    world = worlds[0]
-    candidates = scenario.candidates(world)
-    shown = [s for s in scenario.strategies(world) if not s.checkpointing] or list(
-        scenario.strategies(world)
-    )
-    record = scenario.first
+    world, record = worlds[0], scenario.record()
+    strategies = list(scenario.strategies(world))
+    candidates = [scenario.candidate(strategy) for strategy in strategies]
+    per_node, points = scenario.cluster.per_node, []
+    for strategy in [s for s in strategies if not s.checkpointing] or strategies:
+        for gpus in worlds if len(worlds) > 1 else _WORLDS:
+            if gpus < per_node or gpus % per_node == 0:
+                shards = min(strategy.shards, gpus) if strategy.hybrid else gpus
+                at = replace(strategy, world=gpus, shards=shards)
+                points.append(Point(strategy.name, gpus, scenario.time(at)))
     return Plan(
         title=f"{record.model}, {millions(record.numel)} parameters, batch {scenario.samples}",
         device=scenario.device,
         cluster=scenario.cluster.of(world),
-        compute=scenario.compute,
+        compute=scenario.compute(),
         tokens_per_sample=record.tokens / record.samples,
         candidates=tuple(candidates),
-        advice=advise(candidates, scenario.device, scenario),
-        scaling=tuple(_over_worlds(scenario, shown, worlds)),
-        bandwidth=tuple(_over_rates(scenario, shown)),
+        advice=advise(candidates, scenario),
+        scaling=tuple(points),
     )
 
 
-def _over_worlds(
-    scenario: Scenario, shown: Sequence[Strategy], worlds: Sequence[int]
-) -> list[Point]:
-    per_node = scenario.cluster.per_node
-    chosen = worlds if len(worlds) > 1 else _WORLDS
-    fitting = [n for n in chosen if n < per_node or n % per_node == 0]
-    points = []
-    for strategy in shown:
-        for world in fitting:
-            shards = min(strategy.shards, world) if strategy.hybrid else world
-            at = replace(strategy, world=world, shards=shards)
-            points.append(Point(_label(strategy), world, scenario.time(at)))
-    return points
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns; the first is aligned to the left, the others to the right."""
+    cells = [list(headers), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    lines = []
+    for first, *others in cells:
+        padded = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join(("", first.ljust(widths[0]), *padded)).rstrip())
+    return lines
 
 
-def _over_rates(scenario: Scenario, shown: Sequence[Strategy]) -> list[Point]:
-    points = []
-    for scale in _SCALES:
-        cluster = _faster(scenario.cluster, scale)
-        there = replace(scenario, cluster=cluster)
-        points += [Point(_label(s), scale, there.time(s)) for s in shown]
-    return points
-
-
-def _faster(cluster: Cluster, scale: float) -> Cluster:
-    def scaled(link: Link) -> Link:
-        return replace(link, rate=link.rate * scale)
-
-    return replace(cluster, intra=scaled(cluster.intra), inter=scaled(cluster.inter))
-
-
-def plan_of_run(
-    recorded: Recorded, title: str, device: Device, cluster: Cluster, worlds: Sequence[int]
-) -> Plan:
-    """Follows a recorded run over numbers of GPUs: its own computation, buckets or units, jitter
-    and straggler."""
-
-    def step(kind: int, at: Cluster) -> StepTime:
-        strategy = Strategy(kind, at.world, at.world)
-        if kind == 3:
-            job = job_of_units(recorded.units, strategy, recorded.compute, at)
-        else:
-            job = job_of_messages(recorded.messages, strategy, recorded.compute, at)
-        return simulate(job, recorded.jitter, recorded.straggler)
-
-    kinds = (3,) if recorded.units else (0, 1)
-    scaling = [Point(f"zero={k}", n, step(k, cluster.of(n))) for k in kinds for n in worlds]
-    at = cluster.of(worlds[0])
-    rates = [Point(f"zero={k}", s, step(k, _faster(at, s))) for s in _SCALES for k in kinds]
-    return Plan(
-        title=title,
-        device=device,
-        cluster=at,
-        compute=recorded.compute,
-        tokens_per_sample=0.0,
-        candidates=(),
-        advice=None,
-        scaling=tuple(scaling),
-        bandwidth=tuple(rates),
+def _cluster_text(cluster: Cluster) -> str:
+    inside = f"{gigabytes(cluster.intra.reached)}/s inside a node"
+    if cluster.nodes == 1:
+        return f"{cluster.world} ranks over {cluster.backend}, {inside}"
+    return (
+        f"{cluster.world} ranks on {cluster.nodes} nodes over {cluster.backend}, {inside}, "
+        f"{gigabytes(cluster.inter.reached)}/s per rank between nodes"
     )
 
 
-def saturation(points: Sequence[Point], strategy: str) -> float | None:
-    """The first number of ranks below `SATURATED`; None: it does not come to that."""
-    below = [p.at for p in points if p.strategy == strategy and p.time.efficiency < SATURATED]
-    return min(below, default=None)
+def plan_text(plan: Plan) -> str:
+    """Return the plan as lines of a terminal."""
+    lines = [plan.title, _cluster_text(plan.cluster), plan.compute.source, ""]
+    unit = "tokens/s" if plan.tokens_per_sample else "samples/s"
+    headers = ("strategy", "memory", "fits", "batch", "step", "exposed", "efficiency", unit, "sent")
+    rows = []
+    for candidate in plan.candidates:
+        time, each = candidate.time, candidate.throughput * (plan.tokens_per_sample or 1)
+        fits = "yes" if candidate.fits else "no"
+        batch = str(candidate.largest_batch or "-")
+        row = (candidate.strategy.name, gigabytes(candidate.memory.total), fits, batch)
+        times = (shown_seconds(time.mean), shown_seconds(time.exposed), f"{time.efficiency:.1%}")
+        rows.append((*row, *times, f"{each:,.0f}", gigabytes(time.sent)))
+    lines += _table(headers, rows)
+    lines += ["", "  batch: the largest per GPU that fits; memory is a rank's peak."]
+    return "\n".join([*lines, "", *plan.advice.reasons, "", *_scaling_lines(plan)])
+
+
+def _scaling_lines(plan: Plan) -> list[str]:
+    names = list(dict.fromkeys(point.strategy for point in plan.scaling))
+    worlds = list(dict.fromkeys(point.gpus for point in plan.scaling))
+    found = {(point.strategy, point.gpus): point.time for point in plan.scaling}
+    rows = []
+    for world in worlds:
+        times = (found[name, world] for name in names)
+        cells = (f"{shown_seconds(time.mean)} {time.efficiency:.1%}" for time in times)
+        rows.append((str(world), *cells))
+    lines = ["Step and efficiency by GPUs:", *_table(("GPUs", *names), rows)]
+    for name in names:
+        below = [n for n in worlds if found[name, n].efficiency < _SATURATED]
+        if below:
+            lines.append(f"  {name} falls below {_SATURATED:.0%} at {min(below)} GPUs.")
+    return lines
+
+
+def plan_json(plan: Plan) -> Json:
+    """Return the plan for programs; bytes, seconds, and shares between 0 and 1."""
+    best, second = plan.advice.best, plan.advice.second
+    return {
+        "format": "fastsync plan",
+        "version": 2,
+        "title": plan.title,
+        "device": asdict(plan.device),
+        "cluster": asdict(plan.cluster),
+        "compute": {**asdict(plan.compute), "ready": len(plan.compute.ready)},
+        "tokens_per_sample": plan.tokens_per_sample,
+        "candidates": [
+            {
+                "name": candidate.strategy.name,
+                "strategy": asdict(candidate.strategy),
+                "memory": candidate.memory.items,
+                "peak": candidate.memory.total,
+                "phase": candidate.memory.phase,
+                "fits": candidate.fits,
+                "largest_batch": candidate.largest_batch,
+                "samples_per_second": candidate.throughput,
+                "time": asdict(candidate.time),
+            }
+            for candidate in plan.candidates
+        ],
+        "advice": {
+            "best": best.strategy.name if best else None,
+            "second": second.strategy.name if second else None,
+            "reasons": list(plan.advice.reasons),
+        },
+        "scaling": [
+            {"strategy": p.strategy, "gpus": p.gpus, **asdict(p.time)} for p in plan.scaling
+        ],
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import torch
@@ -11,7 +10,6 @@ __all__ = [
     "DTYPES",
     "count",
     "dtype",
-    "factor",
     "gigabytes",
     "millions",
     "nbytes",
@@ -21,7 +19,6 @@ __all__ = [
     "seconds",
     "shape",
     "shown_seconds",
-    "spread",
     "whole",
     "worlds",
 ]
@@ -55,8 +52,7 @@ def _read(text: str, units: dict[str, float], example: str) -> float:
 
 def count(text: str) -> int:
     """A number of things: 70e9, 70B, 124M."""
-    lowered = {unit: factor for unit, factor in _COUNTS.items()}
-    return round(_read(text.lower(), lowered, "70e9 or 70B"))
+    return round(_read(text.lower(), _COUNTS, "70e9 or 70B"))
 
 
 def whole(text: str) -> int:
@@ -96,22 +92,6 @@ def ratio(text: str) -> float:
     if not 0 < value <= 1:
         raise ValueError(f"{text!r} is no share above 0 and at most 1; write it like 0.4 or 40%")
     return value
-
-
-def spread(text: str) -> float:
-    """A standard deviation of speeds: 0, or as a share."""
-    return 0.0 if text in ("0", "0.0") else ratio(text)
-
-
-def factor(text: str) -> float:
-    """A multiple of a time, at least 1: 1.2."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 1 <= found < math.inf:
-        raise ValueError(f"{text!r} is no multiple: give a number from 1 on, such as 1.2")
-    return found
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -155,9 +135,6 @@ def shown_seconds(value: float) -> str:
     """A duration: 1.23 s, 45.6 ms, 7.8 us."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= factor:
-            return (
-                f"{value / factor:.3g} {unit}"
-                if value < 100 * factor
-                else (f"{value / factor:.0f} {unit}")
-            )
+            digits = ".3g" if value < 100 * factor else ".0f"
+            return f"{value / factor:{digits}} {unit}"
     return "0" if value < 1e-9 else f"{value * 1e9:.0f} ns"

@@ -1,4 +1,4 @@
-"""What one traced step of a model did: operations, allocations, gradients, in order.
+"""The record of one traced step of a model: operations, allocations, gradients, in order.
 
 Pure data, which replays read as often as they like. A step is a forward and a backward; the
 optimizer's step is traced by itself, once per way in which its state is spread.
@@ -14,7 +14,9 @@ import torch
 
 from fastsync.plan.buckets import ParamSpec
 
-__all__ = ["Allocations", "Mark", "Record", "TracedParam"]
+__all__ = ["ROOT", "Allocations", "Mark", "Record", "TracedParam"]
+
+ROOT = 0  # number of the unit of what no other unit has
 
 
 class Mark(NamedTuple):
@@ -57,7 +59,7 @@ class TracedParam:
         return self.numel * self.dtype.itemsize
 
     def spec(self, index: int, device: str = "cpu") -> ParamSpec:
-        """What the engine plans with."""
+        """Return the parameter as the engine plans with it."""
         return ParamSpec(index, self.numel, self.dtype, torch.device(device))
 
 
@@ -105,13 +107,13 @@ class Record:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward."""
+        """Floating-point operations of forward and backward."""
         return sum(mark.work for mark in self.marks)
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """What an optimizer holds, and needs while it steps.
+    """Memory of an optimizer, and what it needs while it steps.
 
     Attributes:
         kept: bytes of its state after a step.

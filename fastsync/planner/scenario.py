@@ -6,24 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-import torch
-
 from fastsync.plan.buckets import BucketPlan
 from fastsync.plan.policy import BucketPolicy
 from fastsync.plan.topology import Network
 from fastsync.planner.batches import Traces, largest_batch
-from fastsync.planner.compute import Compute, from_record
-from fastsync.planner.devices import Device
-from fastsync.planner.links import Cluster
+from fastsync.planner.hardware import Cluster, Device
 from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
-from fastsync.planner.simulate import Job, StepTime, job_of, simulate
+from fastsync.planner.step_time import Compute, StepTime, from_record, job_of, simulate
 from fastsync.planner.strategy import Carrier, Strategy, Unit, engine_plan, named
 
 __all__ = ["Candidate", "Scenario", "cached_optimizer"]
-
-# Traces the model with so many samples, with or without checkpointing.
-Trace = Callable[[int, bool], Record]
 
 
 @dataclass(frozen=True)
@@ -50,20 +43,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, on what, and what may be tried.
+    """A training, its hardware, and what may be tried.
 
     Attributes:
-        trace: of the model; called again for other batches.
+        trace: traces the model with so many samples, with or without checkpointing.
         samples: of a rank's batch.
         optimizer: traces its step.
         kinds: strategies to try: "0", "1", "2", "3", "hsdp".
         wires: wire formats to try, with the stages that can have them.
         checkpointing: whether to try it, and to go without it.
         measured: computing times without checkpointing that replace traced ones.
-        jitter: of a rank's speed, see simulate.py.
+        jitter: spread of a rank's speed, see step_time.py.
     """
 
-    trace: Trace
+    trace: Callable[[int, bool], Record]
     samples: int
     optimizer: OptimizerTrace
     device: Device
@@ -74,31 +67,24 @@ class Scenario:
     accumulate: int = 1
     masters: bool = False
     jitter: float = 0.0
-    straggler: float = 1.0
     buckets: BucketPolicy | None = None
     measured: Compute | None = None
     _traces: dict[bool, Traces] = field(default_factory=dict, compare=False)
 
-    def traces(self, checkpointing: bool) -> Traces:
-        """Those of every batch, with or without checkpointing."""
+    def _traced(self, checkpointing: bool) -> Traces:
         if checkpointing not in self._traces:
             made = Traces(lambda samples: self.trace(samples, checkpointing))
             self._traces[checkpointing] = made
         return self._traces[checkpointing]
 
-    def record(self, samples: int, checkpointing: bool) -> Record:
-        """The trace with so many samples; made once."""
-        return self.traces(checkpointing).record(samples)
-
-    @property
-    def first(self) -> Record:
-        """The trace of the batch that was asked for."""
-        return self.record(self.samples, False)
+    def record(self, checkpointing: bool = False) -> Record:
+        """Return the trace of the batch that was asked for; made once."""
+        return self._traced(checkpointing).record(self.samples)
 
     def strategies(self, world: int) -> Iterator[Strategy]:
         """All that make sense on `world` ranks."""
         for checkpointing in self.checkpointing:
-            if checkpointing and not self.first.blocks:
+            if checkpointing and not self.record().blocks:
                 continue
             for kind in self.kinds:
                 base = named(kind, world, self.cluster.per_node)
@@ -115,35 +101,29 @@ class Scenario:
                     if strategy.possible:
                         yield strategy
 
-    def candidates(self, world: int, with_batches: bool = True) -> list[Candidate]:
-        """Memory and time of every strategy on `world` ranks."""
-        return [self.candidate(s, with_batches) for s in self.strategies(world)]
-
-    def candidate(self, strategy: Strategy, with_batch: bool = True) -> Candidate:
-        """Memory and time of one.
-
-        Args:
-            with_batch: find the largest batch as well, which traces the model a few times more.
-        """
+    def candidate(self, strategy: Strategy) -> Candidate:
+        """Memory, time and largest batch of one strategy."""
         memory = self.memory(strategy)
         fits = memory.total <= self.device.memory
-        largest = self.largest_batch(strategy) if with_batch else 0
         samples = self.samples * strategy.world * strategy.accumulate
+        largest = self.largest_batch(strategy)
         return Candidate(strategy, memory, self.time(strategy), fits, largest, samples)
 
     def memory(self, strategy: Strategy) -> Memory:
-        """Of a rank at its peak, with the batch that was asked for."""
-        return self._peak(strategy, self.record(self.samples, strategy.checkpointing))
+        """Memory of a rank at its peak, with the batch that was asked for."""
+        return self._peak(strategy, self.record(strategy.checkpointing))
 
     def _peak(self, strategy: Strategy, record: Record) -> Memory:
-        """Of a rank with the batch of a record."""
         planned, carrier = self._planned(record, strategy), self._carrier(strategy)
         framework = self.device.framework
         return peak_of(phases_of(record, strategy, planned, self.optimizer, carrier, framework))
 
     def _planned(self, record: Record, strategy: Strategy) -> tuple[BucketPlan, list[Unit]]:
-        network, carrier = self._network(strategy), self._carrier(strategy)
-        return engine_plan(record, strategy, network, carrier, self.buckets)
+        cluster, network = self.cluster.of(strategy.world), Network()
+        if cluster.world > 1:  # what the engine's first step would measure, for bytes of gradients
+            factor = 2 * (cluster.world - 1) / cluster.world
+            network = Network(cluster.rate / factor, cluster.inter.latency or 0.0)
+        return engine_plan(record, strategy, network, self._carrier(strategy), self.buckets)
 
     def _carrier(self, strategy: Strategy) -> Carrier:
         if not self.device.on_cpu:
@@ -152,58 +132,37 @@ class Scenario:
         return Carrier.MEMORY if one else Carrier.MESSAGES
 
     def time(self, strategy: Strategy) -> StepTime:
-        """The step of all ranks."""
-        return simulate(self.job(strategy), self.jitter, self.straggler)
-
-    def job(self, strategy: Strategy) -> Job:
-        """That step, ready to be simulated."""
-        record = self.record(self.samples, strategy.checkpointing)
-        cluster = self.cluster.of(strategy.world)
+        """Time of the step of all ranks."""
+        record, cluster = self.record(strategy.checkpointing), self.cluster.of(strategy.world)
         plan, _ = self._planned(record, strategy)
-        compute = self._compute(strategy)
-        return job_of(record, strategy, plan, compute, cluster, self.device)
+        compute = self.compute(strategy.checkpointing)
+        return simulate(job_of(record, strategy, plan, compute, cluster, self.device), self.jitter)
 
-    def _compute(self, strategy: Strategy) -> Compute:
+    def compute(self, checkpointing: bool = False) -> Compute:
+        """Computing times of a rank."""
         if self.measured is None:
-            return self._traced_compute(strategy.checkpointing)
-        if not strategy.checkpointing:
+            return self._traced_compute(checkpointing)
+        if not checkpointing:
             return self.measured
         plain, again = (self._traced_compute(again) for again in (False, True))
         return self.measured.recomputed(again.backward / plain.backward)
 
     def _traced_compute(self, checkpointing: bool) -> Compute:
-        record = self.record(self.samples, checkpointing)
-        moved = self.optimizer(_shapes(record)).moved
+        record = self.record(checkpointing)
+        moved = self.optimizer([(param.shape, param.dtype) for param in record.params]).moved
         return from_record(record, self.device, moved)
 
-    @property
-    def compute(self) -> Compute:
-        """Of a rank, without checkpointing."""
-        return self._compute(named("0", 1, 1))
-
-    def _network(self, strategy: Strategy) -> Network:
-        """What the engine's first step would measure, for bytes of gradients."""
-        cluster = self.cluster.of(strategy.world)
-        if cluster.world == 1:
-            return Network()
-        factor = 2 * (cluster.world - 1) / cluster.world
-        return Network(cluster.rate / factor, cluster.inter.latency or 0.0)
-
     def largest_batch(self, strategy: Strategy) -> int:
-        """The most samples per rank that fit; 0: one is too much."""
+        """Return the most samples per rank that fit; 0: one is too much."""
 
         def peak(record: Record) -> float:
             return self._peak(strategy, record).total
 
-        traces = self.traces(strategy.checkpointing)
+        traces = self._traced(strategy.checkpointing)
         return largest_batch(peak, traces, self.device.memory, self.samples)
 
 
-def _shapes(record: Record) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(param.shape, param.dtype) for param in record.params]
-
-
 def cached_optimizer(trace: OptimizerTrace) -> OptimizerTrace:
-    """The same, which traces equal sizes once."""
+    """Return the same, which traces equal sizes once."""
     known = cache(lambda sizes: trace(list(sizes)))
     return lambda sizes: known(tuple(sizes))

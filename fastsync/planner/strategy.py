@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
+import torch
+
 from fastsync.plan.buckets import (
     BucketPlan,
     ParamSpec,
@@ -16,19 +18,29 @@ from fastsync.plan.buckets import (
     make_plan,
     regions_codec,
 )
-from fastsync.plan.layout import FlatLayout, outline_regions
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.plan.layout import FlatLayout, align_up, outline_regions
+from fastsync.plan.policy import BucketPolicy, SyncPolicy, UnitWires
 from fastsync.plan.topology import Network
 from fastsync.planner.record import Record
 from fastsync.shard.layout import element_regions
+from fastsync.units.codes import Codes, gradient_codes
 from fastsync.wire.formats import Wire, make_codec
 
-__all__ = ["Carrier", "Strategy", "Unit", "engine_plan", "named", "shard_units"]
+__all__ = [
+    "Carrier",
+    "Strategy",
+    "Unit",
+    "coded_units",
+    "codes_of",
+    "engine_plan",
+    "named",
+    "shard_units",
+]
 
 
 class Carrier(Enum):
-    """How regions of gradients travel: through memory that the ranks of a machine share, as
-    messages between CPUs, or between devices."""
+    """The way of gradients: through memory that the ranks of a machine share, as messages
+    between CPUs, or between devices."""
 
     MEMORY = "memory"
     MESSAGES = "messages"
@@ -36,13 +48,13 @@ class Carrier(Enum):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether gradients lie there."""
+        """Whether gradients are in host memory."""
         return self is not Carrier.DEVICES
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is repeated on every rank, what is shared, and how gradients travel.
+    """Placement of parameters, gradients and optimizer state, and the wire format.
 
     Attributes:
         stage: of ZeRO: 0 repeats everything, 1 shares the optimizer's state and the gradients
@@ -86,7 +98,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """As people call it."""
+        """Name in reports."""
         base = "HSDP" if self.hybrid else f"zero={self.stage}"
         wire = "" if self.wire == "fp32" else f", wire={self.wire!r}"
         return base + wire + (", checkpointing" if self.checkpointing else "")
@@ -205,3 +217,28 @@ def _shared(
         shards=tuple(spec.shard for spec in members if spec.shard is not None),
         regions=regions,
     )
+
+
+def codes_of(strategy: Strategy, gradients: torch.dtype) -> Codes | None:
+    """Codes that gradients of stage 3 travel in; None: they travel as they are."""
+    wires = UnitWires(Wire(strategy.wire))
+    return gradient_codes(wires, strategy.shards, (gradients,), gradients)
+
+
+def coded_units(record: Record, strategy: Strategy) -> dict[int, float]:
+    """Bytes of a rank's codes of each unit's gradients, those that it keeps among them.
+
+    Empty if gradients travel as they are.
+    """
+    elements: dict[int, int] = {}
+    codes = None
+    for param in record.params:
+        codes = codes or codes_of(strategy, param.dtype)
+        elements[param.unit] = elements.get(param.unit, 0) + param.numel
+    if codes is None:
+        return {}
+    block, ranks, found = codes.block, strategy.shards, {}
+    for unit, numel in elements.items():
+        chunk = align_up(-(-numel // ranks), block)
+        found[unit] = float(ranks * codes.codec.coded_bytes(chunk))
+    return found

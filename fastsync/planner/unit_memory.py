@@ -1,11 +1,11 @@
-"""What stage 3 holds in a step: units that come and go, what they travel in, and gradients.
+"""Memory of stage 3 in a step: units that come and go, their buffers, and gradients.
 
 [Note: replayed units]
 The replay follows fastsync/units/ call by call. A unit is gathered ahead of time: while the one
 before it computes or, in messages of a CPU's, right after that one's gather has begun. The root's
 stays until its backward is over, any other goes after its forward. Gradients leave when a backward
 is through with their unit, at the latest at its end, and one unit's are under way while the next
-one computes. Large ones are kept until they have been added up, which is taken to be when somebody
+one computes. Large ones are kept until they have been added up, which is taken to be when a rank
 waits for it. On one machine they are copied for the others, and go at once: a rank begins its sums
 with its own part, from the third rank on with a copy of it. A gather there takes memory when the
 unit is wanted, as until then shares lie where they were written.
@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync.plan.layout import align_up
-from fastsync.planner.record import Mark, Record, TracedParam
-from fastsync.planner.strategy import Carrier, Strategy
-from fastsync.planner.unit_codes import codes_of
-from fastsync.planner.unit_marks import ROOT
+from fastsync.planner.record import ROOT, Mark, Record, TracedParam
+from fastsync.planner.strategy import Carrier, Strategy, codes_of
 from fastsync.units.layout import ChunkLayout, Shape, lay_out, whole_offsets
 
 __all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
@@ -86,7 +84,7 @@ class _Room:
         return max((begin + length for begin, length in self.taken.items()), default=0)
 
     def take(self, size: int) -> int:
-        """Where it lies."""
+        """Return its offset."""
         before, gaps = 0, [(math.inf, self._end)]
         for begin, length in sorted(self.taken.items()):
             gaps.append((begin - before, before))
@@ -253,7 +251,7 @@ class Units:
 
     @property
     def left(self) -> int:
-        """What stays after a backward."""
+        """Bytes that stay after a backward."""
         return self._pool.held + self._letters.held
 
     def begin(self) -> None:
@@ -316,7 +314,7 @@ class Units:
         self._ends_soon = at < _LAST_UNITS
 
     def _has(self, unit: int, following: Iterable[int]) -> None:
-        """What comes next is gathered right after it where that travels, else when it is there."""
+        """Gather a unit, then the next ones: at once if messages travel, else once it is there."""
         self._gather(unit)
         if not self._travels:
             self._arrive(unit)

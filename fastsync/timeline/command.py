@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastsync.timeline.data import Run, load, merge
-from fastsync.timeline.views import html_page, perfetto_trace, summary_text
+from fastsync.timeline.page import html_page
+from fastsync.timeline.views import perfetto_trace, summary_text
 
 __all__ = ["main"]
 

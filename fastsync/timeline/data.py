@@ -28,6 +28,7 @@ from fastsync.timeline.moves import (
 __all__ = [
     "BucketInfo",
     "BucketTimes",
+    "Medians",
     "RankRecord",
     "RankStep",
     "Run",
@@ -65,7 +66,7 @@ class BucketInfo:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank recorded.
+    """The recording of one rank.
 
     Attributes:
         clock_error_ns: how far its times may be off rank 0's clock.
@@ -268,6 +269,35 @@ class RankStep:
         return self.backward_start, self.backward_end
 
 
+@dataclass(frozen=True)
+class Medians:
+    """Medians over steps, in seconds.
+
+    Attributes:
+        communicating: with at least one collective under way.
+        exposed: from the last gradient to the last average, and of waiting for units: what
+            synchronising adds to a step.
+        overlap: share of the communication that lies within backward, 0 to 1; with units, that is
+            not exposed. None: nothing was communicated.
+    """
+
+    computing: float
+    communicating: float
+    exposed: float
+    overlap: float | None
+
+    @classmethod
+    def of(cls, steps: Sequence[RankStep]) -> Medians:
+        """Return the medians of at least one step."""
+        shares = [s.overlapped / s.communicating for s in steps if s.communicating > 0]
+        return cls(
+            median(s.computing for s in steps),
+            median(s.communicating for s in steps),
+            median(s.exposed for s in steps),
+            median(shares) if shares else None,
+        )
+
+
 def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:
     """The complete steps among a rank's marks, by number.
 
@@ -326,7 +356,7 @@ def _spans(events: Sequence[Event], what: str) -> tuple[Span, ...]:
 
 
 def launch_lag(steps: Sequence[RankStep]) -> tuple[int, float] | None:
-    """Who launched latest in one step, and how many seconds after the others.
+    """Return the rank that launched latest in one step, and how many seconds after the others.
 
     Per collective, the lag is that of the last rank to launch it behind the median of the others;
     the step's is the largest of them. None where there is nothing to compare.
@@ -366,7 +396,7 @@ class Straggler:
 
 
 def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Straggler | None:
-    """The rank with the largest sum of lags, or None where nobody is late enough to speak of.
+    """The rank with the largest sum of lags, or None if no rank is late enough to speak of.
 
     Late enough is more than the clocks' error and 1 % of the median step, in at least half of the
     steps.
@@ -389,7 +419,7 @@ def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Strag
 
 
 def _slow_with(rank: int, by_step: Mapping[int, Sequence[RankStep]]) -> str:
-    """What a rank takes longer with than the median of the others, in the median step."""
+    """Return what a rank takes longer with than the median of the others, in the median step."""
     excess: dict[str, list[float]] = {activity: [] for activity in ACTIVITIES}
     for number, steps in by_step.items():
         ends = {step.rank: step.end for step in by_step.get(number - 1, ())}

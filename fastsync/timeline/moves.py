@@ -46,7 +46,7 @@ class UnitInfo:
 
     @property
     def words(self) -> str:
-        """As errors call it."""
+        """Description for errors."""
         first, last, count = self.parameters[0], self.parameters[-1], len(self.parameters)
         held = (
             f"parameter {first!r}" if count == 1 else f"{count} parameters, {first!r} to {last!r}"
@@ -72,7 +72,7 @@ class Move:
         kind: one of `KINDS`.
         turn: how many of its kind the unit had in this step before.
         started: handed to the backend.
-        done: completed, whether anybody waits for it or not.
+        done: completed, whether or not the computation waits for it.
         wanted: the computation could not go on without it.
         arrived: the computation goes on.
         bytes: that left this rank.
@@ -94,7 +94,7 @@ class Move:
 
 
 def moves_of(events: Iterable[Event]) -> tuple[Move, ...]:
-    """Those among one step's marks that somebody has waited for, in the order of their starts."""
+    """Return a step's collectives that the computation has waited for, in the order of starts."""
     begun: list[dict[str, int]] = []
     latest: dict[tuple[int, str], dict[str, int]] = {}
     for _, mark, unit, size, time in events:
@@ -138,7 +138,7 @@ def union(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def common(some: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
-    """What lies within both."""
+    """Return the spans that lie within both."""
     theirs = union(others)
     both = [(max(a, c), min(b, d)) for a, b in union(some) for c, d in theirs]
     return tuple((start, end) for start, end in both if start < end)

@@ -1,4 +1,4 @@
-"""Which steps a timeline records, and where they are written."""
+"""The window of a timeline, and where it is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TimelinePolicy"]
 
 @dataclass(frozen=True)
 class TimelinePolicy:
-    """Which steps a timeline records, and where they are written.
+    """The steps that a timeline records, and where they are written.
 
     Attributes:
         path: the JSON file that rank 0 writes once the window is full, or at exit where training

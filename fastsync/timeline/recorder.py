@@ -41,7 +41,7 @@ _EXIT_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """What a recording says about the model.
+    """The model, as a recording describes it.
 
     Attributes:
         name: of its class.
@@ -58,13 +58,13 @@ class RecordedModel:
 
 
 class Steps(Protocol):
-    """What makes the steps and marks them."""
+    """An engine that makes the steps and marks them."""
 
     def steps(self) -> int:
-        """Those that have been made."""
+        """Number of steps that have been made."""
 
     def set_timeline(self, timeline: Timeline | None) -> None:
-        """Where to record from now on."""
+        """Record there from now on."""
 
 
 class Recorder:
@@ -212,7 +212,7 @@ class Recorder:
 
 
 def record_steps(policy: TimelinePolicy | None, model: str, engine: Engine) -> Recorder | None:
-    """Has every step of `engine`, which trains a `model`, recorded; None: no step."""
+    """Record every step of `engine`, which trains a `model`; None: no step."""
     if policy is None:
         return None
     names = tuple(param.name for param in engine.params)

@@ -1,4 +1,4 @@
-"""What synchronising costs at run time, as one object, and its way into TensorBoard."""
+"""Statistics of synchronisation at run time, as one object and as scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fastsync.engine.pace import Pace, SlowRanks
 from fastsync.engine.reports import Counters, UnitCounters
-from fastsync.timeline.data import RankStep
+from fastsync.timeline.data import Medians, RankStep
 from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.moves import size_text as _size
 from fastsync.timeline.units import UnitTiming, unit_timings
@@ -73,7 +73,7 @@ class SyncStats(Mapping[str, Any]):
         scaling_efficiency: step time of a single rank / step_time, 1 being perfect; needs
             `one_rank_step`.
         straggler: whom the others wait for, over 50 steps; the same on every rank. Known without
-            `timeline=`, on CPUs; None where nobody keeps the others waiting, and with units.
+            `timeline=`, on CPUs; None if no rank keeps the others waiting, and with units.
         network_time: of a step that even the rank that waits least waits, so for the network.
     """
 
@@ -295,23 +295,22 @@ def _with_times(
     if not recorded:
         return base
     step_time = median(lengths) if lengths else None
-    communicating = [step.communicating for step in recorded]
     ratios = [step.communicating / step.computing for step in recorded if step.computing > 0]
-    overlaps = [s.overlapped / s.communicating for s in recorded if s.communicating > 0]
+    times = Medians.of(recorded)
     return replace(
         base,
         step_time=step_time,
-        compute_time=median(step.computing for step in recorded),
-        communication_time=median(communicating),
-        exposed_time=median(step.exposed for step in recorded),
+        compute_time=times.computing,
+        communication_time=times.communicating,
+        exposed_time=times.exposed,
         communication_ratio=median(ratios) if ratios else None,
-        overlap=median(overlaps) if overlaps else None,
+        overlap=times.overlap,
         scaling_efficiency=one_rank_step / step_time if one_rank_step and step_time else None,
     )
 
 
 def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple[BucketTiming, ...]:
-    """Of the plan of the latest step; earlier steps with another plan do not count."""
+    """Times of the latest step's plan; earlier steps with another plan do not count."""
     plan = recorded[-1].plan
     seen = [b for step in recorded if step.plan == plan for b in step.buckets]
     timings = []
@@ -327,14 +326,14 @@ def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple
 
 
 class Synchronised(Protocol):
-    """What a FastDDP is here."""
+    """A FastDDP, or another model with statistics."""
 
     def sync_stats(self) -> SyncStats:
-        """As `FastDDP.sync_stats`."""
+        """Return the statistics, as `FastDDP.sync_stats`."""
 
 
 class Writer(Protocol):
-    """What TensorBoard's SummaryWriter has, and similar writers."""
+    """TensorBoard's SummaryWriter, or a similar writer."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Takes one point of one curve."""

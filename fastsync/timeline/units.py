@@ -1,4 +1,4 @@
-"""What a unit takes in a step."""
+"""Times of a unit in a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UnitTiming:
 
 
 def unit_timings(units: Sequence[UnitInfo], steps: Sequence[RankStep]) -> Iterator[UnitTiming]:
-    """Of each unit; there are steps."""
+    """Return the times of each unit, over at least one step."""
     for number, info in enumerate(units):
         moves = [[m for m in step.moves if m.unit == number] for step in steps]
         gathers = [[m for m in some if m.kind == "gather"] for some in moves]

@@ -1,56 +1,36 @@
-"""A recorded run as people look at it: a summary in text, a trace for Perfetto, and an HTML page.
+"""A recorded run as a summary in text, and as a trace for Perfetto.
 
 The trace follows the Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing read.
-The page is one file without any reference to a network; its sources are in fastsync/timeline/page/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
 from fastsync.engine.pace import during
-from fastsync.page import make_page
-from fastsync.timeline.data import (
-    BucketInfo,
-    RankStep,
-    Run,
-    Straggler,
-    by_step,
-    find_straggler,
-    launch_lag,
-)
-from fastsync.timeline.moves import KINDS, Move, length, size_text
+from fastsync.timeline.data import Medians, RankStep, Run, Straggler, by_step, find_straggler
+from fastsync.timeline.moves import KINDS, Span, length, size_text
 from fastsync.timeline.units import UnitTiming, unit_timings
 
-__all__ = ["Summary", "html_page", "perfetto_trace", "summarise", "summary_text"]
+__all__ = [
+    "Bar",
+    "Summary",
+    "lanes_of",
+    "perfetto_trace",
+    "step_length",
+    "summarise",
+    "summary_text",
+]
 
 # What json.dumps takes.
 Json: TypeAlias = dict[str, object]
 
-_PAGE = Path(__file__).resolve().parent / "page"
 _MS = 1e3
 _MIB = 1 << 20
 _NAME = 40  # characters of a unit's
-
-
-@dataclass(frozen=True)
-class RankSummary:
-    """Medians over the steps of one rank, in seconds.
-
-    Attributes:
-        overlap: share of the communication that lies within backward, 0 to 1; with units, that is
-            not exposed.
-    """
-
-    rank: int
-    computing: float
-    communicating: float
-    exposed: float
-    overlap: float
 
 
 @dataclass(frozen=True)
@@ -61,8 +41,7 @@ class Summary:
         step: from the first rank's forward to the last rank's averages.
         exposed: of the rank with most of it, step by step.
         gather_exposed: the part of it that is waiting for units' parameters.
-        overlap: share of the communication that lies within backward, or with units is not
-            exposed; median of the ranks.
+        overlap: median of the ranks'.
         bytes: handed to the backend by a rank in a step; with units, sent.
         moves: gathers and reductions of units.
         clock_error: how far the ranks' clocks may differ from rank 0's.
@@ -80,23 +59,13 @@ class Summary:
     moves: dict[str, int]
     straggler: Straggler | None
     clock_error: float
-    ranks: tuple[RankSummary, ...]
+    ranks: dict[int, Medians]
     units: tuple[UnitTiming, ...]
 
 
-def _length(steps: Sequence[RankStep]) -> float:
+def step_length(steps: Sequence[RankStep]) -> float:
+    """Seconds from the first rank's forward to the last rank's averages."""
     return 1e-9 * (max(s.end for s in steps) - min(s.start for s in steps))
-
-
-def _of_rank(rank: int, steps: Sequence[RankStep]) -> RankSummary:
-    shares = [s.overlapped / s.communicating for s in steps if s.communicating > 0]
-    return RankSummary(
-        rank,
-        computing=median(s.computing for s in steps),
-        communicating=median(s.communicating for s in steps),
-        exposed=median(s.exposed for s in steps),
-        overlap=median(shares) if shares else 0.0,
-    )
 
 
 def summarise(run: Run) -> Summary:
@@ -112,27 +81,27 @@ def summarise(run: Run) -> Summary:
             "than it skips, and keep its capacity above 5 marks a step and 4 a bucket, gather or "
             "reduction"
         )
-    per_rank = [
-        _of_rank(record.rank, [ranks[i] for ranks in steps.values()])
+    per_rank = {
+        record.rank: Medians.of([ranks[i] for ranks in steps.values()])
         for i, record in enumerate(run.ranks)
-    ]
+    }
     latest = list(steps.values())[-1][0]
     return Summary(
         steps=len(steps),
-        step=median(_length(ranks) for ranks in steps.values()),
-        computing=median(r.computing for r in per_rank),
-        communicating=median(r.communicating for r in per_rank),
+        step=median(step_length(ranks) for ranks in steps.values()),
+        computing=median(r.computing for r in per_rank.values()),
+        communicating=median(r.communicating for r in per_rank.values()),
         exposed=median(max(s.exposed for s in ranks) for ranks in steps.values()),
         gather_exposed=median(
             length(max(ranks, key=lambda s: s.exposed).waits("gather")) for ranks in steps.values()
         ),
-        overlap=median(r.overlap for r in per_rank),
+        overlap=median(r.overlap or 0.0 for r in per_rank.values()),
         bytes=latest.bytes,
         buckets=len(latest.buckets),
         moves={kind: sum(m.kind == kind for m in latest.moves) for kind in KINDS},
         straggler=find_straggler(run, steps),
         clock_error=1e-9 * max(r.clock_error_ns for r in run.ranks),
-        ranks=tuple(per_rank),
+        ranks=per_rank,
         units=tuple(unit_timings(run.units, [s for ranks in steps.values() for s in ranks])),
     )
 
@@ -157,10 +126,10 @@ def summary_text(run: Run) -> str:
         )
     lines += [f"  incomplete     {text}" for text in _lost_texts(run)]
     lines += ["", "  rank  computation  communication    exposed  overlap"]
-    for rank in s.ranks:
+    for rank, of in s.ranks.items():
         lines.append(
-            f"  {rank.rank:>4}  {rank.computing * _MS:8.2f} ms  {rank.communicating * _MS:10.2f} ms"
-            f"  {rank.exposed * _MS:6.2f} ms  {rank.overlap:7.0%}"
+            f"  {rank:>4}  {of.computing * _MS:8.2f} ms  {of.communicating * _MS:10.2f} ms"
+            f"  {of.exposed * _MS:6.2f} ms  {of.overlap or 0.0:7.0%}"
         )
     if s.units:
         lines += _unit_lines(s.units)
@@ -168,7 +137,7 @@ def summary_text(run: Run) -> str:
 
 
 def _lost_texts(run: Run) -> list[str]:
-    """What was recorded, or should have been, and is not there."""
+    """Marks that were recorded, or should have been, and are not there."""
     found = []
     for record in run.ranks:
         if record.dropped:
@@ -215,170 +184,68 @@ def _straggler_text(summary: Summary) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Bar:
+    """Something that took time in a lane.
+
+    Attributes:
+        name: "forward", "backward", "exposed", "waiting", "all-reduce", or one of `KINDS`.
+        facts: about a bucket or unit, by name.
+        launch: key of a collective in `RankStep.launches`; None: it is none.
+    """
+
+    name: str
+    span: Span
+    facts: Json
+    launch: tuple[str, int, int] | None = None
+
+
+def lanes_of(run: Run, step: RankStep) -> Iterator[tuple[int, str, list[Bar]]]:
+    """Number, title and bars of each lane: that of the computation, and one per bucket or unit."""
+    passes = [("forward", span) for span in step.forwards]
+    passes += [
+        ("backward", s) for s in ((step.backward_start, step.backward_end), *step.accumulating)
+    ]
+    passes += [("exposed", span) for span in step.exposures]
+    yield 0, "compute", [Bar(name, span, {}) for name, span in passes]
+    for b in step.buckets:
+        info = run.plans[step.plan - 1][b.bucket]
+        facts: Json = {"bytes": b.bytes, "wire": info.wire}
+        waiting = Bar("waiting", (b.ready, b.packed), facts)
+        facts = {**facts, "parameters": list(info.parameters)}
+        wire = Bar("all-reduce", (b.launched, b.done), facts, ("bucket", b.bucket, 0))
+        yield b.bucket + 1, f"bucket {b.bucket}", [waiting, wire]
+    for number in sorted({move.unit for move in step.moves}):
+        unit, bars = run.units[number], []
+        for m in (move for move in step.moves if move.unit == number):
+            facts = {"bytes": m.bytes, "parameters": list(unit.parameters)}
+            facts["exposed_ms"] = 1e-6 * (m.arrived - m.wanted)
+            bars.append(Bar(m.kind, (m.started, m.done), facts, (m.kind, number, m.turn)))
+        yield number + 1, f"unit {unit.name}", bars
+
+
 def perfetto_trace(run: Run) -> Json:
-    """The run in Chrome's Trace Event Format: a process per rank, a thread per lane."""
+    """Return the run in Chrome's Trace Event Format: a process per rank, a thread per lane."""
     steps = by_step(run)
     origin = min((s.start for ranks in steps.values() for s in ranks), default=0)
     events: list[Json] = []
+
+    def name(kind: str, rank: int, thread: int, text: str) -> None:
+        args = {"name": text}
+        events.append({"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args})
+
     for record in run.ranks:
-        events.append(_name("process_name", record.rank, 0, f"rank {record.rank} ({record.host})"))
-        events.append(_name("thread_name", record.rank, 0, "compute"))
+        name("process_name", record.rank, 0, f"rank {record.rank} ({record.host})")
     named: set[tuple[int, int]] = set()
-    for ranks in steps.values():
-        for step in ranks:
-            events += _compute_slices(step, origin)
-            for index, slices in _bucket_slices(run, step, origin):
-                if (step.rank, index) not in named:
-                    named.add((step.rank, index))
-                    events.append(_name("thread_name", step.rank, index + 1, f"bucket {index}"))
-                events += slices
-            for number in sorted({m.unit for m in step.moves}):
-                if (step.rank, number) not in named:
-                    named.add((step.rank, number))
-                    title = f"unit {run.units[number].name}"
-                    events.append(_name("thread_name", step.rank, number + 1, title))
-            events += _unit_slices(run, step, origin)
+    for step in (step for ranks in steps.values() for step in ranks):
+        for number, title, bars in lanes_of(run, step):
+            if (step.rank, number) not in named:
+                named.add((step.rank, number))
+                name("thread_name", step.rank, number, title)
+            for bar in bars:
+                start, end = bar.span
+                times = {"ts": (start - origin) / 1e3, "dur": (end - start) / 1e3}
+                place = {"pid": step.rank, "tid": number}
+                args = {"step": step.step, **bar.facts}
+                events.append({"ph": "X", "name": bar.name, **place, **times, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(kind: str, rank: int, thread: int, text: str) -> Json:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": text}}
-
-
-def _slice(
-    name: str, place: tuple[int, int], span: tuple[int, int], origin: int, **args: object
-) -> Json:
-    pid, tid = place
-    start, end = span
-    times = {"ts": (start - origin) / 1e3, "dur": (end - start) / 1e3}
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args}
-
-
-def _compute_slices(step: RankStep, origin: int) -> list[Json]:
-    place = (step.rank, 0)
-    spans = [("forward", span) for span in step.forwards]
-    spans.append(("backward", (step.backward_start, step.backward_end)))
-    spans += [("backward", span) for span in step.accumulating]
-    spans += [("exposed", span) for span in step.exposures]
-    return [_slice(name, place, span, origin, step=step.step) for name, span in spans]
-
-
-def _bucket_slices(run: Run, step: RankStep, origin: int) -> Iterator[tuple[int, list[Json]]]:
-    for bucket in step.buckets:
-        info = _infos(run, step)[bucket.bucket]
-        args = {"step": step.step, "bytes": bucket.bytes, "wire": info.wire}
-        place = (step.rank, bucket.bucket + 1)
-        whole = {**args, "parameters": list(info.parameters)}
-        yield (
-            bucket.bucket,
-            [
-                _slice("waiting", place, (bucket.ready, bucket.packed), origin, **args),
-                _slice("all-reduce", place, (bucket.launched, bucket.done), origin, **whole),
-            ],
-        )
-
-
-def _unit_slices(run: Run, step: RankStep, origin: int) -> Iterator[Json]:
-    for move in step.moves:
-        info = run.units[move.unit]
-        args = {"step": step.step, "bytes": move.bytes, "parameters": list(info.parameters)}
-        waited = 1e-6 * (move.arrived - move.wanted)
-        place, span = (step.rank, move.unit + 1), (move.started, move.done)
-        yield _slice(move.kind, place, span, origin, **args, exposed_ms=waited)
-
-
-def _infos(run: Run, step: RankStep) -> tuple[BucketInfo, ...]:
-    return run.plans[step.plan - 1]
-
-
-def html_page(run: Run) -> str:
-    """The run as one HTML page that needs nothing else.
-
-    Raises:
-        ValueError: no step is complete on all ranks.
-    """
-    return make_page(_PAGE, "fastsync timeline", _page_data(run))
-
-
-def _page_data(run: Run) -> Json:
-    """What page.js reads; durations and times in nanoseconds, each step's from its own start."""
-    summary = summarise(run)
-    steps = by_step(run)
-    straggler = summary.straggler and {
-        **asdict(summary.straggler),
-        "lag": 1e9 * summary.straggler.lag,
-        "slow": during(summary.straggler.slow),
-    }
-    scaled = ("step", "computing", "communicating", "exposed", "gather_exposed", "clock_error")
-    return {
-        "model": run.model,
-        "world_size": run.world_size,
-        "backend": run.backend,
-        "device": run.device,
-        "torch": run.torch,
-        "missing": run.missing,
-        "lost": _lost_texts(run),
-        "ranks": [record.rank for record in run.ranks],
-        "plans": [[asdict(info) for info in plan] for plan in run.plans],
-        "units": [asdict(info) for info in run.units],
-        "summary": {
-            **{name: 1e9 * getattr(summary, name) for name in scaled},
-            "overlap": summary.overlap,
-            "bytes": summary.bytes,
-            "buckets": summary.buckets,
-            "moves": summary.moves,
-            "straggler": straggler,
-            "typical": _typical(list(steps.values()), summary),
-        },
-        "steps": [_step_data(number, ranks) for number, ranks in steps.items()],
-    }
-
-
-def _typical(steps: Sequence[Sequence[RankStep]], summary: Summary) -> int:
-    """The index of the step to show first: of median length, and with the straggler late in it."""
-    straggler = summary.straggler
-    lags = [launch_lag(ranks) for ranks in steps]
-    fitting = [i for i, lag in enumerate(lags) if straggler and lag and lag[0] == straggler.rank]
-    candidates = fitting or range(len(steps))
-    return min(candidates, key=lambda i: abs(_length(steps[i]) - summary.step))
-
-
-def _step_data(number: int, ranks: Sequence[RankStep]) -> Json:
-    start = min(step.start for step in ranks)
-    lag = launch_lag(ranks)
-    return {
-        "number": number,
-        "plan": ranks[0].plan,
-        "length": max(step.end for step in ranks) - start,
-        "exposed": 1e9 * max(step.exposed for step in ranks),
-        "lag": lag and {"rank": lag[0], "ns": 1e9 * lag[1]},
-        "ranks": [_rank_data(step, start) for step in ranks],
-    }
-
-
-def _rank_data(step: RankStep, start: int) -> Json:
-    return {
-        "rank": step.rank,
-        "forwards": [[a - start, b - start] for a, b in step.forwards],
-        "backward": [step.backward_start - start, step.backward_end - start],
-        "end": step.end - start,
-        "accumulating": [[a - start, b - start] for a, b in step.accumulating],
-        "exposures": [[a - start, b - start] for a, b in step.exposures],
-        "moves": [_move_data(move, start) for move in step.moves],
-        "buckets": [
-            {
-                "bucket": b.bucket,
-                "ready": b.ready - start,
-                "packed": b.packed - start,
-                "launched": b.launched - start,
-                "done": b.done - start,
-                "bytes": b.bytes,
-            }
-            for b in step.buckets
-        ],
-    }
-
-
-def _move_data(move: Move, start: int) -> Json:
-    times = ("started", "done", "wanted", "arrived")
-    return {**asdict(move), **{name: getattr(move, name) - start for name in times}}

@@ -1,6 +1,6 @@
-"""A transformer of so many parameters, where nothing else of a model is known.
+"""A transformer of so many parameters, for plans without a model.
 
-Layers are as wide as those of published language models: about 102 elements for each of their
+Its layers are as wide as those of published language models: about 102 elements for each of their
 number (Llama: 32 of 4,096, 80 of 8,192), with 12 h² parameters each. A layer's arithmetic is 2
 operations per parameter and token in the forward and 4 in the backward (Kaplan et al., "Scaling
 laws", 2020); it keeps 34 h bytes per token for the backward (Korthikanti et al., "Reducing
@@ -23,21 +23,16 @@ _PER_LAYER = 4  # parameters of a layer: attention in and out, and the two of th
 _KEPT_PER_TOKEN = 34
 
 
-def _shape_of(numel: int) -> tuple[int, int]:
-    """Layers and width of a model with so many parameters."""
-    layers = max(1, round((numel / (12 * _WIDTH_PER_LAYER**2)) ** (1 / 3)))
-    return layers, max(1, round(math.sqrt(numel / (12 * layers))))
-
-
 def transformer_of(
     numel: int, dtype: torch.dtype, batch: Sequence[int], checkpointing: bool = False
 ) -> Record:
-    """A record as tracing such a model would make it, coarsely.
+    """Return a record as tracing such a model would make it, coarsely.
 
     Args:
         batch: samples, and tokens of each.
     """
-    layers, width = _shape_of(numel)
+    layers = max(1, round((numel / (12 * _WIDTH_PER_LAYER**2)) ** (1 / 3)))
+    width = max(1, round(math.sqrt(numel / (12 * layers))))
     sizes = [numel * n // layers for n in range(layers + 1)]
     params, marks = [], []
     tokens = math.prod(batch)
@@ -72,7 +67,7 @@ def transformer_of(
 
 
 def adam_by_formula(sizes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Allocations:
-    """Adam with both moments in fp32, fused: no workspace."""
+    """Return Adam's memory with both moments in fp32, fused: no workspace."""
     numel = sum(math.prod(shape) for shape, _ in sizes)
     narrow = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
     return Allocations(8 * numel, 0, 3.0 * narrow + 16.0 * numel)

@@ -12,7 +12,6 @@ decide it.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import math
@@ -28,27 +27,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from fastsync.planner.record import Allocations, Mark, Record, TracedParam
-from fastsync.planner.unit_marks import ROOT, note_units, units_of
+from fastsync.planner.record import ROOT, Allocations, Mark, Record, TracedParam
 from fastsync.torch_private.tracing import (
-    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
+    tree_map_only,
 )
+from fastsync.units.choosing import choose_units
 
 __all__ = [
-    "BuiltOnce",
     "Loss",
     "StepError",
     "TraceError",
-    "default_loss",
     "find_blocks",
-    "kind_of_optimizer",
-    "make_batch",
-    "make_optimizer",
     "trace_model",
     "trace_optimizer",
+    "units_of",
 ]
 
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
@@ -64,54 +59,6 @@ class StepError(TraceError):
     """The model cannot be run on such a batch."""
 
 
-class BuiltOnce:
-    """Build a model on the first call, and return copies of it: each trace changes its own.
-
-    Attributes:
-        mode: in which all of them live.
-    """
-
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        self._build = build
-        self._built: nn.Module | None = None
-        self.mode = _new_mode()
-
-    def __call__(self) -> nn.Module:
-        if self._built is None:
-            self._built = self._build()
-        try:
-            with _copies_without_memory():
-                return copy.deepcopy(self._built)
-        except Exception:  # of the model's own, or a view: it is built again
-            return self._build()
-
-
-@contextmanager
-def _copies_without_memory() -> Iterator[None]:
-    """`copy.deepcopy` copies fake tensors: torch's own way would look at their memory."""
-
-    def copied(tensor: torch.Tensor, memo: object) -> torch.Tensor:
-        if tensor._base is not None:
-            raise ValueError("a view shares memory with a tensor that may not be copied")
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
-
-    ways: dict[type, object] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
-    ways[FakeTensor] = copied
-    try:
-        yield
-    finally:
-        del ways[FakeTensor]
-
-
-def _new_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 class _Recorder(TorchDispatchMode):
     """Notes every operation, and the life of every storage that it does not know yet."""
 
@@ -123,7 +70,7 @@ class _Recorder(TorchDispatchMode):
         self._next = 0
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Of its storage, where it was allocated in the trace."""
+        """Number of its storage, if that was allocated in the trace."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -164,6 +111,50 @@ class _Recorder(TorchDispatchMode):
         self._alive.pop(number, None)
 
 
+class _UnitMarks:
+    """Hooks that note when a forward or backward enters a unit or is through with it.
+
+    The unit's modules run one after the other. The marks stand where the engine gathers, frees and
+    reduces: see fastsync/units/state.py.
+    """
+
+    def __init__(self, marks: list[Mark], number: int, modules: Sequence[nn.Module]) -> None:
+        self._marks, self._number, self._modules = marks, number, frozenset(modules)
+        self._missing: set[nn.Module] = set()
+        for module in modules:
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward)
+
+    def _mark(self, kind: str, *_: object) -> None:
+        self._marks.append(Mark(kind, self._number))
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        if self._missing:
+            return args, kwargs
+        self._missing = set(self._modules)
+        self._mark("enter")
+        result: tuple[Any, Any] = tree_map_only(torch.Tensor, self._marked_end, (args, kwargs))
+        return result
+
+    def _marked_end(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        passed = tensor.view_as(tensor)  # its gradient is there when this unit is through with it
+        passed.register_hook(partial(self._mark, "through"))
+        return passed
+
+    def after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        self._missing.discard(module)
+        if self._missing:
+            return
+        self._mark("leave")
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._mark, "return"))
+
+
 def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes beside the results that oneDNN holds on a CPU while it convolves.
 
@@ -185,6 +176,12 @@ def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
         narrow = weight.itemsize < _WIDE
         return int(others + _WIDE * weight.numel() if narrow else max(weight.nbytes, others))
     return 0
+
+
+def units_of(module: nn.Module) -> list[Sequence[nn.Module]]:
+    """The modules of each unit, by its number; the root's is the first."""
+    chosen = choose_units(module, None)
+    return [[module], *([each] if isinstance(each, nn.Module) else each for each in chosen)]
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
@@ -251,7 +248,7 @@ def _without_memory(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return module
 
 
-def default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
+def _default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
     """Next-token cross-entropy for batches of tokens, else the mean square."""
     for name in ("loss", "logits"):
         if isinstance(value := getattr(output, name, None), torch.Tensor):
@@ -268,7 +265,7 @@ def default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
     return first.pow(2).mean()
 
 
-def make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+def _make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
     """Token numbers where the model begins with an embedding, else numbers of its own dtype."""
     kinds = (m for m in module.modules() if any(True for _ in m.parameters(recurse=False)))
     if isinstance(next(kinds, None), nn.Embedding):
@@ -297,10 +294,10 @@ def trace_model(
     Raises:
         TraceError: something in it cannot be run without memory, or nothing is trained.
     """
-    with build.mode if isinstance(build, BuiltOnce) else _new_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         with _explained("the model"):
             module = _without_memory(build(), dtype).train()
-            given = make_batch(module, batch)
+            given = _make_batch(module, batch)
         blocks = find_blocks(module)
         if checkpointing:
             _checkpoint(blocks)
@@ -309,12 +306,13 @@ def trace_model(
             raise TraceError("the model has no parameter that is trained")
         units = units_of(module)
         recorder = _Recorder()
-        note_units(recorder.marks, units)
+        for number, modules in enumerate(units):
+            _UnitMarks(recorder.marks, number, modules)
         hooks = _note_gradients(recorder, [p for _, p in trained.values()])
         held = [*module.parameters(), *module.buffers(), given]
         recorder.ignore(held)
         with _explained("a step of the model", StepError), recorder:
-            _step(module, given, loss or default_loss, recorder)
+            _step(module, given, loss or _default_loss, recorder)
         del hooks
         return _record(module, units, len(blocks), given, recorder.marks)
 
@@ -391,53 +389,26 @@ def trace_optimizer(
     Raises:
         TraceError: torch has no such optimizer, or it cannot be traced.
     """
-    kind = kind_of_optimizer(name)
+    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    del kinds["optimizer"]  # their base
+    if (kind := kinds.get(name.lower())) is None:
+        known = ", ".join(each.__name__ for each in kinds.values())
+        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
     recorder = _Recorder()
     with FakeTensorMode(), _explained(f"a step of {kind.__name__}"):
         params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in sizes]
         for param in params:
             param.grad = torch.empty_like(param)
-        optimizer = make_optimizer(name, params, foreach)
+        takes = inspect.signature(kind).parameters
+        options: dict[str, Any] = {"foreach": foreach} if "foreach" in takes else {}
+        if name.lower() == "sgd":
+            options["momentum"] = 0.9
+        optimizer = kind(params, lr=1e-3, **options)
         optimizer.step()  # makes the state
-        kept = [t for t in tree_leaves(list(optimizer.state.values())) if _is_tensor(t)]
+        kept = [
+            t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor)
+        ]
         recorder.ignore([*params, *(p.grad for p in params if p.grad is not None), *kept])
         with recorder:
             optimizer.step()
         return Allocations.of(recorder.marks, sum(t.nbytes for t in kept))
-
-
-def make_optimizer(
-    name: str, params: Sequence[nn.Parameter], foreach: bool | None = None
-) -> torch.optim.Optimizer:
-    """torch's optimizer of that name; `foreach` None: as torch does by default.
-
-    Raises:
-        TraceError: there is none.
-    """
-    kind = kind_of_optimizer(name)
-    options: dict[str, Any] = {} if foreach is None else _foreach(kind, foreach)
-    extra = {"momentum": 0.9} if name.lower() == "sgd" else {}
-    made: torch.optim.Optimizer = kind(params, lr=1e-3, **options, **extra)
-    return made
-
-
-def kind_of_optimizer(name: str) -> type:
-    """torch's class of that name, in any case.
-
-    Raises:
-        TraceError: there is none.
-    """
-    kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    kind = kinds.get(name.lower())
-    if kind is None or kind is torch.optim.Optimizer:
-        known = ", ".join(n for n, k in kinds.items() if k is not torch.optim.Optimizer)
-        raise TraceError(f"torch.optim has no optimizer {name!r}; choose one of {known}")
-    return kind
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _foreach(kind: type, foreach: bool) -> dict[str, bool]:
-    return {"foreach": foreach} if "foreach" in inspect.signature(kind).parameters else {}

@@ -1,0 +1,218 @@
+"""The meaning of the command's options, and which of them do not go together."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from fastsync.plan.policy import BucketPolicy
+from fastsync.planner.formulas import adam_by_formula, transformer_of
+from fastsync.planner.hardware import Cluster, Device, device_named, links_of
+from fastsync.planner.record import Allocations, Record
+from fastsync.planner.scenario import Scenario, cached_optimizer
+from fastsync.planner.strategy import named
+from fastsync.planner.trace import Loss, StepError, TraceError, trace_model, trace_optimizer
+
+__all__ = ["asked_for"]
+
+_BY_FORMULA = ("adam", "adamw")
+_BATCH = (1, 4096)  # of --params: samples x tokens
+
+
+# ---- what goes together -----------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check that options go together; what does not is an error that names the option.
+
+    Raises:
+        ValueError: it is unclear what is trained, an option would change nothing, ranks do not
+            fill nodes, or no strategy can have one of the wires.
+    """
+    if (args.model is None) == (args.params is None):
+        raise ValueError("say what is trained: --model or --params, one of them")
+    if args.model and not args.batch:
+        raise ValueError("--model needs --batch, the sizes of one rank's input: --batch 8x1024")
+    if args.params and args.batch and len(args.batch) != 2:
+        raise ValueError("--batch with --params is samples x tokens: --batch 8x1024")
+    if args.params and args.loss:
+        raise ValueError("--loss says nothing with --params; plan your own model with --model")
+    if args.params and args.optimizer.lower() not in _BY_FORMULA:
+        raise ValueError(
+            f"--optimizer {args.optimizer} says nothing with --params, where states are Adam's by "
+            "formula; plan your own model with --model"
+        )
+    wrong = next((n for n in args.gpus if n > args.per_node and n % args.per_node), None)
+    if wrong:
+        raise ValueError(
+            f"--gpus: {wrong} do not fill nodes of {args.per_node}; choose a multiple of --per-node"
+        )
+    for wire in args.wires:
+        tried = (replace(named(kind, 1, 1), wire=wire) for kind in args.strategies)
+        if not any(strategy.possible for strategy in tried):
+            stages = ", ".join(args.strategies)
+            raise ValueError(f"--wires: {wire!r} goes with none of --strategies {stages}; add 0")
+    if set(args.strategies) == {"hsdp"} and args.gpus[0] <= args.per_node:
+        raise ValueError(
+            f"--strategies hsdp shares inside a node and repeats between nodes, but --gpus "
+            f"{args.gpus[0]} with --per-node {args.per_node} make one node"
+        )
+
+
+# ---- where it runs ----------------------------------------------------------------------------
+
+
+def asked_for(args: argparse.Namespace) -> Scenario:
+    """Return the training that options ask for.
+
+    Raises:
+        ValueError: it names the option that is wrong.
+    """
+    _check(args)
+    device = device_named(args.device)
+    if args.memory:
+        device = replace(device, memory=args.memory)
+    if args.efficiency:
+        device = replace(device, efficiency=args.efficiency)
+    backend = args.backend or ("gloo" if device.on_cpu else "nccl")
+    intra, inter = links_of(device, backend, args.latency)
+    if args.intra:
+        intra = replace(intra, rate=args.intra)
+    if args.inter:
+        inter = replace(inter, rate=args.inter)
+    cluster = Cluster(args.gpus[0], args.per_node, intra, inter, backend)
+    scenario = _scenario(args, device, cluster)
+    if args.computing is None:
+        return scenario
+    return replace(scenario, measured=scenario.compute().lasting(args.computing))
+
+
+# ---- what is trained --------------------------------------------------------------------------
+
+
+class _OptionError(TraceError):
+    """An error whose text names the option."""
+
+
+def _imported(name: str, option: str) -> Callable[..., object]:
+    """Return the function that an option names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{option} {name!r} must be file.py:function or package.module:function")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).resolve()
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
+                raise _OptionError(f"{option}: there is no file {place}")
+            module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(path.parent))
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(place)
+    except _OptionError:
+        raise
+    except Exception as error:
+        raise _OptionError(
+            f"{option}: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"{option}: {place} has no function {attribute!r}")
+    return cast(Callable[..., object], function)
+
+
+def _build(name: str) -> Callable[[], nn.Module]:
+    function = _imported(name, "--model")
+
+    def build() -> nn.Module:
+        module = function()
+        if not isinstance(module, nn.Module):
+            raise _OptionError(f"--model {name}: returned a {type(module).__name__}, no nn.Module")
+        return module
+
+    return build
+
+
+def _loss_of(name: str | None) -> Loss | None:
+    """Return the function that --loss names, whose errors name it."""
+    if name is None:
+        return None
+    function = _imported(name, "--loss")
+
+    def loss(output: object, batch: torch.Tensor) -> torch.Tensor:
+        try:
+            value = function(output, batch)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise _OptionError(f"--loss {name}: {type(error).__name__}: {first}") from error
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise _OptionError(f"--loss {name} returned no number that has a gradient")
+        return value
+
+    return loss
+
+
+def _tracer(args: argparse.Namespace) -> Callable[[int, bool], Record]:
+    """Return what traces --model, or a transformer of --params."""
+    sizes: tuple[int, ...] = (args.batch or _BATCH)[1:]
+    if args.params:
+        dtype = args.dtype or torch.bfloat16
+        return lambda samples, again: transformer_of(args.params, dtype, (samples, *sizes), again)
+    build, loss = _build(args.model), _loss_of(args.loss)
+
+    def trace(samples: int, checkpointing: bool) -> Record:
+        if sys.stderr.isatty() and not args.quiet:
+            print(f"tracing {args.model}, {samples} samples ...", file=sys.stderr, flush=True)
+        options = {"loss": loss, "dtype": args.dtype, "checkpointing": checkpointing}
+        try:
+            return trace_model(build, (samples, *sizes), **options)
+        except _OptionError:
+            raise
+        except StepError as error:
+            typed, traced = ("x".join(map(str, b)) for b in (args.batch, (samples, *sizes)))
+            raise ValueError(
+                f"--batch {typed} does not go through --model {args.model}: with {traced}, {error}"
+            ) from error
+        except TraceError as error:
+            raise ValueError(f"--model {args.model}: {error}") from error
+
+    return trace
+
+
+def _scenario(args: argparse.Namespace, device: Device, cluster: Cluster) -> Scenario:
+    def optimizer(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> Allocations:
+        try:
+            return trace_optimizer(args.optimizer, shapes, foreach=not device.on_cpu)
+        except TraceError as error:
+            raise ValueError(f"--optimizer {args.optimizer}: {error}") from error
+
+    return Scenario(
+        trace=_tracer(args),
+        samples=(args.batch or _BATCH)[0],
+        optimizer=cached_optimizer(adam_by_formula if args.params else optimizer),
+        device=device,
+        cluster=cluster,
+        kinds=args.strategies,
+        wires=args.wires,
+        checkpointing=(False,) if args.no_checkpointing else (False, True),
+        accumulate=args.accumulate,
+        masters=args.master_weights,
+        jitter=args.jitter,
+        buckets=None if args.bucket_cap_mb is None else BucketPolicy.from_mb(args.bucket_cap_mb),
+    )

@@ -1,0 +1,125 @@
+"""A recorded run as one HTML page without a script and without any reference to a network.
+
+It shows the summary, the lanes of one typical step, and all steps in a table. To zoom and to look
+at other steps, open the trace of `perfetto_trace` in Perfetto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from fastsync.timeline.data import RankStep, Run, by_step, launch_lag
+from fastsync.timeline.moves import Span, size_text
+from fastsync.timeline.views import Bar, lanes_of, step_length, summarise, summary_text
+
+__all__ = ["html_page"]
+
+_RANKS = 8  # that are shown at most
+_STYLE = """
+:root { color-scheme: light dark; font: 14px/1.45 system-ui, sans-serif; }
+body { max-width: 1240px; margin: 24px auto; padding: 0 16px; }
+.lane { display: flex; align-items: center; }
+.lane > span { flex: 0 0 11em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.track { position: relative; flex: 1; height: 16px; margin: 1px 0; background: #8882; }
+.track i { position: absolute; top: 0; height: 100%; min-width: 1px; }
+.forward { background: #9aabc4; } .backward { background: #71849f; }
+.exposed { background: #d43f3a; } .waiting { background: #dd9a1f; }
+.late { background: #16788b66; } .all-reduce, .gather, .busy { background: #16788b; }
+.reduction, .sum { background: #7a5ea8; }
+pre, .scroll { overflow-x: auto; }
+td, th { padding: 2px 12px 2px 0; text-align: right; }
+"""
+_LEGEND = (
+    *(("forward", "forward"), ("backward", "backward"), ("exposed", "exposed")),
+    *(("waiting", "waits for its turn"), ("late", "waits for another rank")),
+    *(("busy", "all-reduce or gather"), ("reduction", "reduction of a unit")),
+)
+
+
+def html_page(run: Run) -> str:
+    """Return the page.
+
+    Raises:
+        ValueError: no step is complete on all ranks.
+    """
+    summary, text, steps = summarise(run), summary_text(run), by_step(run)
+    # Of median length, and with the straggler late in it.
+    late = summary.straggler and summary.straggler.rank
+    lags = {number: launch_lag(ranks) for number, ranks in steps.items()}
+    fitting = [n for n, lag in lags.items() if late is not None and lag and lag[0] == late]
+    typical = min(fitting or steps, key=lambda n: abs(step_length(steps[n]) - summary.step))
+    shown = steps[typical][:_RANKS]
+    if late is not None and all(step.rank != late for step in shown):
+        shown[-1] = next(step for step in steps[typical] if step.rank == late)
+    rows = [
+        "<tr><th>step</th><th>length</th><th>exposed</th><th>last to launch</th>"
+        "<th>after the others</th></tr>"
+    ]
+    for number, ranks in steps.items():
+        rank, lag = lags[number] or ("-", 0.0)
+        exposed = max(step.exposed for step in ranks)
+        cells = (number, _ms(step_length(ranks)), _ms(exposed), f"rank {rank}", _ms(lag))
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    legend = " ".join(f'<i class="{kind}">&emsp;</i> {words}&ensp;' for kind, words in _LEGEND)
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>fastsync timeline</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(run.model)} on {run.world_size} ranks</h1><pre>{escape(text)}</pre>",
+        f"<h2>Step {typical}, {_ms(step_length(steps[typical]))}</h2><p>{legend}</p>",
+        *_lanes(run, shown, steps[typical]),
+        f'<h2>All steps</h2><div class="scroll"><table>{"".join(rows)}</table></div>',
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _lanes(run: Run, shown: Sequence[RankStep], every: Sequence[RankStep]) -> Iterator[str]:
+    """Lanes of some ranks, on one scale.
+
+    Args:
+        every: the step on all ranks, which tell when the last one has launched a collective.
+    """
+    origin, end = min(s.start for s in every), max(s.end for s in every)
+    launched: dict[tuple[str, int, int], int] = {}
+    for step in every:
+        for key, time in step.launches.items():
+            launched[key] = max(launched.get(key, 0), time)
+
+    def bar(kind: str, span: Span, title: str) -> str:
+        left, width = (100 * x / (end - origin) for x in (span[0] - origin, span[1] - span[0]))
+        told = escape(f"{title}\n{_ms(1e-9 * (span[1] - span[0]))}")
+        return f'<i class="{kind}" style="left:{left:.3f}%;width:{width:.3f}%" title="{told}"></i>'
+
+    def lane(label: str, bars: Sequence[str]) -> str:
+        track = f'<div class="track">{"".join(bars)}</div>'
+        return f'<div class="lane"><span>{escape(label)}</span>{track}</div>'
+
+    for step in shown:
+        yield f"<h3>Rank {step.rank}</h3>"
+        for _, label, bars in lanes_of(run, step):
+            drawn = []
+            for each in bars:
+                begin, done = each.span
+                if each.launch is not None:  # nothing moves before the last rank has launched it
+                    last = min(max(launched[each.launch], begin), done)
+                    drawn.append(bar("late", (begin, last), f"{label} waits for another rank"))
+                    begin = last
+                drawn.append(bar(each.name, (begin, done), _told(f"{each.name}, {label}", each)))
+            yield lane(label, drawn)
+        busy = [bar("busy", span, "a collective is under way") for span in step.busy]
+        yield lane("communication", busy)
+
+
+def _told(title: str, bar: Bar) -> str:
+    """What the pointer over a bar shows."""
+    wire = f" as {bar.facts['wire']}" if "wire" in bar.facts else ""
+    size = [size_text(float(str(bar.facts["bytes"]))) + wire] if "bytes" in bar.facts else []
+    parameters = bar.facts.get("parameters", [])
+    assert isinstance(parameters, list)
+    return "\n".join([title, *size, *parameters])
