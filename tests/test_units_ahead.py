@@ -160,7 +160,7 @@ def measured(course, clock, turns):
 
 
 def test_what_counts_is_work_without_waits_and_the_least_of_courses_alike():
-    """Of a unit that runs twice in one, the longest turn."""
+    """The longest turn counts for a unit that runs twice in one course."""
     clock = Clock()
     course = Course(clock)
     first = measured(course, clock, [(0, 2.0, 3.0, 5.0), (1, 4.0, 1.0, 0.0), (0, 1.0, 2.0, 1.0)])
@@ -209,7 +209,7 @@ def test_their_gathers_begin_before_the_first_of_them_is_wanted(tmp_path):
 
 
 def reckoned(rank, world, mark):
-    """What both directions are planned with, and the units in the order of backward."""
+    """Return what both directions are planned with, and the units in the order of backward."""
     os.environ["FASTSYNC_SHM"] = "0"
     os.environ.pop(MARK, None)
     if mark is not None:

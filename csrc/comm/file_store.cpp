@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
 constexpr milliseconds kPause{10};  // between two looks at the file
-// As torch's FileStore marks keys: those of programs, and those that have been deleted.
+// Marks of keys, as in torch's FileStore: those of programs, and those that have been deleted.
 constexpr char kKey = '/';
 constexpr char kDeleted = '-';
 

@@ -72,7 +72,7 @@ class Sizing:
             self.stop()
 
     def until(self, settled: bool) -> int:
-        """After how many steps of the training the plan that is about to be installed is done with.
+        """Return after how many steps of the training the plan to be installed is done with.
 
         Args:
             settled: it is no first guess, and travels as the user chose.
@@ -81,14 +81,14 @@ class Sizing:
         return self._core.steps() + 1 if self._ticks else -1
 
     def tick(self) -> bool:
-        """A step has ended. False: it was not for the tuner's sake that this is told."""
+        """End a step. Return False if the step was not reported for the tuner."""
         if not self._ticks or self.tuner is None:
             return False
         self.tuner.after_step()
         return True
 
     def stop(self) -> None:
-        """The tuner is not called again; what it has chosen stays."""
+        """Stop calling the tuner; what it has chosen stays."""
         self.tuner = None
         if self._ticks:
             self._ticks = False

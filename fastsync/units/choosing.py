@@ -31,7 +31,7 @@ MOST_UNITS = 64
 
 
 def unit_words(units: Sequence[UnitChoice] | None) -> str:
-    """The same text on all ranks that mean the same."""
+    """Return a text that is the same on all ranks that mean the same."""
     if units is None:
         return "repeated blocks"
     return ", ".join(

@@ -129,7 +129,7 @@ class Context(StepWatcher, Generic[S]):
         return [state.unit for state in self.states if state.unit is not None]
 
     def tell_last_backward(self, is_last: bool) -> None:
-        """A script says whether the next backward is the last one."""
+        """Note whether the next backward is the last one, as a script says."""
         self.last_backward, self._told_last = is_last, time.monotonic_ns()
 
     def take_over(self, other: Context[S]) -> None:
@@ -153,7 +153,7 @@ class Context(StepWatcher, Generic[S]):
     # --- the order of forwards
 
     def begin_forward(self, in_backward: bool, counts: bool) -> None:
-        """The outermost forward begins; one `in_backward` computes again what has been counted."""
+        """Begin the outermost forward; one `in_backward` computes again what has been counted."""
         self._running, self._follows, self._wanted = [], True, None
         if in_backward:
             return
@@ -195,7 +195,7 @@ class Context(StepWatcher, Generic[S]):
             course.there(number, take_gather_seconds(unit.strands))
 
     def gather(self, units: Sequence[Unit], prefetch: Callable[[], None] = _nothing) -> None:
-        """The computation needs `units` to go on.
+        """Gather `units`, which the computation needs to go on.
 
         Args:
             prefetch: starts to gather what comes next. Where that travels while this thread waits,
@@ -321,7 +321,7 @@ class Context(StepWatcher, Generic[S]):
         self._done.append(unit)
 
     def end_forward(self) -> None:
-        """The outermost forward has ended."""
+        """End the outermost forward."""
         self.connections.log.end_forward()
         self.lookahead.forward.end()
         self._order = self._running

@@ -100,7 +100,7 @@ def _wanted(stops: Sequence[Stop]) -> list[int]:
 
 
 def _within(stops: Sequence[Stop], wanted: Sequence[int], limit: int) -> list[int]:
-    """The same as far as memory goes. One ahead always does."""
+    """Return the wanted depths, as far as memory goes. One ahead always fits."""
     begun: list[int] = []
     last = 0
     for at in range(len(stops)):
