@@ -272,7 +272,7 @@ class FastDDP(ReturningFront):
         self._buffer_watch.stale = True  # the ranks' forwards differ in number
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """A rank that ran out of inputs takes part in the others' step."""
+        """Take part in the others' step, on a rank that ran out of inputs."""
         self._engine.shadow_step()
 
     def _match_unused_params_allreduce(self) -> None:

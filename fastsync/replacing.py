@@ -24,7 +24,7 @@ def _blank(kind: type[FastDDP] = FastDDP) -> FastDDP:
 def configured(
     options: Mapping[str, Any], wrapped: Callable[[FastDDP], None] | None = None
 ) -> type[FastDDP]:
-    """FastDDP with `options`, which win over those that it is called with.
+    """Return FastDDP with `options`, which win over those that it is called with.
 
     Models of the class are copied and pickled as models of FastDDP. It derives from the class of
     the stage that `options` ask for: code that calls it does not pass `zero`, so that FastDDP's

@@ -12,7 +12,7 @@ __all__ = ["whole_state"]
 
 @contextmanager
 def whole_state(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, each `optimizer.state_dict()` returns what it was when this was entered.
+    """Make each `optimizer.state_dict()` within return what it was when this was entered.
 
     Every rank enters it, and holds the whole state until it leaves.
 

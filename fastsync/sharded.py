@@ -104,7 +104,7 @@ class ShardedDDP(FastDDP, zero=3):
         )
 
     def _set_static_graph(self) -> None:
-        """Units do not ask whether the graph changes."""
+        """Do nothing: units do not ask whether the graph changes."""
 
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:

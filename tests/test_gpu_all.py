@@ -246,7 +246,7 @@ def test_a_daemon_ends_when_the_command_is_interrupted(tmp_path):
 
 @pytest.mark.slow
 def test_interrupts_reach_what_tests_start_in_the_background_of_a_shell():
-    """Where SIGINT is ignored, as in `make test &`."""
+    """Run it where SIGINT is ignored, as in `make test &`."""
     wanted = "tests/test_gpu_all.py -k test_a_daemon_ends_when_the_command_is_interrupted"
     command = f"trap '' INT; exec {sys.executable} -m pytest {wanted}"
     done = subprocess.run(

@@ -139,7 +139,9 @@ def constant_gradients(rank, world, wire, steps):
 @pytest.mark.parametrize("wire", ["int4", "int8", "fp8_e5m2"])
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 def test_error_feedback_lets_nothing_be_lost(wire, form):
-    """What one step lacks comes later, so the mean over n steps is off by a residual over n."""
+    """A later step brings what one step lacks, so the mean over n steps is off by a residual over
+    n.
+    """
     off = [
         run_ranks(constant_gradients, 2, Wire(wire, form=form, error_feedback=feedback), 12)[0]
         for feedback in (False, True)

@@ -121,7 +121,7 @@ class WorkInFlight final : public CalledByWait<> {
     return true;
   }
 
-  // Where the backend has no futures, only wait() tells.
+  // Backends without futures tell the end by wait() alone.
   void watch() {
     completion_ = std::make_shared<Completion>();
     try {

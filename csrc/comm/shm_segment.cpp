@@ -161,7 +161,8 @@ void Segment::become_private() {
     const void* const copy =
         mmap(block, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
              static_cast<off_t>(offset));
-    // Where there is no memory for copies, a write ends the child rather than change the rank's gradients.
+    // If there is no memory for copies, a write ends the child rather than change the rank's
+    // gradients.
     if (copy == MAP_FAILED) mprotect(block, bytes, PROT_READ);
   }
 }

@@ -7,19 +7,21 @@
 // reference to it must be the transport's own or a gradient that still sits in its own slot. A user
 // who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new buffer.
 // Otherwise gradients stay where autograd put them, and deliver() writes the averages into them.
-// [Note: a storage for each gradient] Code that writes, copies or shares a tensor does so with its
-// whole storage. So on CPUs each view has a storage of its own, as large as its slot, whose deleter
-// releases the memory's storage (ops::part_of). Three counts show who holds what: the buffer and
-// the gradient in its slot refer to a part; the transport alone refers to the flat buffer's
-// storage; those alone refer to the memory, whose storage is never handed out. Parts are made when
-// a slot first needs one in new memory, so a step that reuses its buffer makes none. A storage can
-// be given other memory under its tensors, as share_memory_() does, perhaps for another process to
-// watch. Then the gradient has moved out: it is packed like any other, and deliver() writes the
-// average to where it is now, as long as gradient and plan stay. On other devices the views share
-// the buffer's storage. Only memory that its allocator handed out as such can be recorded on
-// another stream (Tensor.record_stream) or be sent to another process: of a part, CUDA's ignores
-// the first without a word, so a gradient that was saved and let go could be overwritten while a
-// stream still reads it.
+//
+// [Note: a storage for each gradient]
+// Code that writes, copies or shares a tensor does so with its whole storage. So on CPUs each view
+// has a storage of its own, as large as its slot, whose deleter releases the memory's storage
+// (ops::part_of). Three counts show who holds what: the buffer and the gradient in its slot refer
+// to a part; the transport alone refers to the flat buffer's storage; those alone refer to the
+// memory, whose storage is never handed out. Parts are made when a slot first needs one in new
+// memory, so a step that reuses its buffer makes none. A storage can be given other memory under
+// its tensors, as share_memory_() does, perhaps for another process to watch. Then the gradient has
+// moved out: it is packed like any other, and deliver() writes the average to where it is now, as
+// long as gradient and plan stay. On other devices the views share the buffer's storage. Only
+// memory that its allocator handed out as such can be recorded on another stream
+// (Tensor.record_stream) or be sent to another process: of a part, CUDA's ignores the first without
+// a word, so a gradient that was saved and let go could be overwritten while a stream still reads
+// it.
 //
 // [Note: used flags]
 // After the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last

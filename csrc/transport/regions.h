@@ -66,7 +66,7 @@ class Regions {
   // Gives the step's buffers back; `in_flight`: collectives may still write to them.
   virtual void end(bool in_flight) = 0;
 
-  // As in transport.h.
+  // The bytes of a step: see transport.h.
   virtual int64_t bytes() const = 0;
   virtual int64_t sent_bytes() const = 0;
   virtual int64_t between_nodes_bytes() const { return 0; }

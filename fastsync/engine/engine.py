@@ -180,7 +180,7 @@ class Engine:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A forward, for which parameters are in the precision that they compute in."""
+        """Run a forward with parameters in the precision that they compute in."""
         if self.precision is None or self.core.recomputes():
             yield  # within a backward parameters are in that precision
             return

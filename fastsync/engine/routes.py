@@ -61,14 +61,16 @@ class Routes:
         self._links, self._linked, self._own_group = {}, (), None
 
     def find_nodes(self, wire: Wire) -> None:
-        """Gradients travel as `wire` from now on."""
+        """Find the nodes for gradients that travel as `wire` from now on."""
         nodes = find_nodes(wire, self._group, Env.read().local_ranks)
         # Nodes of one rank have nothing to sum first: codes travel between all ranks.
         self._lone = nodes is not None and len(nodes.node_ranks) == 1
         self.nodes = None if self._lone else nodes
 
     def counters(self) -> Counters:
-        """The reducer's, which counts what leaves a node where several ranks share one."""
+        """Return the reducer's counters, which count what leaves a node where several ranks share
+        one.
+        """
         counters = self._core.stats()
         if self._lone:
             counters["between_nodes_bytes"] = counters["sent_bytes"]
@@ -83,7 +85,7 @@ class Routes:
         return share_memory(group, self._nbytes)
 
     def make_chains(self, policy: SyncPolicy) -> None:
-        """The reducer can send coded buckets. Collective the first time."""
+        """Prepare the reducer to send coded buckets. Collective the first time."""
         if self.nodes not in self._links:
             links = make_links(self._group, policy.wire, self.nodes, self._device, self._own)
             self._links[self.nodes] = links

@@ -84,7 +84,7 @@ class Shares:
         return self._owners[nodes]
 
     def take(self, units: Sequence[ShardedUnit]) -> None:
-        """These, and no others. Collective the first time."""
+        """Share the gradients of these units, and of no others. Collective the first time."""
         self.connect()
         self._units = list(units)
         self._places = {

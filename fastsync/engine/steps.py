@@ -91,7 +91,7 @@ class StepWatcher:
         """
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The step has been made, or what stood in for it."""
+        """Note that the step has been made, or what stood in for it."""
 
 
 def watch_steps(watcher: StepWatcher) -> Callable[[], None]:

@@ -27,7 +27,7 @@ class NamedParam:
 
 
 class UnusedParams:
-    """Warner about unused parameters, once; it also notices where they have been replaced.
+    """Warnings about unused parameters; also notices parameters that were replaced.
 
     Args:
         params: those that were wrapped.

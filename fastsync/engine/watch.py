@@ -229,9 +229,7 @@ def explain_end(group: dist.ProcessGroup, place: str, rank: int, error: str) -> 
 
 
 def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
-    """Visit a place as `explained` does. If this rank is late, the others say that it wraps a
-    model.
-    """
+    """Begin a visit of this rank; return None without a watch."""
     return _explained_by(_visit(group, _WRAPPING, "wrapping"))
 
 

@@ -17,7 +17,7 @@ __all__ = ["BufferWatch", "broadcast", "buffer_arguments", "can_broadcast"]
 
 
 class BufferWatch:
-    """Knows whether a forward may have changed buffers since they were last broadcast.
+    """Record of whether a forward may have changed buffers since they were last broadcast.
 
     All ranks go forward together, and evaluate and train together. So each knows by itself what the
     others know.
@@ -30,7 +30,7 @@ class BufferWatch:
         self.stale = True
 
     def after_forward(self, module: nn.Module) -> None:
-        """Only a part in training mode changes its buffers in a forward."""
+        """Note a forward: only a part in training mode changes its buffers."""
         self.stale = self.stale or any(
             part.training and next(part.buffers(recurse=False), None) is not None
             for part in module.modules()

@@ -21,7 +21,7 @@ that was coming back when another died; it announces itself again.
 
 What is given: parameters and which of them are trained, buffers, the objects that were passed to
 catch_up(), how many steps there were, in which order gradients become ready, and what they travel
-as. With `zero` nobody has an optimizer's whole state: all cut it anew, as they do after a death,
+as. With `zero` no rank has an optimizer's whole state: all cut it anew, as they do after a death,
 which fastsync/shard/neighbours.py tells. Of error feedback nothing: what the averages lack is the
 sum of what the ranks keep back, and the others have all of it. A rank that comes back begins with
 nothing.

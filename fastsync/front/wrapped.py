@@ -15,7 +15,7 @@ __all__ = ["WrappedFront"]
 
 
 class WrappedFront(StagedFront):
-    """Comes together with all ranks before torch's constructor compares and broadcasts.
+    """Meet all ranks before torch's constructor compares and broadcasts.
 
     Torch cannot look up from waiting there. What a module runs before, such as `named_buffers()`,
     may take long on one rank.

@@ -73,7 +73,7 @@ class Arrivals:
             print(f"fastsync: {self._words(absent)}", file=sys.stderr, flush=True)
 
     def explain(self, error: str) -> None:
-        """The meeting has failed with `error`.
+        """Explain a meeting that has failed with `error`.
 
         Raises:
             SyncFault: names the ranks that have not come, or have ended, if there are any.

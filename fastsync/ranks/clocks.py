@@ -63,7 +63,7 @@ class Mailbox:
         self._deadline = time.monotonic() + timeout
 
     def halved(self) -> Mailbox:
-        """The same letters, waited for during half of the time that is left."""
+        """Return the same mailbox with half of the time that is left."""
         twin = copy.copy(self)
         twin._deadline -= max(0.0, self._deadline - time.monotonic()) / 2
         return twin
@@ -117,7 +117,7 @@ def align_clocks(mail: Mailbox, rank: int, world: int, clock: str = "") -> list[
 
 
 def _lead(mail: Mailbox, world: int) -> list[ClockOffset | None]:
-    """Rank 0's part: one rank of each other clock asks for the time.
+    """Do rank 0's part: one rank of each other clock asks for the time.
 
     The others wait for rank 0, so it must have given up waiting before they do.
     """

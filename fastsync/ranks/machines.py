@@ -15,7 +15,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_space() -> str:
-    """Equal on ranks for which process numbers mean the same."""
+    """Return a text that is equal on ranks for which process numbers mean the same."""
     try:
         boot = _BOOT.read_text(encoding="ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {socket.gethostname()}"

@@ -100,7 +100,7 @@ def decide(standings: Mapping[int, Standing], waiting: Mapping[int, int] | None 
 
 
 class Survivors:
-    """The place where they meet.
+    """Place where the survivors meet.
 
     Args:
         store: that all ranks reach.

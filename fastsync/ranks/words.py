@@ -8,7 +8,7 @@ __all__ = ["name_ranks"]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
+    """Return "rank 3", or "ranks 0-2, 5"."""
     ordered = sorted(set(ranks))
     parts = ", ".join(_span(run) for run in _runs(ordered))
     return f"rank {parts}" if len(ordered) == 1 else f"ranks {parts}"

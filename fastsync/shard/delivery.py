@@ -42,7 +42,7 @@ class Delivery:
         self._engine.shares.finish_gathers()  # which a step that raised has left
 
     def start(self, number: int, buffer: torch.Tensor, arrived: Callable[[], None]) -> None:
-        """Each rank sends its region of a buffer to all. Collective.
+        """Send this rank's region of a buffer to all ranks. Collective.
 
         Args:
             number: of the optimizer.

@@ -327,7 +327,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _changed(faces: Sequence[ShardedGradient]) -> None:
-    """Their averages have been written to here, where torch does not count that."""
+    """Note averages that were written here, where torch does not count that."""
     increment_version([face.share.piece for face in faces])
 
 

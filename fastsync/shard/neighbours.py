@@ -11,13 +11,13 @@ gone with it, and with them what the script has done to them.
 [Note: who has made a step]
 When ranks die, the survivors are at different places. None of them waits in the middle of a step's
 local part, so each has made a step of an optimizer or has not (`ShardedOptimizer.steps`), and they
-tell each other. Where all have made as many, they cut the state anew at once: the owner, or whoever
-holds the share of one that is gone, tells all what it has of it, parameters included. So it does
-not matter how far the exchange had got.
+tell each other. Where all have made as many, they cut the state anew at once: the owner, or the
+rank that holds the share of one that is gone, tells all what it has of it, parameters included. So
+it does not matter how far the exchange had got.
 
 Otherwise some had gone on into the step while others waited in the vote of the backward before.
-That is the only way to differ: nobody's exchange ends before all have made the step. These have the
-averages, and make the step on their old shares; at its end, all cut anew.
+That is the only way to differ: no rank's exchange ends before all have made the step. These have
+the averages, and make the step on their old shares; at its end, all cut anew.
 
 A rank that comes back begins with nothing and offers nothing: those that have been there before
 tell what they have, and the state is cut anew over all. All of those have made as many steps then,

@@ -6,11 +6,11 @@ differs: parameters, gradients and parameter groups are those that the script ma
 optimizer makes the step on this rank's pieces of the parameters; then the ranks exchange what they
 updated.
 
-[Note: steps one after the other] The ranks exchange one buffer of parameters while the optimizer
-steps on the next. Torch calls a closure first in a step, after all hooks; ours makes the steps on
-all buffers but the last, which is left to the call itself. So hooks and schedulers see one step.
-Only classes of torch whose update of each parameter concerns nothing else are given their
-parameters in turns.
+[Note: steps one after the other]
+The ranks exchange one buffer of parameters while the optimizer steps on the next. Torch calls a
+closure first in a step, after all hooks; ours makes the steps on all buffers but the last, which is
+left to the call itself. So hooks and schedulers see one step. Only classes of torch whose update of
+each parameter concerns nothing else are given their parameters in turns.
 
 An optimizer is taken over at its first step. Its state then belongs to the pieces, and
 `state_dict()` and `load_state_dict()` speak of whole parameters again. Any rank may call
@@ -242,7 +242,9 @@ class ShardedOptimizers(StepWatcher):
             )
 
     def meet_again(self) -> None:
-        """The ranks meet, for what `meet` says, in the process group that the engine has now."""
+        """Let the ranks meet, for what `meet` says, in the process group that
+        the engine has now.
+        """
         timeout, former = Env.read().agree_timeout, self.others.group.group_name
         self.place = meeting_place(self.engine.group, "sharded optimizer", timeout)
         self.others = Others(self.engine.group, self.place.name, former)
@@ -336,7 +338,7 @@ class ShardedOptimizer:
         self.serve()
 
     def use(self, cut: Cut, spaces: Sequence[Space]) -> None:
-        """Steps on what this rank has of these spaces from now on."""
+        """Step on what this rank has of these spaces from now on."""
         self.cut, self.spaces = cut, list(spaces)
         self._pieces: dict[int, list[nn.Parameter]] = {
             id(param): [] for space in spaces for param in space.params
@@ -540,7 +542,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """The same before the script changes values of the state between two steps."""
+        """Prepare a change of values of the state by the script, between two steps."""
         gate = self.shares.gate
         if gate.changing:
             yield

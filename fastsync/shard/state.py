@@ -139,13 +139,13 @@ class Slices:
         return nullcontext() if writes is None else writes()
 
     def note_step(self, space: Space) -> None:
-        """A step is made on the parameters of a space that have gradients."""
+        """Note a step on the parameters of a space that have gradients."""
         for param in space.params:
             if not self.pieces[param] and param.grad is not None:
                 self._elsewhere.setdefault(param, _Elsewhere()).steps += 1
 
     def learn(self, param: torch.Tensor, known: State | None) -> None:
-        """The state of a parameter is this from now on, as `described()` says; None: nothing."""
+        """Set the state of a parameter to this, in the form of `described()`; None: nothing."""
         if not self.pieces[param]:
             self._elsewhere.pop(param, None)
             if known is not None:
@@ -194,7 +194,7 @@ class Slices:
     def _as_siblings(
         self, held: Mapping[Any, Any], param: torch.Tensor, name: str, step: object
     ) -> object:
-        """A number that follows from settings and steps: that of another parameter."""
+        """Return a number that follows from settings and steps: that of another parameter."""
         siblings = self._siblings()
         for tensor in siblings(param) if siblings is not None else ():
             state = held.get(tensor, {})
@@ -205,7 +205,7 @@ class Slices:
 
 
 class _Unknown:
-    """Stands for a number that only the owners of a parameter know."""
+    """Placeholder for a number that only the owners of a parameter know."""
 
 
 class StateView(MutableMapping[Any, Any]):

@@ -71,7 +71,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The same with another dtype."""
+    """Return the same spec with another dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:

@@ -14,7 +14,7 @@ __all__ = ["registrations", "unnoticed", "watch_registrations"]
 
 
 class _Registrations:
-    """How many there have been since the first `fully_shard()`."""
+    """Return how many there have been since the first `fully_shard()`."""
 
     count = 0
     watched = False

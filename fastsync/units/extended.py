@@ -207,7 +207,9 @@ class ExtendedStrand(Strand):
     _stored: torch.dtype
 
     def _new_shard(self) -> torch.Tensor:
-        """Nothing: a tensor that was a part of plain memory gets some of its own."""
+        """Give a tensor memory of its own, where it was a part of plain
+        memory; there is no shard.
+        """
         self._gathered, self._stored = _Gathered(), self.dtype
         for member in self.members:
             if type(member.local) is torch.Tensor and not member.local.is_meta:
@@ -276,7 +278,7 @@ class ExtendedStrand(Strand):
         return asked
 
     def _ask_first(self) -> list[_Asked]:
-        """Also finds out whether ranks differ, which hangs otherwise. Collective."""
+        """Ask the members, and find out whether ranks differ, which would hang. Collective."""
         asked, failed = [], None
         try:
             asked = [self._ask(member) for member in self.members]
@@ -370,7 +372,7 @@ class ExtendedStrand(Strand):
         member.make_whole(_cut(whole, member.shape.sizes))
 
     def release(self, keepers: dist.ProcessGroup | None = None) -> None:
-        """The next gather is of the shares in any case."""
+        """Release what was gathered; the next gather is of the shares in any case."""
         for part in self._gathered.parts:
             part.release()
         self._gathered.under_way = self._gathered.has_memory = False
@@ -378,7 +380,7 @@ class ExtendedStrand(Strand):
     # --- gradients
 
     def _way(self) -> core.Unit:
-        """For gradients alone."""
+        """Return the C++ unit, which is for gradients alone."""
         if self._core is None:
             if self.compute not in TRAINABLE:
                 names = [m.name for m in self.members if m.sharded.requires_grad]

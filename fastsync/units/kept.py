@@ -52,7 +52,7 @@ class KeptPart:
             self._work = all_gather_flat(self._gathered, self._part, self._group)
 
     def finish_gather(self) -> torch.Tensor:
-        """The memory as it was, and some more at its end. It is under way."""
+        """Return the memory as it was, and some more at its end, once it has come."""
         self.wait()
         assert self._gathered is not None
         return self._gathered
@@ -63,6 +63,6 @@ class KeptPart:
             wait_for(self._work, self._movement, self._group)
 
     def arrived(self) -> None:
-        """The memory is that of whole members again."""
+        """Note that the memory is that of whole members again."""
         if self._movement is not None:
             self._movement.arrived()

@@ -156,12 +156,12 @@ class Member:
         self._wrapper, self._local = self.sharded.untyped_storage(), self.local
 
     def note_local(self) -> None:
-        """The local tensor is where it should be."""
+        """Note the local tensor: it is where it should be."""
         self.check_data()
         self._note()
 
     def note_version(self) -> None:
-        """The share is gathered as it is now, unless that has begun before."""
+        """Note that the share is gathered as it is now, unless that has begun before."""
         if self._version is None:
             self._version = self.sharded._version
 

@@ -106,7 +106,7 @@ class RawStrand(Strand):
         return whole.data
 
     def release(self, keepers: dist.ProcessGroup | None = None) -> None:
-        """The next gather is of the shares in any case."""
+        """Release what was gathered; the next gather is of the shares in any case."""
         self.finish_gather()
         for member in self.members:
             if member.whole is not None:

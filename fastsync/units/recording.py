@@ -77,7 +77,7 @@ def _states_below(root: nn.Module) -> list[State]:
 
 
 def _kind(module: nn.Module) -> str:
-    """The name of its class before fully_shard()."""
+    """Return the name of its class before fully_shard()."""
     return type(module).__name__.removeprefix("FSDP")
 
 

@@ -240,7 +240,7 @@ class State:
                     member.name = names.get(id(param), member.name)
 
     def connect(self) -> None:
-        """Everything below can be gathered. Collective the first time."""
+        """Prepare everything below to be gathered. Collective the first time."""
         for unit in self.context.units():
             self.context.connections.connect(unit, self.context.units())
             unit.watch_with(self.context.gradients)
@@ -255,7 +255,7 @@ class State:
 
     @untraced
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The parameters are there; what follows is the forward."""
+        """Make the parameters whole before the forward."""
         in_backward = self.moment is Moment.BEFORE_BACKWARD and backward_is_running()
         if in_backward:  # checkpointing computes it again
             self._gather()
@@ -368,7 +368,9 @@ class State:
 
     @untraced
     def after_forward(self, module: nn.Module, args: Args, output: object) -> object:
-        """The parameters may go; a backward that reaches the output gets them back."""
+        """Release the parameters after the forward; a backward that reaches the output gets them
+        back.
+        """
         if self.moment is Moment.BEFORE_BACKWARD:
             return self._cast_output(output)
         self._missing.discard(module)
@@ -451,14 +453,14 @@ class State:
         return creation_number(tensor.grad_fn) >= self._first_node
 
     def announce_backward(self) -> None:
-        """A backward has come to a module, or to a parameter where outputs did not lead to it."""
+        """Begin a backward, at a module, or at a parameter where outputs did not lead to it."""
         if not self.context.ends_queued:
             self.context.begin_backward()
             at_end_of_backward(self.end_of_backward)
 
     @untraced
     def before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A backward has reached the outputs."""
+        """Gather for a backward that has reached the outputs."""
         self.moment = Moment.BEFORE_BACKWARD
         self.announce_backward()
         for unit in reversed(self.uses):
@@ -478,7 +480,9 @@ class State:
 
     @untraced
     def reached_end(self, counted: bool) -> None:
-        """A backward is through with one forward, which was counted among those expected or not."""
+        """Note that a backward is through with a forward, which was counted among those expected or
+        not.
+        """
         self.announce_backward()
         if self.moment is Moment.FORWARD:  # whose graph the script differentiates meanwhile
             return

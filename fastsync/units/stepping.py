@@ -76,7 +76,7 @@ class LocalSteps:
         return (stand_in, *args[1:])
 
     def after(self, optimizer: Optimizer) -> None:
-        """The step has been made."""
+        """Store the state that the step has made."""
         state, self._state = self._state, None
         if state is None:
             return

@@ -340,7 +340,7 @@ class Strand:
         self.staging.wait()
 
     def drop_part(self) -> None:
-        """The next gather is of the shares."""
+        """Drop the kept part; the next gather is of the shares."""
         if self._kept is not None:
             self._kept.wait()
             self._kept = None

@@ -117,7 +117,7 @@ class Unit:
         mixed: MixedDTypes,
         wires: UnitWires,
     ) -> Unit:
-        """With a strand per dtype, and others for members that have extensions."""
+        """Return a unit with a strand per dtype, and others for members that have extensions."""
         unit = cls(tuple(modules), place, _strands_of(members, place, mixed, wires))
         unit.show_sharded()
         return unit
@@ -414,7 +414,7 @@ def _kind_of(member: Member) -> type[Strand]:
 def _strands_of(
     members: Sequence[Member], place: Place, mixed: MixedDTypes, wires: UnitWires
 ) -> list[Strand]:
-    """One for each kind and dtype."""
+    """Return one strand for each kind and dtype."""
     alike: dict[tuple[type[Strand], torch.dtype], list[Member]] = {}
     for member in members:
         alike.setdefault((_kind_of(member), member.sharded.dtype), []).append(member)

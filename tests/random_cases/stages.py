@@ -470,7 +470,7 @@ def poisoned(wrapped):
 
 
 def may_poison(wrapped):
-    """Where all ranks train the same, in the dtype of the parameters."""
+    """Return whether all ranks train the same, in the dtype of the parameters."""
     return wrapped.drawn.looks and not (wrapped.frozen_alone or wrapped.drawn.mixed)
 
 

@@ -77,7 +77,7 @@ def run_cases(rank, world, seeds, folder, family="models"):
 
 
 def note(file, log, entry):
-    """What a rank that crashes or hangs was about to do."""
+    """Write down what a rank that crashes or hangs was about to do."""
     log.append(entry)
     print(entry, file=file, flush=True)
 
