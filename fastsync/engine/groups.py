@@ -206,13 +206,14 @@ def _new_group(
 
     def by_torch() -> dist.ProcessGroup:
         with connecting_alone(ranks):
-            return dist.new_group(
+            made: dist.ProcessGroup = dist.new_group(
                 list(ranks),
                 timeout=group_timeout(group),
                 backend=carried,
                 use_local_synchronization=True,
                 group_desc=f"fastsync: {purpose}",
             )
+        return made
 
     make: Callable[[], dist.ProcessGroup] = by_torch
     ends = carried == "gloo" and group_timeout(group) is not None
