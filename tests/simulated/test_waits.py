@@ -178,6 +178,23 @@ def test_unused_parameters_are_asked_for_once(zero):
     assert not any(waits for _, waits in others)
 
 
+def unused_or_guarded(rank, world, zero):
+    """Return the races of the last step, whose flags stay on the device."""
+    from tests.simulated.device import detecting
+
+    races = []
+    options = {"zero": zero, "bucket_cap_mb": 0.0001, "on_nonfinite": "skip"}
+    with detecting(races):
+        waits_of_steps(rank, world, fast(**options), plain, model=Partly)
+    return races
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_flags_that_stay_on_the_device_do_not_race(zero):
+    for races in run_simulated(unused_or_guarded, 2, zero):
+        assert not races, "\n".join(races)
+
+
 def launches(rank, world, wrap, groups):
     """Return how many kernels of the project's own, and tasks, a step launches."""
     from tests.simulated.device import low, placed
