@@ -184,10 +184,10 @@ void bind_units(py::module_& m) {
       .def(
           "deliver",
           [](const Unit& unit, const UnitLayout& layout, const at::Tensor& sums,
-             const Optionals& before) {
-            return optionals_of(unit.deliver(layout, sums, tensors_of(before)));
+             const Optionals& before, bool missed) {
+            return optionals_of(unit.deliver(layout, sums, tensors_of(before), missed));
           },
-          release, py::arg("layout"), py::arg("sums"), py::arg("before"));
+          release, py::arg("layout"), py::arg("sums"), py::arg("before"), py::arg("missed"));
 }
 
 }  // namespace fastsync

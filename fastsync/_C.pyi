@@ -259,6 +259,7 @@ class Unit:
         layout: UnitLayout,
         sums: torch.Tensor,
         before: Sequence[torch.Tensor | None],
+        missed: bool,
     ) -> list[torch.Tensor | None]: ...
 
 def process_has_ended(process: int) -> bool: ...

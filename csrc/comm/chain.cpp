@@ -149,17 +149,20 @@ std::unique_ptr<InFlight> Chains::run_on_worker(std::shared_ptr<Links> links) {
 std::unique_ptr<InFlight> Chains::run_on_stream(const std::shared_ptr<Links>& links,
                                                 at::Device device) {
   const c10::impl::VirtualGuardImpl backend(device.type());
-  if (!stream_) stream_ = backend.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  while (streams_.size() < kStreams) {
+    streams_.push_back(backend.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
+  }
+  const c10::Stream stream = streams_[runs_++ % kStreams];
   c10::Event packed(device.type());
   packed.record(backend.getStream(device));
-  packed.block(*stream_);
-  const c10::StreamGuard on_stream(*stream_);
+  packed.block(stream);
+  const c10::StreamGuard on_stream(stream);
   for (size_t i = 0; i <= links->count(); ++i) {
     const auto current = links->start(i, *groups_[std::min(i, groups_.size() - 1)]);
     if (!current) break;
     current->wait();
   }
-  return std::make_unique<OnStream>(links, *stream_);
+  return std::make_unique<OnStream>(links, stream);
 }
 
 }  // namespace fastsync::comm

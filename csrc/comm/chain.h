@@ -1,15 +1,15 @@
 // Chains of collectives: each link's input is made from the result of the one before, without the caller and without Python.
 //
 // On a CPU a worker thread waits between the links (see worker.h). On a device with streams everything is enqueued at once, on
-// a stream of its own, so that the stream of the backward does not wait.
+// one of two streams in turn, so that neither the stream of the backward waits nor a chain for the last link of the one before.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "collective.h"
@@ -49,7 +49,9 @@ class Chains {
   std::unique_ptr<InFlight> run_on_stream(const std::shared_ptr<Links>& links, at::Device device);
 
   std::vector<std::shared_ptr<Collective>> groups_;
-  std::optional<c10::Stream> stream_;
+  static constexpr size_t kStreams = 2;
+  std::vector<c10::Stream> streams_;  // none before the first run
+  size_t runs_ = 0;
   std::unique_ptr<Worker> worker_;
 };
 

@@ -27,8 +27,9 @@ class Collective {
   virtual int size() const = 0;
   // How many of so many bytes for others leave this rank.
   virtual int64_t leaving(int64_t bytes) const { return bytes; }
-  // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads, a stream holds any number.
-  virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 64; }
+  // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads. On a stream the next one is
+  // enqueued while the first runs, and each more would keep its buffers.
+  virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 1; }
   // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
   // [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}

@@ -1,14 +1,18 @@
 #include "bucket.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 #include "../ops/norms.h"
+#include "../transport/coding.h"
 
 namespace fastsync::engine {
 
@@ -96,7 +100,12 @@ void Bucket::offer(size_t index, const Packing& how) {
   transport_->take(index, how);
 }
 
-void Bucket::check_finite() {
+void Bucket::check_finite(bool travels) {
+  if (!device().is_cpu() && (!travels || transport_->adds_infinities())) {
+    infinities_ = find_infinities();
+    checked_ = true;
+    return;
+  }
   std::vector<size_t> unseen;
   for (size_t i = 0; i < slots_->size(); ++i) {
     const Slot& slot = (*slots_)[i];
@@ -115,6 +124,28 @@ void Bucket::check(const std::vector<size_t>& indices) {
     slot.checked = true;
   }
   checked_ = true;
+}
+
+// For each slot, fp32: infinity where this rank gives NaN or infinity, else zero.
+at::Tensor Bucket::find_infinities() const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor found =
+      ops::make_flat(static_cast<int64_t>(slots_->size()), at::kFloat, device());
+  std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> places;
+  for (size_t i = 0; i < slots_->size(); ++i) {
+    const Slot& slot = (*slots_)[i];
+    if (!slot.param->used || !slot.grad().defined() || slot.grad().numel() == 0) continue;
+    grads.push_back(slot.grad());
+    places.push_back(found.narrow(0, static_cast<int64_t>(i), 1));
+  }
+  if (grads.empty()) return found;
+  const at::Tensor broken = ops::finite_on_device(grads).logical_not();
+  const auto infinity = std::numeric_limits<double>::infinity();
+  if (grads.size() == slots_->size()) return found.masked_fill_(broken, infinity);
+  const std::vector<at::Tensor> each = broken.split(1);
+  for (size_t i = 0; i < places.size(); ++i) places[i].masked_fill_(each[i], infinity);
+  return found;
 }
 
 void Bucket::close() {
@@ -153,7 +184,8 @@ void Bucket::pack(Packing how) {
   move_to(BucketState::kReady, BucketState::kPacked);
   wait_for_producers();
   how.missed = missed_;
-  if (how.check_finite) check_finite();
+  if (how.check_finite) check_finite(/*travels=*/true);
+  how.infinities = infinities_;
   transport_->pack(how);
 }
 
@@ -177,7 +209,28 @@ void Bucket::finish(const std::vector<bool>& used_anywhere) {
   abandon();
 }
 
+std::vector<float> Bucket::used_flags() const {
+  std::vector<float> flags;
+  for (const Slot& slot : *slots_) flags.push_back(used_flag(slot));
+  return flags;
+}
+
+void Bucket::keep_flags(bool travelled) {
+  UnreadFlags kept;
+  for (size_t i = 0; i < slots_->size(); ++i) {
+    kept.params.push_back((*slots_)[i].param);
+    kept.added.push_back(transport_->adds(i));
+  }
+  kept.own = std::exchange(infinities_, at::Tensor());
+  const bool sent = travelled && transport_->has_flags();
+  const auto count = static_cast<int64_t>(slots_->size());
+  kept.sums =
+      sent ? ops::copy_of(sums_of_flags()) : flags_on(device(), used_flags(), count, kept.own);
+  unread_ = std::move(kept);
+}
+
 void Bucket::note_finite(bool travelled) {
+  if (infinities_.defined()) return keep_flags(travelled);
   const at::Tensor flags = travelled && transport_->has_flags() ? flags_on_host() : at::Tensor();
   for (size_t i = 0; i < slots_->size(); ++i) {
     const Slot& slot = (*slots_)[i];
@@ -195,6 +248,7 @@ void Bucket::abandon() {
   transport_->abandon(/*in_flight=*/std::exchange(in_flight_, nullptr) != nullptr);
   pending_ = slots_->size();
   missed_ = checked_ = false;
+  infinities_ = at::Tensor();
   for (Slot& slot : *slots_) {
     slot.fires = 0;
     slot.early = slot.checked = false;
@@ -215,6 +269,10 @@ std::vector<bool> Bucket::used_on_any_rank(const std::vector<bool>& used_anywher
               (!used_anywhere.empty() && used_anywhere.at(slot.index));
   }
   return used;
+}
+
+at::Tensor Bucket::sums_of_flags() const {
+  return transport_->has_flags() ? transport_->flags().to(at::kFloat) : at::Tensor();
 }
 
 at::Tensor Bucket::flags_on_host() const {

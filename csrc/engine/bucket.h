@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../comm/collective.h"
@@ -27,6 +28,16 @@ enum class BucketState { kFilling, kReady, kPacked, kInFlight, kReceived };
 const char* to_string(BucketState state);
 
 using Parameters = std::vector<std::unique_ptr<Parameter>>;
+
+// [Note: flags that stay on a device]
+// On a device a gradient is looked at for NaN and infinity without the host: what was found is added to the used flags before
+// they travel. Their sums stay there, too, until somebody asks which averages are not finite: the host then waits once.
+struct UnreadFlags {
+  std::vector<Parameter*> params;
+  std::vector<bool> added;  // to averages that were there before
+  at::Tensor sums;          // over ranks, fp32, one per parameter
+  at::Tensor own;           // likewise, infinity where this rank gave NaN or infinity
+};
 
 class Bucket {
  public:
@@ -57,8 +68,8 @@ class Bucket {
   // End of backward: takes what is there for every slot that got nothing.
   void close();
   // Looks for NaN and infinity in the gradients that have come. pack() does so where it is told to; a rank without others
-  // calls it, and note_finite().
-  void check_finite();
+  // calls it, and note_finite(). `travels`: what is found does.
+  void check_finite(bool travels);
 
   // Whoever reads its gradients on the current stream waits for those that computed them. pack() does.
   void wait_for_producers() const;
@@ -79,15 +90,22 @@ class Bucket {
   void finish(const std::vector<bool>& used_anywhere);
   // Notes which averages hold NaN or infinity, as the flags tell that `travelled`; where none did, as this rank saw.
   void note_finite(bool travelled);
+  // What note_finite() has left on the device since it was last asked; see [Note: flags that stay on a device].
+  std::optional<UnreadFlags> take_unread() { return std::exchange(unread_, std::nullopt); }
   // Any state -> kFilling, dropping what a failed backward left.
   void abandon();
 
+  // What travelled with the gradients: how many ranks used each parameter, fp32. Undefined where nothing did.
+  at::Tensor sums_of_flags() const;
   // Writes how many ranks used each of its parameters in the last finished step; nothing without flags.
   void count_uses(std::vector<int64_t>& counts) const;
 
  private:
   void move_to(BucketState from, BucketState to);
   void check(const std::vector<size_t>& slots);
+  at::Tensor find_infinities() const;
+  void keep_flags(bool travelled);
+  std::vector<float> used_flags() const;
   at::Tensor flags_on_host() const;
   std::vector<bool> used_on_any_rank(const std::vector<bool>& used_anywhere) const;
 
@@ -96,7 +114,9 @@ class Bucket {
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
   bool missed_ = false;
-  bool checked_ = false;  // for NaN and infinity
+  bool checked_ = false;   // for NaN and infinity
+  at::Tensor infinities_;  // what was found on a device; undefined: nobody looked there
+  std::optional<UnreadFlags> unread_;
   std::unique_ptr<comm::InFlight> in_flight_;
 };
 

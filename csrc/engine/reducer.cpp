@@ -305,6 +305,8 @@ void Reducer::advance() {
 
 // Ends the oldest buckets under way that hold memory: those that have arrived, and others where too many are under way. Another
 // wrapper's buckets may have to be sent before one arrives, on this rank or on another. Then waiting takes its full time, once.
+// Where a stream waits instead of the host, it waits for whatever is too much; a bucket of which the host has to read flags
+// stays until the end.
 void Reducer::make_room() {
   size_t under_way = 0;
   for (size_t i = 0; i < next_; ++i) {
@@ -315,7 +317,10 @@ void Reducer::make_room() {
     if (bucket.state() != BucketState::kInFlight) continue;
     if (!bucket.transport().ends_early()) return;
     const bool crowded = under_way >= routes_.shards->at_a_time(bucket.device());
-    if (!(crowded ? comes_within(i, patience_) : arrives_within(i, {}))) {
+    if (!bucket.device().is_cpu() && !bucket.can_be_asked()) {
+      if (bucket.missed()) continue;
+      if (!crowded && !arrives_within(i, {})) return;
+    } else if (!(crowded ? comes_within(i, patience_) : arrives_within(i, {}))) {
       if (crowded) patience_ = {};
       return;
     }
@@ -332,6 +337,7 @@ void Reducer::finish(size_t index, const std::vector<bool>& used) {
     if (bucket.state() == BucketState::kInFlight) bucket.receive();
     bucket.finish(used);
   });
+  keep_unread(bucket);
 }
 
 void Reducer::start_flags() {

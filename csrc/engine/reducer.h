@@ -259,6 +259,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void forget_own();
   void scale_alone();
   void make_room();
+  void keep_unread(Bucket& bucket);
+  void read_flags() const;
+  std::vector<bool> read_missed();
   void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
   void await(size_t bucket);
@@ -343,6 +346,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<void(std::vector<int64_t>)> on_skips_;
   std::unique_ptr<Survival> survival_;  // null: a death ends the training
   std::vector<int64_t> counts_;         // used_counts() of a step whose plan has gone; else empty
+  mutable std::vector<UnreadFlags> unread_;  // in the order of the steps
   ReducerStats stats_;
   int64_t earlier_steps_ = 0;
 };

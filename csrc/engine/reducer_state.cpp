@@ -59,6 +59,7 @@ std::vector<int64_t> Reducer::used_counts() const {
 
 std::vector<std::pair<int64_t, bool>> Reducer::nonfinite() const {
   const Lock lock(mutex_);
+  read_flags();
   std::vector<std::pair<int64_t, bool>> found;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!params_[i]->nonfinite) continue;

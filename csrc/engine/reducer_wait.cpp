@@ -1,4 +1,8 @@
 // How a reducer waits for other ranks: looking out for their faults, where there is a watch.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+
+#include <cmath>
 #include <utility>
 
 #include "../check.h"
@@ -53,8 +57,9 @@ void Reducer::finish_buckets() {
   if (!communicates()) {
     for (Bucket& bucket : plan_.buckets) {
       if (options_.check_finite) {
-        bucket.check_finite();
+        bucket.check_finite(/*travels=*/false);
         bucket.note_finite(/*travelled=*/false);
+        keep_unread(bucket);
       }
       bucket.abandon();
     }
@@ -69,6 +74,7 @@ void Reducer::finish_buckets() {
     start_flags();  // where they had to wait for all hooks
     used = flags_->wait([](comm::InFlight& flags) { flags.wait(); });
   }
+  if (!flags_) used = read_missed();
   const Bucket* last = nullptr;
   for (size_t i = 0; i < plan_.buckets.size(); ++i) {
     if (plan_.buckets[i].state() == BucketState::kReady) {
@@ -82,6 +88,64 @@ void Reducer::finish_buckets() {
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
+}
+
+// On devices: which parameters any rank has used, where this one lacks gradients; else nothing. The host waits once for all
+// buckets.
+std::vector<bool> Reducer::read_missed() {
+  std::vector<const Bucket*> missed;
+  std::vector<at::Tensor> sums;
+  for (size_t i = 0; i < plan_.buckets.size() && !captured_; ++i) {
+    Bucket& bucket = plan_.buckets[i];
+    const bool waits = bucket.state() == BucketState::kInFlight && bucket.missed();
+    if (!waits || bucket.device().is_cpu()) continue;
+    await(i);
+    try {
+      bucket.receive();
+    } catch (const std::exception& error) {
+      fail(i, "receiving", error.what());
+    }
+    const at::Tensor flags = bucket.sums_of_flags();
+    if (!flags.defined()) continue;
+    missed.push_back(&bucket);
+    sums.push_back(flags);
+  }
+  if (missed.empty()) return {};
+  std::vector<bool> used;
+  for (const auto& param : params_) used.push_back(param->used);
+  const at::Tensor all = at::cat(sums).to(at::kCPU);
+  const float* next = all.const_data_ptr<float>();
+  for (const Bucket* bucket : missed) {
+    for (const Slot& slot : bucket->slots()) used[slot.index] = *next++ > 0.0F || slot.param->used;
+  }
+  return used;
+}
+
+void Reducer::keep_unread(Bucket& bucket) {
+  constexpr size_t kMostUnread = 4096;  // where nobody asks
+  auto unread = bucket.take_unread();
+  if (!unread) return;
+  if (unread_.size() >= kMostUnread) read_flags();
+  unread_.push_back(std::move(*unread));
+}
+
+// See [Note: flags that stay on a device].
+void Reducer::read_flags() const {
+  if (unread_.empty()) return;
+  std::vector<at::Tensor> flags;
+  for (const UnreadFlags& each : unread_) flags.insert(flags.end(), {each.sums, each.own});
+  const at::Tensor all = at::cat(flags).to(at::kCPU);
+  const float* next = all.const_data_ptr<float>();
+  for (const UnreadFlags& each : std::exchange(unread_, {})) {
+    const size_t count = each.params.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (next[i] == 0.0F) continue;  // the gradient stayed as it was
+      Parameter& param = *each.params[i];
+      param.nonfinite = !std::isfinite(next[i]) || (each.added[i] && param.nonfinite);
+      param.nonfinite_here = !std::isfinite(next[count + i]);
+    }
+    next += 2 * count;
+  }
 }
 
 // A rank that gives up, as in make_room(), and comes back has waited all the time.

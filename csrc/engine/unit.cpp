@@ -70,6 +70,14 @@ void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direc
   items.unpack(flat, 1.0, false);
 }
 
+// All shares at once: launches do not grow with the ranks.
+void Unit::fill_from_gathered() {
+  lend();
+  ItemList items;
+  for (int r = 0; r < ranks_; ++r) add_shares(items, r * layout_.packed, r, /*direct=*/false);
+  items.unpack(staging_, 1.0, false);
+}
+
 void Unit::fill_from_codes() {
   lend();
   ItemList items;
@@ -188,15 +196,14 @@ void Unit::begin_gather() {
   }
   gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
   const at::Tensor source = source_of_gather();
-  if (!by_messages() || !borrow_shares(source)) {
+  if (!by_messages()) {
+    staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
+    gathering_ = links_->ranks->all_gather(staging_, source);
+  } else if (!borrow_shares(source)) {
     lend();
     fill_from(shard_, 0, rank_, /*direct=*/true);
     staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
-    if (by_messages()) {
-      exchange_shares(source);
-    } else {
-      gathering_ = links_->ranks->all_gather(staging_, source);
-    }
+    exchange_shares(source);
   }
   tell_when_gathered();
 }
@@ -247,10 +254,12 @@ void Unit::finish_gather() {
     fill_from_borrowed();
   } else if (gathered_codes_) {
     fill_from_codes();
-  } else {
+  } else if (by_messages()) {
     for (int r = 0; r < ranks_; ++r) {
       if (r != rank_) fill_from(staging_, r * layout_.packed, r, /*direct=*/false);
     }
+  } else {
+    fill_from_gathered();
   }
   links_->pool.give(std::exchange(staging_, at::Tensor()));
   links_->pool.give(std::exchange(lowered_, at::Tensor()));

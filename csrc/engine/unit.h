@@ -121,9 +121,10 @@ class Unit {
   // The sums over ranks of this rank's shares, as that layout says, times `scale`: of fp32, or fp64.
   at::Tensor finish_reduce();
   // The shares of `sums` that any rank had a gradient for, in the stored dtype: those that `before` has are added to it there,
-  // the others are new tensors. Where `sums` are, which may have been copied to another device.
+  // and returned, the others are new tensors. Where `sums` are, which may have been copied to another device. `missed`: this rank
+  // had no gradient for some of them, so that the flags are read, for which the host waits where they are on a device.
   std::vector<at::Tensor> deliver(const UnitLayout& layout, const at::Tensor& sums,
-                                  const std::vector<at::Tensor>& before) const;
+                                  const std::vector<at::Tensor>& before, bool missed) const;
 
  private:
   struct Reduction {
@@ -154,6 +155,7 @@ class Unit {
   void start_coded_gather();
   std::vector<at::Tensor> forget_gather();
   void fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct);
+  void fill_from_gathered();
   void fill_from_codes();
   void add_messages(std::vector<comm::Message>& sent, int rank, const at::Tensor& source) const;
   bool borrow_shares(const at::Tensor& source);

@@ -6,6 +6,7 @@
 #include "../check.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
+#include "../transport/coding.h"
 #include "unit.h"
 
 namespace fastsync::engine {
@@ -48,7 +49,6 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
     }
     for (int r = 0; r < ranks_; ++r) {
       const int64_t chunk = r * (codes ? codes->chunk_numel() : layout.packed);
-      if (!codes) items.add_run({}, chunk + layout.flags + static_cast<int64_t>(i), 1, used);
       if (place.direct) continue;
       const UnitShare share = share_of(place.member, r);
       at::Tensor part;
@@ -58,7 +58,14 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
       items.add(part, chunk + place.offset, share.in_whole);
     }
   }
-  if (!codes) return items.pack(reduction.sent, reduction.scale);
+  if (!codes) {
+    for (int r = 0; r < ranks_; ++r) {
+      for (const FlagRun& run : runs_of(all_used, r * layout.packed + layout.flags)) {
+        items.add_run({}, run.layout.offset, run.layout.numel, run.value);
+      }
+    }
+    return items.pack(reduction.sent, reduction.scale);
+  }
   const uint64_t seed = codes->seed_of(reduction.step);
   codes->encode(items.items(), all_used, reduction.sent, {reduction.scale, seed});
 }
@@ -142,7 +149,8 @@ void Unit::send(Reduction& reduction) {
     reduction.received = links_->pool.take(reduction.codes->bytes(), at::kByte, device_);
     reduction.in_flight = reduction.codes->scatter(reduction.received, reduction.sent);
   } else if (!by_messages()) {
-    reduction.received = links_->pool.take(chunk, dtypes_.reduce, device_);
+    const bool same = first_in_sums();
+    reduction.received = same ? reduction.sums : links_->pool.take(chunk, dtypes_.reduce, device_);
     reduction.in_flight = links_->ranks->reduce_scatter(reduction.received, reduction.sent);
   } else {
     send_gradients(reduction);
@@ -208,6 +216,10 @@ void Unit::add_up(Reduction& reduction) const {
   if (reduction.codes) return add_codes(reduction);
   if (reduction.lent) return add_lent(reduction);
   if (!by_messages() && ranks_ > 1) {
+    if (reduction.received.is_same(reduction.sums)) {  // the backend has added up there
+      reduction.received.reset();
+      return;
+    }
     ItemList items;
     items.add_run(reduction.sums, 0, chunk);
     items.unpack(reduction.received, 1.0, false);
@@ -316,13 +328,24 @@ void Unit::add_direct(const Reduction& reduction, const at::Tensor& from, bool s
   items.unpack(from, reduction.scale, accumulate);
 }
 
-std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor& sums,
-                                      const std::vector<at::Tensor>& before) const {
-  const at::NoGradGuard no_grad;
-  FS_CHECK_VALUE(before.size() == layout.places.size(), "expects as many gradients as members");
+namespace {
+
+// How many ranks had a gradient for each member; the same for all where nobody has to look.
+std::vector<double> uses_of(const UnitLayout& layout, const at::Tensor& sums, bool missed) {
+  if (!missed) return std::vector<double>(layout.places.size(), 1.0);
   const auto count = static_cast<int64_t>(layout.places.size());
   const at::Tensor flags = run_of(sums, layout.flags, count).to(at::kCPU, at::kDouble);
-  const double* used = flags.const_data_ptr<double>();
+  const auto* const values = flags.const_data_ptr<double>();
+  return {values, values + count};
+}
+
+}  // namespace
+
+std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor& sums,
+                                      const std::vector<at::Tensor>& before, bool missed) const {
+  const at::NoGradGuard no_grad;
+  FS_CHECK_VALUE(before.size() == layout.places.size(), "expects as many gradients as members");
+  const std::vector<double> used = uses_of(layout, sums, missed);
   std::vector<at::Tensor> results(layout.places.size());
   ItemList fresh;
   ItemList accumulated;
@@ -333,6 +356,7 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
     const auto in_sums = compact(place.offset, mine.numel, mine.sizes);
     if (before[i].defined()) {
       accumulated.add(before[i], place.offset, in_sums);
+      results[i] = before[i];
     } else if (sums.scalar_type() == dtypes_.stored) {
       // A storage of its own, so that gradients can be pickled; other devices need their allocator's for record_stream().
       const c10::Storage own = sums.is_cpu() ? ops::part_of(sums, in_sums) : c10::Storage();

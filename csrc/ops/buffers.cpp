@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -55,5 +56,11 @@ at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
 }
 
 at::Tensor copy_of(const at::Tensor& tensor) { return tensor.clone(); }
+
+void record_here(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+}
 
 }  // namespace fastsync::ops

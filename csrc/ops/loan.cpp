@@ -93,7 +93,8 @@ int64_t BlockPool::free_bytes() const {
 }
 
 void BlockPool::give(const at::Tensor& block) {
-  if (!block.defined() || !block.device().is_cpu()) return;
+  if (!block.defined()) return;
+  if (!block.device().is_cpu()) return record_here(block);
   const auto* const storage = block.storage().unsafeGetStorageImpl();
   const auto is_it = [&](const Lent& lent) { return lent.storage._unsafe_get_target() == storage; };
   lent_.erase(std::remove_if(lent_.begin(), lent_.end(), is_it), lent_.end());

@@ -71,14 +71,18 @@ std::vector<at::Tensor> elements_of_all(const std::vector<at::Tensor>& tensors) 
 }
 
 std::vector<bool> finite_by_torch(const std::vector<at::Tensor>& tensors) {
-  const std::vector<at::Tensor> elements = elements_of_all(tensors);
-  const double largest = std::numeric_limits<double>::infinity();
-  const at::Tensor known = at::isfinite(at::stack(at::_foreach_norm(elements, largest))).cpu();
+  const at::Tensor known = finite_on_device(tensors).cpu();
   const bool* values = known.const_data_ptr<bool>();
   return std::vector<bool>(values, values + known.numel());
 }
 
 }  // namespace
+
+at::Tensor finite_on_device(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  const double largest = std::numeric_limits<double>::infinity();
+  return at::isfinite(at::stack(at::_foreach_norm(elements_of_all(tensors), largest)));
+}
 
 std::vector<double> square_sums(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;

@@ -18,5 +18,7 @@ std::vector<double> square_sums(const std::vector<at::Tensor>& tensors);
 
 // Whether each tensor holds neither NaN nor infinity. On a device the host waits for the answer.
 std::vector<bool> all_finite(const std::vector<at::Tensor>& tensors);
+// The same for those of a device, where the answer stays: bool, one per tensor.
+at::Tensor finite_on_device(const std::vector<at::Tensor>& tensors);
 
 }  // namespace fastsync::ops

@@ -44,6 +44,7 @@ at::Tensor BufferPool::make(int64_t numel, at::ScalarType dtype, at::Device devi
 }
 
 void BufferPool::give(const at::Tensor& buffer) {
+  record_here(buffer);
   const at::Tensor whole = take_back(buffer);
   if (whole.defined()) free_.push_back(whole);
 }

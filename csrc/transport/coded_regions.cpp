@@ -34,10 +34,10 @@ class CodedRegions final : public Regions {
     codes_.encode(items, residual_, sent(), {how.scale, codes_.spec().seed_of(how.step)});
   }
 
-  void close(const std::vector<float>& flags, const Packing& /*how*/) override {
+  void close(const std::vector<float>& flags, const Packing& how) override {
     const at::NoGradGuard no_grad;
-    const CodedSpec& spec = codes_.spec();
-    codes_.encode_flags(flags_on(codes_.device(), flags, spec.flags_per_chunk), 0, sent());
+    const int64_t numel = codes_.spec().flags_per_chunk;
+    codes_.encode_flags(flags_on(codes_.device(), flags, numel, how.infinities), 0, sent());
   }
 
   std::unique_ptr<comm::InFlight> launch() override {

@@ -1,31 +1,40 @@
 #include "coding.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "../check.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
 
 namespace fastsync::engine {
 
+std::vector<FlagRun> runs_of(const std::vector<float>& flags, int64_t begin) {
+  std::vector<FlagRun> runs;
+  for (size_t from = 0, to = 0; from < flags.size(); from = to) {
+    while (to < flags.size() && flags[to] == flags[from]) ++to;
+    FS_ASSERT(to > from, "a flag is no number");
+    const auto offset = begin + static_cast<int64_t>(from);
+    runs.push_back({ops::SlotLayout::run(offset, static_cast<int64_t>(to - from)), flags[from]});
+  }
+  return runs;
+}
+
 void write_flags(const std::vector<float>& flags, const at::Tensor& to) {
-  const auto count = static_cast<int64_t>(flags.size());
-  FS_ASSERT(count <= to.numel(), "more flags than room for them");
-  const auto value_at = [&](int64_t i) { return i < count ? flags[static_cast<size_t>(i)] : 0.0F; };
-  std::vector<ops::SlotLayout> runs;  // of equal values
-  for (int64_t begin = 0, end = 0; begin < to.numel(); begin = end) {
-    while (end < to.numel() && value_at(end) == value_at(begin)) ++end;
-    FS_ASSERT(end > begin, "a flag is no number");
-    runs.push_back(ops::SlotLayout::run(begin, end - begin));
-  }
+  FS_ASSERT(static_cast<int64_t>(flags.size()) <= to.numel(), "more flags than room for them");
+  std::vector<float> all = flags;
+  all.resize(static_cast<size_t>(to.numel()), 0.0F);
+  const std::vector<FlagRun> runs = runs_of(all, 0);
   std::vector<ops::Item> items;
-  for (const ops::SlotLayout& run : runs) {
-    items.push_back({at::Tensor(), &run, value_at(run.offset)});
-  }
+  for (const FlagRun& run : runs) items.push_back({at::Tensor(), &run.layout, run.value});
   ops::pack(items, to, 1.0);
 }
 
-at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel) {
+at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel,
+                    const at::Tensor& added) {
+  const at::NoGradGuard no_grad;
   at::Tensor found = ops::make_scratch({numel}, at::kFloat, device);
   write_flags(flags, found);
+  if (added.defined()) found.narrow(0, 0, added.numel()).add_(added);
   return found;
 }
 

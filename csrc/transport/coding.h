@@ -36,7 +36,15 @@ struct Taking {
 // wait for the stream of the backward, and could not be captured.
 void write_flags(const std::vector<float>& flags, const at::Tensor& to);
 // The same in a tensor of their own.
-at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel);
+// `added`: to the first of them; undefined: nothing.
+at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel,
+                    const at::Tensor& added = {});
+// What kernels fill a flat buffer with: runs of equal values, the first at element `begin`.
+struct FlagRun {
+  ops::SlotLayout layout;
+  float value;
+};
+std::vector<FlagRun> runs_of(const std::vector<float>& flags, int64_t begin);
 
 class Coding {
  public:

@@ -106,7 +106,7 @@ class NodeRegions final : public Regions {
     const RegionLayout& layout = codes_->layout;
     const at::Tensor chunks = packed().view({layout.chunks, codes_->stride()});
     chunks.narrow(1, layout.numel, spec().flags_per_chunk)
-        .copy_(flags_on(packed().device(), flags, spec().flags_per_chunk));
+        .copy_(flags_on(packed().device(), flags, spec().flags_per_chunk, how.infinities));
     if (carried_.defined()) {
       const at::Tensor carried = std::exchange(carried_, at::Tensor());
       chunks.narrow(1, 0, layout.numel).add_(carried.view({layout.chunks, layout.numel}));

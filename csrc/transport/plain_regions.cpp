@@ -1,6 +1,9 @@
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 
 #include "../ops/ops.h"
+#include "coding.h"
 #include "regions.h"
 
 namespace fastsync::engine {
@@ -17,14 +20,6 @@ class PlainRegions final : public Regions {
       : layout_(layout), like_(like), group_(std::move(group)), pool_(std::move(pool)) {
     stride_ =
         (layout_.numel + layout_.flags + kChunkAlignment - 1) / kChunkAlignment * kChunkAlignment;
-    for (int64_t chunk = 0; chunk < sent_chunks(); ++chunk) {
-      for (int64_t i = 0; i < layout_.flags; ++i) {
-        flag_layouts_.push_back(ops::SlotLayout::run(chunk * stride_ + layout_.numel + i, 1));
-      }
-    }
-    for (int64_t i = 0; i < layout_.flags; ++i) {
-      own_flag_layouts_.push_back(ops::SlotLayout::run(i, 1));
-    }
   }
 
   bool leaves_own() const override { return like_.device().is_cpu(); }
@@ -39,12 +34,17 @@ class PlainRegions final : public Regions {
   }
 
   void close(const std::vector<float>& flags, const Packing& how) override {
-    std::vector<ops::Item> items;
-    for (size_t i = 0; i < flag_layouts_.size(); ++i) {
-      items.push_back({at::Tensor(), &flag_layouts_[i], flags[i % flags.size()]});
+    std::vector<FlagRun> runs;
+    for (int64_t chunk = 0; chunk < sent_chunks(); ++chunk) {
+      for (FlagRun& run : runs_of(flags, chunk * stride_ + layout_.numel)) {
+        runs.push_back(std::move(run));
+      }
     }
+    std::vector<ops::Item> items;
+    for (const FlagRun& run : runs) items.push_back({at::Tensor(), &run.layout, run.value});
     take(items, how);
-    own_flags_ = flags;
+    if (how.infinities.defined()) add_to_flags(how.infinities);
+    if (leaves_own()) own_flags_ = flags;
   }
 
   std::unique_ptr<comm::InFlight> launch() override {
@@ -53,18 +53,13 @@ class PlainRegions final : public Regions {
       sent_ = at::Tensor();
       return std::make_unique<comm::SharedInFlight>(incoming_);
     }
-    sum_ = {pool_->take(stride_, dtype(), like_.device())};
+    const auto mine = ops::SlotLayout::run(group_->rank() * stride_, stride_);
+    sum_ = {ops::view_of(sent_, mine, dtype())};  // in place, as backends of devices can
     return group_->reduce_scatter(sum_.front(), sent_);
   }
 
   void sum_flags(const at::Tensor& flags) const override {
-    if (leaves_own()) {
-      std::vector<ops::Item> mine;
-      for (size_t i = 0; i < own_flags_.size(); ++i) {
-        mine.push_back({at::Tensor(), &own_flag_layouts_[i], own_flags_[i]});
-      }
-      ops::pack(mine, flags, 1.0);
-    }
+    if (leaves_own()) write_flags(own_flags_, flags);
     const auto after_parts = ops::SlotLayout::run(layout_.numel, layout_.flags);
     sum({{flags, &after_parts}}, /*accumulate=*/leaves_own());
   }
@@ -80,7 +75,7 @@ class PlainRegions final : public Regions {
   void end(bool in_flight) override {
     if (incoming_ && !in_flight) incoming_->give_back();
     incoming_ = nullptr;
-    for (const at::Tensor& sum : std::exchange(sum_, {})) pool_->end(sum, in_flight);
+    sum_.clear();
     pool_->end(std::exchange(sent_, at::Tensor()), in_flight);
   }
 
@@ -94,6 +89,12 @@ class PlainRegions final : public Regions {
   int64_t chunk_bytes() const { return stride_ * static_cast<int64_t>(c10::elementSize(dtype())); }
   int64_t sent_chunks() const { return layout_.chunks - (leaves_own() ? 1 : 0); }
 
+  void add_to_flags(const at::Tensor& added) const {
+    const at::NoGradGuard no_grad;
+    const at::Tensor chunks = sent_.view({sent_chunks(), stride_});
+    chunks.narrow(1, layout_.numel, added.numel()).add_(added);
+  }
+
   const at::Tensor& sent() {
     if (!sent_.defined()) sent_ = pool_->take(sent_chunks() * stride_, dtype(), like_.device());
     return sent_;
@@ -103,13 +104,11 @@ class PlainRegions final : public Regions {
   at::TensorOptions like_;
   std::shared_ptr<comm::Collective> group_;
   std::shared_ptr<ops::BufferPool> pool_;
-  int64_t stride_ = 0;                         // elements from chunk to chunk
-  std::vector<ops::SlotLayout> flag_layouts_;  // chunk by chunk
-  std::vector<ops::SlotLayout> own_flag_layouts_;
+  int64_t stride_ = 0;  // elements from chunk to chunk
   std::vector<float> own_flags_;
   at::Tensor sent_;
   std::shared_ptr<comm::Incoming> incoming_;  // what others sent, to add up here
-  std::vector<at::Tensor> sum_;               // or the one that the backend has added up
+  std::vector<at::Tensor> sum_;               // or what the backend has added up, part of `sent_`
 };
 
 }  // namespace

@@ -30,6 +30,8 @@ struct Packing {
   bool squares = false;       // the script clips gradients by their norm
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
   bool repeatable = false;  // after a death the survivors may average the step again
+  // What is added to the used flags, fp32, one per slot: infinity where a device has found NaN or infinity. Undefined: nothing.
+  at::Tensor infinities = {};
 };
 
 // What error feedback keeps back of each parameter's averages, fp32; undefined where there is nothing.
@@ -75,6 +77,8 @@ class Transport {
 
   // Flags travel with the gradients: one per slot, then the vote. All still on the device, of the last step.
   virtual bool has_flags() const = 0;
+  // Whether pack() adds `infinities` to them.
+  virtual bool adds_infinities() const { return false; }
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor vote() const = 0;
 

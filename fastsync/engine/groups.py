@@ -35,6 +35,7 @@ from fastsync.engine.watch import come_together, lend_watch, looks_out, watched_
 from fastsync.ranks.links import Nodes
 from fastsync.ranks.meeting import needing_store
 from fastsync.torch_private import (
+    connecting_alone,
     cpu_backend,
     forget_group,
     group_timeout,
@@ -203,14 +204,19 @@ def _new_group(
     number = _made()[group] = _made().get(group, 0) + 1
     carried = renewed_backend(group) if is_apart(group) else None
     carried = carried or backend or dist.get_backend(group)
-    make: Callable[[], dist.ProcessGroup] = partial(
-        dist.new_group,
-        list(ranks),
-        timeout=group_timeout(group),
-        backend=carried,
-        use_local_synchronization=True,
-        group_desc=f"fastsync: {purpose}",
-    )
+
+    def by_torch() -> dist.ProcessGroup:
+        with connecting_alone(ranks):
+            made: dist.ProcessGroup = dist.new_group(
+                list(ranks),
+                timeout=group_timeout(group),
+                backend=carried,
+                use_local_synchronization=True,
+                group_desc=f"fastsync: {purpose}",
+            )
+        return made
+
+    make: Callable[[], dist.ProcessGroup] = by_torch
     ends = carried == "gloo" and group_timeout(group) is not None
     if ends or (is_apart(group) and len(ranks) == group.size()):
         # Parts of a group are made at the same time, and have no rank in common. Ranks that come

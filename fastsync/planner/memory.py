@@ -42,8 +42,8 @@ ITEMS = (
 # A CPU packs a gradient of so many bytes on arrival (csrc/transport/flat.h).
 _EARLY_BYTES = 512 << 10
 # Buckets of shared gradients at most (at_a_time() in csrc/comm). In memory one is under way. Others
-# may still read one more, but for codes, whose reading is waited for.
-_UNDER_WAY, _CODED_IN_MEMORY = 2, 1
+# may still read one more, but for codes, whose reading is waited for. Devices have one on the way.
+_UNDER_WAY, _CODED_IN_MEMORY, _OF_DEVICES = 2, 1, 1
 _MUCH_LARGER = 4  # times as much as is asked for (csrc/ops/pool.cpp)
 _WIDE = torch.float32.itemsize
 
@@ -175,6 +175,11 @@ class _Transports:
         for size in self.under_way.pop(0):
             self.pool.give(size)
 
+    def _most(self, coded_in_memory: bool) -> int:
+        if not self.carrier.on_cpu:
+            return _OF_DEVICES
+        return _CODED_IN_MEMORY if coded_in_memory else _UNDER_WAY
+
     def _size(self, bucket: PlannedBucket) -> int:
         if bucket.coded is not None:
             return bucket.nbytes
@@ -192,7 +197,7 @@ class _Transports:
             bucket = self.plan.buckets[number]
             size, coded = self._size(bucket), bucket.coded is not None
             in_memory = self.carrier is Carrier.MEMORY
-            if len(self.under_way) >= (_CODED_IN_MEMORY if coded and in_memory else _UNDER_WAY):
+            if len(self.under_way) >= self._most(coded and in_memory):
                 self._finish()
             self._ensure_sent(number)
             buffers = [self.sent.pop(number)]

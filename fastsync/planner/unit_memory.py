@@ -166,7 +166,8 @@ def _sizes(
     in_memory = carrier is Carrier.MEMORY
     lowered = (gathered.chunk * each,) if stored is not compute else ()
     staging = () if in_memory else (world * gathered.packed * each,)
-    others = max(0, world - (2 if compute is summed else 1)) if carrier.on_cpu else 1
+    first = int(compute is summed)  # is received where the sums will be
+    others = max(0, world - 1 - first) if carrier.on_cpu else 1 - first
     if in_memory:
         others = int(world > 2)
     reducing = (world * reduced.packed * each, others * reduced.chunk * each)
@@ -326,7 +327,7 @@ class Units:
         if unit in self._whole or unit in self._gathering:
             return
         sizes = self._sizes[unit]
-        if not self._in_memory:
+        if self._travels:
             self._lend(unit)
         blocks = [self._pool.take(block) for size in sizes for block in size.gathering]
         self._post(unit, "gather", sum(size.gather_letter for size in sizes))

@@ -48,9 +48,14 @@ def rounded(master: torch.Tensor, format: Format, like: torch.Tensor) -> torch.T
 def holds(elements: torch.Tensor, master: torch.Tensor, format: Format) -> torch.Tensor:
     """Return which elements of a parameter equal their rounded masters. Bool, of their shape."""
     there = rounded(master, format, elements)
-    if torch.equal(elements, there):  # as almost always
+    if elements.is_cpu and torch.equal(elements, there):  # as almost always
         return torch.ones_like(elements, dtype=torch.bool)
     return (elements == there) | (elements.isnan() & there.isnan())
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether any element differs, NaN always: zero-dimensional. The host does not wait."""
+    return torch.tensor(not torch.equal(one, other)) if one.is_cpu else (one != other).any()
 
 
 def holds_any(elements: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
@@ -68,6 +73,7 @@ class Codes:
 
     A chunk is the codes of the region, then a byte for each piece, which says whether it was sent.
     Pieces that no step has changed stay as they are on every rank: a frozen parameter is exact.
+    On a device only its kernels know which these are.
 
     Args:
         layout: a layout whose regions and offsets are multiples of `ALIGNMENT`.
@@ -89,27 +95,36 @@ class Codes:
         return self._layout.offsets[piece.param] + piece.begin - piece.rank * self._layout.region
 
     def encode(
-        self, rank: int, masters: Mapping[Piece, torch.Tensor], changed: Sequence[bool]
+        self, rank: int, masters: Mapping[Piece, torch.Tensor], changed: torch.Tensor
     ) -> torch.Tensor:
         """Return the chunks of all ranks, of which this rank's is filled: uint8, flat.
 
         Args:
             masters: master of each piece that `rank` owns, in order.
-            changed: which of them are sent to the others.
+            changed: which of them are sent to the others: bool.
         """
         payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=self._device)
         filled = {piece: master for piece, master in masters.items() if master.numel()}
         offsets = [self._place(piece) for piece in filled]
         core.encode(list(filled.values()), offsets, payload[rank, : self._flags], self._plan)
-        payload[rank, self._flags : self._flags + len(masters)] = torch.tensor(changed)
+        payload[rank, self._flags : self._flags + len(masters)] = changed
         return payload.flatten()
 
     def decode(self, payload: torch.Tensor, elements_of: Callable[[Piece], torch.Tensor]) -> None:
         """Write what every rank has sent to the elements of the parameters."""
-        chunks = payload.view(self._ranks, self._chunk)
-        flags = chunks[:, self._flags :].tolist()
-        for owned, chunk, sent in zip(self._owned, chunks, flags, strict=True):
-            pieces = [piece for piece, flag in zip(owned, sent, strict=False) if flag]
-            tensors = [elements_of(piece) for piece in pieces]
-            offsets = [self._place(piece) for piece in pieces]
-            core.decode(tensors, offsets, chunk[: self._flags], self._plan)
+        for owned, chunk in zip(self._owned, payload.view(self._ranks, self._chunk), strict=True):
+            codes, flags = chunk[: self._flags], chunk[self._flags :]
+            if payload.is_cpu:
+                sent = [piece for piece, flag in zip(owned, flags.tolist(), strict=False) if flag]
+                self._decode_to([elements_of(piece) for piece in sent], sent, codes)
+                continue
+            elements = [elements_of(piece) for piece in owned]
+            decoded = [torch.empty_like(each) for each in elements]
+            self._decode_to(decoded, owned, codes)
+            for flag, fresh, there in zip(flags.bool(), decoded, elements, strict=False):
+                torch.where(flag, fresh, there, out=there)
+
+    def _decode_to(
+        self, tensors: list[torch.Tensor], pieces: Sequence[Piece], codes: torch.Tensor
+    ) -> None:
+        core.decode(tensors, [self._place(piece) for piece in pieces], codes, self._plan)

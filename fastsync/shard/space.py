@@ -261,7 +261,9 @@ class Space:
             written = ~holds(elements, master, self.sharing.wire)
         else:
             written = elements != master.to(elements.dtype)  # NaN, too
-        if bool(written.any()):
+        if not master.is_cpu:
+            torch.where(written, elements.float(), master, out=master)
+        elif bool(written.any()):
             master[written] = elements[written].float()
 
     def end_step(self) -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
@@ -323,10 +325,11 @@ class Space:
                 whose.append((place, elements))
         return chunks
 
-    def _changed(self) -> list[bool]:
-        """Of which pieces the parameters do not hold the exact masters."""
+    def _changed(self) -> torch.Tensor:
+        """Of which pieces the parameters do not hold the exact masters: bool."""
         pairs = ((self._elements[piece], master) for piece, master in self.own.items())
-        return [not torch.equal(elements.float(), master) for elements, master in pairs]
+        differ = [codes.differ(elements.float(), master) for elements, master in pairs]
+        return torch.stack(differ) if differ else torch.zeros(0, dtype=torch.bool)
 
     def is_intact(self) -> bool:
         """Whether every parameter still lies here: nobody has moved or converted it."""

@@ -35,6 +35,7 @@ __all__ = [
     "break_group",
     "connect_group",
     "connect_store",
+    "connecting_alone",
     "cpu_backend",
     "default_group",
     "forget_group",
@@ -177,11 +178,34 @@ def make_group(
         backend: as `renewed_backend` names it.
     """
     make = cast(Any, distributed_c10d._new_process_group_helper)
-    made, _ = make(len(members), rank, list(members), backend, store, name, timeout=timeout)
+    with connecting_alone(members):
+        made, _ = make(len(members), rank, list(members), backend, store, name, timeout=timeout)
     group = cast(dist.ProcessGroup, made)
     distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
     _apart().add(group)
     return group
+
+
+@contextlib.contextmanager
+def connecting_alone(members: Sequence[int]) -> Iterator[None]:
+    """Have a group that is made within connect its members, and need no other ranks.
+
+    After `init_process_group(device_id=...)` torch would split the default group's communicator,
+    which every rank of that group has to join.
+
+    Args:
+        members: their ranks in the default group.
+    """
+    default: Any = distributed_c10d._world.default_pg
+    bound = getattr(default, "bound_device_id", None)
+    if bound is None or len(members) == default.size():
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 @cache

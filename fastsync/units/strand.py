@@ -50,6 +50,20 @@ class MixedDTypes:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
 
+@dataclass(frozen=True)
+class _Reducing:
+    """Gradients that travel.
+
+    Attributes:
+        laid, layout: where they lie.
+        missed: this rank has none for some of the members.
+    """
+
+    laid: ChunkLayout
+    layout: core.UnitLayout
+    missed: bool
+
+
 class Strand:
     """Shards of a unit's members of one dtype, side by side in `shard`.
 
@@ -62,13 +76,13 @@ class Strand:
         self.members, self.place, self.mixed, self.wires = list(members), place, mixed, wires
         self.partial: torch.Tensor | None = None  # sums that replicas have not added up yet
         self._layouts: dict[tuple[int, ...], tuple[ChunkLayout, core.UnitLayout]] = {}
-        self._reducing: tuple[ChunkLayout, core.UnitLayout] | None = None
+        self._reducing: _Reducing | None = None
         self._kept: KeptPart | None = None
         self.links: Links | None = None
         self.name: core.UnitName | None = None
         self._core: core.Unit | None = None
         self._gathered_bytes = 0  # once they are known
-        self.arriving: list[tuple[ChunkLayout, core.UnitLayout, Arriving]] = []
+        self.arriving: list[tuple[_Reducing, Arriving]] = []
         self._set_shard(self._new_shard())
 
     @property
@@ -377,8 +391,10 @@ class Strand:
         trained = self.trained()
         if not trained:
             return False
-        laid, layout = self._reducing = self._layout_of(trained)
+        laid, layout = self._layout_of(trained)
         gradients = [self._take(self.members[i]) for i in laid.members]
+        missed = any(gradient is None for gradient in gradients)
+        self._reducing = _Reducing(laid, layout, missed)
         self._way().start_reduce(layout, gradients, scale)
         return True
 
@@ -392,8 +408,8 @@ class Strand:
     def deliver(self, sums: torch.Tensor) -> None:
         """Turn sums into gradients of this rank's shares, at once or by `land()`."""
         assert self._reducing is not None
-        self.arriving.append((*self._reducing, self.staging.bring(sums)))
-        members = [self.members[i] for i in self._reducing[0].members]
+        self.arriving.append((self._reducing, self.staging.bring(sums)))
+        members = [self.members[i] for i in self._reducing.laid.members]
         # The host waits for what it adds to a gradient, or shows to hooks, while backward goes on.
         wanted = any(m.has_hooks() or m.gradient() is not None for m in members)
         if wanted or not self.staging.copies:
@@ -402,17 +418,18 @@ class Strand:
     def _land(self) -> None:
         """Set the gradients of this rank's shares, or add to them, once everything is there."""
         arriving, self.arriving = self.arriving, []
-        for laid, layout, sums in arriving:
-            self._add(laid, layout, sums.wait())
+        for reducing, sums in arriving:
+            self._add(reducing, sums.wait())
 
-    def _add(self, laid: ChunkLayout, layout: core.UnitLayout, sums: torch.Tensor) -> None:
-        members = [self.members[i] for i in laid.members]
+    def _add(self, reducing: _Reducing, sums: torch.Tensor) -> None:
+        members = [self.members[i] for i in reducing.laid.members]
         before = [member.gradient() for member in members]
-        for member, local in zip(members, self._way().deliver(layout, sums, before), strict=True):
-            if local is not None:
+        found = self._way().deliver(reducing.layout, sums, before, reducing.missed)
+        for member, had, local in zip(members, before, found, strict=True):
+            if local is not None and had is None:
                 member.set_gradient(local)
-        for index, member in enumerate(members):
-            if member.has_hooks() and sums[laid.flags + index] != 0:
+        for member, local in zip(members, found, strict=True):
+            if local is not None and member.has_hooks():
                 member.call_hooks()
 
 

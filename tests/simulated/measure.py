@@ -2,7 +2,8 @@
 
 `python -m tests.simulated.measure [--ranks 2] [--blocks 12] [--width 256] [--only zero=2]` prints a
 table. Memory is the allocator's peak in steps 3 to 8, in units of the parameters' bytes; nothing
-here says anything about time.
+here says anything about time. `--live` lists what was allocated at the peak instead, by the lines
+that asked for it.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import fastsync
 from fastsync import FastDDP, Zero
 from fastsync.plan.arguments import grouped
 from tests.simulated.ranks import run_simulated
-from tests.unit_models import loss_of, net, words
+from tests.unit_models import Block, loss_of, net, words
 
 DEVICE = "sim"
 FIRST, LAST = 3, 8
@@ -46,7 +47,7 @@ CASES = {
     "zero=0": fast(),
     "zero=1": fast(zero=1),
     "zero=2": fast(zero=2),
-    "zero=3": fast(zero=3),
+    "zero=3": fast(zero=3, units=[Block]),
     "fully_shard": by_block(fastsync.fully_shard),
     "FSDP2": by_block(torchs),
     "int8": fast(wire="int8"),
@@ -82,13 +83,33 @@ def measure(rank, world, case, blocks, width):
     return report.peak / (4 * size), waits, report.launches / steps, report.kernels / steps
 
 
+def live(rank, world, case, blocks, width):
+    """Return who holds how much at the peak, in units of the parameters' bytes, the most first."""
+    from tests.simulated.device import detecting, low
+
+    held = collections.Counter()
+    with detecting([]):
+        measure(rank, world, case, blocks, width)
+        low.synchronize()
+        for nbytes, where in low.report().live:
+            held[where.strip()] += nbytes
+    size = 4 * sum(p.numel() for p in net(blocks, width).parameters())
+    return [(count / size, where) for where, count in held.most_common()]
+
+
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--live", action="store_true")
     asked = parser.parse_args()
+    if asked.live:
+        for case in [asked.only] if asked.only else CASES:
+            found = run_simulated(live, asked.ranks, case, asked.blocks, asked.width, timeout=600.0)
+            print(case, *(f"{share:.3f} {where}" for share, where in found[0]), sep="\n")
+        return
     print("| case | peak memory | host waits | launches | of these own kernels |")
     print("|---|---|---|---|---|")
     for case in [asked.only] if asked.only else CASES:

@@ -511,7 +511,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("peak", &Report::peak)
       .def_readonly("edges", &Report::edges)
       .def_readonly("records", &Report::records)
-      .def_readonly("dropped", &Report::dropped);
+      .def_readonly("dropped", &Report::dropped)
+      .def_readonly("live", &Report::live);
   m.def("report", &report, py::arg("reset") = false);
   m.def("synchronize", &synchronize_all, release());
   m.def("start_detecting", &start_detecting, release());

@@ -343,7 +343,7 @@ class Runtime {
     block->asked = (bytes + 511) / 512 * 512;
     block->where = where;
     report_.allocated += block->asked;
-    report_.peak = std::max(report_.peak, report_.allocated);
+    if (report_.allocated > report_.peak) note_peak();
     char* data = block->data;
     const size_t all = block->pages * kPage;
     // Earlier work of its own stream, and earlier uses of it, come before; the stream itself waits
@@ -352,6 +352,13 @@ class Runtime {
     push(home, std::move(fill), where, &block->after);
     block->after.clear();
     return block;
+  }
+
+  void note_peak() {
+    report_.peak = report_.allocated;
+    if (!asks_where()) return;
+    report_.live.clear();
+    for (const auto& [data, block] : blocks_) report_.live.emplace_back(block->asked, block->where);
   }
 
   void free(Block* block) {

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace simulated {
@@ -86,6 +87,8 @@ struct Report {
   size_t allocated = 0, peak = 0;    // bytes
   size_t edges = 0, records = 0;     // waits that order streams, and record_streams, so far
   std::string dropped;               // what drop() has left out
+  // Blocks at the peak: bytes, and the host lines that allocated them; none where these are not asked.
+  std::vector<std::pair<size_t, std::string>> live;
 };
 Report report(bool reset);
 void check_failure();  // throws what a task has thrown
