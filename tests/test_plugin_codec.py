@@ -11,9 +11,9 @@ import torch
 import fastsync
 from examples.custom_codec import SignCodec, compile_plugin, train
 from fastsync import FastDDP, Wire, load_codec
+from fastsync.testing import run_ranks
 from fastsync.wire.formats import make_codec
 from tests.scripts import run_module
-from tests.teams import run_ranks
 from tests.test_wire import constant_gradients, flat_grads, inputs, model, residual_mass
 
 ROOT = Path(__file__).parent.parent

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import Codec, FastDDP, Wire, register_codec
+from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS, make_codec, wire_formats
 from tests.models import many
-from tests.teams import run_ranks
 
 # Of the norm of random gradients: what a format keeps, at two roundings.
 TOLERANCE = {
