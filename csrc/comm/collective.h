@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "communicator.h"
 #include "in_flight.h"
 #include "incoming.h"
 #include "messages.h"
@@ -32,6 +33,8 @@ class Collective {
   // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
   // [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
+  // What carries tensors on `device` here. It does not keep the group alive.
+  virtual Communicator communicator(at::Device /*device*/) const { return {}; }
   // What is started from now on belongs to this step, as errors call it where another rank starts something else.
   virtual void begin_step(int64_t /*number*/) {}
   // A buffer of zeros in the memory that collectives start from.
@@ -81,6 +84,9 @@ class Collective {
   // Frees memory that exchanges have used and nobody reads.
   virtual void trim() {}
 };
+
+// The same of the process group registered with c10d under `group_name`.
+Communicator communicator_of(const std::string& group_name, at::Device device);
 
 // The collectives of coded buckets' links.
 struct LinkKinds {
