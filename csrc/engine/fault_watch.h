@@ -204,7 +204,7 @@ class FaultWatch {
   std::atomic<bool> interrupted_{false};
   std::atomic<bool> survives_{false};
   std::atomic<bool> follows_{false};  // the host may be ahead of what its device waits for
-  Fault fault_;  // that was found first
+  Fault fault_;                       // that was found first
 
   comm::Peers peers_;
   DeviceMonitor monitor_;  // whose thread ends first
