@@ -69,8 +69,10 @@ cmake_sanitized() {
 threads_sanitized() {
   local PATH=$STATE/tools/bin:$PATH
   cmake -S . -B "$WORK/cmake-tsan" -G Ninja -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=thread
-  cmake --build "$WORK/cmake-tsan" --target test_worker test_channel test_mail test_peers
-  ctest --test-dir "$WORK/cmake-tsan" -R '^(worker|channel|mail|peers)$' --output-on-failure
+  local tests="worker device_monitor channel mail peers"
+  # shellcheck disable=SC2086  # names without spaces
+  cmake --build "$WORK/cmake-tsan" --target $(printf 'test_%s ' $tests)
+  ctest --test-dir "$WORK/cmake-tsan" -R "^(${tests// /|})$" --output-on-failure
 }
 
 # Python itself is not instrumented, so the runtimes are preloaded, into Python but not into the compiler. Leaks are

@@ -121,7 +121,14 @@ void bind_logs(py::module_& m) {
       .def("fail", &Movement::fail, release, py::arg("error"));
   py::class_<UnitPeers, std::shared_ptr<UnitPeers>>(m, "UnitPeers")
       .def(py::init<int64_t>(), py::arg("rank"))
-      .def("join", &UnitPeers::join, py::arg("log"), py::arg("faults").none(true), py::arg("names"))
+      .def(
+          "join",
+          [](UnitPeers& peers, std::shared_ptr<UnitLog> log,
+             std::shared_ptr<engine::FaultWatch> faults, engine::Names names,
+             const std::string& device) {
+            peers.join(std::move(log), std::move(faults), std::move(names), at::Device(device));
+          },
+          py::arg("log"), py::arg("faults").none(true), py::arg("names"), py::arg("device"))
       .def(
           "begin",
           [](std::shared_ptr<UnitPeers> peers, const UnitName& unit, const std::string& direction,

@@ -13,6 +13,7 @@
 
 #include "bindings.h"
 #include "check.h"
+#include "comm/collective.h"
 #include "comm/messages.h"
 #include "engine/fault_watch.h"
 #include "engine/process.h"
@@ -124,6 +125,12 @@ void bind_watch(py::module_& m) {
            })
       .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
       .def("visit", &visit, py::arg("kind"), py::arg("place"), py::arg("ranks"))
+      .def(
+          "watch_over",
+          [](FaultWatch& watch, const std::string& group_name, const std::string& device) {
+            watch.add_communicator(comm::communicator_of(group_name, at::Device(device)));
+          },
+          py::arg("group_name"), py::arg("device"))
       .def("gone", &FaultWatch::gone, release)
       .def("survive", &FaultWatch::survive)
       .def(

@@ -126,7 +126,7 @@ MODULE_LAYERS = {
     "wire": [["formats"], ["plugins"]],
 }
 CPP_LAYERS = [
-    ["check.h", "codec_plugin.h", "comm/thread_name"],
+    ["check.h", "codec_plugin.h", "comm/communicator", "comm/thread_name"],
     ["kernels"],
     ["ops/buffers", "ops/device", "ops/parallel"],
     ["ops/items"],
@@ -160,6 +160,7 @@ CPP_LAYERS = [
     ["transport/choose"],
     ["engine/news", "engine/pace_board"],
     ["engine/wanted", "engine/watched_codec"],
+    ["engine/device_monitor"],
     ["engine/fault_watch"],
     ["engine/fault_wait"],
     ["engine/visit"],

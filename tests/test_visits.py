@@ -1,5 +1,8 @@
 """Ranks that a rank blames while it waits for others at a place in Python."""
 
+import os
+import tempfile
+import time
 from datetime import timedelta
 
 import pytest
@@ -49,3 +52,34 @@ def gives_up_in_turn(rank, world):
 
 def test_who_has_given_up_is_not_taken_for_the_one_that_is_late():
     assert run_ranks(gives_up_in_turn, 3) == [[SLEEPER], None, [SLEEPER]]
+
+
+def warns_of(rank, world):
+    """Return what rank 0 prints that waits for the sleeper alone, once it has warned."""
+    os.environ["FASTSYNC_STALL_WARN"] = "0.2"
+    group = dist.group.WORLD
+    store = group_store(group)
+    model = fastsync.FastDDP(nn.Linear(2, 2))
+    if rank == SLEEPER:
+        store.wait(["warned"], SOON)
+        return None
+    visit = watch.watch_of(group).visit("together", "a place", [SLEEPER])
+    with tempfile.TemporaryFile() as printed:
+        stderr = os.dup(2)
+        os.dup2(printed.fileno(), 2)
+        while os.fstat(printed.fileno()).st_size == 0:
+            visit.look()
+            time.sleep(0.05)
+        os.dup2(stderr, 2)
+        printed.seek(0)
+        text = printed.read().decode()
+    visit.end(False)
+    store.set("warned", "")
+    del model
+    return text
+
+
+def test_a_rank_that_waits_for_late_ranks_alone_warns_of_them():
+    text, _ = run_ranks(warns_of, 2)
+    assert text.startswith("fastsync: rank 0 has waited "), text
+    assert f"fastsync:   rank {SLEEPER} is late" in text, text

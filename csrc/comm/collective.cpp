@@ -177,6 +177,32 @@ auto reduce_scatter_on(Group& group, at::Tensor& out, at::Tensor& in, int64_t /*
   return group._reduce_scatter_base(out, in);
 }
 
+Communicator communicator_in(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                             at::Device device) {
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group);
+  Communicator made;
+  made.abort = [weak, device] {
+    const auto held = weak.lock();
+    if (!held) return;
+    try {
+      held->getBackend(device.type())->abort();
+    } catch (const std::exception&) {
+      // Its kernels spin on: a script that waits for them is ended.
+    }
+  };
+  made.timeout = [weak, device] {
+    const auto held = weak.lock();
+    if (!held) return 0.0;
+    try {
+      const auto options = held->getBackend(device.type())->getBackendOptions();
+      return std::chrono::duration<double>(options->timeout).count();
+    } catch (const std::exception&) {
+      return 0.0;
+    }
+  };
+  return made;
+}
+
 class ProcessGroupCollective final : public Collective {
  public:
   // Asked once: a group that is written in Python takes the GIL to answer, and the reducer asks for each gradient.
@@ -186,6 +212,10 @@ class ProcessGroupCollective final : public Collective {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   void let_host_wait(std::chrono::milliseconds patience) override { patience_ = patience; }
+
+  Communicator communicator(at::Device device) const override {
+    return communicator_in(group_, device);
+  }
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     if (flat.is_sparse() && on_gloo(flat)) return sum_rows(flat);
@@ -364,6 +394,10 @@ at::Tensor Collective::make_flat(int64_t numel, at::ScalarType dtype, at::Device
 
 std::unique_ptr<Collective> Collective::resolve(const std::string& group_name) {
   return std::make_unique<ProcessGroupCollective>(c10d::resolve_process_group(group_name));
+}
+
+Communicator communicator_of(const std::string& group_name, at::Device device) {
+  return communicator_in(c10d::resolve_process_group(group_name), device);
 }
 
 void probe_links(Collective& group, at::Device device, LinkKinds kinds) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "communicator.h"
 #include "in_flight.h"
 #include "incoming.h"
 #include "messages.h"
@@ -33,6 +34,8 @@ class Collective {
   // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
   // [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
+  // Returns what carries tensors on `device` here. It does not keep the group alive.
+  virtual Communicator communicator(at::Device /*device*/) const { return {}; }
   // Collectives that start from now on belong to this step, which errors name where another rank
   // starts something else.
   virtual void begin_step(int64_t /*number*/) {}
@@ -83,6 +86,9 @@ class Collective {
   // Frees memory that exchanges have used and that is not read any more.
   virtual void trim() {}
 };
+
+// The same of the process group registered with c10d under `group_name`.
+Communicator communicator_of(const std::string& group_name, at::Device device);
 
 // The collectives of coded buckets' links.
 struct LinkKinds {

@@ -157,28 +157,35 @@ bool FaultWatch::find_ended(Clock::duration unheard) {
 }
 
 void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
+  const auto fault = find_fault(wanted, wanted, waited, patience);
+  if (fault) raise(*fault);
+}
+
+std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& newest,
+                                            double waited, Patience& patience) {
   find_ended(kUnheard);
   const bool long_ago = waited >= seconds_of(kLostGrace);
-  const std::vector<Report> gone = ended(wanted, kDeathGrace, long_ago);
-  if (!gone.empty()) raise(gone, wanted, waited, "");
-  check_evaluation(wanted, waited);
+  const std::vector<Report> gone = ended(newest, kDeathGrace, long_ago);
+  if (!gone.empty()) return fault_of(gone, wanted, waited, "");
+  if (auto alone = find_evaluation(wanted, waited)) return alone;
   if (waited >= patience.next && !patience.asked) {
     ask(wanted);
     patience.asked = true;
   } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
     const bool at_last = waited >= patience.next + seconds_of(kLastAnswers);
-    if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance, false};
+    if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance};
   }
+  return std::nullopt;
 }
 
-// Throws where a neighbour has issued collectives of an evaluation that this rank has not, or the other way around: their
-// collectives are not the same ones any more, and both would wait for ever.
-void FaultWatch::check_evaluation(const Wanted& wanted, double waited) {
+// A neighbour has issued collectives of an evaluation that this rank has not, or the other way around: their collectives are not
+// the same ones any more, and both would wait for ever.
+std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double waited) const {
   int64_t alone = -1;
   int64_t other = -1;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (wanted.model >= models_.size()) return;
+    if (wanted.model >= models_.size()) return std::nullopt;
     const Progress& own = *models_[wanted.model].progress;
     for (const auto& [rank, neighbour] : neighbours_) {
       if (wanted.model >= neighbour.standings.size()) continue;
@@ -191,7 +198,7 @@ void FaultWatch::check_evaluation(const Wanted& wanted, double waited) {
       break;
     }
   }
-  if (alone < 0) return;
+  if (alone < 0) return std::nullopt;
   Fault fault;
   fault.ranks = {alone};
   fault.reason = "evaluates alone";
@@ -204,8 +211,8 @@ void FaultWatch::check_evaluation(const Wanted& wanted, double waited) {
       "options=StateDictOptions(full_state_dict=True)), and load it into a model that is not "
       "wrapped.");
   fault.seconds = waited;
-  if (!raised_) give_up(fault, /*parted=*/true);
-  interpreter_.raise(fault);
+  fault.parts = true;
+  return fault;
 }
 
 // Throws once the end of a rank is known. Waits for a moment, and longer where one is to be expected.
@@ -219,12 +226,13 @@ void FaultWatch::await_end(const Wanted& wanted, const std::string& error, doubl
     std::vector<Report> gone = ended(wanted, Clock::duration{});
     if (gone.empty() && silence_tells) gone = ended(anything_of(wanted), Clock::duration{});
     const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
-    if (known) raise(gone, wanted, waited, error);
+    if (known) raise(fault_of(gone, wanted, waited, error));
     std::this_thread::sleep_for(milliseconds(10));
   }
 }
 
 void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
+  if (!delivered_) check_agreement();  // the error follows from aborted communicators
   if (!is_networks(error)) return;
   ask(wanted);
   await_end(wanted, error, waited);
@@ -235,14 +243,16 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
     std::vector<Report> causes = late(wanted);
     if (!causes.empty()) found = std::move(causes);
   }
-  if (!found.empty()) raise(found, wanted, waited, error);
+  if (!found.empty()) raise(fault_of(found, wanted, waited, error));
 }
 
-void FaultWatch::check_agreement() const {
-  if (!raised_) return;
-  Fault fault = fault_;
-  fault.text =
-      concat("an earlier step has failed, so that the ranks no longer agree: ", fault.text);
+void FaultWatch::check_agreement() {
+  if (!failed_) return;
+  Fault fault = first_fault();
+  if (delivered_.exchange(true)) {
+    fault.text =
+        concat("an earlier step has failed, so that the ranks no longer agree: ", fault.text);
+  }
   interpreter_.raise(fault);
 }
 
@@ -257,16 +267,24 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   return ranks;
 }
 
-// One rank speaks for all that wait: the first that is not late itself. Returns whether it was time to: not before `at_last`
+// The first of the ranks that wait and are not late themselves; this one where all that are wanted are late.
+int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& late) const {
+  for (int64_t rank = 0; rank < static_cast<int64_t>(members_.size()); ++rank) {
+    const bool is_late = std::any_of(late.begin(), late.end(), [rank](const Report& report) {
+      return report.news.about == rank;
+    });
+    if (wants(wanted, rank) && !is_late) return rank;
+  }
+  return rank_;
+}
+
+// One rank speaks for all that wait. Returns whether it was time to: not before `at_last`
 // where no rank is known to be late.
 bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
   std::vector<Report> reports = late(wanted);
   if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost: what it sent may arrive
   if (reports.empty() && !at_last) return false;
-  int64_t speaker = 0;
-  const auto is_late = [&](const Report& report) { return report.news.about == speaker; };
-  while (!wants(wanted, speaker) || std::any_of(reports.begin(), reports.end(), is_late)) ++speaker;
-  if (speaker != rank_) return true;
+  if (speaker_of(wanted, reports) != rank_) return true;
   std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
   text += concat(" in ", wanted.place, "\n");
   for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
@@ -283,8 +301,8 @@ bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
   return true;
 }
 
-void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
-                       const std::string& error) {
+Fault FaultWatch::fault_of(const std::vector<Report>& reports, const Wanted& wanted, double waited,
+                           const std::string& error) const {
   const News& first = reports.front().news;
   Fault fault;
   std::vector<std::string> descriptions;
@@ -314,19 +332,34 @@ void FaultWatch::raise(const std::vector<Report>& reports, const Wanted& wanted,
   fault.parameters = wanted.parameters;
   fault.seconds = waited;
   fault.reason = first.kind == News::Kind::kLate ? "is late" : first.text;
-  if (!raised_) give_up(fault);
+  return fault;
+}
+
+void FaultWatch::raise(const Fault& fault) {
+  give_up(fault);
+  delivered_ = true;
   interpreter_.raise(fault);
   throw std::runtime_error(fault.text);
 }
 
+Fault FaultWatch::first_fault() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return fault_;
+}
+
 // A script may catch the error and end by itself. Then the others would find one that ended without a word.
-void FaultWatch::give_up(const Fault& fault, bool parted) {
-  fault_ = fault;
-  raised_ = true;
-  if (survives_) return;
-  tell({News::Kind::kGaveUp, rank_, 0, parted ? kUncounted : 0, standings(),
+bool FaultWatch::give_up(const Fault& fault) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failed_) return false;
+    fault_ = fault;
+    failed_ = true;
+  }
+  if (survives_) return true;
+  tell({News::Kind::kGaveUp, rank_, 0, fault.parts ? kUncounted : 0, standings(),
         concat("SyncFault: ", fault.text.substr(0, fault.text.find('\n'))), fault.ranks});
   peers_.flush(kWordsLeave);
+  return true;
 }
 
 std::string FaultWatch::words_for(const News& news, size_t model) const {
@@ -334,7 +367,74 @@ std::string FaultWatch::words_for(const News& news, size_t model) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (model >= models_.size()) return describe(news, at, {}, nullptr);
   const Standing mine = models_[model].progress->now();
-  return describe(news, at, models_[model].names, &mine);
+  // A host that does not wait may be in a later step than the ranks that it hears of.
+  return describe(news, at, models_[model].names, follows_ ? nullptr : &mine);
+}
+
+// -- on devices --
+
+DeviceMonitor::Listener FaultWatch::device_listener() {
+  DeviceMonitor::Listener listener;
+  listener.patience = [this] { return new_patience(); };
+  listener.is_troubled = [this] { return is_troubled(); };
+  listener.find = [this](const DeviceMonitor::Pending& pending) { return find_on_device(pending); };
+  listener.is_known_to_script = [this] { return is_known_to_script(); };
+  listener.end_process = [this] { end_process(); };
+  return listener;
+}
+
+void FaultWatch::follow(DeviceMonitor::Ended ended, DeviceMonitor::What what) {
+  if (survives_ || process_ != getpid()) return;
+  follows_ = true;
+  monitor_.follow(std::move(ended), std::move(what));
+}
+
+void FaultWatch::add_communicator(comm::Communicator communicator) {
+  if (communicator.abort) monitor_.add(std::move(communicator));
+}
+
+bool FaultWatch::is_troubled() {
+  find_ended(kUnheard);
+  return disturbed_ || failed_;
+}
+
+bool FaultWatch::find_on_device(const DeviceMonitor::Pending& pending) {
+  if (failed_) return true;
+  const auto& [oldest, newest, seconds, overdue, patience] = pending;
+  auto fault = find_fault(oldest, newest, seconds, patience);
+  if (!fault && overdue) fault = find_overdue(oldest, seconds, patience);
+  if (!fault) return false;
+  if (give_up(*fault)) std::fputs((fault->text + "\n").c_str(), stderr);
+  return true;
+}
+
+// At the timeout of a backend, which would end this process and say less: whoever is late.
+std::optional<Fault> FaultWatch::find_overdue(const Wanted& wanted, double waited,
+                                              Patience& patience) {
+  if (patience.last_asked == 0) {
+    ask(wanted);
+    patience.last_asked = waited;
+  }
+  if (waited < patience.last_asked + seconds_of(kAnswers)) return std::nullopt;
+  const std::vector<Report> reports = late(wanted);
+  if (reports.empty()) return std::nullopt;
+  return fault_of(reports, wanted, waited, "");
+}
+
+// One that ends says so, or has heard of the fault.
+bool FaultWatch::is_known_to_script() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return delivered_ || left_;
+}
+
+void FaultWatch::end_process() const {
+  const std::string stuck = stack(main_thread_);
+  const std::string text =
+      concat("fastsync: rank ", rank_, " ends: its script has not come back from where it waits, ",
+             "or computes, since this was found: ", first_fault().text, "\n", stuck);
+  std::fputs(text.c_str(), stderr);
+  std::fflush(stderr);
+  _exit(1);
 }
 
 }  // namespace fastsync::engine

@@ -24,7 +24,8 @@ milliseconds milliseconds_of(double seconds) { return milliseconds(std::llround(
 FaultWatch::FaultWatch(const std::string& host, Options options, Interpreter interpreter)
     : options_(options),
       interpreter_(std::move(interpreter)),
-      peers_(host, milliseconds_of(options.lost_after)) {
+      peers_(host, milliseconds_of(options.lost_after)),
+      monitor_(device_listener()) {
   models_.push_back({places_, {}, nullptr});
 }
 
@@ -192,16 +193,19 @@ bool FaultWatch::is_here(int64_t rank) const {
 
 void FaultWatch::leave(Leaving how, const std::string& why) {
   if (process_ != getpid()) return;
+  const bool unaware = failed_ && !delivered_;  // the script: its communicators are aborted
+  if (how == Leaving::kRaises && unaware) how = Leaving::kGivesUp;
   News news{News::Kind::kEnded, rank_, 0, 0, standings(), why};
   if (how == Leaving::kRaises) news.kind = News::Kind::kRaised;
   if (how == Leaving::kGivesUp) {
     news.kind = News::Kind::kGaveUp;
-    if (raised_) news.blames = fault_.ranks;
+    if (failed_) news.blames = first_fault().ranks;
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(left_, true)) return;
   }
+  if (how == Leaving::kEnds && unaware) end_process();  // it has not succeeded
   tell(news);
 }
 
@@ -230,6 +234,9 @@ void FaultWatch::outlast(milliseconds patience) const {
   std::this_thread::sleep_until(std::min(limit, seen + kLauncherLooks));
 }
 
-void FaultWatch::close() { peers_.close(); }
+void FaultWatch::close() {
+  monitor_.close();
+  peers_.close();
+}
 
 }  // namespace fastsync::engine

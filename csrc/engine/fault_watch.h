@@ -8,6 +8,8 @@
 //   late    Who has waited for long asks. A rank that is behind answers with what it does and its Python stack, which a
 //           signal handler writes without the GIL. For one that does not even answer its neighbours do.
 //
+// Where the host does not wait, a thread beside the script asks instead: [Note: faults on a device] in device_monitor.h.
+//
 // The error is made by Python, and nothing here knows of it.
 #pragma once
 
@@ -21,11 +23,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../comm/peers.h"
+#include "device_monitor.h"
 #include "news.h"
 #include "pace_board.h"
 #include "wanted.h"
@@ -41,6 +45,7 @@ struct Fault {
   std::vector<std::string> parameters;
   double seconds = 0;
   std::string reason;
+  bool parts = false;  // the ranks' collectives are not the same ones, however many each has issued
 };
 
 // A rank, as the others see it.
@@ -48,12 +53,6 @@ struct Member {
   comm::PeerAddress address;
   int64_t process = 0;
   std::string machine;  // equal where process numbers mean the same
-};
-
-// When a rank that waits warns of the others.
-struct Patience {
-  double next = 0;     // seconds of waiting
-  bool asked = false;  // who is late
 };
 
 // How a rank leaves.
@@ -99,13 +98,19 @@ class FaultWatch {
   void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
   // For who waits in another way: throws where a rank that is wanted has ended, and warns when it is time. `waited`: seconds.
   void look(const Wanted& wanted, double waited, Patience& patience);
-  Patience new_patience() const { return {options_.warn_after, false}; }
+  Patience new_patience() const { return {options_.warn_after}; }
   // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
   void explain(const Wanted& wanted, const std::string& error, double waited);
   // From now on ranks may go on after an error of this watch. Who cannot, tells the others at once that it gives up.
   void survive() { survives_ = true; }
-  // Throws where an error of this watch has been raised before: the ranks no longer agree.
-  void check_agreement() const;
+  // Throws where a fault has been found before, by this thread or beside it: the ranks no longer agree.
+  void check_agreement();
+
+  // The host does not wait for what `what` names, and `ended` says whether a device has come to its end: the monitor looks out
+  // for the others meanwhile. Both are called from any thread.
+  void follow(DeviceMonitor::Ended ended, DeviceMonitor::What what);
+  // A communicator that a fault aborts.
+  void add_communicator(comm::Communicator communicator);
 
   // Ranks that have ended, and in words how; perhaps not of a moment ago.
   std::vector<std::pair<int64_t, std::string>> gone() const;
@@ -154,16 +159,29 @@ class FaultWatch {
   bool find_ended(Clock::duration unheard);
   void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
-  void check_evaluation(const Wanted& wanted, double waited);
+  // What other ranks have done that this one need not wait for any longer; warns of late ones when it is time. `newest`: the
+  // last collective that cannot end without them.
+  std::optional<Fault> find_fault(const Wanted& wanted, const Wanted& newest, double waited,
+                                  Patience& patience);
+  std::optional<Fault> find_evaluation(const Wanted& wanted, double waited) const;
+  std::optional<Fault> find_overdue(const Wanted& wanted, double waited, Patience& patience);
+  DeviceMonitor::Listener device_listener();
+  bool is_troubled();
+  bool find_on_device(const DeviceMonitor::Pending& pending);
+  bool is_known_to_script() const;
+  [[noreturn]] void end_process() const;
   std::vector<Report> ended(const Wanted& wanted, Clock::duration grace,
                             bool with_lost = true) const;
   std::vector<Report> late(const Wanted& wanted) const;
   Wanted newest_of(Wanted wanted) const;
   bool warn(const Wanted& wanted, double waited, bool at_last) const;
-  [[noreturn]] void raise(const std::vector<Report>& reports, const Wanted& wanted, double waited,
-                          const std::string& error);
-  // `parted`: its collectives are not the ones of the others, however many it has issued.
-  void give_up(const Fault& fault, bool parted = false);
+  int64_t speaker_of(const Wanted& wanted, const std::vector<Report>& late) const;
+  Fault fault_of(const std::vector<Report>& reports, const Wanted& wanted, double waited,
+                 const std::string& error) const;
+  [[noreturn]] void raise(const Fault& fault);
+  // Tells the others, and returns true, unless this rank has given up before.
+  bool give_up(const Fault& fault);
+  Fault first_fault() const;
   std::string words_for(const News& news, size_t model) const;
 
   Options options_;
@@ -181,12 +199,15 @@ class FaultWatch {
   std::map<int64_t, Report> late_;
   bool left_ = false;
   std::atomic<bool> disturbed_{false};  // there are ends
-  std::atomic<bool> raised_{false};
+  std::atomic<bool> failed_{false};     // there is a fault
+  std::atomic<bool> delivered_{false};  // the script has been told
   std::atomic<bool> interrupted_{false};
   std::atomic<bool> survives_{false};
-  Fault fault_;  // that was raised first
+  std::atomic<bool> follows_{false};  // the host may be ahead of what its device waits for
+  Fault fault_;                       // that was found first
 
-  comm::Peers peers_;  // whose thread ends first
+  comm::Peers peers_;
+  DeviceMonitor monitor_;  // whose thread ends first
 };
 
 }  // namespace fastsync::engine

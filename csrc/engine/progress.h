@@ -99,12 +99,13 @@ class Progress {
     issue();
     const Evaluated before = Evaluated::of(get(kEvaluated));
     const Evaluated now{before.issued + 1, before.count + (evaluates ? 1U : 0U)};
-    history_[now.issued % kHistory] = now;
+    history_[now.issued % kHistory].store(now.word(), std::memory_order_relaxed);
     set(kEvaluated, now.word());
   }
-  // How many of so many belonged to evaluations. Negative: not known, or not any more. On the thread that issues.
+  // How many of so many belonged to evaluations. Negative: not known, or not any more.
   int64_t evaluated_of(uint32_t issued) const {
-    const Evaluated& found = history_[issued % kHistory];
+    const auto& kept = history_[issued % kHistory];
+    const Evaluated found = Evaluated::of(kept.load(std::memory_order_relaxed));
     return issued > 0 && found.issued == issued ? static_cast<int64_t>(found.count) : -1;
   }
   // It has failed, so that this rank is where it was before.
@@ -158,8 +159,8 @@ class Progress {
 
   std::array<std::atomic<int64_t>, kFields> values_{};
   std::atomic<pthread_t> coder_{};
-  int64_t before_ = 0;                         // issued before this step; the writer's own
-  std::array<Evaluated, kHistory> history_{};  // likewise, by the last digits of `issued`
+  int64_t before_ = 0;  // issued before this step; the writer's own
+  std::array<std::atomic<int64_t>, kHistory> history_{};  // of Evaluated, by digits of `issued`
 };
 
 }  // namespace fastsync::engine

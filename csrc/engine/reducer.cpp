@@ -87,7 +87,7 @@ ForwardAdvice Reducer::prepare_forward(bool captured) {
   captured_ = captured;
   log_.pause(captured);
   log_.begin_forward();
-  if (faults_ && !survival_) faults_->check_agreement();
+  check_agreement();
   return noting_errors([&] { return advise(); });
 }
 
@@ -335,6 +335,8 @@ void Reducer::finish(size_t index, const std::vector<bool>& used) {
   with_context(index, "receiving", [&] {
     FS_CHECK(!captured_ || !bucket.missed(), "a parameter got no gradient while captured");
     if (bucket.state() == BucketState::kInFlight) bucket.receive();
+    const bool waits = bucket.missed() || options_.check_finite;  // for the flags, on the host
+    if (waits) follow([wanted = wanted(index)] { return wanted; });
     bucket.finish(used);
   });
   keep_unread(bucket);

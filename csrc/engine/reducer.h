@@ -271,6 +271,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
   Wanted wanted(size_t bucket) const;
   double waited() const;
+  void watch_over(const std::shared_ptr<comm::Collective>& ranks);
+  void follow(std::function<Wanted()> what);
+  void follow_step();
+  void check_agreement();
   void await_region(comm::InFlight& gather);
   void await_last_issued(comm::InFlight& work, Phase phase, const std::string& place);
   bool is_running(int64_t generation) const {

@@ -151,7 +151,10 @@ void Reducer::set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flag
   flags_.reset();
   if (!votes() || options_.static_graph) return;
   std::shared_ptr<comm::Collective> own = routes_.memory;  // no bucket under a hook uses it
-  if (!own && !flags_group.empty()) own = comm::Collective::resolve(flags_group);
+  if (!own && !flags_group.empty()) {
+    own = comm::Collective::resolve(flags_group);
+    watch_over(own);
+  }
   flags_ = std::make_unique<FlagExchange>(own ? own : routes_.group, own != nullptr);
 }
 
@@ -169,6 +172,7 @@ void Reducer::use_group(const std::string& group_name) {
   const Lock lock(mutex_);
   abandon();
   routes_.group = comm::Collective::resolve(group_name);
+  watch_over(routes_.group);
   givers_.reset();
   alike_.reset();
   if (survival_) {
@@ -185,6 +189,7 @@ void Reducer::use_group(const std::string& group_name) {
 void Reducer::use_shards(const std::string& group_name) {
   const Lock lock(mutex_);
   routes_.shards = comm::Collective::resolve(group_name);
+  watch_over(routes_.shards);
 }
 
 void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
@@ -200,6 +205,7 @@ void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
 
 void Reducer::use_chains(std::vector<std::shared_ptr<comm::Collective>> links) {
   const Lock lock(mutex_);
+  for (const auto& link : links) watch_over(link);
   routes_.chains = std::make_shared<comm::Chains>(std::move(links));
 }
 
@@ -219,8 +225,12 @@ void Reducer::shadow_step() {
   if (flags_) {
     // What this rank used before takes no part in the others' step.
     flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
-    flags_->wait([](comm::InFlight& flags) { flags.wait(); });
+    flags_->wait([this](comm::InFlight& flags) {
+      flags.wait();
+      follow_step();
+    });
   }
+  follow_step();
   watch_.note_votes(shadows.empty() ? at::Tensor() : shadows.back().vote());
   watch_.end_shadow_step();
   log_.count_steps(++stats_.steps);
@@ -245,6 +255,7 @@ std::optional<GradientSquares> Reducer::squares(const std::vector<at::Tensor>& p
 
 int64_t Reducer::start_gather(const at::Tensor& flat) {
   const Lock lock(mutex_);
+  check_agreement();
   const at::NoGradGuard no_grad;
   const int64_t ranks = routes_.group->size();
   if (ranks == 1) return 0;

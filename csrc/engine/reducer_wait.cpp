@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/device.h"
 #include "reducer.h"
 
 namespace fastsync::engine {
@@ -28,6 +29,38 @@ void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
       on_cpu ? std::make_shared<PaceBoard>(routes_.group->rank(), routes_.group->size()) : nullptr;
   log_.use_board(board_);
   watched_as_ = faults_->add(log_.progress(), std::move(names), board_);
+  for (const auto& ranks : {routes_.group, routes_.shards}) watch_over(ranks);
+}
+
+// A fault ends what these ranks have under way on a device.
+void Reducer::watch_over(const std::shared_ptr<comm::Collective>& ranks) {
+  if (!faults_ || !ranks || params_.empty() || params_.front()->tensor.is_cpu()) return;
+  faults_->add_communicator(ranks->communicator(params_.front()->tensor.device()));
+}
+
+// The current stream waits for what `what` names, and the host does not. Survivors of deaths wait by themselves; a mark in a
+// captured stream would tell nothing.
+void Reducer::follow(std::function<Wanted()> what) {
+  if (!faults_ || survival_ || captured_ || params_.empty()) return;
+  const at::Device device = params_.front()->tensor.device();
+  if (!device.is_cpu()) faults_->follow(ops::mark_stream(device), std::move(what));
+}
+
+// All averages of the step.
+void Reducer::follow_step() {
+  const int64_t issued = log_.progress()->issued();
+  follow([model = watched_as_, issued, step = stats_.steps + 1, buckets = plan_.buckets.size()] {
+    Wanted wanted;
+    wanted.model = model;
+    wanted.issued = issued;
+    wanted.place = concat("the averages of step ", step, " (", buckets, " buckets)");
+    return wanted;
+  });
+}
+
+// Where ranks survive deaths, errors of the watch are not the end.
+void Reducer::check_agreement() {
+  if (faults_ && !survival_) faults_->check_agreement();
 }
 
 std::optional<PaceReport> Reducer::pace() const {
@@ -54,6 +87,7 @@ Wanted Reducer::wanted(size_t bucket) const {
 }
 
 void Reducer::finish_buckets() {
+  check_agreement();
   if (!communicates()) {
     for (Bucket& bucket : plan_.buckets) {
       if (options_.check_finite) {
@@ -72,7 +106,10 @@ void Reducer::finish_buckets() {
       if (bucket.state() == BucketState::kInFlight) bucket.receive();
     }
     start_flags();  // where they had to wait for all hooks
-    used = flags_->wait([](comm::InFlight& flags) { flags.wait(); });
+    used = flags_->wait([this](comm::InFlight& flags) {
+      flags.wait();
+      follow_step();  // before the host waits for them
+    });
   }
   if (!flags_) used = read_missed();
   const Bucket* last = nullptr;
@@ -85,6 +122,7 @@ void Reducer::finish_buckets() {
     if (!finished) finish(i, used);
     last = &plan_.buckets[i];
   }
+  if (last) follow_step();
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
@@ -226,6 +264,7 @@ void Reducer::await_last_issued(comm::InFlight& work, Phase phase, const std::st
     });
   }
   explained([&] { return work.wait(); });
+  follow([wanted] { return wanted; });
 }
 
 void Reducer::fail(size_t bucket, const char* what, const std::string& error) {

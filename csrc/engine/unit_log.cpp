@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/device.h"
 
 namespace fastsync::engine {
 
@@ -39,18 +40,19 @@ int64_t UnitLog::issue(Direction direction) {
   return progress()->issued();
 }
 
-void UnitPeers::join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults,
-                     Names names) {
+void UnitPeers::join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults, Names names,
+                     at::Device device) {
   log_ = std::move(log);
   faults_ = std::move(faults);
+  device_ = device;
   if (faults_) watched_as_ = faults_->add(log_->progress(), std::move(names));
 }
 
 Movement::Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
                    Direction direction, int64_t bytes)
-    : peers_(std::move(peers)), unit_(std::move(unit)), direction_(direction) {
+    : peers_(std::move(peers)), what_{std::move(unit), direction, peers_->watched_as()} {
   if (peers_->faults() != nullptr) peers_->faults()->check_agreement();
-  issued_ = peers_->log().issue(direction);
+  what_.issued = peers_->log().issue(direction);
   UnitStats& stats = peers_->stats;
   switch (direction) {
     case Direction::kGather:
@@ -70,15 +72,15 @@ Movement::Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitN
 
 Mark Movement::mark_of(Event event) const {
   const auto first = static_cast<uint8_t>(Mark::kGatherStarted);
-  return static_cast<Mark>(first + 4 * static_cast<uint8_t>(direction_) + event);
+  return static_cast<Mark>(first + 4 * static_cast<uint8_t>(what_.direction) + event);
 }
 
 void Movement::mark(Event event, int64_t bytes) const {
-  peers_->log().marks().mark(mark_of(event), unit_->number, bytes);
+  peers_->log().marks().mark(mark_of(event), what_.unit->number, bytes);
 }
 
 std::function<void()> Movement::on_done() const {
-  return peers_->log().marks().on_done(unit_->number, mark_of(kDone));
+  return peers_->log().marks().on_done(what_.unit->number, mark_of(kDone));
 }
 
 void Movement::await(const Arrives& arrives, const std::function<void()>& wait) {
@@ -101,17 +103,21 @@ void Movement::await(const Arrives& arrives, const std::function<void()>& wait) 
 
 void Movement::begin_wait() {
   Progress& progress = *peers_->log().progress();
-  before_ = progress.now();
+  what_.before = progress.now();
   since_ = FaultWatch::Clock::now();
   if (peers_->faults() != nullptr) patience_ = peers_->faults()->new_patience();
-  const bool gathers = direction_ == Direction::kGather;
-  progress.await(unit_->number, gathers ? Phase::kGatheringUnit : Phase::kReducingUnit);
+  const bool gathers = what_.direction == Direction::kGather;
+  progress.await(what_.unit->number, gathers ? Phase::kGatheringUnit : Phase::kReducingUnit);
   mark(kWanted);
 }
 
 void Movement::end_wait() {
   peers_->stats.waited_seconds += waited();
-  peers_->log().progress()->reach(static_cast<Phase>(before_.phase));
+  peers_->log().progress()->reach(static_cast<Phase>(what_.before.phase));
+  FaultWatch* const faults = peers_->faults();
+  const at::Device device = peers_->device();
+  if (faults == nullptr || device.is_cpu()) return;
+  faults->follow(ops::mark_stream(device), [what = what_] { return what.wanted(); });
 }
 
 void Movement::look() {
@@ -124,26 +130,27 @@ double Movement::waited() const {
   return std::chrono::duration<double>(FaultWatch::Clock::now() - since_).count();
 }
 
-std::string Movement::place() const {
-  const char* what = direction_ == Direction::kGather   ? "the gather of "
-                     : direction_ == Direction::kReduce ? "the reduction of "
-                                                        : "the sum over replicas of ";
-  return concat(what, unit_->words, " ", activity(before_, {}));
+std::string Movement::What::place() const {
+  const char* what = direction == Direction::kGather   ? "the gather of "
+                     : direction == Direction::kReduce ? "the reduction of "
+                                                       : "the sum over replicas of ";
+  return concat(what, unit->words, " ", activity(before, {}));
 }
 
-Wanted Movement::wanted() const {
+Wanted Movement::What::wanted() const {
   Wanted result;
-  result.model = peers_->watched_as();
-  result.issued = issued_;
+  result.model = model;
+  result.issued = issued;
   result.place = place();
-  result.parameters = unit_->parameters;
+  result.parameters = unit->parameters;
   result.joins = false;
   return result;
 }
 
 void Movement::fail(const std::string& error) const {
   if (peers_->faults() != nullptr) peers_->faults()->explain(wanted(), error, waited());
-  throw std::runtime_error(concat("fastsync: rank ", peers_->rank(), ", ", place(), ": ", error));
+  throw std::runtime_error(
+      concat("fastsync: rank ", peers_->rank(), ", ", what_.place(), ": ", error));
 }
 
 }  // namespace fastsync::engine

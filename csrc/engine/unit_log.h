@@ -5,6 +5,8 @@
 //   Movement   a collective of a unit: from its start until the computation has what it brings
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -72,13 +74,15 @@ class UnitPeers {
   explicit UnitPeers(int64_t rank) : rank_(rank) {}
 
   // What the units that share these peers are part of. `faults`: null where nobody looks out. `names` of all of the model's units.
-  // In the same order on every rank.
-  void join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults, Names names);
+  // In the same order on every rank. `device`: of the units.
+  void join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults, Names names,
+            at::Device device);
 
   int64_t rank() const { return rank_; }
   UnitLog& log() const { return *log_; }
   FaultWatch* faults() const { return faults_.get(); }
   size_t watched_as() const { return watched_as_; }
+  at::Device device() const { return device_; }
 
   UnitStats stats;
 
@@ -87,6 +91,7 @@ class UnitPeers {
   std::shared_ptr<UnitLog> log_ = std::make_shared<UnitLog>();
   std::shared_ptr<FaultWatch> faults_;
   size_t watched_as_ = 0;
+  at::Device device_ = at::kCPU;
 };
 
 class Movement {
@@ -116,16 +121,24 @@ class Movement {
 
   Mark mark_of(Event event) const;
   void mark(Event event, int64_t bytes = 0) const;
-  // "the gather of unit 'blocks.3' (...) in the forward of step 3"
-  std::string place() const;
-  Wanted wanted() const;
+  Wanted wanted() const { return what_.wanted(); }
   double waited() const;
 
+  // What is moved; enough to say so when the movement is over for the host, and not yet for a device.
+  struct What {
+    std::shared_ptr<const UnitName> unit;
+    Direction direction;
+    size_t model;  // as the fault watch counts them
+    int64_t issued = 0;
+    Standing before{};  // where the model's training stood when somebody began to wait
+
+    // "the gather of unit 'blocks.3' (...) in the forward of step 3"
+    std::string place() const;
+    Wanted wanted() const;
+  };
+
   std::shared_ptr<UnitPeers> peers_;
-  std::shared_ptr<const UnitName> unit_;
-  Direction direction_;
-  int64_t issued_;
-  Standing before_;  // where the model's training stood when somebody began to wait
+  What what_;
   FaultWatch::Clock::time_point since_;
   Patience patience_;
 };

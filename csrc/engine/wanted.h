@@ -26,6 +26,14 @@ struct Wanted {
   std::vector<int64_t> ranks{};  // that are waited for; empty: all
 };
 
+// When a rank that waits warns of the others.
+struct Patience {
+  double next = 0;     // seconds of waiting
+  bool asked = false;  // who is late
+  double last_asked =
+      0;  // seconds at which it was asked for the last time before the timeout; 0: not yet
+};
+
 // Whether a rank can say that it has not issued this.
 bool is_counted(const Wanted& wanted);
 // Whether this rank is waited for.

@@ -1,6 +1,9 @@
 #include "device.h"
 
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <memory>
 
 #include "../check.h"
 #ifdef FASTSYNC_WITH_CUDA
@@ -74,5 +77,20 @@ CUstream_st* current_stream(at::Device device) {
   return static_cast<CUstream_st*>(guard.getStreamNativeHandle(guard.getStream(device)));
 }
 #endif
+
+std::function<bool()> mark_stream(at::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream stream = guard.getStream(device);
+  const auto event = std::make_shared<c10::Event>(device.type());
+  event->record(stream);
+  return [event, its = stream.device()] {
+    try {
+      const c10::DeviceGuard current(its);  // a thread that names none might wake another device
+      return event->query();
+    } catch (const c10::Error&) {
+      return true;
+    }
+  };
+}
 
 }  // namespace fastsync::ops

@@ -7,6 +7,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <functional>
 #include <string>
 
 struct CUstream_st;
@@ -25,6 +26,10 @@ void check_supported(at::Device device);
 #ifdef FASTSYNC_WITH_CUDA
 CUstream_st* current_stream(at::Device device);
 #endif
+
+// Puts a mark in the device's current stream. Returns what tells, to any thread, whether the device has passed it; a device that
+// has failed passes everything: each call of it says so itself.
+std::function<bool()> mark_stream(at::Device device);
 
 // on_cpu(), or on_cuda(stream) with the device's current stream. For devices that this build supports.
 template <typename Cpu, typename Cuda>

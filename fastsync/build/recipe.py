@@ -36,9 +36,9 @@ _CPP_NAMES = {
     ),
     "engine": (
         "autograd_hooks plan_watch precision timeline unit unit_codes unit_log unit_reduce "
-        "unit_wait step_log pace pace_board process news wanted fault_watch fault_wait visit "
-        "bucket flags usage reducer reducer_state reducer_plan reducer_wait reducer_skip "
-        "reducer_compare reducer_elastic survival"
+        "unit_wait step_log pace pace_board process news wanted device_monitor fault_watch "
+        "fault_wait visit bucket flags usage reducer reducer_state reducer_plan reducer_wait "
+        "reducer_skip reducer_compare reducer_elastic survival"
     ),
     "codec": "coder python_codec plugin_codec topk_coder",
     "transport": (

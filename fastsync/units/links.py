@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from fastsync.engine import core
@@ -14,7 +15,7 @@ from fastsync.engine.memory import share_memory
 from fastsync.engine.watch import explained, is_over, open_watch, watch_of, watched
 from fastsync.ranks.consensus import RankMismatchError, Statement, agree
 from fastsync.ranks.faults import SyncFault
-from fastsync.torch_private import is_gloo, is_registered
+from fastsync.torch_private import is_gloo, is_registered, resolvable_name
 from fastsync.units.mesh import Place
 
 __all__ = ["Links", "Peers", "wait_for"]
@@ -24,13 +25,14 @@ _PLACE = "the connection of units"
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a group: what counts and watches them, and the group itself."""
+    """The ranks of a group: what counts and watches them, the group, and the units' device."""
 
     ranks: core.UnitPeers
     group: dist.ProcessGroup
+    device: torch.device
 
     def join(self, log: core.UnitLog, names: Sequence[str]) -> None:
-        self.ranks.join(log, watch_of(self.group), names)
+        self.ranks.join(log, watch_of(self.group), names, str(self.device))
 
 
 @dataclass
@@ -66,8 +68,8 @@ class Links:
             RankMismatchError: they do not; on all ranks of the mesh.
         """
         own = place.by_messages and place.world > 1 and is_registered(place.group)
-        if own:
-            open_watch(place.group)
+        if own or place.device.type != "cpu":
+            _look_out(place, place.group)
         with explained(place.group, _PLACE):  # as far as faults are watched by now
             return cls._connected(place, own, in_memory, mark, statement)
 
@@ -84,11 +86,10 @@ class Links:
         groups.end_with(links)
         replicas = None
         if place.replicas is not None:
-            if place.device.type == "cpu" and is_registered(place.replicas):
-                open_watch(place.replicas)
+            _look_out(place, place.replicas)
             peers = core.make_unit_peers(place.replicas.rank())
-            replicas = Peers(peers, place.replicas)
-        shares = Peers(links.peers(), place.group)
+            replicas = Peers(peers, place.replicas, place.device)
+        shares = Peers(links.peers(), place.group, place.device)
         travels = place.by_messages and place.world > 1 and memory is None
         return cls(links, used, shares, replicas, travels)
 
@@ -101,6 +102,16 @@ class Links:
         yield self.shares
         if self.replicas is not None:
             yield self.replicas
+
+
+def _look_out(place: Place, group: dist.ProcessGroup) -> None:
+    """Has the ranks of `group` look out for each other, where they can. Collective."""
+    if group.size() == 1 or not is_registered(group):
+        return
+    open_watch(group)
+    watch = watch_of(group)
+    if watch is not None and place.device.type != "cpu":
+        watch.watch_over(resolvable_name(group), str(place.device))
 
 
 def _agree(place: Place, group: dist.ProcessGroup, statement: Statement) -> None:

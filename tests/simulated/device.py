@@ -113,9 +113,9 @@ def _make_backend(options, _):
     from datetime import timedelta
 
     limit = float(os.environ.get(TIMEOUT) or options.timeout.total_seconds())
-    gloo = dist.ProcessGroupGloo(
-        options.store, options.group_rank, options.group_size, timedelta(hours=1)
-    )
+    # A process cannot end before its Gloo has given up what an abort has left behind.
+    longest = timedelta(seconds=limit + 2)
+    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, longest)
     return low.make_backend(gloo, limit, os.environ.get(LETS_LIVE) != "0")
 
 

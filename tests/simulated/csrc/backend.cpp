@@ -107,6 +107,10 @@ class Communicator final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override { shared_->timeout = timeout; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(shared_->timeout);
+    return c10::make_intrusive<Options>("simccl", timeout);
+  }
   void abort() override {
     shared_->aborted = true;
     poke();
