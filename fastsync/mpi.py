@@ -127,6 +127,13 @@ class _Job:
         self._requests, self._statuses = requests, [MPI.Status() for _ in requests]
         self._arrived = not requests
 
+    def moving(self) -> bool:
+        """Return whether all ranks have called this collective and its bytes are under way.
+
+        MPI moves them piece by piece, and only while a rank asks: a nap would delay each piece.
+        """
+        return self.number > 0 and self._check is None and not self._arrived
+
     def poll(self) -> bool:
         """Return whether something has happened."""
         try:
@@ -203,7 +210,7 @@ class _Progress:
                 self._look([job for job in self._jobs if not job.over], now)
             if moved:
                 self._moved, nap = now, _NAP
-            elif now - self._moved < _SPIN:
+            elif now - self._moved < _SPIN or any(job.moving() for job in self._jobs):
                 os.sched_yield()
             else:
                 time.sleep(nap)
