@@ -1,6 +1,6 @@
 """Ranks that the tests of a file share: `run_ranks` without new processes for each call.
 
-Not for functions that replace attributes of modules, register wire formats or hooks for all
+Not for functions that replace attributes of modules, register wire formats or module hooks,
 modules, count what a process says once, measure its memory, or end it.
 """
 
