@@ -35,6 +35,7 @@ COMMANDS = {
     "zero": ("--models", "small,transformer", "--scale", "0.01", "--rounds", "1"),
     "zero3": ("--stages", "3", "--models", "gpt2", "--scale", "0.01", "--rounds", "1"),
     "clip": ("--models", "gpt2", "--scale", "0.002", "--rounds", "8"),
+    "charged": ("--ways", "ddp_view,zero2", "--width", "252"),
 }
 
 
@@ -104,6 +105,11 @@ def check_scale(result):
     assert names(result, 0) == {"fake group", "loopback"}
     assert names(result, 1) == {"2 ranks", "4096 ranks"}
     assert {"plan", "wrap", "backward", "ddp", "fastsync"} <= names(result, 2)
+
+
+def check_charged(result):
+    (_, whole, _), (_, shared, rest) = result["rows"]
+    assert 1.0 < float(rest[:-1]) <= float(shared[:-1]) < float(whole[:-1])
 
 
 def check_allreduce(result):
@@ -208,7 +214,7 @@ def test_ranks_write_complete_results(name, tmp_path):
     assert result["environment"]["torch"]
 
 
-@pytest.mark.parametrize("name", ["links", "kernels", "scale"])
+@pytest.mark.parametrize("name", ["links", "kernels", "scale", "charged"])
 def test_command(name, tmp_path):
     path = tmp_path / f"{name}.json"
     done = bench(name, *COMMANDS[name], "--json", str(path))

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from bench.commands.charged import charged
 from bench.measure.codecs import CODEC_CASES
 from bench.measure.transfers import CASES
 from bench.models import WORKLOADS
 from bench.report.charts import Labels, Line, line_chart, nice_marks
 from bench.report.formulas import bucketed, finish, least_exposed
-from docs.measure_charged import charged
 from examples.common import variants
 from examples.common.ranks import CheckFailed
 from examples.common.rounds import Measured, summarise

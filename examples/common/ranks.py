@@ -64,7 +64,8 @@ class Group:
         nccl = "NCCL, taking turns" if shares and not mps_control().exists() else "NCCL"
         if self.device.type == "cuda":
             return nccl
-        return "Gloo" if dist.get_backend() == "gloo" else "MPI"
+        alone = not dist.is_initialized()  # whatever this process starts talks through Gloo
+        return "Gloo" if alone or dist.get_backend() == "gloo" else "MPI"
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum over ranks, on the CPU."""
