@@ -51,6 +51,7 @@ ON_RANKS = {
 # Those that work in the process which a user starts, and one that starts ranks.
 TYPED = {
     "accuracy": (),
+    "charged": ("--ways", "ddp_view,zero2", "--width", "252"),
     "kernels": ("--models", "small", "--scale", "0.001", "--cases", "pack", *ROUND),
     "links": ("--links", "loopback", *TINY, *ROUND, *SOME),
     "scale": ("--parameters", "3,20", "--worlds", "2,4096", *ROUND),

@@ -50,6 +50,7 @@ NODES = f"{WAYS},fastsync_nodes,fastsync_nodes_group,fastsync_nodes_int8 --per-n
 _EVERY = (
     Part("ops", 15, "ops"),
     Part("memory", 40, "memory --models transformer,wide"),
+    Part("charged", 90, "charged"),
     Part("allreduce", 20, "allreduce"),
     Part("parity", 150, f"parity --steps 50 {MODELS}"),
     Part("accuracy", 20, "accuracy"),
