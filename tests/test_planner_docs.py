@@ -12,7 +12,7 @@ from fastsync.planner.command import _parser
 PAGE = (Path(__file__).parent.parent / "docs/planner.md").read_text()
 
 
-@pytest.mark.slow("which", "iterations", "peaks")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", make_planner.TABLES)
 def test_tables_are_those_that_are_made(name):
     found = re.search(rf"<!-- planner:{name} -->\n(.*?)\n<!-- /planner:{name} -->", PAGE, re.S)
