@@ -149,12 +149,6 @@ void bind_units(py::module_& m) {
   py::class_<UnitLinks, std::shared_ptr<UnitLinks>>(m, "UnitLinks")
       .def(py::init(&make_links), release, py::arg("group_name"), py::arg("memory"),
            py::arg("mark"))
-      .def(
-          "has_messages",
-          [](const UnitLinks& links, const std::string& device) {
-            return links.ranks->has_messages(at::Device(device));
-          },
-          py::arg("device"))
       .def("trim", &UnitLinks::trim, release)
       .def("trim_pool", &UnitLinks::trim_pool, release)
       .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })

@@ -11,23 +11,18 @@
 namespace simulated {
 
 template <class Kernel, class... Args>
-void launch(const char* name, CUstream_st* stream, unsigned team, Kernel kernel, unsigned grid,
-            unsigned threads, const Args&... args) {
+void launch(const char* name, CUstream_st* stream, Kernel kernel, unsigned grid, unsigned threads,
+            const Args&... args) {
   stream->launch(name, [=, kept = std::tuple<Args...>(args...)] {
-    std::apply(
-        [&](const Args&... all) { cuda_shim::run_teams(team, kernel, grid, threads, all...); },
-        kept);
+    std::apply([&](const Args&... all) { cuda_shim::run(kernel, grid, threads, all...); }, kept);
   });
 }
 
 }  // namespace simulated
 
 #undef FS_CUDA_LAUNCH
-#undef FS_CUDA_LAUNCH_TEAMS
 #define FS_CUDA_LAUNCH(kernel, grid, block, stream, ...) \
-  simulated::launch(#kernel, stream, cuda_shim::kWarpSize, kernel, grid, block, __VA_ARGS__)
-#define FS_CUDA_LAUNCH_TEAMS(kernel, grid, block, stream, ...) \
-  simulated::launch(#kernel, stream, block, kernel, grid, block, __VA_ARGS__)
+  simulated::launch(#kernel, stream, kernel, grid, block, __VA_ARGS__)
 
 #define CUDART_VERSION 13000
 inline cudaError_t cudaDriverGetVersion(int* version) {
