@@ -17,6 +17,7 @@ from torch import nn
 
 import fastsync
 from fastsync.engine import engine
+from fastsync.plan.arguments import grouped
 from fastsync.shard.delivery import Delivery
 
 LAYERS = 4
@@ -79,7 +80,7 @@ def train(rank, world, job, seen):
         net.named_buffers = before(net.named_buffers, strike)
     if place == "vote" and last:
         engine.agree_on_plan = before(engine.agree_on_plan, strike)
-    model = fastsync.FastDDP(net, bucket_cap_mb=0.01, **options)
+    model = fastsync.FastDDP(net, bucket_cap_mb=0.01, **grouped(options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(100):
         x = torch.randn(4, 64)

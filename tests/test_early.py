@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP
+from fastsync.plan.arguments import grouped
 from tests.teams import run_ranks
 
 WIDTH = 512  # 1 MiB of gradient in each weight
@@ -40,7 +41,7 @@ def train(wrapped, rank, set_to_none, micro_steps=1, steps=5):
 
 
 def against_ddp(rank, world, options, set_to_none, micro_steps):
-    ours, intact = train(FastDDP(model(), **options), rank, set_to_none, micro_steps)
+    ours, intact = train(FastDDP(model(), **grouped(options)), rank, set_to_none, micro_steps)
     theirs, _ = train(DistributedDataParallel(model()), rank, set_to_none, micro_steps)
     return torch.equal(ours, theirs), intact
 

@@ -239,7 +239,7 @@ REFUSED = {
     "wire='topk(density=0.01)'": {"wire": "topk"},
     "wire='bytes'": {"wire": Bytes()},
     "overrides={'*': 'bytes'}": {"wire": fastsync.Wire("int8", overrides={"*": Bytes()})},
-    "in all forms but the hierarchical one": {"wire": fastsync.Wire("int8", "hierarchical")},
+    "in any form but the hierarchical one": {"wire": fastsync.Wire("int8", "hierarchical")},
     "wire='int8' and zero=1": {"wire": "int8", "zero": 1},
     "static_graph": {"static_graph": True},
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
@@ -286,7 +286,7 @@ def meet_in_a_file(rank, world, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
     model = fastsync.FastDDP(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
-    return text_of(lambda: fastsync.FastDDP(nn.Linear(2, 2), elastic=True))
+    return text_of(lambda: fastsync.FastDDP(nn.Linear(2, 2), faults=fastsync.Faults(elastic=True)))
 
 
 def test_a_store_in_a_file_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from fastsync import FastDDP, RankMismatchError, Wire
+from fastsync.plan.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.models import batch, build, differences, loss_of, state, wrap
 
@@ -110,7 +111,7 @@ def test_a_difference_is_named(name):
 def refused(rank, world, name, options):
     group = GROUPS[name]()
     with pytest.raises(ValueError) as caught:
-        FastDDP(nn.Linear(64, 64), process_group=group, **options)
+        FastDDP(nn.Linear(64, 64), process_group=group, **grouped(options))
     return str(caught.value)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
+from fastsync.plan.arguments import grouped
 from fastsync.plan.policy import BucketPolicy
 from fastsync.wire.formats import FORMATS
 from tests.teams import run_ranks
@@ -65,7 +66,9 @@ def test_a_codec_of_the_user_s():
 
 def bytes_of_steps(rank, world, wire, steps, shared_memory):
     wrapped = FastDDP(
-        model(), wire=Wire(wire, shared_memory=shared_memory), find_unused_parameters=False
+        model(),
+        find_unused_parameters=False,
+        **grouped({"wire": wire, "shared_memory": shared_memory}),
     )
     for step in range(steps):
         wrapped(inputs(step, rank)).square().mean().backward()

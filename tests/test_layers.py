@@ -251,6 +251,7 @@ MEASURING_LAYERS = [
     ["bench"],
 ]
 MEASURING_MODULES = {
+    "bench.commands": [["zero"], ["charged"]],
     "bench.gpu": [["guard", "mps", "stages"], ["all"]],
     "bench.measure": [
         ["gpu", "netns", "transfers"],

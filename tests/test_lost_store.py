@@ -23,7 +23,7 @@ def connections(place):
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
-            if each.getpeername()[1] == place[1]:
+            if each.family != socket.AF_UNIX and each.getpeername()[1] == place[1]:
                 found.add(int(name))
     return found
 

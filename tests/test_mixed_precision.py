@@ -400,7 +400,9 @@ def test_pickling_and_copying():
 
 
 def with_a_hook(rank, world):
-    with pytest.raises(ValueError, match="mixed_precision and a communication hook"):
+    with pytest.raises(
+        ValueError, match="of mixed_precision does not go with a communication hook"
+    ):
         FastDDP(net(), mixed_precision=HALF).register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(ValueError, match="both choose what gradients travel as"):
         FastDDP(net(), mixed_precision=HALF, wire="bf16")

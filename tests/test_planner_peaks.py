@@ -87,7 +87,8 @@ def test_at_most_two_units_are_whole_and_nothing_stays():
     assert units.left == 0
     assert units.gradients == pytest.approx(record.nbytes / 2, rel=0.01)
     _, on_gpu = replayed(record, named("3", 2, 2), Carrier.DEVICES)
-    assert on_gpu > most  # all shares are packed there
+    # One whole unit, the packed shares of the next, gradients that are sent, and those that come.
+    assert 4 * layer <= on_gpu <= 4.2 * layer
 
 
 def test_one_unit_is_whole_where_ranks_share_memory():

@@ -150,7 +150,7 @@ def refusals(rank, world):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     FastDDP(nn.Linear(2, 2))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "only where it is asked for"
-    with pytest.raises(ValueError, match="does not go with elastic"):
+    with pytest.raises(ValueError, match="elastic does not go with on_preemption"):
         wrap(elastic=True)
     with pytest.raises(TypeError, match="must be a function without arguments"):
         wrap(on_preemption=3)

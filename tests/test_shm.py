@@ -10,6 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP, Wire
 from fastsync.engine import core
+from fastsync.plan.arguments import grouped
 from tests.teams import run_ranks
 
 WIDTH = 160
@@ -184,8 +185,8 @@ def train(wrapped, rank, dtype=torch.float32, steps=6):
 
 
 def both_ways(rank, world, options, dtype):
-    ours = over("memory", lambda: FastDDP(net(dtype=dtype), **options))
-    theirs = over("group", lambda: FastDDP(net(dtype=dtype), **options))
+    ours = over("memory", lambda: FastDDP(net(dtype=dtype), **grouped(options)))
+    theirs = over("group", lambda: FastDDP(net(dtype=dtype), **grouped(options)))
     alike = same(train(ours, rank, dtype), train(theirs, rank, dtype))
     return alike, all(in_memory(ours)), any(in_memory(theirs))
 

@@ -315,13 +315,13 @@ def refuse(rank, world, what):
         optim.LBFGS(model.parameters()).step(lambda: torch.tensor(0.0))
 
 
-@pytest.mark.slow(but=("join-makes no optimizer steps, which zero needs",))
+@pytest.mark.slow(but=("join-makes no optimizer steps, which all ranks make",))
 @pytest.mark.parametrize(
     ("what", "text"),
     [
         ("stages", "zero"),
-        ("join", "makes no optimizer steps, which zero needs"),
-        ("Join", "makes no optimizer steps, which zero needs"),
+        ("join", "makes no optimizer steps, which all ranks make"),
+        ("Join", "makes no optimizer steps, which all ranks make"),
         ("backward", "cannot step inside a backward"),
         ("lbfgs", "cannot shard LBFGS"),
     ],

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from fastsync import FastDDP, Wire
+from fastsync.plan.arguments import grouped
 from fastsync.plan.layout import FlatLayout, outline_regions, region_layout, region_payload
 from fastsync.shard.gradients import ShardedGradient
 from fastsync.shard.layout import cut_by_elements
@@ -190,7 +191,10 @@ def bytes_of_a_step(rank, world, wire, local):
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     module = nn.Linear(256, 256, bias=False)
     model = FastDDP(
-        module, zero=2, wire=Wire(wire, shared_memory=False), find_unused_parameters=False
+        module,
+        zero=2,
+        find_unused_parameters=False,
+        **grouped({"wire": wire, "shared_memory": False}),
     )
     optimizer = optim.SGD(model.parameters(), 0.1)
     for _ in range(3):

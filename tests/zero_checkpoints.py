@@ -5,6 +5,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 from fastsync import FastDDP
+from fastsync.plan.arguments import grouped
 
 STAGES = (0, 1, 2)
 BATCH = 12  # on all ranks together
@@ -48,7 +49,9 @@ OPTIMIZERS = {
 def made(kind, stage, **options):
     """The model by itself and wrapped, and an optimizer with two groups where it can have them."""
     module = net()
-    wrapped = FastDDP(module, zero=stage, **options) if stage is not None else module
+    wrapped = (
+        FastDDP(module, **grouped({"zero": stage, **options})) if stage is not None else module
+    )
     params = list(module.parameters())
     if kind == "muon":
         return module, wrapped, OPTIMIZERS[kind](params)

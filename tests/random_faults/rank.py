@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
 import fastsync.engine.engine as engine
+from fastsync.plan.arguments import grouped
 from fastsync.torch_private import TCPStore
 from tests.random_faults.schedule import BEFORE, LAYERS, STEPS, WRAPPERS
 
@@ -114,7 +115,7 @@ class Trainer:
 
 def wrap(net, options):
     if options is not None:
-        return fastsync.FastDDP(net, **{"bucket_cap_mb": 0.005, **options})
+        return fastsync.FastDDP(net, **grouped({"bucket_cap_mb": 0.005, **options}))
     for layer in net.layers:
         fastsync.fully_shard(layer)
     return fastsync.fully_shard(net)

@@ -9,6 +9,7 @@ from torch import nn, optim
 
 import fastsync
 from fastsync import FastDDP
+from fastsync.plan.arguments import grouped
 from tests.conformance.stages import STAGES
 from tests.simulated.ranks import run_simulated
 from tests.simulated.test_features import LOWER, by_block, ddp, fast
@@ -36,7 +37,7 @@ class Partly(nn.Module):
 
 
 def lower(**options):
-    return lambda model: FastDDP(model.bfloat16(), master_weights=True, **options)
+    return lambda model: FastDDP(model.bfloat16(), **grouped({"master_weights": True, **options}))
 
 
 def plain(model, opt, backward):
@@ -154,12 +155,12 @@ def test_only_the_scaler_asks_for_a_value(zero):
 
 
 def guarded(rank, world, zero):
-    return waits_of_steps(rank, world, fast(on_nonfinite="skip", zero=zero), plain)
+    return waits_of_steps(rank, world, fast(nonfinite="skip", zero=zero), plain)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_on_nonfinite_asks_once_in_the_step(world, zero):
+def test_nonfinite_asks_once_in_the_step(world, zero):
     for found in run_simulated(guarded, world, zero):
         for in_backward, waits in found:
             assert not in_backward, "\n".join(in_backward)
@@ -183,7 +184,7 @@ def unused_or_guarded(rank, world, zero):
     from tests.simulated.device import detecting
 
     races = []
-    options = {"zero": zero, "bucket_cap_mb": 0.0001, "on_nonfinite": "skip"}
+    options = {"zero": zero, "bucket_cap_mb": 0.0001, "nonfinite": "skip"}
     with detecting(races):
         waits_of_steps(rank, world, fast(**options), plain, model=Partly)
     return races
