@@ -159,8 +159,8 @@ void Bucket::close() {
   move_to(BucketState::kFilling, BucketState::kReady);
 }
 
-// Gradients that autograd produced on another stream than the current one must be finished, and their memory must not
-// be handed out again, before the pack kernel has read them.
+// Gradients that autograd produced on another stream than the current one must be finished, and
+// their memory must not be handed out again, before the pack kernel has read them.
 void Bucket::wait_for_producers() const {
   if (device().is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(device().type());

@@ -4,7 +4,8 @@
 //       ▲                                                                          │ receive()
 //       └───────────────────────────────finish()───────────────────────────── kReceived
 //
-// The bucket counts what has arrived and knows what is missing; how it gets from gradients to averages is its transport's.
+// The bucket counts what has arrived and knows what is missing; how it gets from gradients to
+// averages is its transport's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,8 +31,9 @@ const char* to_string(BucketState state);
 using Parameters = std::vector<std::unique_ptr<Parameter>>;
 
 // [Note: flags that stay on a device]
-// On a device a gradient is looked at for NaN and infinity without the host: what was found is added to the used flags before
-// they travel. Their sums stay there, too, until somebody asks which averages are not finite: the host then waits once.
+// On a device a gradient is looked at for NaN and infinity without the host: what was found is
+// added to the used flags before they travel. Their sums stay there, too, until somebody asks which
+// averages are not finite: the host then waits once.
 struct UnreadFlags {
   std::vector<Parameter*> params;
   std::vector<bool> added;  // to averages that were there before
@@ -56,8 +58,8 @@ class Bucket {
   // Whether this rank had no gradient for some slot in this step.
   bool missed() const { return missed_; }
 
-  // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More arrivals than expected are
-  // remembered, and waited for from the next step on.
+  // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More
+  // arrivals than expected are remembered, and waited for from the next step on.
   bool mark_ready(size_t slot, std::optional<c10::Stream> stream);
   // Offers the transport a gradient that has arrived ahead of its bucket.
   void offer(size_t slot, const Packing& how);
@@ -67,11 +69,12 @@ class Bucket {
   bool complete() const { return pending_ == 0; }
   // End of backward: takes what is there for every slot that got nothing.
   void close();
-  // Looks for NaN and infinity in the gradients that have come. pack() does so where it is told to; a rank without others
-  // calls it, and note_finite(). `travels`: what is found does.
+  // Looks for NaN and infinity in the gradients that have come. pack() does so where it is told to;
+  // a rank without others calls it, and note_finite(). `travels`: what is found does.
   void check_finite(bool travels);
 
-  // Whoever reads its gradients on the current stream waits for those that computed them. pack() does.
+  // Whoever reads its gradients on the current stream waits for those that computed them. pack()
+  // does.
   void wait_for_producers() const;
   // kReady -> kPacked
   void pack(Packing how);
@@ -85,19 +88,23 @@ class Bucket {
   bool arrives_within(std::chrono::milliseconds time) { return in_flight_->is_done_within(time); }
   // kInFlight -> kReceived. Waits for the result.
   void receive();
-  // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands
-  // in for the flags; empty: the flags that travelled tell.
+  // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by
+  // parameter index, stands in for the flags; empty: the flags that travelled tell.
   void finish(const std::vector<bool>& used_anywhere);
-  // Notes which averages hold NaN or infinity, as the flags tell that `travelled`; where none did, as this rank saw.
+  // Notes which averages hold NaN or infinity, as the flags tell that `travelled`; where none did,
+  // as this rank saw.
   void note_finite(bool travelled);
-  // What note_finite() has left on the device since it was last asked; see [Note: flags that stay on a device].
+  // What note_finite() has left on the device since it was last asked; see
+  // [Note: flags that stay on a device].
   std::optional<UnreadFlags> take_unread() { return std::exchange(unread_, std::nullopt); }
   // Any state -> kFilling, dropping what a failed backward left.
   void abandon();
 
-  // What travelled with the gradients: how many ranks used each parameter, fp32. Undefined where nothing did.
+  // What travelled with the gradients: how many ranks used each parameter, fp32. Undefined where
+  // nothing did.
   at::Tensor sums_of_flags() const;
-  // Writes how many ranks used each of its parameters in the last finished step; nothing without flags.
+  // Writes how many ranks used each of its parameters in the last finished step; nothing without
+  // flags.
   void count_uses(std::vector<int64_t>& counts) const;
 
  private:

@@ -54,7 +54,8 @@ void DeviceMonitor::close() {
   aborts_.clear();
 }
 
-// Those behind one that the device has not passed may be of other streams: they are asked in their turn.
+// Those behind one that the device has not passed may be of other streams: they are asked in their
+// turn.
 void DeviceMonitor::drop_ended() {
   while (!marks_.empty() && marks_.front()->ended()) marks_.pop_front();
 }

@@ -1,20 +1,25 @@
 // What looks out for other ranks while a device, and not the host, waits for them.
 //
 // [Note: faults on a device]
-// A backend of a device (NCCL and its kin) has streams wait for averages, so the script goes on and nobody looks up. What is
-// followed is a mark in a stream behind such a wait. The script's thread drops marks that its device has passed when it comes
-// by, and a thread beside it asks the device only where there is a reason: a rank has ended, or the oldest mark is older than
-// the threshold of warnings. No step waits for that, and no rank sends anything.
+// A backend of a device (NCCL and its kin) has streams wait for averages, so the script goes on and
+// nobody looks up. What is followed is a mark in a stream behind such a wait. The script's thread
+// drops marks that its device has passed when it comes by, and a thread beside it asks the device
+// only where there is a reason: a rank has ended, or the oldest mark is older than the threshold of
+// warnings. No step waits for that, and no rank sends anything.
 //
 // Once there is a fault:
 //
-//   at once         its report is on stderr, the other ranks are told, and the script's next call raises it
-//   kSettles later  communicators are aborted: kernels and the host's waits end. No earlier: an abort has kernels run to
-//                   their end without data, on other ranks too, and these should know of the fault before their script can
-//                   go on. A script that has been told gets it at once, so that nothing holds up its end.
-//   kLongest later  a script that has not come back is ended, as the watchdogs of backends do at their timeouts.
+//   at once         its report is on stderr, the other ranks are told, and the script's next call
+//                   raises it
+//   kSettles later  communicators are aborted: kernels and the host's waits end. No earlier: an
+//                   abort has kernels run to their end without data, on other ranks too, and these
+//                   should know of the fault before their script can go on. A script that has been
+//                   told gets it at once, so that nothing holds up its end.
+//   kLongest later  a script that has not come back is ended, as the watchdogs of backends do at
+//                   their timeouts.
 //
-// Ranks that survive deaths have the host wait instead (reducer_elastic.cpp), and a captured step cannot be followed.
+// Ranks that survive deaths have the host wait instead (reducer_elastic.cpp), and a captured step
+// cannot be followed.
 #pragma once
 
 #include <unistd.h>

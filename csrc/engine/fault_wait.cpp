@@ -1,4 +1,5 @@
-// How a rank waits for the others: whom it looks for, whom it blames, and what it says. See fault_watch.h.
+// How a rank waits for the others: whom it looks for, whom it blames, and what it says. See
+// fault_watch.h.
 #include <algorithm>
 #include <cstdio>
 #include <set>
@@ -73,9 +74,10 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::d
   return first.empty() ? secondary : first;
 }
 
-// Who waits itself is late because of another; it is named only where there is nobody else. Who has given up has waited, and
-// said for whom: that counts as an end. Where all have issued what is wanted, one whose codec is at work for long holds it up,
-// or one that lacks what this rank has issued since: collectives of several buckets take turns.
+// Who waits itself is late because of another; it is named only where there is nobody else. Who has
+// given up has waited, and said for whom: that counts as an end. Where all have issued what is
+// wanted, one whose codec is at work for long holds it up, or one that lacks what this rank has
+// issued since: collectives of several buckets take turns.
 std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   std::vector<Report> causes;
   std::vector<Report> coding;
@@ -138,8 +140,9 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
   }
 }
 
-// One that ends before it has been connected has no connection that closes, so neighbours that have not been heard for so long
-// are looked for, too. Returns whether the end of one is to be expected: its connection has closed, and its process lives.
+// One that ends before it has been connected has no connection that closes, so neighbours that have
+// not been heard for so long are looked for, too. Returns whether the end of one is to be expected:
+// its connection has closed, and its process lives.
 bool FaultWatch::find_ended(Clock::duration unheard) {
   std::vector<int64_t> doubtful;
   {
@@ -178,8 +181,8 @@ std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& 
   return std::nullopt;
 }
 
-// A neighbour has issued collectives of an evaluation that this rank has not, or the other way around: their collectives are not
-// the same ones any more, and both would wait for ever.
+// A neighbour has issued collectives of an evaluation that this rank has not, or the other way
+// around: their collectives are not the same ones any more, and both would wait for ever.
 std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double waited) const {
   int64_t alone = -1;
   int64_t other = -1;
@@ -215,7 +218,8 @@ std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double wa
   return fault;
 }
 
-// Throws once the end of a rank is known. Waits for a moment, and longer where one is to be expected.
+// Throws once the end of a rank is known. Waits for a moment, and longer where one is to be
+// expected.
 void FaultWatch::await_end(const Wanted& wanted, const std::string& error, double waited) {
   const auto start = Clock::now();
   milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
@@ -238,7 +242,8 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
   await_end(wanted, error, waited);
   std::vector<Report> found = ended(anything_of(wanted), Clock::duration{});
   const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
-  // A rank whose time is over closes its connections, which looks like a death to those whose time is not.
+  // A rank whose time is over closes its connections, which looks like a death to those whose time
+  // is not.
   if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {
     std::vector<Report> causes = late(wanted);
     if (!causes.empty()) found = std::move(causes);
@@ -267,7 +272,8 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   return ranks;
 }
 
-// The first of the ranks that wait and are not late themselves; this one where all that are wanted are late.
+// The first of the ranks that wait and are not late themselves; this one where all that are wanted
+// are late.
 int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& late) const {
   for (int64_t rank = 0; rank < static_cast<int64_t>(members_.size()); ++rank) {
     const bool is_late = std::any_of(late.begin(), late.end(), [rank](const Report& report) {
@@ -347,7 +353,8 @@ Fault FaultWatch::first_fault() const {
   return fault_;
 }
 
-// A script may catch the error and end by itself. Then the others would find one that ended without a word.
+// A script may catch the error and end by itself. Then the others would find one that ended without
+// a word.
 bool FaultWatch::give_up(const Fault& fault) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);

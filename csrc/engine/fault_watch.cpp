@@ -98,7 +98,8 @@ int64_t FaultWatch::age_of(const Neighbour& neighbour) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - neighbour.heard).count();
 }
 
-// A process of this machine may have lost a connection only, or end a moment after it has closed it.
+// A process of this machine may have lost a connection only, or end a moment after it has closed
+// it.
 void FaultWatch::find_end(int64_t rank, bool lost) {
   News news{News::Kind::kDied, rank, 0, 0, {}, "ended without a word"};
   {
@@ -130,8 +131,8 @@ void FaultWatch::on_news(const std::string& bytes) {
   }
 }
 
-// Says so where this rank is behind, or its codec holds it up, and for neighbours that do not speak, whatever they have issued:
-// who has been stopped may not have sent it.
+// Says so where this rank is behind, or its codec holds it up, and for neighbours that do not
+// speak, whatever they have issued: who has been stopped may not have sent it.
 void FaultWatch::answer(const News& question) {
   const Wanted wanted{static_cast<size_t>(question.model), question.issued, -1, "", {}};
   News mine{News::Kind::kLate, rank_, question.model, question.issued, standings(), ""};
@@ -166,7 +167,8 @@ void FaultWatch::note(News news) {
     ends_.erase(rank);
   } else if (is_end(news.kind)) {
     const auto known = ends_.find(rank);
-    // What a rank says of itself tells more than its closed connections, and the first thing it says most.
+    // What a rank says of itself tells more than its closed connections, and the first thing it
+    // says most.
     const bool better = known == ends_.end() || is_hearsay(known->second.news.kind);
     if (better) ends_[rank] = {std::move(news), Clock::now()};
     disturbed_ = true;

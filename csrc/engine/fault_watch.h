@@ -1,14 +1,19 @@
-// What a rank knows of the others while it waits for them: who has ended and why, who is late and where.
+// What a rank knows of the others while it waits for them: who has ended and why, who is late and
+// where.
 //
-// One per process group. The models of the group tell it where they stand (progress.h), connections between the ranks carry
-// that and the news (comm/peers.h), and a rank that waits for a bucket asks in between:
+// One per process group. The models of the group tell it where they stand (progress.h), connections
+// between the ranks carry that and the news (comm/peers.h), and a rank that waits for a bucket asks
+// in between:
 //
-//   ended   A rank's connections close, or it says why it leaves. Whoever waits for a collective that it has not issued gets
-//           the error at once; whoever does not need it any more goes on.
-//   late    Who has waited for long asks. A rank that is behind answers with what it does and its Python stack, which a
-//           signal handler writes without the GIL. For one that does not even answer its neighbours do.
+//   ended   A rank's connections close, or it says why it leaves. Whoever waits for a collective
+//           that it has not issued gets the error at once; whoever does not need it any more goes
+//           on.
+//   late    Who has waited for long asks. A rank that is behind answers with what it does and its
+//           Python stack, which a signal handler writes without the GIL. For one that does not even
+//           answer its neighbours do.
 //
-// Where the host does not wait, a thread beside the script asks instead: [Note: faults on a device] in device_monitor.h.
+// Where the host does not wait, a thread beside the script asks instead: [Note: faults on a device]
+// in device_monitor.h.
 //
 // The error is made by Python, and nothing here knows of it.
 #pragma once
@@ -84,7 +89,8 @@ class FaultWatch {
   FaultWatch& operator=(const FaultWatch&) = delete;
 
   const comm::PeerAddress& address() const { return peers_.address(); }
-  // All ranks of the group. Returns those that could not be reached. On the thread whose stack others shall see.
+  // All ranks of the group. Returns those that could not be reached. On the thread whose stack
+  // others shall see.
   std::vector<int64_t> connect(std::vector<Member> members, int64_t rank);
   // Where Python brings all ranks together: model `kPlaces`.
   Progress& places() { return *places_; }
@@ -93,21 +99,25 @@ class FaultWatch {
   size_t add(std::shared_ptr<const Progress> progress, Names names,
              std::shared_ptr<PaceBoard> board = nullptr);
 
-  // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the interpreter raises: because a rank
-  // that is wanted has ended, or a signal has come. Warns of ranks that are late.
+  // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the
+  // interpreter raises: because a rank that is wanted has ended, or a signal has come. Warns of
+  // ranks that are late.
   void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
-  // For who waits in another way: throws where a rank that is wanted has ended, and warns when it is time. `waited`: seconds.
+  // For who waits in another way: throws where a rank that is wanted has ended, and warns when it
+  // is time. `waited`: seconds.
   void look(const Wanted& wanted, double waited, Patience& patience);
   Patience new_patience() const { return {options_.warn_after}; }
   // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
   void explain(const Wanted& wanted, const std::string& error, double waited);
-  // From now on ranks may go on after an error of this watch. Who cannot, tells the others at once that it gives up.
+  // From now on ranks may go on after an error of this watch. Who cannot, tells the others at once
+  // that it gives up.
   void survive() { survives_ = true; }
-  // Throws where a fault has been found before, by this thread or beside it: the ranks no longer agree.
+  // Throws where a fault has been found before, by this thread or beside it: the ranks no longer
+  // agree.
   void check_agreement();
 
-  // The host does not wait for what `what` names, and `ended` says whether a device has come to its end: the monitor looks out
-  // for the others meanwhile. Both are called from any thread.
+  // The host does not wait for what `what` names, and `ended` says whether a device has come to its
+  // end: the monitor looks out for the others meanwhile. Both are called from any thread.
   void follow(DeviceMonitor::Ended ended, DeviceMonitor::What what);
   // A communicator that a fault aborts.
   void add_communicator(comm::Communicator communicator);
@@ -119,8 +129,9 @@ class FaultWatch {
 
   // Tells the others, once; `why`: in words.
   void leave(Leaving how, const std::string& why);
-  // After an error that ranks have caused which end themselves: returns once those of this machine have ended, and whoever
-  // started the processes has had time to see that they were first. After so long at the latest.
+  // After an error that ranks have caused which end themselves: returns once those of this machine
+  // have ended, and whoever started the processes has had time to see that they were first. After
+  // so long at the latest.
   void outlast(std::chrono::milliseconds patience) const;
   // Ends the connections.
   void close();
@@ -159,8 +170,8 @@ class FaultWatch {
   bool find_ended(Clock::duration unheard);
   void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
-  // What other ranks have done that this one need not wait for any longer; warns of late ones when it is time. `newest`: the
-  // last collective that cannot end without them.
+  // What other ranks have done that this one need not wait for any longer; warns of late ones when
+  // it is time. `newest`: the last collective that cannot end without them.
   std::optional<Fault> find_fault(const Wanted& wanted, const Wanted& newest, double waited,
                                   Patience& patience);
   std::optional<Fault> find_evaluation(const Wanted& wanted, double waited) const;

@@ -1,11 +1,13 @@
-// Used flags where the buckets carry none, because a communication hook owns them: one small all-reduce of their own.
+// Used flags where the buckets carry none, because a communication hook owns them: one small
+// all-reduce of their own.
 //
-// There is no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a hook the plan made after the first
-// step stays, as it does in DDP, unless parameters are thawed.
+// There is no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a
+// hook the plan made after the first step stays, as it does in DDP, unless parameters are thawed.
 //
-// It starts when the last gradient is known, while buckets are on their way, and is waited for after them. On a CPU it needs a
-// process group of its own, or memory that the ranks share: hooks may start collectives when earlier ones are done, at times that
-// differ between ranks. On devices they are all enqueued by one thread, in one order.
+// It starts when the last gradient is known, while buckets are on their way, and is waited for
+// after them. On a CPU it needs a process group of its own, or memory that the ranks share: hooks
+// may start collectives when earlier ones are done, at times that differ between ranks. On devices
+// they are all enqueued by one thread, in one order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,11 +33,12 @@ class FlagExchange {
   bool started() const { return in_flight_ != nullptr; }
   // `used`: by parameter, whether this rank had a gradient.
   void start(const std::vector<bool>& used, at::Device device);
-  // Which parameters any rank used, by index; empty where this rank used all of them, and need not know.
-  // `arrives`: returns once the collective that it is given is done.
+  // Which parameters any rank used, by index; empty where this rank used all of them, and need not
+  // know. `arrives`: returns once the collective that it is given is done.
   std::vector<bool> wait(const std::function<void(comm::InFlight&)>& arrives);
   void abandon();
-  // How many ranks used each in the last step; empty before the first, and after one that was abandoned.
+  // How many ranks used each in the last step; empty before the first, and after one that was
+  // abandoned.
   std::vector<int64_t> counts() const;
 
  private:

@@ -11,7 +11,8 @@ namespace fastsync::engine {
 
 struct News {
   enum class Kind : int64_t {
-    // A rank has ended: its script has, by an exception of its own, by an error that others have caused, or without a word.
+    // A rank has ended: its script has, by an exception of its own, by an error that others have
+    // caused, or without a word.
     kEnded,
     kRaised,
     kGaveUp,
@@ -60,16 +61,18 @@ Beat decode_beat(const std::string& bytes);
 // The names of a model's parameters.
 using Names = std::vector<std::string>;
 
-// "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9 buckets sent". `at`: where it
-// stands; null: it is not known. `mine`: where this rank stands in the same model; null: likewise. A rank that others speak for
-// may have gone on after its last report: it cannot be in an earlier step than this rank.
+// "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9
+// buckets sent". `at`: where it stands; null: it is not known. `mine`: where this rank stands in
+// the same model; null: likewise. A rank that others speak for may have gone on after its last
+// report: it cannot be in an earlier step than this rank.
 std::string describe(const News& news, const Standing* at, const Names& names,
                      const Standing* mine);
 // The end of that: "in the backward of step 812, ...".
 std::string activity(const Standing& at, const Names& names);
 // "forward", "backward", ...
 const char* name_of(int64_t phase);
-// The ranks to blame, as `hearer` sees it. Who gave up waited in vain for those that it names, perhaps for the hearer.
+// The ranks to blame, as `hearer` sees it. Who gave up waited in vain for those that it names,
+// perhaps for the hearer.
 std::vector<int64_t> causes_of(const News& news, int64_t hearer);
 // What to do about it, for the first of those that are to blame. `joins`: the model has join().
 const char* remedy_for(News::Kind kind, bool joins);

@@ -7,8 +7,9 @@
 namespace fastsync::engine {
 namespace {
 
-// The longest steps of a window are left out: one in which a checkpoint was written, or garbage collected, tells nothing of
-// the others. How long a step takes is the same on all ranks, so they leave out the same ones.
+// The longest steps of a window are left out: one in which a checkpoint was written, or garbage
+// collected, tells nothing of the others. How long a step takes is the same on all ranks, so they
+// leave out the same ones.
 constexpr int64_t kOutliers = 2;
 
 int64_t now() {

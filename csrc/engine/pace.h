@@ -1,7 +1,7 @@
 // What the time of this rank's steps goes to, for whoever asks which rank the others wait for.
 //
-// At every moment a rank is at one activity, so the times of a step add up to its length. Changing it costs one reading of the
-// clock; a step has about six changes and two per bucket.
+// At every moment a rank is at one activity, so the times of a step add up to its length. Changing
+// it costs one reading of the clock; a step has about six changes and two per bucket.
 #pragma once
 
 #include <array>
@@ -30,7 +30,8 @@ class Pace {
   Activity reach(Activity activity);
   // The time since the last change counts for nothing: the ranks have planned.
   void restart();
-  // A step has ended, after so many. Returns the means of its window where it is the last one of it.
+  // A step has ended, after so many. Returns the means of its window where it is the last one of
+  // it.
   std::optional<Times> end_step(int64_t steps);
 
  private:

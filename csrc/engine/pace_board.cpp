@@ -63,7 +63,8 @@ void PaceBoard::add(int64_t steps, const std::vector<int64_t>& told, bool comple
   while (windows_.size() > kWindows) windows_.erase(windows_.begin());
 }
 
-// By window: the steps, the number of words of who has told and these, the number of records and these. No words: all have.
+// By window: the steps, the number of words of who has told and these, the number of records and
+// these. No words: all have.
 std::string PaceBoard::encode() {
   const Lock lock(mutex_);
   std::string bytes;

@@ -1,9 +1,10 @@
 // Where the ranks learn of each other's pace: what each waited for the others, window by window.
 //
-// The rank that waits least is the one that the others wait for. So what all have to know is who waits least, and who
-// comes after: the few ranks that wait least. Such lists merge in any order and any number of times. They travel in the
-// beats of the fault watch, from neighbour to neighbour, together with the set of the ranks that they were taken from: once
-// it holds all ranks, the list is the same everywhere.
+// The rank that waits least is the one that the others wait for. So what all have to know is who
+// waits least, and who comes after: the few ranks that wait least. Such lists merge in any order
+// and any number of times. They travel in the beats of the fault watch, from neighbour to
+// neighbour, together with the set of the ranks that they were taken from: once it holds all ranks,
+// the list is the same everywhere.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,12 @@
-// Watches whether the bucket plan still fits the order in which gradients arrive, and has all ranks agree on a new one.
+// Watches whether the bucket plan still fits the order in which gradients arrive, and has all ranks
+// agree on a new one.
 //
 // [Note: new plans]
-// After the first synchronised step the ready order is known, and every rank asks for a new plan. Later a rank that sees buckets
-// complete out of plan order, or parameters frozen, sets a vote that travels in the flags of the last bucket. Its sum is read at
-// the end of the next step, when no device has to be waited for, and is the same on all ranks, so they all plan at once. A rank waits twice as long before each further vote: where no plan fits, planning
-// ends.
+// After the first synchronised step the ready order is known, and every rank asks for a new plan.
+// Later a rank that sees buckets complete out of plan order, or parameters frozen, sets a vote that
+// travels in the flags of the last bucket. Its sum is read at the end of the next step, when no
+// device has to be waited for, and is the same on all ranks, so they all plan at once. A rank waits
+// twice as long before each further vote: where no plan fits, planning ends.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +35,8 @@ class PlanWatch {
   // A step of the other ranks, in which this one had no gradients.
   void end_shadow_step();
 
-  // The plan holds parameters that are frozen now. That is harmless, so the wish for another may wait.
+  // The plan holds parameters that are frozen now. That is harmless, so the wish for another may
+  // wait.
   void wish();
   bool vote() const { return vote_; }
   // The sum of this step's votes, on any device; undefined where there were none.

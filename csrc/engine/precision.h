@@ -1,8 +1,9 @@
 // Parameters that are stored in one precision and take part in forward and backward in a lower one.
 //
-// The parameters' data is exchanged, as torch's DistributedDataParallel does it: modules find low-precision parameters
-// where they look for their own. The stored ones are in place outside of forward, and outside of backward, which begins when
-// it reaches the forward's outputs. Gradients arrive in the low precision and end in the stored one.
+// The parameters' data is exchanged, as torch's DistributedDataParallel does it: modules find
+// low-precision parameters where they look for their own. The stored ones are in place outside of
+// forward, and outside of backward, which begins when it reaches the forward's outputs. Gradients
+// arrive in the low precision and end in the stored one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +31,8 @@ class Precision : public std::enable_shared_from_this<Precision> {
   // Called whenever low-precision data has been put in place.
   void on_exchange(std::function<void()> fn) { on_exchange_ = std::move(fn); }
 
-  // Start of a forward: casts all parameters, by one kernel per device and stored dtype, and puts the results in place.
+  // Start of a forward: casts all parameters, by one kernel per device and stored dtype, and puts
+  // the results in place.
   void begin_forward();
   void end_forward() { restore(); }
   // A backward has reached the outputs of a forward: puts what that forward computed with in place.

@@ -26,7 +26,8 @@ constexpr milliseconds kPause{5};
 constexpr size_t kMostBytes = 4096;  // of a stack
 constexpr uint64_t kExiting = 4;     // PF_EXITING of the kernel's sched.h
 
-// Fields of /proc/<pid>/stat after the name, as proc(5) numbers them less 3; empty where there is no such process.
+// Fields of /proc/<pid>/stat after the name, as proc(5) numbers them less 3; empty where there is
+// no such process.
 std::vector<std::string> stat_of(int64_t process) {
   std::ifstream file(concat("/proc/", process, "/stat"));
   std::string text;

@@ -1,4 +1,5 @@
-// What the system tells about processes of this machine, and the Python stack of one of this process's threads.
+// What the system tells about processes of this machine, and the Python stack of one of this
+// process's threads.
 #pragma once
 
 #include <pthread.h>
@@ -17,10 +18,12 @@ struct ProcessEnd {
 ProcessEnd end_of_process(int64_t process);
 bool is_stopped(int64_t process);
 
-// Has this process print `line` when SIGTERM ends it, and end as it would have; nothing where the program handles the signal.
+// Has this process print `line` when SIGTERM ends it, and end as it would have; nothing where the
+// program handles the signal.
 void announce_termination(const std::string& line);
 
-// Has a handler of `signal` write `thread`'s stack to `file`, and returns that; empty where there is none, or it does not come.
+// Has a handler of `signal` write `thread`'s stack to `file`, and returns that; empty where there
+// is none, or it does not come.
 std::string stack_of(pthread_t thread, int signal, int file);
 
 }  // namespace fastsync::engine

@@ -1,7 +1,8 @@
 // Where a model's training stands on this rank, for whoever wants to say so while the rank cannot.
 //
-// The thread that trains writes, a thread that watches reads. Each value is stored by itself and relaxed, so writing costs a
-// plain store; a reader may see a step's number beside the phase of the one before.
+// The thread that trains writes, a thread that watches reads. Each value is stored by itself and
+// relaxed, so writing costs a plain store; a reader may see a step's number beside the phase of the
+// one before.
 #pragma once
 
 #include <pthread.h>
@@ -42,8 +43,9 @@ struct Standing {
   int64_t evaluated = 0;  // of units: see Evaluated
 };
 
-// How many of a rank's first collectives belong to evaluations: forwards without gradients of parameters that are trained. One
-// word, so that a reader never sees one number beside the other of a moment ago.
+// How many of a rank's first collectives belong to evaluations: forwards without gradients of
+// parameters that are trained. One word, so that a reader never sees one number beside the other of
+// a moment ago.
 struct Evaluated {
   uint32_t issued = 0;  // so many collectives, of which
   uint32_t count = 0;   // so many

@@ -12,8 +12,8 @@ namespace fastsync::engine {
 
 class RateMeter {
  public:
-  // A function for the end of a collective that starts here and moves `bytes`; calls `next` after it. It may be called
-  // from any thread, and outlive the meter.
+  // A function for the end of a collective that starts here and moves `bytes`; calls `next` after
+  // it. It may be called from any thread, and outlive the meter.
   std::function<void()> timed(int64_t bytes, std::function<void()> next) {
     const auto start = std::chrono::steady_clock::now();
     return [best = best_, start, bytes, next = std::move(next)] {

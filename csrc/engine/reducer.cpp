@@ -25,7 +25,8 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-// The outputs of a forward that a checkpoint recomputes have served once the tensors that it saved are there.
+// The outputs of a forward that a checkpoint recomputes have served once the tensors that it saved
+// are there.
 void refuse_inner_backward() {
   FS_CHECK(false,
            "cannot differentiate a forward of this wrapper that began during a backward of it: its "
@@ -117,7 +118,8 @@ void Reducer::check_ended() {
   usage_.check_forward();
 }
 
-// A parameter that is thawed gets a hook at once, whether or not it is planned: what it accumulates counts as used.
+// A parameter that is thawed gets a hook at once, whether or not it is planned: what it accumulates
+// counts as used.
 void Reducer::attach_thawed() {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_[i]->tensor.requires_grad()) hooks().attach(i);
@@ -245,7 +247,8 @@ void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
   });
 }
 
-// A parameter that autograd reached without a gradient counts as unused, but only where that is no mistake.
+// A parameter that autograd reached without a gradient counts as unused, but only where that is no
+// mistake.
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
@@ -303,10 +306,11 @@ void Reducer::advance() {
   if (all_sent && flags_ && flags_->overlaps(plan_.buckets.front().device())) start_flags();
 }
 
-// Ends the oldest buckets under way that hold memory: those that have arrived, and others where too many are under way. Another
-// wrapper's buckets may have to be sent before one arrives, on this rank or on another. Then waiting takes its full time, once.
-// Where a stream waits instead of the host, it waits for whatever is too much; a bucket of which the host has to read flags
-// stays until the end.
+// Ends the oldest buckets under way that hold memory: those that have arrived, and others where too
+// many are under way. Another wrapper's buckets may have to be sent before one arrives, on this
+// rank or on another. Then waiting takes its full time, once. Where a stream waits instead of the
+// host, it waits for whatever is too much; a bucket of which the host has to read flags stays until
+// the end.
 void Reducer::make_room() {
   size_t under_way = 0;
   for (size_t i = 0; i < next_; ++i) {
@@ -444,7 +448,8 @@ void Reducer::close_buckets() {
   advance();
 }
 
-// skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.
+// skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user
+// promised.
 bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const {
   if (!options_.skip_unused) return false;
   return std::none_of(bucket.slots().begin(), bucket.slots().end(),

@@ -1,38 +1,44 @@
 // The reducer: autograd hooks in, averaged gradients out.
 //
-// One gradient's way: autograd accumulates it into `param.grad` and runs our post hook (no GIL); the hook marks its slot;
-// the last slot of a bucket completes it; buckets are packed and launched strictly in plan order, so that every rank
-// issues the same collectives in the same order whatever its own gradients do; autograd's final callbacks launch what is
-// left, wait, and hand the averages over.
+// One gradient's way: autograd accumulates it into `param.grad` and runs our post hook (no GIL);
+// the hook marks its slot; the last slot of a bucket completes it; buckets are packed and launched
+// strictly in plan order, so that every rank issues the same collectives in the same order whatever
+// its own gradients do; autograd's final callbacks launch what is left, wait, and hand the averages
+// over.
 //
 // [Note: the outermost backward]
-// Reentrant checkpointing runs backwards inside a backward, each with final callbacks of its own. The step ends with the
-// outermost one, so its callback is queued by a hook on the forward's outputs, which runs before any inner backward can
-// start. Where a loss bypasses the outputs, the first gradient's hook queues it.
+// Reentrant checkpointing runs backwards inside a backward, each with final callbacks of its own.
+// The step ends with the outermost one, so its callback is queued by a hook on the forward's
+// outputs, which runs before any inner backward can start. Where a loss bypasses the outputs, the
+// first gradient's hook queues it.
 //
 // [Note: where plans change]
-// Ranks may differ in their forwards: in how many come under no_sync(), in one whose backward never comes. Only a
-// synchronised step is common to all of them. So a new plan is made at the end of a step, in the callback `plan_due`, by
-// every rank or by none: whether it is due follows from sums over ranks and from the number of steps alone.
+// Ranks may differ in their forwards: in how many come under no_sync(), in one whose backward never
+// comes. Only a synchronised step is common to all of them. So a new plan is made at the end of a
+// step, in the callback `plan_due`, by every rank or by none: whether it is due follows from sums
+// over ranks and from the number of steps alone.
 //
 // [Note: unfreezing]
-// A parameter that is trained but not planned cannot wait for the end of the step: its gradient must be averaged in this
-// very one. Unfreezing is taken to happen on all ranks before the same synchronising forward; Python checks that all come.
+// A parameter that is trained but not planned cannot wait for the end of the step: its gradient
+// must be averaged in this very one. Unfreezing is taken to happen on all ranks before the same
+// synchronising forward; Python checks that all come.
 //
 // [Note: recent plans]
-// Two optimizers in one wrapper freeze and thaw two sets of parameters in turn (GANs). Each set has a plan, and the ranks go
-// from one to the other with their buffers, once they have told each other through the rendezvous store that they all mean
-// the same one.
+// Two optimizers in one wrapper freeze and thaw two sets of parameters in turn (GANs). Each set has
+// a plan, and the ranks go from one to the other with their buffers, once they have told each other
+// through the rendezvous store that they all mean the same one.
 //
 // [Note: captured steps]
-// A step that is captured into a CUDA graph runs this code once and its kernels many times. So nothing in it may wait for the
-// device, and nothing may change with the steps: no vote is read or counted, the plan stays, no timeline is written.
+// A step that is captured into a CUDA graph runs this code once and its kernels many times. So
+// nothing in it may wait for the device, and nothing may change with the steps: no vote is read or
+// counted, the plan stays, no timeline is written.
 //
 // [Note: skipped steps]
-// A rank whose forward or backward has failed may end its step without gradients: it takes part in the collectives that are left
-// with zeros, as with unused parameters, and the averages reach it like any other. A bucket that it had sent before counts it.
-// So each bucket is an average over ranks of its own, whose number is summed up after the last one; Python makes the averages
-// those over so many ranks.
+// A rank whose forward or backward has failed may end its step without gradients: it takes part in
+// the collectives that are left with zeros, as with unused parameters, and the averages reach it
+// like any other. A bucket that it had sent before counts it. So each bucket is an average over
+// ranks of its own, whose number is summed up after the last one; Python makes the averages those
+// over so many ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -101,8 +107,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once. Another plan is due once the
-  // training has made `until` steps; -1: never for that reason.
+  // Replaces the buckets. `specs` must cover each parameter that needs a gradient exactly once.
+  // Another plan is due once the training has made `until` steps; -1: never for that reason.
   // `keep`: the plan that is replaced will be wanted again. See [Note: recent plans].
   void set_plan(const std::vector<BucketSpec>& specs, int64_t until = -1, bool keep = false);
   // Goes back to plan `number`, as sync_stats counts them; false where it is not kept any more.
@@ -113,74 +119,88 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Called at the end of a step where a new plan is due. See [Note: where plans change].
   void on_plan_due(std::function<void()> fn);
-  // After each synchronised step whose number in the training is a multiple of `steps`, with the averages in place and nothing
-  // under way, the ranks compare what all of them should have. Where they differ each calls `differ` with its replica_digests().
+  // After each synchronised step whose number in the training is a multiple of `steps`, with the
+  // averages in place and nothing under way, the ranks compare what all of them should have. Where
+  // they differ each calls `differ` with its replica_digests().
   void compare_every(int64_t steps, std::function<void(std::vector<int64_t>)> differ);
-  // Of all parameters, then of the averages of the last step, by parameter; 0 where there is none that all ranks have.
+  // Of all parameters, then of the averages of the last step, by parameter; 0 where there is none
+  // that all ranks have.
   std::vector<int64_t> replica_digests() const;
 
-  // Start of a forward that will be differentiated, and synchronise. Throws what the previous backward left to say.
-  // `captured`: see [Note: captured steps].
+  // Start of a forward that will be differentiated, and synchronise. Throws what the previous
+  // backward left to say. `captured`: see [Note: captured steps].
   ForwardAdvice prepare_forward(bool captured = false);
   // Start of a forward under no_sync(), whose number may differ between ranks.
   void prepare_local_forward();
   // End of such a forward. See [Note: which backwards synchronise].
   void prepare_backward(const std::vector<at::Tensor>& outputs, bool sync);
-  // The next backward synchronises, whichever forward it belongs to. Throws what the previous one left to say.
+  // The next backward synchronises, whichever forward it belongs to. Throws what the previous one
+  // left to say.
   ForwardAdvice announce_backward();
-  // Whether a forward now is one of the running step again, within its backward: a checkpoint recomputes it.
+  // Whether a forward now is one of the running step again, within its backward: a checkpoint
+  // recomputes it.
   bool recomputes() const;
 
   void set_static_graph();
-  // Gradients are divided by this from now on (world size by default; fewer when ranks have joined).
+  // Gradients are divided by this from now on (world size by default; fewer when ranks have
+  // joined).
   void set_divisor(double divisor);
   // Takes part in one step of the other ranks without gradients of its own.
   void shadow_step();
   // Ends a step of this rank that has failed. See [Note: skipped steps].
   void skip_step();
-  // Called at the end of a step that some ranks have skipped, with how many have not, by parameter; -1: it is not trained.
+  // Called at the end of a step that some ranks have skipped, with how many have not, by parameter;
+  // -1: it is not trained.
   void on_skips(std::function<void(std::vector<int64_t>)> fn);
-  // From now on a step that other ranks die in is finished by the survivors. See reducer_elastic.cpp.
+  // From now on a step that other ranks die in is finished by the survivors. See
+  // reducer_elastic.cpp.
   void survive(Survivors survivors);
   // An optimizer has stepped: all ranks' have, or none.
   void note_optimizer();
-  // Reduces the buckets of later plans with `hook` instead of averaging them. `flags_group`: a process group for used flags
-  // alone; empty: there is none.
+  // Reduces the buckets of later plans with `hook` instead of averaging them. `flags_group`: a
+  // process group for used flags alone; empty: there is none.
   void set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flags_group);
   // Called once, at the end of the next synchronised backward.
   void at_end(std::function<void()> action);
   // Averages over another group from the next plan on, which must come at once.
   void use_group(const std::string& group_name);
-  // Process groups for the links of coded buckets' chains, in order; see comm/worker.h. Needed before a plan with coded buckets.
+  // Process groups for the links of coded buckets' chains, in order; see comm/worker.h. Needed
+  // before a plan with coded buckets.
   void use_chains(std::vector<std::shared_ptr<comm::Collective>> links);
-  // The process group over which regions travel: the same ranks. Needed before a plan with sharded buckets.
+  // The process group over which regions travel: the same ranks. Needed before a plan with sharded
+  // buckets.
   void use_shards(const std::string& group_name);
-  // What the group's ranks share memory for, from the next plan on: sums of buckets, and regions of sharded ones, in buffers of
-  // `pool`. Null: both travel through the group.
+  // What the group's ranks share memory for, from the next plan on: sums of buckets, and regions of
+  // sharded ones, in buffers of `pool`. Null: both travel through the group.
   void use_memory(std::shared_ptr<comm::Collective> sums, std::shared_ptr<comm::Collective> regions,
                   std::shared_ptr<ops::BufferPool> pool);
   // Looks out for other ranks' faults while it waits; null: no longer.
   void use_watch(std::shared_ptr<FaultWatch> watch);
-  // Of the latest window of steps that all ranks have told of; nothing where nobody looks out, or on devices.
+  // Of the latest window of steps that all ranks have told of; nothing where nobody looks out, or
+  // on devices.
   std::optional<PaceReport> pace() const;
   // Has this rank wait for others by `exchange`.
   void await_buffers(const std::function<void()>& exchange);
   void detach_hooks();
 
-  // Of the parameters' gradients: see known_squares(). From now on buckets have squares summed up on the way.
+  // Of the parameters' gradients: see known_squares(). From now on buckets have squares summed up
+  // on the way.
   std::optional<GradientSquares> squares(const std::vector<at::Tensor>& params,
                                          const ShardedUnits& units);
 
-  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all. Returns how many of these
-  // are under way, this one included: the regions of those before them are there. All are after finish_gathers().
+  // Each rank sends its region of `flat`, one of as many equal ones as there are ranks, to all.
+  // Returns how many of these are under way, this one included: the regions of those before them
+  // are there. All are after finish_gathers().
   int64_t start_gather(const at::Tensor& flat);
   void finish_gathers();
 
-  // Parameter indices in the order of their gradients in the last synchronised step, missing ones last.
+  // Parameter indices in the order of their gradients in the last synchronised step, missing ones
+  // last.
   std::vector<int64_t> ready_order() const;
   std::vector<bool> trainable() const;
   ReducerStats stats() const;
-  // Synchronised steps of the whole training, restarts included. Random numbers and schedules follow them.
+  // Synchronised steps of the whole training, restarts included. Random numbers and schedules
+  // follow them.
   int64_t steps() const { return earlier_steps_ + stats_.steps; }
   // Goes on where a training of so many steps was left.
   void resume(int64_t steps);
@@ -196,8 +216,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // (find_unused_parameters=False) this rank alone counts.
   std::vector<int64_t> used_counts() const;
   bool backward_running() const { return backward_running_; }
-  // Parameters whose averages hold NaN or infinity, and whether what this rank gave for them did. The parameters are the same
-  // on all ranks. Empty where nobody looks.
+  // Parameters whose averages hold NaN or infinity, and whether what this rank gave for them did.
+  // The parameters are the same on all ranks. Empty where nobody looks.
   std::vector<std::pair<int64_t, bool>> nonfinite() const;
 
   // Copies of what error feedback keeps back of each parameter, and the other way.

@@ -1,13 +1,16 @@
 // How ranks find out whether they have the same, bit for bit.
 //
 // [Note: comparing costs no Python]
-// Each rank digests its parameters and averages where they lie, in one pass. The digest of these digests is one number of 64
-// bits, whose bits are summed up over the ranks as used flags are: all ranks have set a bit, or none has, wherever they are
-// alike. So all ranks see the same sums and draw the same conclusion, however many they are. Only if they differ is Python
-// called. It gets the digests of single tensors, which are those that were compared, and not those of what memory holds by then.
+// Each rank digests its parameters and averages where they lie, in one pass. The digest of these
+// digests is one number of 64 bits, whose bits are summed up over the ranks as used flags are: all
+// ranks have set a bit, or none has, wherever they are alike. So all ranks see the same sums and
+// draw the same conclusion, however many they are. Only if they differ is Python called. It gets
+// the digests of single tensors, which are those that were compared, and not those of what memory
+// holds by then.
 //
-// All that happens before backward() returns. A sum that travelled with the next step's gradients would cost no waiting. But the
-// optimizer would have stepped by then, on an average that may be the wrong one.
+// All that happens before backward() returns. A sum that travelled with the next step's gradients
+// would cost no waiting. But the optimizer would have stepped by then, on an average that may be
+// the wrong one.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -24,7 +27,8 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 constexpr size_t kDigestBits = 64;
 
-// Whether this rank has all elements: zero's gradients, of a class of their own, are spread over the ranks.
+// Whether this rank has all elements: zero's gradients, of a class of their own, are spread over
+// the ranks.
 bool is_whole(const at::Tensor& grad) {
   return grad.defined() && !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
          grad.layout() == at::kStrided;
@@ -39,8 +43,8 @@ void Reducer::compare_every(int64_t steps, std::function<void(std::vector<int64_
   differ_ = std::move(differ);
 }
 
-// Where nobody used a parameter its gradient stays what each rank had, and so does one that was thawed too late for this step's
-// buckets.
+// Where nobody used a parameter its gradient stays what each rank had, and so does one that was
+// thawed too late for this step's buckets.
 std::vector<at::Tensor> Reducer::averages() const {
   std::vector<at::Tensor> grads(params_.size());
   std::vector<int64_t> counts;  // asked for where this rank has missed a gradient

@@ -1,38 +1,46 @@
 // How the ranks that are left finish a step in which others have died.
 //
 // [Note: a step is committed]
-// A rank applies the averages of a step, or lets anybody see them, only after a vote: an all-reduce of one number, which a rank
-// starts when all its buckets have arrived. The vote comes back on one rank only if all ranks have started it. So if any rank has
-// finished a step, all ranks have all its averages, however far they were when one died.
+// A rank applies the averages of a step, or lets anybody see them, only after a vote: an all-reduce
+// of one number, which a rank starts when all its buckets have arrived. The vote comes back on one
+// rank only if all ranks have started it. So if any rank has finished a step, all ranks have all
+// its averages, however far they were when one died.
 //
-// Until then each rank keeps its own gradients. A rank that waits in vain, and knows that others have died, meets the survivors
-// (Python, through the rendezvous store). If each of those that have not finished the oldest unfinished step has all its averages,
-// they take these: somebody, even one of the dead, may have taken them already. Else nobody can have, and they average it again
-// from their own gradients: by a plan for their number, over a group of their own.
+// Until then each rank keeps its own gradients. A rank that waits in vain, and knows that others
+// have died, meets the survivors (Python, through the rendezvous store). If each of those that have
+// not finished the oldest unfinished step has all its averages, they take these: somebody, even one
+// of the dead, may have taken them already. Else nobody can have, and they average it again from
+// their own gradients: by a plan for their number, over a group of their own.
 //
 // [Note: residuals after a death]
-// Error feedback follows the step: what a rank keeps back is what it was before a step that is averaged again, and what the step
-// has made of it where its averages are taken (see [Note: repeatable steps]). A rank's residual is its own share of what the
-// averages lack, the sums of its chunks included. So it stays with the rank when chunks go to other owners, in units of the
-// averages, which do not depend on the number of ranks. What the dead kept back is lost with their gradients.
+// Error feedback follows the step: what a rank keeps back is what it was before a step that is
+// averaged again, and what the step has made of it where its averages are taken (see
+// [Note: repeatable steps]). A rank's residual is its own share of what the averages lack, the sums
+// of its chunks included. So it stays with the rank when chunks go to other owners, in units of the
+// averages, which do not depend on the number of ranks. What the dead kept back is lost with their
+// gradients.
 //
 // [Note: where the survivors are]
-// Those that meet have finished the same number of steps, or are one apart: who is ahead waits in the next step, or in the
-// planning between the two. Who is behind takes the averages and counts the step before the reducers are rebuilt, so that all
-// rebuild after the same step, and agree on the plan then. What a plan was due for, is done by that.
+// Those that meet have finished the same number of steps, or are one apart: who is ahead waits in
+// the next step, or in the planning between the two. Who is behind takes the averages and counts
+// the step before the reducers are rebuilt, so that all rebuild after the same step, and agree on
+// the plan then. What a plan was due for, is done by that.
 //
 // [Note: steps on devices]
-// Averages exist once kernels have ended, so that a step is committed no earlier. With `elastic` the host waits for that at the
-// end of each backward, where otherwise only streams would, and looks out for deaths meanwhile: it cannot launch the optimizer's
-// kernels before. The vote is an all-reduce of Gloo's, between hosts, behind that. What a rank keeps lies on its device.
+// Averages exist once kernels have ended, so that a step is committed no earlier. With `elastic`
+// the host waits for that at the end of each backward, where otherwise only streams would, and
+// looks out for deaths meanwhile: it cannot launch the optimizer's kernels before. The vote is an
+// all-reduce of Gloo's, between hosts, behind that. What a rank keeps lies on its device.
 //
 // [Note: when a communicator is aborted]
-// A kernel of NCCL's waits for what a dead rank should have sent until its communicator is aborted. Then it runs to its end
-// without data, and still tells its neighbours that theirs has come: on those a collective may end well, with nonsense. So
-// nobody aborts before the survivors have decided. What they have said of their averages was true then, and whatever an abort
-// ends is averaged again. The thread that ends the backward aborts, in rebuild(): it has not let a stream wait for anything
-// that has not ended. For the same reason an error is thrown without the work's own wait(), which aborts; torch's watchdog is
-// not to abort; and a group is not destroyed at the end of a process that dies by an exception.
+// A kernel of NCCL's waits for what a dead rank should have sent until its communicator is aborted.
+// Then it runs to its end without data, and still tells its neighbours that theirs has come: on
+// those a collective may end well, with nonsense. So nobody aborts before the survivors have
+// decided. What they have said of their averages was true then, and whatever an abort ends is
+// averaged again. The thread that ends the backward aborts, in rebuild(): it has not let a stream
+// wait for anything that has not ended. For the same reason an error is thrown without the work's
+// own wait(), which aborts; torch's watchdog is not to abort; and a group is not destroyed at the
+// end of a process that dies by an exception.
 #include <ATen/core/grad_mode.h>
 
 #include <utility>
@@ -86,7 +94,8 @@ void Reducer::keep(const Bucket& bucket) {
   }
 }
 
-// Whether the gradient may be packed ahead of its bucket. One that lives there is copied with the others.
+// Whether the gradient may be packed ahead of its bucket. One that lives there is copied with the
+// others.
 bool Reducer::may_take_early(const Bucket& bucket, size_t slot) {
   if (!survival_) return true;
   if (is_broken() || bucket.transport().lives_here(slot)) return false;
@@ -107,8 +116,8 @@ void Reducer::send(Bucket& bucket) {
 
 bool Reducer::is_broken() const { return survival_ && survival_->fault; }
 
-// Under `lock`. Returns once this rank may use the averages of the running step, with whether they are those of ranks some of
-// which are gone: then the survivors have yet to rebuild.
+// Under `lock`. Returns once this rank may use the averages of the running step, with whether they
+// are those of ranks some of which are gone: then the survivors have yet to rebuild.
 bool Reducer::settle(UniqueLock& lock) {
   survival_->own.note_used();
   while (true) {
@@ -172,7 +181,8 @@ void Reducer::vote() {
   survival_->vote.end();
 }
 
-// Whether the survivors take the averages that they have. Throws what has gone wrong where nobody has died.
+// Whether the survivors take the averages that they have. Throws what has gone wrong where nobody
+// has died.
 bool Reducer::meet(UniqueLock& lock) {
   const std::exception_ptr fault = survival_->fault;
   if (!faults_ || faults_->is_interrupted()) std::rethrow_exception(fault);

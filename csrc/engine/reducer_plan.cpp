@@ -107,7 +107,8 @@ void Reducer::on_plan_due(std::function<void()> fn) {
   plan_due_ = std::move(fn);
 }
 
-// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
+// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads
+// of it may ask us things.
 void Reducer::call_what_is_due() {
   bool compares = false;
   std::function<void()> make_plan;

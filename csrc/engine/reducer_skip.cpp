@@ -1,4 +1,5 @@
-// How a rank ends a step that has failed, and how the others learn of it. See [Note: skipped steps].
+// How a rank ends a step that has failed, and how the others learn of it. See
+// [Note: skipped steps].
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>

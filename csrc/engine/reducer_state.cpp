@@ -1,9 +1,10 @@
-// What others may ask a reducer and tell it between steps: its counters, what parameters carry, its ways between ranks.
+// What others may ask a reducer and tell it between steps: its counters, what parameters carry, its
+// ways between ranks.
 //
 // [Note: parked residuals]
-// A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
-// error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
-// error feedback off.
+// A residual is what averages still lack, and must not be lost while its parameter is frozen, or
+// lies in a bucket that has no error feedback (a warm-up, a small bucket, a single rank). It is
+// then parked here until a bucket takes it, or the user turns error feedback off.
 #include <utility>
 
 #include "../check.h"

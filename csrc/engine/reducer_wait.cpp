@@ -38,8 +38,8 @@ void Reducer::watch_over(const std::shared_ptr<comm::Collective>& ranks) {
   faults_->add_communicator(ranks->communicator(params_.front()->tensor.device()));
 }
 
-// The current stream waits for what `what` names, and the host does not. Survivors of deaths wait by themselves; a mark in a
-// captured stream would tell nothing.
+// The current stream waits for what `what` names, and the host does not. Survivors of deaths wait
+// by themselves; a mark in a captured stream would tell nothing.
 void Reducer::follow(std::function<Wanted()> what) {
   if (!faults_ || survival_ || captured_ || params_.empty()) return;
   const at::Device device = params_.front()->tensor.device();
@@ -128,8 +128,8 @@ void Reducer::finish_buckets() {
   watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
-// On devices: which parameters any rank has used, where this one lacks gradients; else nothing. The host waits once for all
-// buckets.
+// On devices: which parameters any rank has used, where this one lacks gradients; else nothing. The
+// host waits once for all buckets.
 std::vector<bool> Reducer::read_missed() {
   std::vector<const Bucket*> missed;
   std::vector<at::Tensor> sums;

@@ -1,7 +1,8 @@
-// What the last synchronised step of this rank did: when, with which parameters, and what went wrong.
+// What the last synchronised step of this rank did: when, with which parameters, and what went
+// wrong.
 //
-// Feeds the logging data, the timeline where there is one, and what other ranks learn of this one's pace. A step costs some
-// readings of the clock and one bit per parameter.
+// Feeds the logging data, the timeline where there is one, and what other ranks learn of this one's
+// pace. A step costs some readings of the clock and one bit per parameter.
 #pragma once
 
 #include <cstdint>

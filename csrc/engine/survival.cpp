@@ -12,8 +12,9 @@ namespace fastsync::engine {
 
 namespace {
 
-// A gradient's memory goes back to the stream of the backward that made it, and must not be handed out there while this one
-// reads it. What it holds is there: the end of a backward has the current stream wait for all streams of the backward.
+// A gradient's memory goes back to the stream of the backward that made it, and must not be handed
+// out there while this one reads it. What it holds is there: the end of a backward has the current
+// stream wait for all streams of the backward.
 void lend_to_current_stream(const at::Tensor& grad) {
   if (grad.is_cpu() || !grad.has_storage()) return;
   const c10::impl::VirtualGuardImpl guard(grad.device().type());

@@ -1,4 +1,5 @@
-// What a rank keeps so that a step can still be finished after other ranks have died in it. See reducer_elastic.cpp.
+// What a rank keeps so that a step can still be finished after other ranks have died in it. See
+// reducer_elastic.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,14 +17,15 @@
 
 namespace fastsync::engine {
 
-// This rank's own gradients of the running step, as they are before a bucket scales, sums or replaces them.
+// This rank's own gradients of the running step, as they are before a bucket scales, sums or
+// replaces them.
 class OwnGradients {
  public:
   // The parameters must outlive it.
   explicit OwnGradients(const Parameters& params) : params_(params), grads_(params.size()) {}
 
-  // Before a bucket takes the gradient. One that lives in the bucket is copied. Any other is kept as it is: what autograd has
-  // made, and would free once it is packed.
+  // Before a bucket takes the gradient. One that lives in the bucket is copied. Any other is kept
+  // as it is: what autograd has made, and would free once it is packed.
   void keep(size_t param, bool in_bucket);
   // Which parameters have been used, at the end of the backward.
   void note_used();
@@ -38,7 +40,8 @@ class OwnGradients {
   std::vector<bool> used_;
 };
 
-// One number, summed over the ranks once each has all averages of a step: on the host, which waits for it.
+// One number, summed over the ranks once each has all averages of a step: on the host, which waits
+// for it.
 class Vote {
  public:
   void start(comm::Collective& group);
@@ -61,8 +64,8 @@ enum class Verdict : int64_t {
 };
 
 struct Survivors {
-  // Returns once all survivors have met: called with the steps that this rank has finished, whether it has all averages of
-  // the next one, and the error that it has met.
+  // Returns once all survivors have met: called with the steps that this rank has finished, whether
+  // it has all averages of the next one, and the error that it has met.
   std::function<int64_t(int64_t steps, bool complete, const std::string& error)> meet;
   // Has the reducer average over the survivors from now on.
   std::function<void()> rebuild;

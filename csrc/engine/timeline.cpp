@@ -104,7 +104,8 @@ std::function<void()> Timeline::on_done(int64_t index, Mark mark) {
   return [self = shared_from_this(), step, index, mark] { self->write(step, mark, index, 0); };
 }
 
-// A reader that sees any store after the first one also sees the first: no torn mark goes unnoticed.
+// A reader that sees any store after the first one also sees the first: no torn mark goes
+// unnoticed.
 void Timeline::write(int64_t step, Mark mark, int64_t index, int64_t bytes) {
   const uint64_t number = recorded_.fetch_add(1, std::memory_order_relaxed);
   Entry& entry = ring_[number % ring_.size()];

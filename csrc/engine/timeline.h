@@ -1,7 +1,9 @@
-// When each bucket was ready, packed, launched and done, step by step: a preallocated ring of marks.
+// When each bucket was ready, packed, launched and done, step by step: a preallocated ring of
+// marks.
 //
-// A mark costs a reading of the clock and five stores, or one event on the stream where the model is on a device
-// ([Note: device time]); no lock and no allocation on the CPU. Any thread may record: "done" comes from the backend's own threads.
+// A mark costs a reading of the clock and five stores, or one event on the stream where the model
+// is on a device ([Note: device time]); no lock and no allocation on the CPU. Any thread may
+// record: "done" comes from the backend's own threads.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -33,8 +35,8 @@ enum class Mark : uint8_t {
   kPacked,    // its buffer is filled, or the first piece of it that travels by itself
   kLaunched,  // that is handed to the backend
   kDone,      // its collective has completed, whether anyone waits for it or not
-  // of a unit's gather, of the reduction of its gradients, and of their sum over replicas: handed to the backend, completed, needed
-  // by the computation, and there
+  // of a unit's gather, of the reduction of its gradients, and of their sum over replicas: handed
+  // to the backend, completed, needed by the computation, and there
   kGatherStarted,
   kGatherDone,
   kGatherWanted,
@@ -70,14 +72,15 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
   void begin_step(int64_t step);
   // From any thread.
   void record(Mark mark, int64_t index, int64_t bytes = 0);
-  // Records `mark` of a bucket or unit of this step when it is called: once, later, from any thread. Keeps the timeline alive.
+  // Records `mark` of a bucket or unit of this step when it is called: once, later, from any
+  // thread. Keeps the timeline alive.
   std::function<void()> on_done(int64_t index, Mark mark);
 
-  // The marks that are kept, oldest first; those that are being written are left out, and so are those that their device has not
-  // come to, until it has.
+  // The marks that are kept, oldest first; those that are being written are left out, and so are
+  // those that their device has not come to, until it has.
   std::vector<TimelineEvent> events() const;
-  // Waits until the device has come to all marks, for so long at most: a collective may wait for a rank that has gone. Returns how
-  // many it has not come to.
+  // Waits until the device has come to all marks, for so long at most: a collective may wait for a
+  // rank that has gone. Returns how many it has not come to.
   int64_t settle(std::chrono::milliseconds time) const;
   // Marks that were overwritten.
   int64_t dropped() const;

@@ -95,8 +95,8 @@ int64_t Unit::numel_side_by_side(const UnitLayout& layout, int rank) const {
   return numel;
 }
 
-// Has every rank read the others' shares where they are written. This rank reads its own there, too: it may have changed since.
-// False where that cannot be.
+// Has every rank read the others' shares where they are written. This rank reads its own there,
+// too: it may have changed since. False where that cannot be.
 bool Unit::borrow_shares(const at::Tensor& source) {
   std::vector<comm::Expected> expected;
   std::vector<comm::Message> sent;

@@ -1,31 +1,36 @@
 // Parameters that ranks share, and that come and go together (ZeRO, stage 3).
 //
 // [Note: a unit's way]
-// Each rank keeps a share of every member: an equal part along one of its dimensions, the last ranks' smaller where it is not
-// divisible. Its shares lie side by side in one flat tensor, the shard:
+// Each rank keeps a share of every member: an equal part along one of its dimensions, the last
+// ranks' smaller where it is not divisible. Its shares lie side by side in one flat tensor, the
+// shard:
 //
 //   | small members | large members |
 //
-// Before the unit computes, the ranks exchange their shards, and the whole members get memory; after that they lose it.
+// Before the unit computes, the ranks exchange their shards, and the whole members get memory;
+// after that they lose it.
 //
 //   gather   shard  ->  messages  ->  whole members
-//   reduce   gradients of whole members  ->  messages  ->  sum in the ranks' order  ->  gradients of this rank's shares
+//   reduce   gradients of whole members  ->  messages  ->  sum in the order of the ranks
+//              ->  gradients of this rank's shares
 //
-// What is small travels in one message, which a kernel packs and another unpacks, and after it a flag per member that tells whether
-// this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
-// Ranks of one machine read shares where the others have written them, and codes are read where they have come. So whole members
-// get memory only when they are wanted there.
-// Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
+// What is small travels in one message, which a kernel packs and another unpacks, and after it a
+// flag per member that tells whether this rank used it. A large share is a message by itself, sent
+// from where it lies and received where it belongs: no copy. Ranks of one machine read shares where
+// the others have written them, and codes are read where they have come. So whole members get
+// memory only when they are wanted there. Backends without messages of any size (NCCL) gather and
+// reduce-scatter one flat buffer, where everything counts as small.
 //
-// A thread adds up what has come, while the backward goes on. Gradients of large members are kept until they have been sent, and
-// this rank's part of them until its turn among the terms. Ranks of one machine have copied what they send before the backward
-// goes on, and read the others' where it is: so gradients go at once there. The first rank begins its sums with its part, the
-// second may do so too, as a + b is b + a, and the others copy theirs.
+// A thread adds up what has come, while the backward goes on. Gradients of large members are kept
+// until they have been sent, and this rank's part of them until its turn among the terms. Ranks of
+// one machine have copied what they send before the backward goes on, and read the others' where it
+// is: so gradients go at once there. The first rank begins its sums with its part, the second may
+// do so too, as a + b is b + a, and the others copy theirs.
 //
 // A layout with codes has both travel as those: [Note: codes of units] in unit_codes.h.
 //
-// Autograd saves whole members by their storages: each member is one tensor for good, whose memory comes and goes
-// (../ops/loan.h). Filling it again is no change that autograd notices.
+// Autograd saves whole members by their storages: each member is one tensor for good, whose memory
+// comes and goes (../ops/loan.h). Filling it again is no change that autograd notices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -59,7 +64,8 @@ struct UnitLinks {
     trim_pool();
     ranks->trim();
   }
-  // Frees what no unit uses, and keeps what is shared with other ranks: making that anew costs most.
+  // Frees what no unit uses, and keeps what is shared with other ranks: making that anew costs
+  // most.
   void trim_pool() { pool.trim(); }
 
   std::shared_ptr<comm::Collective> ranks;
@@ -68,7 +74,8 @@ struct UnitLinks {
   std::shared_ptr<UnitPeers> peers;
 };
 
-// Where a member's share lies among those that travel together. fastsync/units/layout.py makes these numbers.
+// Where a member's share lies among those that travel together. fastsync/units/layout.py makes
+// these numbers.
 struct UnitPlace {
   size_t member = 0;
   int64_t offset = 0;   // in a rank's chunk
@@ -80,7 +87,8 @@ struct UnitLayout {
   int64_t chunk = 0;   // elements for each rank
   int64_t packed = 0;  // of these, in the first message
   int64_t flags = -1;  // where the flags begin, one per place; -1: there are none
-  // What travels, where that is codes. Nothing is direct then, and all elements that are coded come before the flags.
+  // What travels, where that is codes. Nothing is direct then, and all elements that are coded come
+  // before the flags.
   std::optional<CodedSpec> codes;
 };
 
@@ -116,13 +124,16 @@ class Unit {
   // Takes the whole members' memory away.
   void release();
 
-  // Has the gradients of whole members reduced, by place of the layout; none stands for zeros. Collective.
+  // Has the gradients of whole members reduced, by place of the layout; none stands for zeros.
+  // Collective.
   void start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale);
-  // The sums over ranks of this rank's shares, as that layout says, times `scale`: of fp32, or fp64.
+  // The sums over ranks of this rank's shares, as that layout says, times `scale`: of fp32, or
+  // fp64.
   at::Tensor finish_reduce();
-  // The shares of `sums` that any rank had a gradient for, in the stored dtype: those that `before` has are added to it there,
-  // and returned, the others are new tensors. Where `sums` are, which may have been copied to another device. `missed`: this rank
-  // had no gradient for some of them, so that the flags are read, for which the host waits where they are on a device.
+  // The shares of `sums` that any rank had a gradient for, in the stored dtype: those that `before`
+  // has are added to it there, and returned, the others are new tensors. Where `sums` are, which
+  // may have been copied to another device. `missed`: this rank had no gradient for some of them,
+  // so that the flags are read, for which the host waits where they are on a device.
   std::vector<at::Tensor> deliver(const UnitLayout& layout, const at::Tensor& sums,
                                   const std::vector<at::Tensor>& before, bool missed) const;
 

@@ -1,17 +1,20 @@
 // What a unit sends where its shares, or its gradients, travel as codes of a wire format.
 //
 // [Note: codes of units]
-// Each share begins with a block of the format, so that a rank's chunk is coded as one run, and is one message:
+// Each share begins with a block of the format, so that a rank's chunk is coded as one run, and is
+// one message:
 //
 //   gather   the code of a rank's shard  ->  all ranks  ->  each decodes all, its own too
-//   reduce   codes of each rank's gradients, and used flags  ->  that rank  ->  decodes, its own too, and adds up in fp32
+//   reduce   codes of each rank's gradients, and used flags  ->  that rank
+//              ->  decodes, its own too, and adds up in fp32
 //
-// So all ranks compute with the same bits, and a sum does not depend on who makes it. The shard is never rounded: optimizers
-// update it, and each gather codes it anew. Nothing of what coding loses is kept for a later step. That would take a whole
-// gradient on each rank, which units are there to avoid.
+// So all ranks compute with the same bits, and a sum does not depend on who makes it. The shard is
+// never rounded: optimizers update it, and each gather codes it anew. Nothing of what coding loses
+// is kept for a later step. That would take a whole gradient on each rank, which units are there to
+// avoid.
 //
-// A block with NaN, infinity, or what is too large for its scale decodes to NaN everywhere (../kernels/codec.h), so whoever
-// would get one such element without codes gets at least that one.
+// A block with NaN, infinity, or what is too large for its scale decodes to NaN everywhere
+// (../kernels/codec.h), so whoever would get one such element without codes gets at least that one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,7 +46,8 @@ class UnitCodes {
   // Elements of `chunks`, those of one rank after those of another.
   void decode(const std::vector<ops::Item>& items, const at::Tensor& chunks) const;
 
-  // Gradients at their places in the chunks of all ranks, and what tells everybody whether this rank has them.
+  // Gradients at their places in the chunks of all ranks, and what tells everybody whether this
+  // rank has them.
   void encode(const std::vector<ops::Item>& items, const std::vector<float>& used,
               const at::Tensor& chunks, const ops::Encoding& how) const;
   // Chunk r of `sent` goes to rank r; in `received`, chunk r came from it.

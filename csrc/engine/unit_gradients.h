@@ -16,8 +16,9 @@ struct WatchedGradient {
   std::shared_ptr<void> node;
 };
 
-// Autograd passes the outputs of a module before it comes to the parameters, unless the script hides these outputs. A gradient that
-// arrives unannounced would stay on this rank, so `unannounced` is called before it is accumulated.
+// Autograd passes the outputs of a module before it comes to the parameters, unless the script
+// hides these outputs. A gradient that arrives unannounced would stay on this rank, so
+// `unannounced` is called before it is accumulated.
 class UnitGradients {
  public:
   explicit UnitGradients(std::function<void()> unannounced)

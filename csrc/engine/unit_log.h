@@ -1,6 +1,8 @@
-// What the units of a model do and when, for whoever asks: counters, marks on a timeline, errors that name a unit.
+// What the units of a model do and when, for whoever asks: counters, marks on a timeline, errors
+// that name a unit.
 //
-//   UnitLog    of a model: its steps, its timeline, and where its training stands for other ranks to see
+//   UnitLog    of a model: its steps, its timeline, and where its training stands for other ranks
+//              to see
 //   UnitPeers  of the ranks of a group: what was sent to them, and who looks out for their faults
 //   Movement   a collective of a unit: from its start until the computation has what it brings
 #pragma once
@@ -44,8 +46,8 @@ enum class Direction : uint8_t {
 
 class UnitLog {
  public:
-  // The model's outermost forward; one that does not count, as without gradients, belongs to no step.
-  // `evaluates`: it computes no gradients of parameters that are trained.
+  // The model's outermost forward; one that does not count, as without gradients, belongs to no
+  // step. `evaluates`: it computes no gradients of parameters that are trained.
   void begin_forward(bool counts, bool evaluates);
   void end_forward();
   void begin_backward();
@@ -56,7 +58,8 @@ class UnitLog {
   void set_timeline(std::shared_ptr<Timeline> timeline) { log_.set_timeline(std::move(timeline)); }
   int64_t steps() const { return steps_; }
 
-  // One more collective, of all units in the order that every rank has in common. Returns how many have been.
+  // One more collective, of all units in the order that every rank has in common. Returns how many
+  // have been.
   int64_t issue(Direction direction);
   const StepLog& marks() const { return log_; }
   const std::shared_ptr<Progress>& progress() const { return log_.progress(); }
@@ -73,8 +76,8 @@ class UnitPeers {
  public:
   explicit UnitPeers(int64_t rank) : rank_(rank) {}
 
-  // What the units that share these peers are part of. `faults`: null where nobody looks out. `names` of all of the model's units.
-  // In the same order on every rank. `device`: of the units.
+  // What the units that share these peers are part of. `faults`: null where nobody looks out.
+  // `names` of all of the model's units. In the same order on every rank. `device`: of the units.
   void join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults, Names names,
             at::Device device);
 
@@ -96,7 +99,8 @@ class UnitPeers {
 
 class Movement {
  public:
-  // Begins: counts, and marks the start. `bytes`: that leave this rank. Throws where the ranks no longer agree.
+  // Begins: counts, and marks the start. `bytes`: that leave this rank. Throws where the ranks no
+  // longer agree.
   Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
            Direction direction, int64_t bytes);
 
@@ -105,12 +109,15 @@ class Movement {
 
   // Whether it comes true within that time.
   using Arrives = std::function<bool(std::chrono::milliseconds)>;
-  // Waits, for `arrives` while that can be asked, then by `wait`. Throws errors that name the unit, of whoever else is to blame.
+  // Waits, for `arrives` while that can be asked, then by `wait`. Throws errors that name the unit,
+  // of whoever else is to blame.
   void await(const Arrives& arrives, const std::function<void()>& wait);
-  // The same in three parts, for whoever waits elsewhere: it begins to, ends to, and can compute with the result.
+  // The same in three parts, for whoever waits elsewhere: it begins to, ends to, and can compute
+  // with the result.
   void begin_wait();
   void end_wait();
-  // While it waits: throws where a rank has ended that the collective needs, and warns of late ones when it is time.
+  // While it waits: throws where a rank has ended that the collective needs, and warns of late ones
+  // when it is time.
   void look();
   void arrived() const;
   // The backend has failed with `error`.
@@ -124,7 +131,8 @@ class Movement {
   Wanted wanted() const { return what_.wanted(); }
   double waited() const;
 
-  // What is moved; enough to say so when the movement is over for the host, and not yet for a device.
+  // What is moved; enough to say so when the movement is over for the host, and not yet for a
+  // device.
   struct What {
     std::shared_ptr<const UnitName> unit;
     Direction direction;

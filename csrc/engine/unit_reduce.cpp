@@ -70,8 +70,8 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
   codes->encode(items.items(), all_used, reduction.sent, {reduction.scale, seed});
 }
 
-// Whether what comes from the first other rank is received where the sums will be: its terms are the first or, for rank 0, the
-// second of two, and the dtype is that of the sums.
+// Whether what comes from the first other rank is received where the sums will be: its terms are
+// the first or, for rank 0, the second of two, and the dtype is that of the sums.
 bool Unit::first_in_sums() const { return dtypes_.reduce == wide(dtypes_.stored); }
 
 // Where the chunk of another rank is received.
@@ -358,7 +358,8 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
       accumulated.add(before[i], place.offset, in_sums);
       results[i] = before[i];
     } else if (sums.scalar_type() == dtypes_.stored) {
-      // A storage of its own, so that gradients can be pickled; other devices need their allocator's for record_stream().
+      // A storage of its own, so that gradients can be pickled; other devices need their
+      // allocator's for record_stream().
       const c10::Storage own = sums.is_cpu() ? ops::part_of(sums, in_sums) : c10::Storage();
       results[i] = ops::view_of(sums, in_sums, dtypes_.stored, own);
     } else {

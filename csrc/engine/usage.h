@@ -12,7 +12,8 @@ namespace fastsync::engine {
 
 class UsageCheck {
  public:
-  // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused` that every step uses all.
+  // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused`
+  // that every step uses all.
   UsageCheck(const Parameters& params, int rank, bool static_graph, bool fail_on_unused)
       : params_(params),
         rank_(rank),
@@ -24,8 +25,9 @@ class UsageCheck {
 
   // At the end of a backward. `planned`: by index, whether a parameter is in a bucket.
   void end_backward(const std::vector<bool>& planned);
-  // Behind it: what broke the promise of a static graph, in words; empty if nothing did. `before`: the parameters that the
-  // last step used, empty before the first. From then on every forward is refused.
+  // Behind it: what broke the promise of a static graph, in words; empty if nothing did. `before`:
+  // the parameters that the last step used, empty before the first. From then on every forward is
+  // refused.
   std::string find_change(const std::vector<bool>& planned, const std::vector<bool>& before);
   // At a forward: throws what the last backward left to say.
   void check_forward();

@@ -1,6 +1,8 @@
-// A place where Python brings all ranks together: a collective, a meeting, the making of a process group.
+// A place where Python brings all ranks together: a collective, a meeting, the making of a process
+// group.
 //
-// All ranks of a group come to the same places in the same order, so a rank that has come to fewer of them is late.
+// All ranks of a group come to the same places in the same order, so a rank that has come to fewer
+// of them is late.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +26,13 @@ class Visit {
   Visit(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& place,
         std::vector<int64_t> ranks);
 
-  // Looks out for the others, from time to time: throws where one has ended, warns of those that are late.
+  // Looks out for the others, from time to time: throws where one has ended, warns of those that
+  // are late.
   void look();
   // The backend has failed with `error`: throws where it is known who is to blame.
   void explain(const std::string& error);
-  // Goes on. `came`: this counts as a visit. It does not where the place has failed for a reason of its own, which is the same
-  // on all ranks.
+  // Goes on. `came`: this counts as a visit. It does not where the place has failed for a reason of
+  // its own, which is the same on all ranks.
   void end(bool came);
 
  private:

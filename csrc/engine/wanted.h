@@ -11,7 +11,8 @@
 
 namespace fastsync::engine {
 
-// The number of the model that stands for Python, which brings all ranks together in the same order.
+// The number of the model that stands for Python, which brings all ranks together in the same
+// order.
 constexpr size_t kPlaces = 0;
 // Collectives that nobody has issued: whoever has ended lacks them, and nobody is late for them.
 constexpr int64_t kUncounted = std::numeric_limits<int64_t>::max();
@@ -38,13 +39,15 @@ struct Patience {
 bool is_counted(const Wanted& wanted);
 // Whether this rank is waited for.
 bool wants(const Wanted& wanted, int64_t rank);
-// Whether a rank of which these news are may not have issued the collective. One that has never made the model has not.
+// Whether a rank of which these news are may not have issued the collective. One that has never
+// made the model has not.
 bool lacks(const News& news, const Wanted& wanted);
 // Whether a codec of its user's has been at work for long, on something that it has issued.
 bool codes_long(const News& news, const Wanted& wanted);
 // Whether it waits for others.
 bool waits(const News& news, const Wanted& wanted);
-// What it does while others wait for it in `model`, which becomes the model that tells that. Null: nobody knows.
+// What it does while others wait for it in `model`, which becomes the model that tells that. Null:
+// nobody knows.
 const Standing* standing_of(const News& news, size_t& model);
 
 }  // namespace fastsync::engine

@@ -1,4 +1,5 @@
-// A user's codec that tells where its training stands that it is at work: it may hang on a thread that nobody waits for by name.
+// A user's codec that tells where its training stands that it is at work: it may hang on a thread
+// that nobody waits for by name.
 #pragma once
 
 #include <memory>
