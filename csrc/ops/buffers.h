@@ -30,8 +30,8 @@ at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
 // With memory of its own.
 at::Tensor copy_of(const at::Tensor& tensor);
 
-// On a device: memory that the current stream still uses goes back to its allocator in that stream's order, whichever stream it
-// was allocated on.
+// On a device: memory that the current stream still uses goes back to its allocator in that
+// stream's order, whichever stream it was allocated on.
 void record_here(const at::Tensor& tensor);
 
 }  // namespace fastsync::ops

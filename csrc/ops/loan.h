@@ -54,7 +54,8 @@ class Loan {
  public:
   Loan(int64_t numel, at::ScalarType dtype, at::Device device);
 
-  // Shares the storage, but no version counter: what is written to it is no change that autograd would notice.
+  // Shares the storage, but no version counter: what is written to it is no change that autograd
+  // would notice.
   const at::Tensor& flat() const { return flat_; }
   bool has_memory() const { return block_.defined(); }
   // Sets the error of an operation that reads or writes the elements while there is no memory.
