@@ -1,4 +1,5 @@
-// What looks out beside the script: when it asks the device, and what it does once there is a fault. Meant for ThreadSanitizer too.
+// What looks out beside the script: when it asks the device, and what it does once there is a
+// fault. Meant for ThreadSanitizer too.
 #include <atomic>
 #include <chrono>
 #include <future>
