@@ -116,8 +116,8 @@ class Chained final : public Transport {
     }
   }
 
-  // The average of what no rank used reaches nobody, and so must leave no trace in what error feedback keeps. Only this rank
-  // knows what it kept before.
+  // The average of what no rank used reaches nobody, and so must leave no trace in what error
+  // feedback keeps. Only this rank knows what it kept before.
   void keep_residuals() {
     const at::Tensor flat = coding_->residual();
     kept_.assign(slots_.size(), at::Tensor());
@@ -137,7 +137,8 @@ class Chained final : public Transport {
     coding_->load_residual(flat);
   }
 
-  // Gradients whose averages may be written as they arrive. What this rank used is certain to get one.
+  // Gradients whose averages may be written as they arrive. What this rank used is certain to get
+  // one.
   Delivery delivery() {
     Delivery delivery;
     if (repeatable_ || !coding_->works_on_parts()) return delivery;

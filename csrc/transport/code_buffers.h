@@ -1,4 +1,5 @@
-// Buffers of codes that travel between ranks in the two-shot or the gather form, and what is done to them.
+// Buffers of codes that travel between ranks in the two-shot or the gather form, and what is done
+// to them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,6 @@
-// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k. A Coding has
-// the buffers and makes the chain of collectives that carries them; the transport in chained.h gives it gradients.
+// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k.
+// A Coding has the buffers and makes the chain of collectives that carries them; the transport in
+// chained.h gives it gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +14,8 @@
 
 namespace fastsync::engine {
 
-// Gradients that averages are written into as they arrive, and where they lie. Kept alive until then.
+// Gradients that averages are written into as they arrive, and where they lie. Kept alive until
+// then.
 struct Delivery {
   // Refer to the layouts here.
   std::vector<ops::Item> items() const {
@@ -32,8 +34,9 @@ struct Taking {
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
-// Writes flags to `to`, fp32 [numel], and zeros after them. They are values of a kernel's arguments: a copy from the host would
-// wait for the stream of the backward, and could not be captured.
+// Writes flags to `to`, fp32 [numel], and zeros after them. They are values of a kernel's
+// arguments: a copy from the host would wait for the stream of the backward, and could not be
+// captured.
 void write_flags(const std::vector<float>& flags, const at::Tensor& to);
 // The same in a tensor of their own.
 // `added`: to the first of them; undefined: nothing.
@@ -50,14 +53,15 @@ class Coding {
  public:
   virtual ~Coding() = default;
 
-  // Takes gradients, scaled. pack() comes once per step and ends the taking, and the items' layouts must live until
-  // launch(), which may read them; `flags` are summed over ranks exactly.
+  // Takes gradients, scaled. pack() comes once per step and ends the taking, and the items' layouts
+  // must live until launch(), which may read them; `flags` are summed over ranks exactly.
   virtual void take(const std::vector<ops::Item>& items, Taking how) = 0;
   virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
                     Taking how) = 0;
   // Whether take() may be called for single gradients ahead of pack(), and launch() may deliver.
   virtual bool works_on_parts() const = 0;
-  // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in their slots' order.
+  // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in
+  // their slots' order.
   virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
   // Writes averages; only after the end of what launch() returned.
   virtual void unpack(const std::vector<ops::Item>& items) = 0;

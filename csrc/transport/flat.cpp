@@ -91,8 +91,8 @@ void Flat::ensure_flat() {
   new_buffer();
 }
 
-// Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last bit. A parameter that
-// no rank used must keep its gradient exactly.
+// Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last
+// bit. A parameter that no rank used must keep its gradient exactly.
 void Flat::keep_unused() {
   if (!missed_) return;
   const at::NoGradGuard no_grad;
@@ -139,8 +139,9 @@ void Flat::install_view(size_t index) {
 
 void Flat::receive(const at::Tensor& /*result*/) { lend_to_current_stream(); }
 
-// The averages are read on this stream, and the user may be the last to let go of them. Their memory, which goes back to the
-// stream that it was allocated on, must not be handed out there while it is still read here.
+// The averages are read on this stream, and the user may be the last to let go of them. Their
+// memory, which goes back to the stream that it was allocated on, must not be handed out there
+// while it is still read here.
 void Flat::lend_to_current_stream() const {
   if (!home_ || !flat().defined()) return;
   const c10::impl::VirtualGuardImpl guard(device().type());

@@ -24,13 +24,15 @@
 // it.
 //
 // [Note: used flags]
-// After the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
-// synchronisation and 0 where not, and one more element for this rank's vote on a new plan. The sum over ranks tells for
-// free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back.
+// After the gradients the flat buffer carries one element per slot, 1 where this rank produced a
+// gradient since the last synchronisation and 0 where not, and one more element for this rank's
+// vote on a new plan. The sum over ranks tells for free whether anyone used a parameter. Only a
+// rank that missed a gradient has to read the flags back.
 //
 // [Note: early packing]
-// On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last of them, and its memory is
-// free for the next layer's gradient. On a device one launch for the whole bucket matters more.
+// On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last
+// of them, and its memory is free for the next layer's gradient. On a device one launch for the
+// whole bucket matters more.
 //
 // [Note: squares of the buffer]
 // Where a script clips gradients by their norm, the code that adds the buffer up reports the sum of

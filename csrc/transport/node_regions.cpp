@@ -10,7 +10,8 @@
 namespace fastsync::engine {
 namespace {
 
-// A step's buffers. A shelf is what the ranks at one place in their nodes own: a chunk for each node, in fp32, with flags.
+// A step's buffers. A shelf is what the ranks at one place in their nodes own: a chunk for each
+// node, in fp32, with flags.
 struct NodeStep {
   at::Tensor packed;    // shelf by shelf
   at::Tensor shelves;   // mine, from each rank of my node; the first becomes their sum

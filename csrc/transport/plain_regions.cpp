@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kChunkAlignment = 16;  // elements
 
-// Between CPUs each rank sends the others their chunks and keeps its own: Gloo's reduce-scatter would reduce all of them
-// everywhere. On devices the backend adds up.
+// Between CPUs each rank sends the others their chunks and keeps its own: Gloo's reduce-scatter
+// would reduce all of them everywhere. On devices the backend adds up.
 class PlainRegions final : public Regions {
  public:
   PlainRegions(const RegionLayout& layout, at::TensorOptions like,

@@ -1,15 +1,18 @@
-// How the parts of gradients that a rank owns reach it, and are added up there: reduce-scatter, in the form that the wire asks for.
+// How the parts of gradients that a rank owns reach it, and are added up there: reduce-scatter, in
+// the form that the wire asks for.
 //
-//   plain         pack ─▶ each part to its owner                                             ─▶ add up
-//   coded         encode ─▶ all-to-all of chunks                                             ─▶ decode and add up
-//   hierarchical  pack as fp32 ─▶ reduce-scatter in the node ─▶ encode ─▶ all-to-all between nodes ─▶ decode and add up
+//   plain         pack ─▶ each part to its owner ─▶ add up
+//   coded         encode ─▶ all-to-all of chunks ─▶ decode and add up
+//   hierarchical  pack as fp32 ─▶ reduce-scatter in the node ─▶ encode
+//                   ─▶ all-to-all between nodes ─▶ decode and add up
 //
-// The coded forms are the first halves of those that every rank gets the averages from (coded.h, hierarchical.h), so a
-// gradient is rounded once, and an average not at all: owners add up in fp32.
+// The coded forms are the first halves of those that every rank gets the averages from (coded.h,
+// hierarchical.h), so a gradient is rounded once, and an average not at all: owners add up in fp32.
 //
 // [Note: chunks]
-// What travels is cut into chunks of equal size, one for each rank; its parts lie there one after the other, where blocks
-// of the wire's format begin, and flags follow. Which elements of a parameter a rank owns does not depend on the wire.
+// What travels is cut into chunks of equal size, one for each rank; its parts lie there one after
+// the other, where blocks of the wire's format begin, and flags follow. Which elements of a
+// parameter a rank owns does not depend on the wire.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -59,8 +62,8 @@ class Regions {
   virtual void close(const std::vector<float>& flags, const Packing& how) = 0;
   virtual std::unique_ptr<comm::InFlight> launch() = 0;
 
-  // After the end of what launch() returned: sums over ranks, of flags, and of parts at their places in this rank's chunk. They
-  // are added to what the tensors hold where `accumulate`.
+  // After the end of what launch() returned: sums over ranks, of flags, and of parts at their
+  // places in this rank's chunk. They are added to what the tensors hold where `accumulate`.
   virtual void sum_flags(const at::Tensor& flags) const = 0;
   virtual void sum(const std::vector<ops::Item>& items, bool accumulate) const = 0;
   // Gives the step's buffers back; `in_flight`: collectives may still write to them.
@@ -87,8 +90,8 @@ std::unique_ptr<Regions> make_coded_regions(const RegionLayout& layout, const Co
                                             at::Device device,
                                             std::shared_ptr<comm::Collective> group,
                                             std::shared_ptr<ops::BufferPool> pool);
-// Chunks belong to the ranks at the first place of each node, then to those at the second. The chains' first two process
-// groups: in the node, between nodes.
+// Chunks belong to the ranks at the first place of each node, then to those at the second. The
+// chains' first two process groups: in the node, between nodes.
 std::unique_ptr<Regions> make_node_regions(const RegionLayout& layout, const CodedSpec& spec,
                                            at::Device device, std::shared_ptr<comm::Chains> chains,
                                            std::shared_ptr<ops::BufferPool> pool);

@@ -76,8 +76,9 @@ struct HeldGradients {
   const Transport* transport = nullptr;
 };
 
-// Without a read of what is spread over the ranks, or of what a transport holds and knows. Nothing where a sum over what is spread
-// is not known, this rank has added to a gradient, or one is neither a face of these units nor a plain tensor on a CPU.
+// Without a read of what is spread over the ranks, or of what a transport holds and knows. Nothing
+// where a sum over what is spread is not known, this rank has added to a gradient, or one is
+// neither a face of these units nor a plain tensor on a CPU.
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
                                              const ShardedUnits& units,
                                              const std::vector<HeldGradients>& held);

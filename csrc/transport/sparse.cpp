@@ -13,8 +13,9 @@
 namespace fastsync::engine {
 namespace {
 
-// No rows of a sparse gradient: indices along the first dimension, dense after it, as embeddings have them. Backends
-// exchange indices and values as they are, so all ranks must have them in one form.
+// No rows of a sparse gradient: indices along the first dimension, dense after it, as embeddings
+// have them. Backends exchange indices and values as they are, so all ranks must have them in one
+// form.
 at::Tensor empty_rows(const Parameter& param) {
   std::vector<int64_t> row = param.tensor.sizes().vec();
   row.front() = 0;
