@@ -68,8 +68,8 @@ void make_own(void (*set)(const torch::autograd::Variable&, Weak), const at::Ten
   set(tensor, Weak(node));
 }
 
-// What is to be done at the end of one backward. Autograd owns it, and frees it with a backward
-// that fails.
+// The actions for the end of one backward. Autograd owns this object, and frees it when the
+// backward fails.
 class Endings {
  public:
   static std::shared_ptr<Endings> of_running_backward() {

@@ -65,7 +65,7 @@ std::array<char, 128> last_line{};  // a handler cannot reach anything but globa
 
 void on_termination(int number) {
   if (write(STDERR_FILENO, last_line.data(), std::strlen(last_line.data())) < 0) {
-    // There is nobody to tell.
+    // There is no other channel for the line.
   }
   signal(number, SIG_DFL);
   raise(number);
@@ -106,7 +106,7 @@ std::string stack_of(pthread_t thread, int signal, int file) {
   if (pthread_kill(thread, signal) != 0) return "";
   struct stat facts{};
   off_t size = 0;
-  // Written line by line: complete once it does not grow any more.
+  // The handler writes line by line: the stack is complete once the file stops growing.
   for (auto left = kLongest; left > milliseconds{0}; left -= kPause) {
     std::this_thread::sleep_for(kPause);
     if (fstat(file, &facts) != 0) return "";
