@@ -29,7 +29,7 @@ enum {
 typedef struct fastsync_codec {
   int32_t version; /* FASTSYNC_CODEC_VERSION */
   int32_t form;    /* FASTSYNC_TWO_SHOT or FASTSYNC_GATHER */
-  /* Not 0: what a code lost is added to the next step's gradient, unless the user says otherwise. */
+  /* Not 0: a code's error is added to the next step's gradient, unless the user says otherwise. */
   int32_t error_feedback;
   int32_t whole;    /* not 0: a bucket is one chunk; FASTSYNC_GATHER only */
   int64_t block;    /* elements; chunks are multiples of it, unless they are whole buckets */
