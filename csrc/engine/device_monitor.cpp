@@ -13,7 +13,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kSlice{50};     // between two looks
 constexpr milliseconds kSettles{500};  // until other ranks know of the fault, too
 constexpr milliseconds kLongest{5000};
-// Of the backend's timeout: its own watchdog reports less, and is to come after this one.
+// A share of the backend's timeout: its own watchdog reports less, and is to come after this one.
 constexpr double kOfTimeout = 0.9;
 constexpr milliseconds kAborts{1000};  // at most, for aborts under way when the process ends
 

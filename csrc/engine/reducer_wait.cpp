@@ -38,7 +38,7 @@ void Reducer::watch_over(const std::shared_ptr<comm::Collective>& ranks) {
   faults_->add_communicator(ranks->communicator(params_.front()->tensor.device()));
 }
 
-// Has the monitor follow the collective that `what` describes, for which the current stream waits
+// Lets the monitor follow the collective that `what` describes, for which the current stream waits
 // and the host does not. With elastic training the host waits itself; a mark in a captured stream
 // would say nothing.
 void Reducer::follow(std::function<Wanted()> what) {

@@ -56,7 +56,7 @@ namespace fastsync::engine {
 
 // State that the units of a model share.
 struct UnitLinks {
-  // `mark`: the high-water mark of the pool, in bytes.
+  // `mark`: of the pool, in bytes; see ops::BlockPool.
   UnitLinks(std::shared_ptr<comm::Collective> among, int64_t mark)
       : ranks(std::move(among)), pool(mark), peers(std::make_shared<UnitPeers>(ranks->rank())) {}
 
