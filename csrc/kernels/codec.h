@@ -17,14 +17,14 @@
 // sections with formats of their own may share the chunks. Blocks that no segment covers are not
 // written; bytes that are zero decode to zeros in every format.
 //
-//   format    code                              block  scale                     error at most
-//   float32   the float itself                     16  none                      0
-//   bfloat16  round to nearest even                16  none                      |x| 2^-8
-//   float16   x / 2^e to nearest even             256  one byte: e + 127         |x| 2^-11 or M 2^-39
-//   float8    x / 2^e to nearest even, E4M3       256  the same                  |x| 2^-4 or M 2^-17
-//                                      E5M2       256  the same                  |x| 2^-3 or M 2^-31
-//   int8      round(x / s), -127..127             128  s in bfloat16             M / 252
-//   int4      round(x / s), -7..7                  64  the same                  M / 13.8
+//   format    code                              block  scale              error at most
+//   float32   the float itself                     16  none               0
+//   bfloat16  round to nearest even                16  none               |x| 2^-8
+//   float16   x / 2^e to nearest even             256  one byte: e + 127  |x| 2^-11 or M 2^-39
+//   float8    x / 2^e to nearest even, E4M3       256  the same           |x| 2^-4 or M 2^-17
+//                                      E5M2       256  the same           |x| 2^-3 or M 2^-31
+//   int8      round(x / s), -127..127             128  s in bfloat16      M / 252
+//   int4      round(x / s), -7..7                  64  the same           M / 13.8
 //
 // A scale of 255 (one byte) or NaN (bfloat16) is poison. int4 stores the low nibble first.
 //

@@ -1,7 +1,8 @@
 // Multi-tensor pack and unpack between scattered tensors and one flat buffer.
 //
 //   pack    flat[offset + i] = cast(tensor[i] * scale)         for every segment
-//   unpack  tensor[i]        = cast(flat[offset + i] * scale)  plus the old tensor[i] if `accumulate`
+//   unpack  tensor[i]        = cast(flat[offset + i] * scale)  plus the old tensor[i]
+//                                                              if `accumulate`
 //
 // pack writes cast(fill) for a segment without a tensor.
 //
