@@ -1,5 +1,5 @@
-// The one place that memory of fastsync's own tensors comes from. An allocator of another kind,
-// such as a pool or memory that processes share, belongs here; tests/test_layers.py lets no other
+// The one place that allocates memory for fastsync's own tensors. An allocator of another kind,
+// such as a pool or memory shared by processes, belongs here; tests/test_layers.py lets no other
 // file ask torch for memory.
 #pragma once
 

@@ -89,8 +89,8 @@ SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t nume
       fills.push_back({nullptr, item.layout->offset, item.layout->numel, item.fill});
     }
   }
-  // A value has no dtype: it goes along with tensors of any, where there are some, and takes no
-  // launch of its own.
+  // A value has no dtype: it joins tensors of any dtype, if there are some, and needs no launch of
+  // its own.
   auto group =
       std::find_if(groups_.begin(), groups_.end(), [](const auto& g) { return !g.empty(); });
   if (group == groups_.end()) group = groups_.begin() + static_cast<int64_t>(kernel_dtype(dtype));

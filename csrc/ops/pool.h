@@ -1,4 +1,4 @@
-// Memory that buckets take turns to use.
+// Memory that buckets use in turn.
 #pragma once
 
 #include <ATen/core/Tensor.h>
