@@ -1,5 +1,5 @@
-// Gradients coded to bytes, summed in fp32, and coded again: the two-shot form; or summed by
-// everyone: the gather form.
+// Gradients coded to bytes, summed in fp32, and coded again: the two-shot form; or summed by every
+// rank: the gather form.
 //
 //   two-shot  encode ─▶ all-to-all of chunks ─▶ decode, sum, encode ─▶ all-gather of sums ─▶ decode
 //   gather    encode ─▶ all-gather of everything ─▶ decode and sum

@@ -1,8 +1,8 @@
 // Transport of buckets that a communication hook reduces.
 //
-// The buffer belongs to the hook while it runs, so it holds gradients and nothing else, as they
-// were computed. The hook is handed one view of it, which is kept: backends that hold what they
-// were given for a while then hold nothing new.
+// The buffer belongs to the hook while the hook runs, so it holds only gradients, as they were
+// computed. The hook gets one view of it, and the same view each step: backends that keep their
+// input for a while then keep no new memory.
 #pragma once
 
 #include <memory>
